@@ -1,0 +1,1 @@
+"""Configuration: schema, derived numbers, reading and checking."""

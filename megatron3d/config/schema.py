@@ -1,0 +1,129 @@
+"""The configuration: one schema for files, command line and API; frozen after reading.
+
+Names are Megatron's where the concept is.  None means: derived from other fields, by the methods below and never
+stored next to its source.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A section refuses unknown keys, converts nothing silently and cannot be changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(Section):
+    """The network."""
+
+    family: Literal["gpt2", "llama"] = "gpt2"
+    num_layers: int = Field(12, ge=1)
+    hidden_size: int = Field(768, ge=1)
+    ffn_hidden_size: int | None = Field(None, ge=1, description="default: 4 hidden, or 8/3 hidden rounded up to 256 for swiglu")
+    num_attention_heads: int = Field(12, ge=1)
+    num_query_groups: int | None = Field(None, ge=1, description="key/value heads; default: num_attention_heads")
+    kv_channels: int | None = Field(None, ge=1, description="size of a head; default: hidden / heads")
+    seq_length: int = Field(1024, ge=1)
+    max_position_embeddings: int | None = Field(None, ge=1, description="default: seq_length")
+    vocab_size: int | None = Field(None, ge=1, description="default: the tokenizer's")
+    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = Field(None, description="default: the family's")
+    rotary_base: float = Field(10000.0, gt=0)
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="default: the family's")
+    norm_epsilon: float = Field(1e-5, gt=0)
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] | None = Field(None, description="default: the family's")
+    add_bias_linear: bool | None = Field(None, description="default: the family's")
+    tie_embeddings: bool | None = Field(None, description="default: the family's")
+    qk_layernorm: bool = False
+    hidden_dropout: float = Field(0.0, ge=0, lt=1)
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    init_method_std: float = Field(0.02, gt=0)
+
+
+class ParallelConfig(Section):
+    """How ranks are arranged: world_size = TP x PP x DP, with DP derived."""
+
+    tensor_model_parallel_size: int | None = Field(None, ge=1, description="default: product of tensor_parallel_shape, or 1")
+    tensor_parallel_mode: Literal["1d", "2d", "2.5d", "3d", "grid"] = "1d"
+    tensor_parallel_shape: tuple[int, ...] | None = Field(None, description="default: the most even shape of the size")
+    tensor_parallel_form: str | None = Field(None, description="variant of the mode; default: its first")
+    sequence_parallel: bool = Field(False, description="short for tensor_parallel_form=sequence_parallel of mode 1d")
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+
+
+class TrainConfig(Section):
+    """Batch, length and precision of the run."""
+
+    micro_batch_size: int = Field(1, ge=1)
+    global_batch_size: int = Field(8, ge=1)
+    train_iters: int = Field(1000, ge=1)
+    exit_interval: int | None = Field(None, ge=1)
+    exit_duration_in_mins: float | None = Field(None, gt=0)
+    seed: int = Field(1234, ge=0)
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    eval_interval: int | None = Field(None, ge=1, description="default: never")
+    eval_iters: int = Field(10, ge=1)
+    loss_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits exist at one time")
+    bucket_mb: float = Field(25.0, gt=0, description="size of a gradient all-reduce on the data axis")
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(3e-4, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    lr_warmup_iters: int = Field(0, ge=0)
+    lr_decay_iters: int | None = Field(None, ge=1, description="default: train_iters")
+    lr_wsd_decay_iters: int | None = Field(None, ge=1, description="length of WSD's last phase; default: a tenth of lr_decay_iters")
+    weight_decay: float = Field(0.1, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+
+
+class DataConfig(Section):
+    """The corpus and its tokenizer."""
+
+    data_path: str | None = Field(None, description="prefix of .bin and .idx")
+    split: str = Field("969,30,1", description="weights of train, valid and test")
+    tokenizer_type: Literal[
+        "SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "CharTokenizer"
+    ] = "SentencePieceTokenizer"
+    tokenizer_model: str | None = Field(None, description="file of the tokenizer; none for ByteTokenizer")
+
+
+class CheckpointConfig(Section):
+    """Where the run is written and read."""
+
+    save: str | None = None
+    load: str | None = Field(None, description="equal to save: resume if something is there")
+    save_interval: int | None = Field(None, ge=1, description="default: only at the end")
+
+
+class LoggingConfig(Section):
+    """What is reported, and where to."""
+
+    log_interval: int = Field(10, ge=1)
+    tensorboard_dir: str | None = None
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+    wandb_mode: Literal["online", "offline"] = "online"
+    peak_tflops: float | None = Field(None, gt=0, description="per device, dense, for MFU; default: from the device's name")
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()

@@ -1,0 +1,28 @@
+"""A general x*y*z grid: AxoNN's 3-D matmul (Singh et al. 2024, arXiv:2305.13525 and 2502.08145).
+
+    Y[M/z, N/y]  =  sum over x of  X[M/z, K/x] W[K/x, N/y]
+
+Tokens are split over z, W is stored split over z as well.  Y is all-reduced over x, so that the residual stream
+[z, x] is copied over y and the inner stream [z, y] over x; or it is scattered, which stores nothing twice.
+"""
+
+from __future__ import annotations
+
+from megatron3d.modes.mode import Mode
+from megatron3d.plan import MatmulPlan
+
+
+def _axes(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    return ("x", shape[0]), ("y", shape[1]), ("z", shape[2])
+
+
+def all_reduce(shape: tuple[int, ...]) -> Mode:
+    """AxoNN's own form: outputs are all-reduced."""
+    up = MatmulPlan(m=("z",), k=("x",), n=("y",), w={"z": "K"}, y={"x": None})
+    return Mode("grid", _axes(shape), expand=up, contract=up.swapped())
+
+
+def scatter(shape: tuple[int, ...]) -> Mode:
+    """Outputs are scattered over their features and gathered where they are read."""
+    up = MatmulPlan(m=("z",), k=("x",), n=("y",), x={"y": "K"}, w={"z": "K"}, y={"x": "N"})
+    return Mode("grid", _axes(shape), expand=up, contract=up.swapped())

@@ -1,0 +1,47 @@
+"""What a tensor-parallel mode is: mesh axes with sizes, and two plans that fit each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron3d.layout import Layout
+from megatron3d.mesh import Axes
+from megatron3d.plan import MatmulPlan
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode: `expand` leads from the residual to the inner stream (qkv, up, head), `contract` back (proj, down)."""
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    expand: MatmulPlan
+    contract: MatmulPlan
+
+    def __post_init__(self) -> None:
+        there, back = self.expand.y_layout, self.contract.x_layout
+        assert there == back, f"mode {self.name}: expand leaves Y as {there}, contract expects X as {back}"
+        there, back = self.contract.y_layout, self.expand.x_layout
+        assert there == back, f"mode {self.name}: contract leaves Y as {there}, expand expects X as {back}"
+        assert self.embed.y_layout == self.residual, f"mode {self.name}: the embedding does not fit the residual"
+        assert self.expand.m == self.contract.m, f"mode {self.name}: expand and contract split tokens differently"
+
+    @property
+    def residual(self) -> Layout:
+        """Layout of the residual stream [tokens, hidden]."""
+        return self.expand.x_layout
+
+    @property
+    def inner(self) -> Layout:
+        """Layout of the inner stream [tokens, heads or ffn]; its token axes split whole sequences."""
+        return self.expand.y_layout
+
+    @property
+    def embed(self) -> MatmulPlan:
+        """Plan of the embedding, a product with one-hot tokens over the head's own stored matrix."""
+        return self.expand.transposed()
+
+    @property
+    def batch_axes(self) -> Axes:
+        """Axes that split the sequences of a microbatch before they are read."""
+        return self.expand.m

@@ -1,0 +1,27 @@
+"""2.5-D tensor parallelism on a d*r*c grid: Tesseract (Wang et al. 2021, arXiv:2105.14500).
+
+    Y[M/dr, N/c]  =  X[M/dr, K] W[K, N/c]      2-D SUMMA on every depth layer
+
+Depth splits tokens; weights are copied over it, so their gradients are summed over it by the gradient rule.
+"""
+
+from __future__ import annotations
+
+from megatron3d.modes.mode import Mode
+from megatron3d.plan import MatmulPlan
+
+
+def _axes(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    return ("d", shape[0]), ("r", shape[1]), ("c", shape[2])
+
+
+def summa(shape: tuple[int, ...]) -> Mode:
+    """Both matmuls gather X and W."""
+    up = MatmulPlan(m=("d", "r"), n=("c",), x={"c": "K"}, w={"r": "K"})
+    return Mode("2.5d", _axes(shape), expand=up, contract=up)
+
+
+def weight_stationary(shape: tuple[int, ...]) -> Mode:
+    """The contracting matmul scatters its output instead of gathering its (larger) input."""
+    up = MatmulPlan(m=("d", "r"), n=("c",), x={"c": "K"}, w={"r": "K"})
+    return Mode("2.5d", _axes(shape), expand=up, contract=up.swapped())
