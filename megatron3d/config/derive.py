@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
 from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES, Mode, build_mode
+from megatron3d.modes import MODES, build_mode
+from megatron3d.modes.mode import Mode
+
+SEQUENCE_PARALLEL = "sequence_parallel"
+GATED = frozenset({"swiglu", "geglu"})
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model family chooses where the configuration leaves it open."""
+
+    position_embedding_type: str
+    normalization: str
+    activation: str
+    add_bias_linear: bool
+    tie_embeddings: bool
+
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family("learned_absolute", "LayerNorm", "gelu_tanh", add_bias_linear=True, tie_embeddings=True),
+    "llama": Family("rope", "RMSNorm", "swiglu", add_bias_linear=False, tie_embeddings=False),
+}
 
 
 @dataclass(frozen=True)
@@ -37,23 +62,8 @@ class Architecture:
     init_method_std: float
 
 
-_FAMILY = {
-    "gpt2": {
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "activation": "gelu_tanh",
-        "add_bias_linear": True,
-        "tie_embeddings": True,
-    },
-    "llama": {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "activation": "swiglu",
-        "add_bias_linear": False,
-        "tie_embeddings": False,
-    },
-}
-GATED = frozenset({"swiglu", "geglu"})
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
 def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:
@@ -63,26 +73,37 @@ def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:
 
 def architecture(model: ModelConfig, vocab_size: int, vocab_multiple: int = 1) -> Architecture:
     """The model's numbers for a tokenizer of `vocab_size`; padding is also a multiple of `vocab_multiple` ranks."""
-    chosen = {name: getattr(model, name) for name in _FAMILY[model.family]}
-    family = {name: _FAMILY[model.family][name] if value is None else value for name, value in chosen.items()}
-    values = {
-        name: getattr(model, name) for name in Architecture.__annotations__ if name in type(model).model_fields
-    } | family
+    family = FAMILIES[model.family]
+    activation = _given(model.activation, family.activation)
     multiple = math.lcm(model.make_vocab_size_divisible_by, vocab_multiple)
-    values |= {
-        "ffn_hidden_size": model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, family["activation"]),
-        "num_query_groups": model.num_query_groups or model.num_attention_heads,
-        "kv_channels": model.kv_channels or model.hidden_size // model.num_attention_heads,
-        "max_position_embeddings": model.max_position_embeddings or model.seq_length,
-        "vocab_size": vocab_size,
-        "padded_vocab_size": -(-vocab_size // multiple) * multiple,
-    }
-    return Architecture(**values)
+    return Architecture(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=_given(model.ffn_hidden_size, default_ffn_hidden_size(model.hidden_size, activation)),
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=_given(model.num_query_groups, model.num_attention_heads),
+        kv_channels=_given(model.kv_channels, model.hidden_size // model.num_attention_heads),
+        seq_length=model.seq_length,
+        max_position_embeddings=_given(model.max_position_embeddings, model.seq_length),
+        vocab_size=vocab_size,
+        padded_vocab_size=-(-vocab_size // multiple) * multiple,
+        position_embedding_type=_given(model.position_embedding_type, family.position_embedding_type),
+        rotary_base=model.rotary_base,
+        normalization=_given(model.normalization, family.normalization),
+        norm_epsilon=model.norm_epsilon,
+        activation=activation,
+        add_bias_linear=_given(model.add_bias_linear, family.add_bias_linear),
+        tie_embeddings=_given(model.tie_embeddings, family.tie_embeddings),
+        qk_layernorm=model.qk_layernorm,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+    )
 
 
 def tensor_mode(parallel: ParallelConfig) -> Mode:
     """The tensor-parallel mode with its axes' sizes."""
-    form = "sequence_parallel" if parallel.sequence_parallel else parallel.tensor_parallel_form
+    form = SEQUENCE_PARALLEL if parallel.sequence_parallel else parallel.tensor_parallel_form
     return build_mode(parallel.tensor_parallel_mode, form, tensor_shape(parallel))
 
 
@@ -98,6 +119,14 @@ def tensor_size(parallel: ParallelConfig) -> int:
     return math.prod(tensor_shape(parallel))
 
 
+def vocab_multiple(mode: Mode) -> int:
+    """The padded vocabulary's divisor: every way in which the head (an expand) and the embedding split it."""
+    sizes = dict(mode.axes)
+    head, embed = mode.expand, mode.embed
+    splits = (head.w_layout[0], head.y_layout[1], embed.w_layout[1], embed.x_layout[1])
+    return math.lcm(*(math.prod(sizes[axis] for axis in axes) for axes in splits))
+
+
 def make_mesh(parallel: ParallelConfig, world_size: int, rank: int = 0) -> Mesh:
     """The grid `pipeline x data x tensor axes`, data parallelism taking what is left."""
     pipeline = parallel.pipeline_model_parallel_size
@@ -108,3 +137,11 @@ def make_mesh(parallel: ParallelConfig, world_size: int, rank: int = 0) -> Mesh:
 def num_microbatches(config: Config, mesh: Mesh) -> int:
     """global_batch_size = micro_batch_size x data-parallel size x number of microbatches."""
     return config.train.global_batch_size // (config.train.micro_batch_size * mesh.sizes["data"])
+
+
+def split_weights(split: str) -> tuple[float, float, float]:
+    """Weights of train, valid and test; ValueError where the text is not three numbers of at least 0."""
+    weights = tuple(float(part) for part in split.split(","))
+    if len(weights) != 3 or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+        raise ValueError(f"{split!r} is not three numbers of at least 0")
+    return weights

@@ -1,20 +1,32 @@
 """The configuration: one schema for files, command line and API; frozen after reading.
 
-Names are Megatron's where the concept is.  None means: derived from other fields, by the methods below and never
-stored next to its source.
+Names are Megatron's where the concept is.  None means: derived from other fields, in derive.py and never stored next
+to its source.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from megatron3d.modes import MODES
+
+
+def _known_mode(name: str) -> str:
+    if name not in MODES:
+        raise ValueError(f"the modes are {', '.join(MODES)}")
+    return name
+
+
+ModeName = Annotated[str, AfterValidator(_known_mode), Field(json_schema_extra={"enum": list(MODES)})]
+AxisSize = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
     """A section refuses unknown keys, converts nothing silently and cannot be changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -23,7 +35,9 @@ class ModelConfig(Section):
     family: Literal["gpt2", "llama"] = "gpt2"
     num_layers: int = Field(12, ge=1)
     hidden_size: int = Field(768, ge=1)
-    ffn_hidden_size: int | None = Field(None, ge=1, description="default: 4 hidden, or 8/3 hidden rounded up to 256 for swiglu")
+    ffn_hidden_size: int | None = Field(
+        None, ge=1, description="default: 4 hidden, or 8/3 hidden rounded up to 256 where the activation is gated"
+    )
     num_attention_heads: int = Field(12, ge=1)
     num_query_groups: int | None = Field(None, ge=1, description="key/value heads; default: num_attention_heads")
     kv_channels: int | None = Field(None, ge=1, description="size of a head; default: hidden / heads")
@@ -31,11 +45,15 @@ class ModelConfig(Section):
     max_position_embeddings: int | None = Field(None, ge=1, description="default: seq_length")
     vocab_size: int | None = Field(None, ge=1, description="default: the tokenizer's")
     make_vocab_size_divisible_by: int = Field(128, ge=1)
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = Field(None, description="default: the family's")
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = Field(
+        None, description="default: the family's"
+    )
     rotary_base: float = Field(10000.0, gt=0)
     normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="default: the family's")
     norm_epsilon: float = Field(1e-5, gt=0)
-    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] | None = Field(None, description="default: the family's")
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] | None = Field(
+        None, description="default: the family's"
+    )
     add_bias_linear: bool | None = Field(None, description="default: the family's")
     tie_embeddings: bool | None = Field(None, description="default: the family's")
     qk_layernorm: bool = False
@@ -47,11 +65,15 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """How ranks are arranged: world_size = TP x PP x DP, with DP derived."""
 
-    tensor_model_parallel_size: int | None = Field(None, ge=1, description="default: product of tensor_parallel_shape, or 1")
-    tensor_parallel_mode: Literal["1d", "2d", "2.5d", "3d", "grid"] = "1d"
-    tensor_parallel_shape: tuple[int, ...] | None = Field(None, description="default: the most even shape of the size")
+    tensor_model_parallel_size: int | None = Field(
+        None, ge=1, description="default: product of tensor_parallel_shape, or 1"
+    )
+    tensor_parallel_mode: ModeName = next(iter(MODES))
+    tensor_parallel_shape: tuple[AxisSize, ...] | None = Field(
+        None, strict=False, description="default: the most even shape of the size"
+    )
     tensor_parallel_form: str | None = Field(None, description="variant of the mode; default: its first")
-    sequence_parallel: bool = Field(False, description="short for tensor_parallel_form=sequence_parallel of mode 1d")
+    sequence_parallel: bool = Field(False, description="short for tensor_parallel_form=sequence_parallel")
     pipeline_model_parallel_size: int = Field(1, ge=1)
 
 
@@ -79,7 +101,9 @@ class OptimizerConfig(Section):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     lr_warmup_iters: int = Field(0, ge=0)
     lr_decay_iters: int | None = Field(None, ge=1, description="default: train_iters")
-    lr_wsd_decay_iters: int | None = Field(None, ge=1, description="length of WSD's last phase; default: a tenth of lr_decay_iters")
+    lr_wsd_decay_iters: int | None = Field(
+        None, ge=1, description="length of WSD's last phase; default: a tenth of lr_decay_iters"
+    )
     weight_decay: float = Field(0.1, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
@@ -92,9 +116,9 @@ class DataConfig(Section):
 
     data_path: str | None = Field(None, description="prefix of .bin and .idx")
     split: str = Field("969,30,1", description="weights of train, valid and test")
-    tokenizer_type: Literal[
-        "SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "CharTokenizer"
-    ] = "SentencePieceTokenizer"
+    tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "CharTokenizer"] = (
+        "SentencePieceTokenizer"
+    )
     tokenizer_model: str | None = Field(None, description="file of the tokenizer; none for ByteTokenizer")
 
 
@@ -114,7 +138,9 @@ class LoggingConfig(Section):
     wandb_project: str | None = None
     wandb_name: str | None = None
     wandb_mode: Literal["online", "offline"] = "online"
-    peak_tflops: float | None = Field(None, gt=0, description="per device, dense, for MFU; default: from the device's name")
+    peak_tflops: float | None = Field(
+        None, gt=0, description="per device, dense, for MFU; default: from the device's name"
+    )
 
 
 class Config(Section):
