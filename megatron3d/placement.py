@@ -1,0 +1,127 @@
+"""Which rank this process is, out of how many, and where rank 0 listens: read from what the launcher left behind.
+
+torchrun: RANK, WORLD_SIZE, ...     srun: SLURM_PROCID, SLURM_NTASKS, ...     neither: one process
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron3d.errors import UserError
+
+_FIRST_PORT, _NUM_PORTS = 15000, 15000
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One process of `world_size`, of which `local_world_size` are on this machine; rank 0 listens at address:port."""
+
+    launcher: str = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    address: str = "localhost"
+    port: int = 0
+
+    def problems(self) -> list[str]:
+        """What is impossible about the numbers."""
+        rules = {
+            f"the launcher gives world size {self.world_size}: it must be at least 1": self.world_size >= 1,
+            f"the launcher gives rank {self.rank} in a world of {self.world_size}: ranks are 0 to "
+            f"{self.world_size - 1}; start every process with the same world size": 0 <= self.rank < self.world_size,
+            f"the launcher gives local rank {self.local_rank} of {self.local_world_size} processes on this machine: "
+            f"local ranks start at 0": 0 <= self.local_rank < self.local_world_size,
+            f"the launcher gives {self.local_world_size} processes on this machine in a world of {self.world_size}: "
+            f"a machine cannot hold more than all": self.local_world_size <= self.world_size,
+        }
+        return [problem for problem, holds in rules.items() if not holds]
+
+
+def read_environment(environ: Mapping[str, str]) -> Placement:
+    """This process's place: torchrun's variables, else SLURM's, else a single process.
+
+    Raises:
+        UserError: a variable is missing, is no number, or contradicts another.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        placement = _torchrun(environ)
+    elif "SLURM_PROCID" in environ:
+        placement = _slurm(environ)
+    else:
+        placement = Placement()
+    UserError.collect(placement.problems())
+    return placement
+
+
+def first_host(node_list: str) -> str:
+    """The first machine of a SLURM node list: `n[07-12,3],m1` -> `n07`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
+    if first is None:
+        raise UserError(f"the SLURM node list {node_list!r} names no machine; set MASTER_ADDR to rank 0's machine")
+    return re.sub(r"\[([^\]]*)\]", lambda brackets: re.split("[-,]", brackets[1])[0], first[0])
+
+
+def _torchrun(environ: Mapping[str, str]) -> Placement:
+    needed = ["RANK", "WORLD_SIZE"]
+    if environ.get("WORLD_SIZE") != "1":
+        needed += ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    UserError.collect(
+        f"{name} is not set, but {' and '.join(n for n in needed if n in environ)} is: start all processes with "
+        f"torchrun or srun, or set {', '.join(needed)}"
+        for name in needed
+        if name not in environ
+    )
+    world_size = _number(environ, "WORLD_SIZE")
+    return Placement(
+        launcher="torchrun",
+        rank=_number(environ, "RANK"),
+        world_size=world_size,
+        local_rank=_number(environ, "LOCAL_RANK", "0"),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", str(world_size)),
+        address=environ.get("MASTER_ADDR", "localhost"),
+        port=_number(environ, "MASTER_PORT", "0"),
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Placement:
+    tasks = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    world_size = _number(environ, tasks)
+    if world_size > 1 and "MASTER_ADDR" not in environ and nodes not in environ:
+        raise UserError(f"{nodes} is not set, but SLURM_PROCID is: start with srun, or set MASTER_ADDR")
+    port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID", "0") % _NUM_PORTS
+    return Placement(
+        launcher="srun",
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(environ, "SLURM_LOCALID", "0" if world_size == 1 else None),
+        local_world_size=_tasks_here(environ, world_size),
+        address=environ.get("MASTER_ADDR") or first_host(environ.get(nodes, "localhost")),
+        port=_number(environ, "MASTER_PORT", str(port)),
+    )
+
+
+def _tasks_here(environ: Mapping[str, str], world_size: int) -> int:
+    """Tasks on this machine, from SLURM's `4(x2),3` and this machine's position; without them, all."""
+    written = environ.get(_first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), str(world_size))
+    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in written.split(",")]
+    counts = [int(run[1]) for run in runs if run for _ in range(int(run[2] or 1))]
+    node = _number(environ, "SLURM_NODEID", "0")
+    return counts[node] if node < len(counts) else world_size
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    """The first of `names` that is set, else the last."""
+    return next((name for name in names if name in environ), names[-1])
+
+
+def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environ.get(name, default)
+    if text is None:
+        raise UserError(f"{name} is not set, but other variables of its launcher are: start with srun or torchrun")
+    if not re.fullmatch(r"\d+", text.strip()):
+        raise UserError(f"{name}={text!r}: must be a whole number of at least 0")
+    return int(text)

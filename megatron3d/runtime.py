@@ -1,0 +1,197 @@
+"""From a started process to a rank with a device, and back: the only place that reads the environment, installs signal
+handlers or starts torch.distributed.
+
+torch is imported by `start`, not by this file: checking a configuration and refusing a bad one work without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from megatron3d.errors import UserError
+from megatron3d.placement import Placement, read_environment
+
+if TYPE_CHECKING:
+    import torch
+
+EXIT_DONE, EXIT_CRASH, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process's place in the world and the device that it computes on."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+def placement() -> Placement:
+    """What the launcher says about this process."""
+    return read_environment(os.environ)
+
+
+@contextlib.contextmanager
+def start(timeout_s: float = 600.0) -> Iterator[Runtime]:
+    """Choose the device, meet the other ranks, and part from them at the end.
+
+    Args:
+        timeout_s: how long a rank waits for the others, here and in any later collective.
+    """
+    import torch
+
+    place = placement()
+    device = _device(place)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _num_cores() // place.local_world_size))
+    with _process_group(place, device, timeout_s) if place.world_size > 1 else contextlib.nullcontext():
+        yield Runtime(place.rank, place.world_size, place.local_rank, device)
+
+
+def _device(place: Placement) -> torch.device:
+    """The GPU of my local rank, or the only one that srun left visible; the CPU where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    bound_by_launcher = visible == 1 and place.launcher == "srun"
+    index = 0 if bound_by_launcher else place.local_rank
+    if index >= visible:
+        raise UserError(
+            f"{place.local_world_size} processes on this machine, but {visible} GPU(s): start at most {visible}, "
+            f"or compute on the CPU with CUDA_VISIBLE_DEVICES="
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _process_group(place: Placement, device: torch.device, timeout_s: float) -> Iterator[None]:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            init_method=f"tcp://{place.address}:{place.port}",
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=None if device.type == "cpu" else device,
+        )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"rank {place.rank} of {place.world_size} did not meet the others at {place.address}:{place.port} within "
+            f"{timeout_s:.0f} s ({reason}): check that all were started and that the port is free and reachable"
+        ) from error
+    yield
+    dist.destroy_process_group()
+
+
+class StopSignal:
+    """While entered, SIGINT, SIGTERM and SIGUSR1 ask for a stop instead of killing; a second SIGINT interrupts."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        watched = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        self._previous = {number: signal.signal(number, self._note) for number in watched}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.requested == "SIGINT" and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name
+
+
+class Phases:
+    """Names and durations of the phases of a start, each printed when it is over."""
+
+    def __init__(self, printing: bool) -> None:
+        self.durations: list[tuple[str, float]] = []
+        self._printing = printing
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the body of a `with` as the phase `name`."""
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        self.durations.append((name, seconds))
+        if self._printing:
+            print(f"> {name} ({seconds:.2f} s)", flush=True)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases together."""
+        return sum(seconds for _, seconds in self.durations)
+
+
+def run_program(main: Callable[[], int]) -> int:
+    """The exit code of `main`; what a user did wrong becomes messages on stderr and code 2.
+
+    In a world of several ranks a failure ends the process here and now: the ordinary way out would wait for
+    collectives that no other rank will join.
+    """
+    try:
+        return main()
+    except UserError as error:
+        _tell(error.problems)
+        code = EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        _tell(("interrupted",))
+        code = EXIT_INTERRUPTED
+    except Exception:
+        if _place_or_alone().world_size == 1:
+            raise
+        _tell((traceback.format_exc(),))
+        code = EXIT_CRASH
+    if _place_or_alone().world_size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _tell(messages: Sequence[str], grace_s: float = 1.0) -> None:
+    """Rank 0 speaks at once.  The others wait, since a launcher that sees rank 0 end stops them within that time:
+    what all ranks have to say is said once, and what only one has to say is not lost."""
+    place = _place_or_alone()
+    if place.rank > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(grace_s)
+    prefix = f"[rank {place.rank}] " if place.rank > 0 else ""
+    for message in messages:
+        print(prefix + message, file=sys.stderr, flush=True)
+
+
+def _place_or_alone() -> Placement:
+    """Where this process is, also while the environment itself is what is wrong."""
+    try:
+        return placement()
+    except UserError:
+        return Placement()
