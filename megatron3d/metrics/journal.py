@@ -1,0 +1,75 @@
+"""metrics.jsonl: one JSON object per logged step or evaluation, floats at full precision, not-a-number as NaN.
+
+No iteration is ever in the file twice: a run that resumes at iteration n first drops the lines after n, which an
+earlier run wrote and will be written again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron3d.errors import UserError
+
+FILE_NAME = "metrics.jsonl"
+
+
+class Journal:
+    """The open file of a run that has done `start_iteration` iterations; 0 begins it anew."""
+
+    def __init__(self, folder: Path, start_iteration: int) -> None:
+        path = folder / FILE_NAME
+        kept = [line for line, row in _rows(path) if 0 < row["iteration"] <= start_iteration]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(kept), encoding="utf-8")
+            temporary.replace(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; choose another checkpoint.save") from error
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one line, complete before anything else happens."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that was cut off in writing is left out.
+
+    Raises:
+        UserError: the file is absent or holds something else.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file; give the folder of a run, its checkpoint.save")
+    return [row for _, row in _rows(path)]
+
+
+def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Lines and their contents; none where there is no file."""
+    if not path.exists():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return [(line, _row(path, number, line)) for number, line in enumerate(lines, start=1)]
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{number}: not JSON ({error.msg}); move the file away or repair the line") from error
+    if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+        raise UserError(f"{path}:{number}: not a record of a run: it has no whole number `iteration`")
+    return row

@@ -1,0 +1,16 @@
+"""How much memory a rank has needed."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes of tensors at one time on an accelerator; on the CPU the most that the whole process has held."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

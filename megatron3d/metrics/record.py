@@ -1,0 +1,71 @@
+"""One logged step, and how the console shows it: Megatron-LM's line in its order and words, so that scripts that read
+Megatron's logs read ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is reported of one step, at full precision.
+
+    Attributes:
+        consumed_samples: sequences read since the run began.
+        consumed_tokens: the same in tokens.
+        lm_loss: mean over the tokens of the global batch, in nats.
+        grad_norm: global, before clipping.
+        elapsed_ms: per step, averaged over the steps since the last record.
+        mfu: model FLOP/s over the device's peak; None where the peak is unknown.
+        peak_memory_bytes: largest of any rank's, or of rank 0's.
+        skipped_iterations: steps without an update since the last record.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    elapsed_ms: float
+    tokens_per_s: float
+    tokens_per_s_per_rank: float
+    mfu: float | None
+    peak_memory_bytes: int
+    skipped_iterations: int = 0
+
+
+def step_line(record: StepRecord, train_iters: int, global_batch_size: int, now: datetime) -> str:
+    """The console line of a step."""
+    fields = {
+        "consumed samples": f"{record.consumed_samples:12d}",
+        "elapsed time per iteration (ms)": f"{record.elapsed_ms:.1f}",
+        "tokens per second": f"{record.tokens_per_s:.0f}",
+        "tokens per second per rank": f"{record.tokens_per_s_per_rank:.0f}",
+        "MFU": None if record.mfu is None else f"{100 * record.mfu:.1f}%",
+        "learning rate": f"{record.learning_rate:.6E}",
+        "global batch size": f"{global_batch_size:5d}",
+        "lm loss": scientific(record.lm_loss),
+        "grad norm": f"{record.grad_norm:.3f}",
+        "number of skipped iterations": f"{record.skipped_iterations:3d}",
+        "memory (GB)": f"{record.peak_memory_bytes / 1e9:.2f}",
+    }
+    shown = "".join(f" {name}: {value} |" for name, value in fields.items() if value is not None)
+    return f" [{now:%Y-%m-%d %H:%M:%S}] iteration {record.iteration:8d}/{train_iters:8d} |{shown}"
+
+
+def evaluation_line(iteration: int, validation_loss: float) -> str:
+    """The console line of an evaluation, with the perplexity as Megatron bounds it."""
+    perplexity = math.exp(min(20.0, validation_loss))
+    return (
+        f" validation loss at iteration {iteration} | lm loss value: {scientific(validation_loss)} | "
+        f"lm loss PPL: {scientific(perplexity)} |"
+    )
+
+
+def scientific(value: float) -> str:
+    """Megatron's six digits; what is not a number keeps its name."""
+    return f"{value:.6E}" if math.isfinite(value) else str(value).replace("nan", "NaN")
