@@ -1,0 +1,1 @@
+"""Data: text to token files, token files to shuffled samples, samples to microbatches."""

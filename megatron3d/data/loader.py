@@ -1,0 +1,61 @@
+"""The microbatches of a rank: sequences of the global batch by position, whatever the layout.
+
+microbatch j of data rank d holds sequences [(j DP + d) MBS, (j DP + d + 1) MBS) of the global batch;
+a rank reads its rows of these, as `batch_axes` split them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron3d.data.corpus import Samples
+from megatron3d.layout import span
+from megatron3d.mesh import Axes, Mesh
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one rank reads of one microbatch.
+
+    Attributes:
+        tokens: int64 [rows, seq_length + 1] on the device.
+        first_sample: position in the global batch of the first sequence of the whole microbatch, all ranks together.
+    """
+
+    tokens: Tensor
+    first_sample: int
+
+
+class Loader:
+    """Reads the global batch that begins at any sample; it has no state, so that resuming is a number."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        mesh: Mesh,
+        batch_axes: Axes,
+        micro_batch_size: int,
+        global_batch_size: int,
+        device: torch.device,
+    ) -> None:
+        data_ranks = mesh.sizes["data"]
+        assert global_batch_size % (micro_batch_size * data_ranks) == 0, (
+            f"global batch {global_batch_size} is no multiple of {micro_batch_size} x {data_ranks} data ranks"
+        )
+        low, high = span(micro_batch_size, batch_axes, mesh)
+        self._samples = samples
+        self._device = device
+        self._firsts = range(mesh.coord("data") * micro_batch_size, global_batch_size, data_ranks * micro_batch_size)
+        self._positions = np.add.outer(np.asarray(self._firsts), np.arange(low, high)).reshape(-1)
+
+    def step(self, consumed_samples: int) -> list[Microbatch]:
+        """The microbatches of the global batch whose first sequence is sample `consumed_samples`."""
+        rows = torch.from_numpy(self._samples.read(consumed_samples + self._positions))
+        if self._device.type != "cpu":
+            rows = rows.pin_memory().to(self._device, non_blocking=True)
+        chunks = rows.view(len(self._firsts), -1, rows.shape[1])
+        return [Microbatch(tokens, first) for tokens, first in zip(chunks, self._firsts, strict=True)]

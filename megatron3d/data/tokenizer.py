@@ -1,0 +1,191 @@
+"""Text to token ids and back: SentencePiece, a Hugging Face tokenizer.json, bytes, or characters.
+
+The fingerprint, sha256 of the type and the model's bytes, says which tokenizer made a corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+import tokenizers
+
+from megatron3d.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """What the rest of the program knows of a tokenizer; `eod` ends a document, None if there is no such token."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod(self) -> int | None: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; raises UserError where the tokenizer cannot represent it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens give none."""
+        ...
+
+
+def _fingerprint(tokenizer_type: str, model: bytes) -> str:
+    return hashlib.sha256(tokenizer_type.encode() + b"\0" + model).hexdigest()
+
+
+def _read_model(tokenizer_type: str, tokenizer_model: str | None) -> tuple[Path, bytes]:
+    if tokenizer_model is None:
+        raise UserError(
+            f"data.tokenizer_model: {tokenizer_type} needs a model file; "
+            "name one, or set data.tokenizer_type=ByteTokenizer, which needs none"
+        )
+    path = Path(tokenizer_model)
+    if tokenizer_type == "HuggingFaceTokenizer" and path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        return path, path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"data.tokenizer_model={tokenizer_model}: cannot read {path} ({error.strerror}); "
+            "tools/train_tokenizer.py makes a tokenizer model"
+        ) from error
+
+
+def _foreign(path: Path, tokenizer_type: str, wanted: str) -> UserError:
+    return UserError(
+        f"data.tokenizer_model={path}: not {wanted}, which data.tokenizer_type={tokenizer_type} needs; "
+        "name the file that belongs to this type, or the type that belongs to this file"
+    )
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; `eod` is its end-of-sentence piece.
+
+    SentencePiece stores a space as U+2581, so that this one character in a text comes back as a space.
+    """
+
+    def __init__(self, tokenizer_model: str | None) -> None:
+        path, model = _read_model("SentencePieceTokenizer", tokenizer_model)
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise _foreign(path, "SentencePieceTokenizer", "a SentencePiece model") from error
+        if not model:
+            raise _foreign(path, "SentencePieceTokenizer", "a SentencePiece model")
+        self.vocab_size = int(self._model.vocab_size())
+        self.eod: int | None = self._model.eos_id() if self._model.eos_id() >= 0 else None
+        self.fingerprint = _fingerprint("SentencePieceTokenizer", model)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(token) for token in ids]))
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, or a local folder that holds one; `eod` is the first known end token in its vocabulary."""
+
+    _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "<eod>", "[EOS]")
+
+    def __init__(self, tokenizer_model: str | None) -> None:
+        path, model = _read_model("HuggingFaceTokenizer", tokenizer_model)
+        try:
+            self._model = tokenizers.Tokenizer.from_buffer(model)
+        except Exception as error:  # the library raises bare Exception
+            raise _foreign(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers") from error
+        ids = self._model.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise _foreign(path, "HuggingFaceTokenizer", "a tokenizer with any token")
+        self.vocab_size = max(ids.values()) + 1
+        self.eod: int | None = next((ids[name] for name in self._END_TOKENS if name in ids), None)
+        self.fingerprint = _fingerprint("HuggingFaceTokenizer", model)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(token) for token in ids]))
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and one token more that ends a document."""
+
+    vocab_size = 257
+    eod: int | None = 256
+    fingerprint = _fingerprint("ByteTokenizer", b"")
+
+    def __init__(self, tokenizer_model: str | None) -> None:
+        if tokenizer_model is not None:
+            raise UserError(f"data.tokenizer_model={tokenizer_model}: ByteTokenizer has no model file; remove it")
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+class CharTokenizer:
+    """One token per character, from a JSON list of them, as in nanoGPT; it has no token that ends a document."""
+
+    eod: int | None = None
+
+    def __init__(self, tokenizer_model: str | None) -> None:
+        path, model = _read_model("CharTokenizer", tokenizer_model)
+        try:
+            characters = json.loads(model)
+        except ValueError:
+            characters = None
+        if not _is_alphabet(characters):
+            raise _foreign(path, "CharTokenizer", "a JSON list of different single characters")
+        self._path = path
+        self._characters: list[str] = characters
+        self._ids = {character: index for index, character in enumerate(characters)}
+        self.vocab_size = len(characters)
+        self.fingerprint = _fingerprint("CharTokenizer", model)
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as error:
+            character = error.args[0]
+            raise UserError(
+                f"character {character!r} (U+{ord(character):04X}) is not among the {self.vocab_size} characters of "
+                f"{self._path}; make them again from all of the text with tools/train_tokenizer.py --type char"
+            ) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._characters[token] for token in ids)
+
+
+def _is_alphabet(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, str) and len(item) == 1 for item in value) and len(set(value)) == len(value)
+
+
+_TYPES: dict[str, type[SentencePieceTokenizer | HuggingFaceTokenizer | ByteTokenizer | CharTokenizer]] = {
+    "SentencePieceTokenizer": SentencePieceTokenizer,
+    "HuggingFaceTokenizer": HuggingFaceTokenizer,
+    "ByteTokenizer": ByteTokenizer,
+    "CharTokenizer": CharTokenizer,
+}
+TOKENIZER_TYPES = tuple(_TYPES)
+
+
+def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenizer:
+    """The tokenizer of a type and a model file; raises UserError where the file is not one of this type."""
+    if tokenizer_type not in _TYPES:
+        raise UserError(f"data.tokenizer_type={tokenizer_type}: unknown; use {', '.join(TOKENIZER_TYPES)}")
+    return _TYPES[tokenizer_type](tokenizer_model)
