@@ -1,0 +1,93 @@
+"""The key that a person most likely meant: Megatron's names stand for those of the other frameworks, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from megatron3d.config.schema import Config
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    section: tuple(type(getattr(Config(), section)).model_fields) for section in Config.model_fields
+}
+
+# What nanoGPT, Hugging Face, torchtitan, nanotron, DeepSpeed and Megatron's own command line call the same things.
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "model.num_layers": ("n_layer", "n_layers", "num_hidden_layers", "depth"),
+    "model.hidden_size": ("n_embd", "dim", "d_model", "embedding_dim"),
+    "model.ffn_hidden_size": ("intermediate_size", "n_inner", "d_ff"),
+    "model.num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "model.num_query_groups": ("n_kv_heads", "n_kv_head", "num_key_value_heads"),
+    "model.kv_channels": ("head_dim",),
+    "model.seq_length": ("block_size", "seq_len", "sequence_length", "max_seq_len", "context_length"),
+    "model.max_position_embeddings": ("max_context_length", "n_positions"),
+    "model.vocab_size": ("padded_vocab_size",),
+    "model.position_embedding_type": ("position_embedding", "pos_emb"),
+    "model.rotary_base": ("rope_theta", "rope_base"),
+    "model.normalization": ("norm", "norm_type"),
+    "model.norm_epsilon": ("layernorm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_eps"),
+    "model.activation": ("hidden_act", "activation_function"),
+    "model.add_bias_linear": ("bias", "disable_bias_linear"),
+    "model.tie_embeddings": ("tie_word_embeddings", "untie_embeddings_and_output_weights"),
+    "model.qk_layernorm": ("qk_norm",),
+    "model.hidden_dropout": ("dropout",),
+    "model.init_method_std": ("initializer_range", "init_std"),
+    "parallel.tensor_model_parallel_size": ("tp", "tp_size", "tensor_parallel_size", "tensor_parallel_degree"),
+    "parallel.tensor_parallel_mode": ("tp_mode", "tensor_mode"),
+    "parallel.tensor_parallel_shape": ("tp_shape", "tensor_shape"),
+    "parallel.sequence_parallel": ("sp",),
+    "parallel.pipeline_model_parallel_size": ("pp", "pp_size", "pipeline_parallel_size", "pipeline_parallel_degree"),
+    "train.micro_batch_size": (
+        "batch_size",
+        "mbs",
+        "local_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "per_device_train_batch_size",
+    ),
+    "train.global_batch_size": ("gbs", "train_batch_size", "total_batch_size"),
+    "train.train_iters": ("max_iters", "steps", "max_steps", "train_steps", "num_steps", "iterations"),
+    "train.precision": ("dtype", "bf16", "fp16", "params_dtype"),
+    "optimizer.lr": ("learning_rate",),
+    "optimizer.min_lr": ("lr_min", "min_learning_rate"),
+    "optimizer.lr_decay_style": ("lr_scheduler_type", "schedule", "lr_schedule"),
+    "optimizer.lr_warmup_iters": ("warmup_iters", "warmup_steps", "lr_warmup_steps", "warmup"),
+    "optimizer.lr_decay_iters": ("decay_iters", "lr_decay_steps"),
+    "optimizer.adam_beta1": ("beta1",),
+    "optimizer.adam_beta2": ("beta2",),
+    "optimizer.adam_eps": ("eps", "epsilon"),
+    "optimizer.clip_grad": ("grad_clip", "max_norm", "max_grad_norm", "gradient_clipping"),
+    "data.data_path": ("dataset", "dataset_path", "train_data_path"),
+    "data.tokenizer_model": ("vocab_file", "tokenizer_path"),
+    "data.tokenizer_type": ("tokenizer",),
+    "checkpoint.save": ("out_dir", "output_dir", "checkpoints_path", "save_dir"),
+    "checkpoint.load": ("resume", "resume_from", "load_dir"),
+    "checkpoint.save_interval": ("checkpoint_interval", "ckpt_interval"),
+    "logging.wandb_name": ("wandb_run_name", "wandb_exp_name", "run_name"),
+}
+_BY_ALIAS: Mapping[str, str] = {alias: key for key, aliases in _ALIASES.items() for alias in aliases}
+
+
+def nearest_key(section: str, name: str) -> str | None:
+    """`section.key` for a misspelt, misplaced or foreign name, or None where nothing is near."""
+    name = name.lower().replace("-", "_")
+    section = section if section in SECTIONS else (nearest(section, SECTIONS) or "")
+    places = [section] if section in SECTIONS else []
+    places += [other for other in SECTIONS if other != section]
+    exact = next((f"{place}.{name}" for place in places if name in SECTIONS[place]), None)
+    if found := exact or _BY_ALIAS.get(name):
+        return found
+    for place, cutoff in zip(places, [0.6] + [0.75] * len(places), strict=False):
+        if near := nearest(name, SECTIONS[place], cutoff):
+            return f"{place}.{near}"
+    return None
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name closest to `name`."""
+    return next(iter(get_close_matches(name, list(known), 1, cutoff)), None)
+
+
+def one_of(values: Iterable[object]) -> str:
+    """`1, 2, 4 or 8`."""
+    *most, last = (str(value) for value in values)
+    return f"{', '.join(most)} or {last}" if most else last
