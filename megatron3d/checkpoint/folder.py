@@ -1,0 +1,133 @@
+"""How a run's folder changes, so that at every moment the checkpoint named by the tracker is a complete one.
+
+.iter_0000100.tmp  --rename-->  iter_0000100      then latest_checkpointed_iteration.txt is replaced
+iter_0000100       --rename-->  .iter_0000100.old     just before, where that iteration had been saved already
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from megatron3d.checkpoint.index import FILE_NAME
+from megatron3d.errors import UserError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Where a finished checkpoint lies."""
+    return root / f"iter_{iteration:07d}"
+
+
+def temporary(folder: Path) -> Path:
+    """Where the checkpoint `folder` is while it is written."""
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def begin(folder: Path) -> None:
+    """Make the temporary folder, after clearing away what a killed run left."""
+    root = folder.parent
+    root.mkdir(parents=True, exist_ok=True)
+    for old in sorted(root.glob(".iter_*.old")):
+        whole = old.with_name(old.name[1 : -len(".old")])
+        if whole.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(whole)
+    for leftover in sorted(root.glob(".iter_*.tmp")):
+        shutil.rmtree(leftover)
+    temporary(folder).mkdir()
+
+
+def abandon(folder: Path) -> None:
+    """Give back the space of a checkpoint that could not be written."""
+    shutil.rmtree(temporary(folder), ignore_errors=True)
+
+
+def publish(folder: Path, iteration: int) -> None:
+    """Make the temporary folder the checkpoint `folder`, and the newest one of the run."""
+    old = _replaced(folder)
+    sync(temporary(folder))
+    if folder.exists():
+        folder.rename(old)
+    temporary(folder).rename(folder)
+    sync(folder.parent)
+    tracker = folder.with_name(TRACKER)
+    draft = folder.with_name(f".{TRACKER}.tmp")
+    draft.write_text(f"{iteration}\n")
+    sync(draft)
+    draft.replace(tracker)
+    sync(folder.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn a failure to write into a message that names the run's folder."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"checkpoint.save={folder.parent}: {folder.name} cannot be written: {reason}; earlier checkpoints are "
+            "intact; free space on that disk, make the folder writable, or save to another folder"
+        ) from error
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint of a run; None where the run has none yet.
+
+    Raises UserError where the tracker is damaged or names a checkpoint that is not there.
+    """
+    tracker = root / TRACKER
+    try:
+        written = tracker.read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{tracker} cannot be read: {error}") from error
+    if not re.fullmatch("[0-9]{1,18}", written):
+        raise UserError(f"{tracker} holds {written[:40]!r}, not the number of an iteration")
+    folder = iteration_folder(root, int(written))
+    found = next((path for path in (folder, _replaced(folder)) if path.is_dir()), None)
+    if found is None:
+        raise UserError(f"{tracker} names {folder.name}, which is not there; {_available(root)}")
+    return found
+
+
+def resolve(load: Path) -> Path:
+    """The checkpoint meant by a run's folder, or by one of its iter_ folders; UserError where there is none."""
+    if (load / FILE_NAME).is_file():
+        return load
+    found = latest(load)
+    if found is None:
+        where = f"there is neither {TRACKER} nor {FILE_NAME}" if load.is_dir() else "there is no such folder"
+        raise UserError(f"checkpoint.load={load}: {where}; {_available(load)}")
+    return found
+
+
+def _available(root: Path) -> str:
+    """What to load instead."""
+    names = sorted(path.name for path in root.glob("iter_*") if (path / FILE_NAME).is_file())
+    return f"load one of {', '.join(names)} by its folder" if names else "give a folder that a run has saved to"

@@ -1,0 +1,110 @@
+"""`index.json`: which file of a checkpoint holds which box of which logical tensor, and what describes the run.
+
+{"format": ..., "version": 1, "iteration": 100, "meta": {...},
+ "tensors": {"model.wte": {"shape": [8, 4], "dtype": "float32",
+                           "boxes": [{"box": [[0, 8], [0, 4]], "file": "rank_00000.safetensors", "key": ...}]}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from megatron3d.checkpoint.boxes import flaw
+from megatron3d.errors import UserError
+from megatron3d.layout import Box, Shape
+
+FILE_NAME = "index.json"
+FORMAT = "megatron3d checkpoint"
+VERSION = 1
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants")
+
+
+class StoredBox(_Record):
+    """One box in a file beside the index; `file` cannot lead out of the checkpoint's folder."""
+
+    box: Box
+    file: str = Field(pattern=r"^rank_[0-9]{5,}\.safetensors$")
+    key: str
+
+
+class StoredTensor(_Record):
+    """A logical tensor and where its boxes are."""
+
+    shape: Shape
+    dtype: str
+    boxes: tuple[StoredBox, ...]
+
+    def flaw(self) -> str | None:
+        """What keeps the boxes from covering the tensor exactly once."""
+        return flaw(self.shape, (stored.box for stored in self.boxes))
+
+
+class _Header(BaseModel):
+    """What every version of the index has."""
+
+    format: str
+    version: int
+
+
+class Index(_Record):
+    """A whole checkpoint without its numbers."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    iteration: int
+    meta: dict[str, JsonValue]
+    tensors: dict[str, StoredTensor]
+
+
+def merge(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """The tensors of all ranks' files; every element of each must have been written exactly once."""
+    merged: dict[str, StoredTensor] = {}
+    boxes: dict[str, list[StoredBox]] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            known = merged.setdefault(name, tensor)
+            same = (known.shape, known.dtype) == (tensor.shape, tensor.dtype)
+            assert same, f"ranks disagree on {name}: {known.shape} {known.dtype}, {tensor.shape} {tensor.dtype}"
+            boxes.setdefault(name, []).extend(tensor.boxes)
+    merged = {
+        name: StoredTensor(shape=tensor.shape, dtype=tensor.dtype, boxes=tuple(boxes[name]))
+        for name, tensor in sorted(merged.items())
+    }
+    flaws = [f"{name}: {found}" for name, tensor in merged.items() if (found := tensor.flaw())]
+    assert not flaws, f"the ranks' pieces do not make whole tensors: {'; '.join(flaws)}"
+    return merged
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint; raises UserError where it is absent, foreign, newer or damaged."""
+    path = folder / FILE_NAME
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        what = f"is not a {FORMAT}: it has no {FILE_NAME}" if folder.is_dir() else "does not exist"
+        raise UserError(f"checkpoint {folder} {what}; give the folder of a run or one of its iter_ folders") from None
+    except OSError as error:
+        raise UserError(f"checkpoint {folder}: {FILE_NAME} cannot be read: {error.strerror}") from error
+    try:
+        header = _Header.model_validate_json(content)
+        if header.format != FORMAT:
+            raise UserError(f"checkpoint {folder} is a {header.format!r}, not a {FORMAT!r}")
+        if header.version != VERSION:
+            written = f"checkpoint {folder} is of version {header.version}, this megatron3d reads {VERSION}"
+            raise UserError(f"{written}; use the megatron3d that wrote it")
+        return Index.model_validate_json(content)
+    except ValidationError as error:
+        raise UserError(*(f"checkpoint {folder}: {FILE_NAME} is damaged: {text}" for text in _causes(error))) from error
+
+
+def _causes(error: ValidationError) -> list[str]:
+    """One sentence per fault, at most five."""
+    faults = error.errors(include_url=False, include_context=False)
+    sentences = [".".join(map(str, fault["loc"])) + f" {fault['msg']}" for fault in faults[:5]]
+    return sentences + ([f"and {len(faults) - 5} more faults"] if len(faults) > 5 else [])

@@ -1,0 +1,28 @@
+"""From a parameter, and whatever is shaped like it, to the pieces of logical tensors that a checkpoint holds.
+
+Names are `model.<part>`, `optimizer.exp_avg.<part>` and `optimizer.exp_avg_sq.<part>`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron3d.checkpoint.store import Piece
+from megatron3d.layout import Layout, ParamSpec, layout_axes
+from megatron3d.mesh import Mesh
+from megatron3d.shard import part_views
+
+
+def param_pieces(prefix: str, spec: ParamSpec, local: Tensor, mesh: Mesh) -> list[Piece]:
+    """The pieces of `<prefix>.<part name>` that `local` holds, without padding; their tensors are views of `local`."""
+    views = part_views(spec, local, mesh)
+    return [Piece(f"{prefix}.{part.name}", part.shape, box, view) for part, box, view in views]
+
+
+def writes(layout: Layout, mesh: Mesh) -> bool:
+    """Save rule: of the ranks that hold the same box, the one at coordinate 0 on every axis that is not in the layout.
+
+    Ranks that differ along `pipeline` hold different parameters, so each of them writes.
+    """
+    split = layout_axes(layout) | {"pipeline"}
+    return all(mesh.coord(axis) == 0 for axis in mesh.names if axis not in split)

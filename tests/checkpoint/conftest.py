@@ -1,0 +1,56 @@
+"""Ranks as threads of one process: enough for code that only gathers and broadcasts small objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from megatron3d.mesh import Mesh
+
+
+class ThreadComm:
+    """The object collectives of `megatron3d.comm.Comm` among threads; a rank that stays away breaks the barrier."""
+
+    def __init__(self, mesh: Mesh, slots: list[Any], meeting: Barrier) -> None:
+        self.mesh, self._slots, self._meeting = mesh, slots, meeting
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self._slots[self.mesh.rank] = value
+        self._meeting.wait(timeout=20)
+        values = list(self._slots)
+        self._meeting.wait(timeout=20)
+        return values
+
+    def barrier(self) -> None:
+        self._exchange(None)
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        values = self._exchange(value)
+        return values if self.mesh.rank == 0 else None
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self._exchange(value)[0]
+
+
+def _run_ranks(mesh: Mesh, action: Callable[[ThreadComm], Any]) -> list[Any]:
+    slots, meeting = [None] * mesh.world_size, Barrier(mesh.world_size)
+    comms = [ThreadComm(mesh.at(rank), slots, meeting) for rank in range(mesh.world_size)]
+
+    def outcome(comm: ThreadComm) -> Any:
+        try:
+            return action(comm)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(mesh.world_size) as threads:
+        return list(threads.map(outcome, comms))
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[[Mesh, Callable[[ThreadComm], Any]], list[Any]]:
+    """`run_ranks(mesh, action)`: what `action(comm)` returned, or the exception that it raised, for every rank."""
+    return _run_ranks

@@ -1,0 +1,66 @@
+"""Fact: `flaw` accepts boxes exactly when every element of a tensor is in one of them; `overlap` is what both hold."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.checkpoint.boxes import flaw, overlap, within
+
+SHAPE = (4, 3)
+edges = [st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True).map(sorted).map(tuple) for size in SHAPE]
+boxes = st.tuples(*edges)
+
+
+def count(found, shape=SHAPE):
+    """How many boxes hold each element."""
+    times = torch.zeros(shape, dtype=torch.int64)
+    for box in found:
+        times[tuple(slice(*ends) for ends in box)] += 1
+    return times
+
+
+@st.composite
+def tilings(draw, box=tuple((0, size) for size in SHAPE)):
+    """Cut a box in two again and again."""
+    dim = draw(st.integers(0, len(box) - 1))
+    low, high = box[dim]
+    if high - low < 2 or draw(st.booleans()):
+        return [box]
+    cut = draw(st.integers(low + 1, high - 1))
+    halves = [(*box[:dim], ends, *box[dim + 1 :]) for ends in ((low, cut), (cut, high))]
+    return [piece for half in halves for piece in draw(tilings(half))]
+
+
+@given(tilings())
+def test_a_tiling_has_no_flaw(pieces):
+    assert flaw(SHAPE, pieces) is None
+    assert flaw(SHAPE, pieces[1:]) is not None
+    assert flaw(SHAPE, [*pieces, pieces[-1]]) is not None
+
+
+@given(st.lists(boxes, max_size=4))
+def test_any_boxes(found):
+    assert (flaw(SHAPE, found) is None) == bool((count(found) == 1).all())
+
+
+@given(boxes, boxes)
+def test_overlap(a, b):
+    common = overlap(a, b)
+    both = (count([a]) + count([b])) == 2
+    assert bool(both.any()) == (common is not None)
+    if common:
+        assert torch.equal(count([common]) == 1, both)
+        numbers = torch.arange(12).reshape(SHAPE)
+        held = numbers[tuple(slice(*ends) for ends in a)]
+        assert torch.equal(held[within(common, a)], numbers[tuple(slice(*ends) for ends in common)])
+
+
+def test_words():
+    assert flaw((), [()]) is None
+    assert flaw((), []) == "elements [] are in 0 boxes instead of one"
+    assert flaw((4, 2), [((0, 2), (0, 2))]) == "elements [2:4,0:2] are in 0 boxes instead of one"
+    assert flaw((4,), [((0, 3),), ((2, 4),)]) == "elements [2:3] are in 2 boxes instead of one"
+    assert flaw((4,), [((0, 5),)]) == "box [0:5] is not inside a tensor of [4]"
+    assert flaw((4, 2), [((0, 4),)]) == "box [0:4] is not inside a tensor of [4, 2]"
