@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change is kept: style, types, tests.  Makes .venv on the first run.
+# Arguments go to pytest: scripts/test.sh tests/test_mesh.py -k coord
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/common.sh
+
+setup_venv dev
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests run several ranks on few cores
+
+step "ruff: style"
+"$VENV/bin/ruff" check .
+"$VENV/bin/ruff" format --check .
+step "mypy: types"
+"$VENV/bin/mypy"
+step "pytest: behaviour"
+"$VENV/bin/python" -m pytest "$@"

@@ -1,0 +1,40 @@
+"""Installation: `pip install -e .`, or let scripts/quickstart.sh and scripts/test.sh do it in .venv.
+
+Nothing here is compiled.  NVIDIA's apex, where it is wanted, has to be built from https://github.com/NVIDIA/apex: the
+package named apex on PyPI is something else.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).parent / "README.md"
+
+setup(
+    name="megatron3d",
+    version="0.1.0",
+    description="GPT pretraining where a tensor-parallel mode is a table: 1-D, 2-D, 2.5-D, 3-D and grid",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron3d", "megatron3d.*"]),
+    package_data={"megatron3d.hardware": ["*.yaml"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "numpy",
+        "pydantic>=2",
+        "PyYAML",
+        "rich",
+        "safetensors",
+        "sentencepiece",
+        "tokenizers",
+        "matplotlib",
+        "tensorboard",
+    ],
+    extras_require={
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "transformers", "wandb"],
+        "wandb": ["wandb"],
+        "datasets": ["datasets"],
+    },
+)
