@@ -1,0 +1,113 @@
+"""A corpus is opened only if every sample that the run reads exists and fits the tokenizer and the model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron3d.config.schema import Config
+from megatron3d.data.corpus import open_corpus
+from megatron3d.data.indexed import IndexedWriter
+from megatron3d.data.tokenizer import ByteTokenizer, CharTokenizer
+from megatron3d.errors import UserError
+
+NUM_TOKENS = 200
+
+
+def make(prefix: Path, tokens: list[int]) -> None:
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add(np.array(tokens, "<u2"), np.array([len(tokens)], np.int32))
+        writer.finish(ByteTokenizer(None))
+
+
+def config(prefix: Path | None, **values: object) -> Config:
+    sections: dict[str, dict[str, object]] = {
+        "data": {"data_path": str(prefix) if prefix else None},
+        "model": {"seq_length": 9},
+    }
+    for key, value in values.items():
+        section, name = key.split("__")
+        sections.setdefault(section, {})[name] = value
+    return Config.model_validate({"data": {"split": "80,10,10"}, **sections})
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    make(tmp_path / "corpus", [index % 256 for index in range(NUM_TOKENS)])
+    return tmp_path / "corpus"
+
+
+def test_splits_hold_their_own_tokens_and_wrap_around(prefix: Path) -> None:
+    corpus = open_corpus(config(prefix, data__split="80,10,10"), ByteTokenizer(None))
+    assert corpus.valid is not None and corpus.test is not None
+    assert corpus.valid.read(np.arange(3)).tolist() == [
+        list(range(160, 170)),
+        list(range(169, 179)),
+        list(range(160, 170)),
+    ]
+    assert corpus.test.read(np.array([0])).tolist() == [list(range(180, 190))]
+    epoch = corpus.train.read(np.arange(corpus.train.num_windows))
+    assert sorted(epoch[:, 0].tolist()) == list(range(0, 151, 9)) and epoch[:, -1].max() <= 159
+
+
+def test_the_seed_shuffles_training_only(prefix: Path) -> None:
+    first, second = (open_corpus(config(prefix, train__seed=seed), ByteTokenizer(None)) for seed in (1, 2))
+    order = np.arange(first.train.num_windows)
+    assert first.train.read(order).tolist() != second.train.read(order).tolist()
+    assert first.fingerprint == second.fingerprint
+
+
+def test_the_fingerprint_is_the_contents(prefix: Path) -> None:
+    before = open_corpus(config(prefix), ByteTokenizer(None)).fingerprint
+    make(prefix, [(index + (index == NUM_TOKENS - 1)) % 256 for index in range(NUM_TOKENS)])
+    assert open_corpus(config(prefix), ByteTokenizer(None)).fingerprint != before
+
+
+def test_another_tokenizer_is_refused(prefix: Path) -> None:
+    (prefix.parent / "chars.json").write_text(json.dumps([chr(index) for index in range(257)]))
+    tokenizer = CharTokenizer(str(prefix.parent / "chars.json"))
+    with pytest.raises(UserError, match=r"made with ByteTokenizer .* but configured is CharTokenizer"):
+        open_corpus(config(prefix), tokenizer)
+
+
+def test_a_model_with_a_smaller_vocabulary_is_refused(prefix: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.vocab_size=256: below the tokenizer's 257"):
+        open_corpus(config(prefix, model__vocab_size=256), ByteTokenizer(None))
+    assert open_corpus(config(prefix, model__vocab_size=300), ByteTokenizer(None)).train.vocab_size == 300
+
+
+def test_ids_beyond_the_vocabulary_are_refused_with_a_manifest(prefix: Path) -> None:
+    make(prefix, [300] * NUM_TOKENS)
+    with pytest.raises(UserError, match="largest token id 300"):
+        open_corpus(config(prefix), ByteTokenizer(None))
+
+
+def test_ids_beyond_the_vocabulary_are_found_on_reading_without_a_manifest(prefix: Path) -> None:
+    make(prefix, [0] * 165 + [300] + [0] * 34)
+    prefix.with_name("corpus.manifest.json").unlink()
+    corpus = open_corpus(config(prefix, data__split="80,10,10"), ByteTokenizer(None))
+    assert corpus.valid is not None
+    corpus.valid.read(np.array([1]))
+    with pytest.raises(UserError, match="token 165 has id 300, outside the vocabulary of 257"):
+        corpus.valid.read(np.array([0]))
+
+
+def test_a_used_split_shorter_than_a_sample_is_refused(prefix: Path) -> None:
+    with pytest.raises(UserError, match=r"train is 2 of 200 tokens.* 10; .*at most 1"):
+        open_corpus(config(prefix, data__split="1,99,0"), ByteTokenizer(None))
+    with pytest.raises(UserError, match="valid is 0 of 200 tokens"):
+        open_corpus(config(prefix, data__split="1,0,0", train__eval_interval=1), ByteTokenizer(None))
+    assert open_corpus(config(prefix, data__split="1,0,0"), ByteTokenizer(None)).valid is None
+
+
+def test_a_sample_that_just_fits_is_accepted(prefix: Path) -> None:
+    corpus = open_corpus(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS - 1), ByteTokenizer(None))
+    assert corpus.train.num_windows == 1
+    with pytest.raises(UserError, match="at most 199"):
+        open_corpus(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS), ByteTokenizer(None))
+
+
+def test_no_path_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.data_path"):
+        open_corpus(config(None), ByteTokenizer(None))

@@ -1,0 +1,75 @@
+"""Whatever the layout, sequence n of a global batch is sample consumed + n, and it is read where the layout says."""
+
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.data.corpus import Samples
+from megatron3d.data.indexed import IndexedDataset, IndexedWriter
+from megatron3d.data.loader import Loader
+from megatron3d.data.samples import Split
+from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.layout import span
+from megatron3d.mesh import Mesh
+
+SEQ_LENGTH = 3
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    prefix = tmp_path_factory.mktemp("corpus") / "corpus"
+    tokens = np.arange(200, dtype="<u2")
+    with IndexedWriter(prefix, tokens.dtype) as writer:
+        writer.add(tokens, np.array([len(tokens)], np.int32))
+        writer.finish(ByteTokenizer(None))
+    return Samples(IndexedDataset(prefix), Split(0, 200), SEQ_LENGTH, 257, seed=7)
+
+
+@given(
+    data_ranks=st.integers(1, 4),
+    x=st.integers(1, 3),
+    y=st.integers(1, 3),
+    rows_per_rank=st.integers(1, 2),
+    num_microbatches=st.integers(1, 3),
+    consumed=st.integers(0, 10**9),
+    batch_axes=st.sampled_from([(), ("x",), ("y", "x")]),
+)
+def test_every_sequence_is_read_at_its_place(
+    samples: Samples,
+    data_ranks: int,
+    x: int,
+    y: int,
+    rows_per_rank: int,
+    num_microbatches: int,
+    consumed: int,
+    batch_axes: tuple[str, ...],
+) -> None:
+    mesh = Mesh((("pipeline", 2), ("data", data_ranks), ("x", x), ("y", y)))
+    micro = rows_per_rank * mesh.size(batch_axes)
+    batch = micro * data_ranks * num_microbatches
+    expected = samples.read(consumed + np.arange(batch))
+    readers = np.zeros(batch, int)
+    for rank in range(mesh.world_size):
+        here = mesh.at(rank)
+        low, high = span(micro, batch_axes, here)
+        for microbatch in Loader(samples, here, batch_axes, micro, batch, torch.device("cpu")).step(consumed):
+            place = slice(microbatch.first_sample + low, microbatch.first_sample + high)
+            assert microbatch.tokens.dtype == torch.int64
+            assert np.array_equal(microbatch.tokens.numpy(), expected[place])
+            readers[place] += 1
+    assert (readers == mesh.world_size // data_ranks // mesh.size(batch_axes)).all()
+
+
+def test_first_samples_interleave_the_data_ranks(samples: Samples) -> None:
+    mesh = Mesh((("pipeline", 1), ("data", 2)), rank=1)
+    steps = Loader(samples, mesh, (), 2, 8, torch.device("cpu")).step(0)
+    assert [microbatch.first_sample for microbatch in steps] == [2, 6]
+    assert [tuple(microbatch.tokens.shape) for microbatch in steps] == [(2, SEQ_LENGTH + 1)] * 2
+
+
+def test_a_batch_that_does_not_divide_is_a_bug(samples: Samples) -> None:
+    with pytest.raises(AssertionError, match="no multiple"):
+        Loader(samples, Mesh((("data", 2),)), (), 3, 8, torch.device("cpu"))
