@@ -106,5 +106,5 @@ def read_index(folder: Path) -> Index:
 def _causes(error: ValidationError) -> list[str]:
     """One sentence per fault, at most five."""
     faults = error.errors(include_url=False, include_context=False)
-    sentences = [".".join(map(str, fault["loc"])) + f" {fault['msg']}" for fault in faults[:5]]
+    sentences = [" ".join((".".join(map(str, fault["loc"])), fault["msg"])).strip() for fault in faults[:5]]
     return sentences + ([f"and {len(faults) - 5} more faults"] if len(faults) > 5 else [])

@@ -1,14 +1,17 @@
-"""Ranks as threads of one process: enough for code that only gathers and broadcasts small objects."""
+"""Ranks as threads of one process (enough where ranks only exchange small objects), and a checkpoint that two saved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
+import torch
 
+from megatron3d.checkpoint.store import Piece, save
 from megatron3d.mesh import Mesh
 
 
@@ -54,3 +57,15 @@ def _run_ranks(mesh: Mesh, action: Callable[[ThreadComm], Any]) -> list[Any]:
 def run_ranks() -> Callable[[Mesh, Callable[[ThreadComm], Any]], list[Any]]:
     """`run_ranks(mesh, action)`: what `action(comm)` returned, or the exception that it raised, for every rank."""
     return _run_ranks
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Iteration 3 of a run: `w` = [[0, 1], [2, 3], [4, 5]], its first row from rank 0 and the others from rank 1."""
+    w = torch.arange(6.0).reshape(3, 2)
+
+    def save_rows(comm: ThreadComm) -> Path:
+        low, high = ((0, 1), (1, 3))[comm.mesh.rank]
+        return save(tmp_path / "run", 3, [Piece("w", (3, 2), ((low, high), (0, 2)), w[low:high])], {"a": 1}, comm)
+
+    return _run_ranks(Mesh((("x", 2),)), save_rows)[0]

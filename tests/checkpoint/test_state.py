@@ -82,11 +82,8 @@ def test_any_layout_to_any_other(run_ranks, rows, columns, source, target):
 
 def test_names():
     spec = ParamSpec((Part("q", (2,), (2,)), Part("k", (2,), (2,))), ((),), token_axes=())
-    pieces = param_pieces("optimizer.exp_avg", spec, torch.zeros(4), Mesh(AXES_OF_ONE))
+    pieces = param_pieces("optimizer.exp_avg", spec, torch.zeros(4), Mesh(tuple((axis, 1) for axis in AXES)))
     assert [piece.name for piece in pieces] == ["optimizer.exp_avg.q", "optimizer.exp_avg.k"]
-
-
-AXES_OF_ONE = tuple((name, 1) for name in AXES)
 
 
 @pytest.mark.parametrize("layout", [((), ()), (("x",), ()), (("x", "data"), ("y",))])

@@ -1,0 +1,90 @@
+"""Fact: whenever a run is killed, its tracker leads to a complete checkpoint, and its next save cleans up."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from megatron3d.checkpoint.store import Piece, latest, load, read_meta, resolve, save
+from megatron3d.errors import UserError
+from megatron3d.mesh import Mesh
+
+ONE = Mesh((("x", 1),))
+
+
+def problem_of(action, path):
+    """The one problem of the UserError that the action raises."""
+    with pytest.raises(UserError) as caught:
+        action(path)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def whole(tensor):
+    """A piece that is a whole vector."""
+    return Piece("w", tuple(tensor.shape), ((0, len(tensor)),), tensor)
+
+
+def test_what_to_load(saved, tmp_path):
+    run = saved.parent
+    tracker = run / "latest_checkpointed_iteration.txt"
+    assert latest(tmp_path / "absent") is None
+    assert "there is no such folder; give a folder that a run" in problem_of(resolve, tmp_path / "absent")
+    tracker.write_text("4\n")
+    assert "names iter_0000004, which is not there; load one of iter_0000003" in problem_of(latest, run)
+    tracker.write_text("release\n")
+    assert "holds 'release', not the number of an iteration" in problem_of(resolve, run)
+    tracker.unlink()
+    assert latest(run) is None
+    assert "there is neither latest_checkpointed" in problem_of(resolve, run)
+
+
+class Killed(BaseException):
+    """What no handler of exceptions sees, like a signal."""
+
+
+def _kill_at(monkeypatch, last):
+    """Let the file-system call number `last` be the first that does not happen."""
+    calls = iter(range(last))
+
+    def counted(original):
+        def call(*arguments, **keywords):
+            if next(calls, None) is None:
+                raise Killed
+            return original(*arguments, **keywords)
+
+        return call
+
+    for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("iteration", [3, 4])
+def test_killed_at_any_moment(tmp_path, monkeypatch, run_ranks, iteration):
+    """A run that saved iteration 3 dies at each step of the next save, of the same iteration or of another one."""
+
+    def save_value(run, iteration, value):
+        tensor = torch.full((2,), float(value))
+        return lambda comm: save(run, iteration, [whole(tensor)], {"value": value}, comm)
+
+    survived = set()
+    for last in range(100):
+        run = tmp_path / str(last)
+        run_ranks(ONE, save_value(run, 3, 0))
+        try:
+            with monkeypatch.context() as patch, pytest.raises(Killed):
+                _kill_at(patch, last)
+                run_ranks(ONE, save_value(run, iteration, 1))
+        except pytest.fail.Exception:
+            break
+        w = torch.full((2,), float("nan"))
+        load(resolve(run), [whole(w)])
+        assert w.tolist() == [read_meta(resolve(run))["value"]] * 2
+        survived.add(w[0].item())
+        run_ranks(ONE, save_value(run, 5, 2))
+        assert (run / "iter_0000005").is_dir()
+        assert not list(run.glob(".*")), "what the killed save left is still there"
+        load(run / "iter_0000003", [whole(w)])
+    assert survived == {0.0, 1.0}

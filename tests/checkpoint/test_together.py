@@ -1,0 +1,36 @@
+"""Fact: where one rank fails, all ranks raise the same error, and none waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron3d.checkpoint.together import together
+from megatron3d.errors import UserError
+from megatron3d.mesh import Mesh
+
+FOUR = Mesh((("x", 4),))
+
+
+def test_results_in_rank_order(run_ranks):
+    assert run_ranks(FOUR, lambda comm: together(comm, lambda: comm.mesh.rank)) == [[0, 1, 2, 3], None, None, None]
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_problems_are_told_once_on_every_rank(run_ranks, failing):
+    def action(rank):
+        if rank >= failing:
+            raise UserError("disk full", f"rank {failing} is sad")
+
+    errors = run_ranks(FOUR, lambda comm: together(comm, lambda: action(comm.mesh.rank)))
+    assert [type(error) for error in errors] == [UserError] * 4
+    assert {error.problems for error in errors} == {("disk full", f"rank {failing} is sad")}
+
+
+def test_a_crash_keeps_its_cause(run_ranks):
+    def action(rank):
+        if rank == 2:
+            raise KeyError("w")
+
+    errors = run_ranks(FOUR, lambda comm: together(comm, lambda: action(comm.mesh.rank)))
+    assert {(type(error), str(error)) for error in errors} == {(RuntimeError, "rank 2: KeyError('w')")}
+    assert [type(error.__cause__) for error in errors] == [type(None), type(None), KeyError, type(None)]
