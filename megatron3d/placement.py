@@ -69,8 +69,8 @@ def _torchrun(environ: Mapping[str, str]) -> Placement:
     if environ.get("WORLD_SIZE") != "1":
         needed += ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
     UserError.collect(
-        f"{name} is not set, but {' and '.join(n for n in needed if n in environ)} is: start all processes with "
-        f"torchrun or srun, or set {', '.join(needed)}"
+        f"{name} is not set, but {', '.join(other for other in needed if other in environ)}: start all processes "
+        f"with torchrun or srun, or set {', '.join(needed)}"
         for name in needed
         if name not in environ
     )

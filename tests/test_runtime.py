@@ -1,0 +1,270 @@
+"""Every launcher's variables give one placement, wrong ones one message each; a process starts, stops and fails with
+the promised exit code, and never waits for ranks that will not come.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d import runtime
+from megatron3d.errors import UserError
+from megatron3d.placement import Placement, first_host, read_environment
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def slurm(**changes: str) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "11",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_TASKS_PER_NODE": "4(x2),3",
+        "SLURM_JOB_NODELIST": "n[07-08],m1",
+        "SLURM_JOB_ID": "31005",
+    } | changes
+
+
+def torchrun(**changes: str) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return dict(zip(names, ("3", "4", "1", "2", "host", "29500"), strict=True)) | changes
+
+
+def test_no_launcher_is_a_single_process() -> None:
+    assert read_environment({"PATH": "/bin", "SLURM_NTASKS": "8"}) == Placement()
+
+
+def test_torchrun() -> None:
+    assert read_environment(torchrun()) == Placement("torchrun", 3, 4, 1, 2, "host", 29500)
+
+
+def test_srun() -> None:
+    assert read_environment(slurm()) == Placement("srun", 5, 11, 1, 4, "n07", 16005)
+
+
+def test_srun_step_is_smaller_than_its_job() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "m1", "SLURM_STEP_TASKS_PER_NODE": "6"}
+    place = read_environment(slurm(**step, SLURM_NODEID="0"))
+    assert (place.world_size, place.local_world_size, place.address) == (6, 6, "m1")
+
+
+def test_torchrun_inside_a_slurm_job_wins() -> None:
+    assert read_environment(slurm() | torchrun()).launcher == "torchrun"
+
+
+def test_master_address_and_port_can_be_chosen_under_srun() -> None:
+    place = read_environment(slurm(MASTER_ADDR="ib0", MASTER_PORT="1234"))
+    assert (place.address, place.port) == ("ib0", 1234)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK:"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set, but RANK, WORLD_SIZE"),
+        (torchrun(WORLD_SIZE="3"), "rank 3 in a world of 3"),
+        (torchrun(WORLD_SIZE="0"), "world size 0"),
+        (torchrun(LOCAL_RANK="2"), "local rank 2 of 2 processes"),
+        (torchrun(LOCAL_WORLD_SIZE="8"), "8 processes on this machine in a world of 4"),
+        (torchrun(WORLD_SIZE="four"), "WORLD_SIZE='four': must be a whole number"),
+        (torchrun(RANK="-1"), "RANK='-1': must be a whole number"),
+        (slurm(SLURM_PROCID="11"), "rank 11 in a world of 11"),
+        ({"SLURM_PROCID": "0"}, "SLURM_NTASKS is not set"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_NODELIST is not set"),
+        (slurm(SLURM_JOB_NODELIST=""), "names no machine"),
+    ],
+)
+def test_contradictions_are_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_environment(environ)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("node_list", "first"),
+    [
+        ("localhost", "localhost"),
+        ("n1,n2", "n1"),
+        ("n[1-3,07]", "n1"),
+        ("n[007-010],m2", "n007"),
+        ("rack[2,4]n[5-6]-ib", "rack2n5-ib"),
+        ("n[7]", "n7"),
+    ],
+)
+def test_first_host(node_list: str, first: str) -> None:
+    assert first_host(node_list) == first
+
+
+@given(prefix=st.from_regex(r"[a-z]{1,4}", fullmatch=True), first=st.integers(0, 99), count=st.integers(1, 9))
+def test_first_host_of_a_range_keeps_its_zeros(prefix: str, first: int, count: int) -> None:
+    assert first_host(f"{prefix}[{first:03d}-{first + count:03d},5],other") == f"{prefix}{first:03d}"
+
+
+@pytest.mark.usefixtures("alone")
+def test_single_process_has_a_device_and_no_process_group() -> None:
+    threads = torch.get_num_threads()
+    try:
+        with runtime.start() as place:
+            assert (place.rank, place.world_size, place.local_rank) == (0, 1, 0)
+            assert (place.device.type == "cpu") != torch.accelerator.is_available()
+            assert not torch.distributed.is_initialized()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, 4), (2, 8, 1), (5, 2, 2)])
+def test_cores_are_shared_by_the_ranks_of_a_machine(
+    cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(runtime, "_num_cores", lambda: cores)
+    monkeypatch.setattr(runtime, "_device", lambda place: torch.device("cpu"))
+    monkeypatch.setattr(runtime, "placement", lambda: Placement(local_world_size=ranks))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with runtime.start():
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with runtime.start():
+        assert chosen == [threads]
+
+
+def test_stop_signals_are_noted_and_a_second_interrupt_interrupts() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        with runtime.StopSignal() as stop:
+            assert stop.requested is None
+            os.kill(os.getpid(), number)
+            assert stop.requested == number.name
+    with runtime.StopSignal() as stop, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_phases_are_timed_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    phases, quiet = runtime.Phases(printing=True), runtime.Phases(printing=False)
+    with phases("model"), quiet("data"):
+        pass
+    assert [name for name, _ in phases.durations + quiet.durations] == ["model", "data"]
+    assert phases.total_s >= quiet.total_s >= 0
+    assert capsys.readouterr().out == f"> model ({phases.total_s:.2f} s)\n"
+
+
+@pytest.mark.usefixtures("alone")
+def test_exit_codes_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> int:
+        raise UserError("data.data_path=x: is absent", "train.lr=-1: must be above 0")
+
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    assert runtime.run_program(lambda: 3) == runtime.EXIT_STOPPED
+    assert runtime.run_program(refuse) == runtime.EXIT_USER_ERROR
+    assert runtime.run_program(interrupt) == runtime.EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "data.data_path=x: is absent\ntrain.lr=-1: must be above 0\ninterrupted\n"
+    with pytest.raises(ZeroDivisionError):
+        runtime.run_program(lambda: 1 // 0)
+
+
+def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.CompletedProcess[str]]:
+    """Run `body`, the inside of a program's main, on every rank, without a launcher that would kill laggards."""
+    program = folder / "program.py"
+    program.write_text(
+        "import sys\nfrom megatron3d import runtime\nfrom megatron3d.errors import UserError\n\n\ndef main():\n"
+        + textwrap.indent(textwrap.dedent(body), "    ")
+        + "\n    return 0\n\n\nsys.exit(runtime.run_program(main))\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared["PYTHONPATH"] = str(Path(runtime.__file__).parents[1])
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    outputs = [process.communicate(timeout=60) for process in running]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(running, outputs, strict=True)
+    ]
+
+
+def test_ranks_meet_compute_and_part(tmp_path: Path) -> None:
+    ranks = _launch(
+        """
+        assert "torch" not in sys.modules, "torch is imported before start"
+        with runtime.start(timeout_s=60) as place:
+            import torch
+            total = torch.tensor([place.rank + 1.0])
+            torch.distributed.all_reduce(total)
+            print(place.rank, place.world_size, total.item())
+        """,
+        tmp_path,
+    )
+    assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "0 2 3.0\n"), (0, "1 2 3.0\n")], ranks
+
+
+def test_a_crash_ends_the_process_although_collectives_are_pending(tmp_path: Path) -> None:
+    ranks = _launch(
+        """
+        with runtime.start(timeout_s=120) as place:
+            import torch
+            ones = torch.ones(1)
+            torch.distributed.all_reduce(ones)
+            pending = torch.distributed.all_reduce(ones, async_op=True) if place.rank == 0 else None
+            if place.rank == 0:
+                raise RuntimeError("what went wrong")
+            torch.distributed.barrier()
+        """,
+        tmp_path,
+    )
+    assert [rank.returncode for rank in ranks] == [runtime.EXIT_CRASH] * 2
+    assert "what went wrong" in ranks[0].stderr
+    assert "[rank 1] Traceback" in ranks[1].stderr
+
+
+def test_other_ranks_name_themselves(tmp_path: Path) -> None:
+    ranks = _launch('raise UserError("train.lr=-1: must be above 0")', tmp_path)
+    assert [rank.returncode for rank in ranks] == [runtime.EXIT_USER_ERROR] * 2
+    assert [rank.stderr for rank in ranks] == [
+        "train.lr=-1: must be above 0\n",
+        "[rank 1] train.lr=-1: must be above 0\n",
+    ]
+
+
+def test_absent_ranks_are_reported(tmp_path: Path) -> None:
+    ranks = _launch(
+        """
+        if runtime.placement().rank == 0:
+            with runtime.start(timeout_s=1):
+                pass
+        """,
+        tmp_path,
+    )
+    assert ranks[0].returncode == runtime.EXIT_USER_ERROR, ranks[0].stderr
+    assert "rank 0 of 2 did not meet the others at localhost:" in ranks[0].stderr
