@@ -69,7 +69,7 @@ def _torchrun(environ: Mapping[str, str]) -> Placement:
     if environ.get("WORLD_SIZE") != "1":
         needed += ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
     UserError.collect(
-        f"{name} is not set, but {', '.join(other for other in needed if other in environ)}: start all processes "
+        f"{name} is not set beside {', '.join(other for other in needed if other in environ)}: start all processes "
         f"with torchrun or srun, or set {', '.join(needed)}"
         for name in needed
         if name not in environ
