@@ -137,11 +137,3 @@ def make_mesh(parallel: ParallelConfig, world_size: int, rank: int = 0) -> Mesh:
 def num_microbatches(config: Config, mesh: Mesh) -> int:
     """global_batch_size = micro_batch_size x data-parallel size x number of microbatches."""
     return config.train.global_batch_size // (config.train.micro_batch_size * mesh.sizes["data"])
-
-
-def split_weights(split: str) -> tuple[float, float, float]:
-    """Weights of train, valid and test; ValueError where the text is not three numbers of at least 0."""
-    weights = tuple(float(part) for part in split.split(","))
-    if len(weights) != 3 or min(weights) < 0 or not 0 < sum(weights) < math.inf:
-        raise ValueError(f"{split!r} is not three numbers of at least 0")
-    return weights

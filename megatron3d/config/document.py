@@ -71,11 +71,15 @@ def is_plain(text: str) -> bool:
     return re.fullmatch(r"[\w./,+-]+", text) is not None and parse_value(text) == text
 
 
-def read_document(path: Path, problems: list[str]) -> list[Entry]:
-    """Entries of a file of sections, in order; what is wrong with its form is appended to `problems`."""
+def read_document(path: Path, problems: list[str]) -> list[Entry] | None:
+    """Entries of a file of sections, None where it is not one; what is wrong with its form goes to `problems`."""
     try:
         loader = Loader(path.read_text(encoding="utf-8"))
-        return list(_entries(path, loader, loader.get_single_node(), problems))
+        root = loader.get_single_node()
+        if isinstance(root, yaml.MappingNode):
+            return list(_entries(path, loader, root, problems))
+        form = {type(None): "empty", yaml.SequenceNode: "a list"}.get(type(root), "plain text")
+        problems.append(f"{path}: the file is {form}, not a mapping; write sections with keys, as in configs/")
     except OSError as error:
         problems.append(f"{path}: {error.strerror}; give a YAML file that can be read, such as one of configs/")
     except UnicodeDecodeError as error:
@@ -85,7 +89,7 @@ def read_document(path: Path, problems: list[str]) -> list[Entry]:
         problems.append(f"{path}:{line}: not YAML ({error.problem}); correct this line or the one before it")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problems.append(f"{path}: not YAML ({_first_line(error)}); give a file like those of configs/")
-    return []
+    return None
 
 
 def _first_line(error: Exception) -> str:
@@ -93,11 +97,7 @@ def _first_line(error: Exception) -> str:
     return (problem or type(error).__name__).splitlines()[0]
 
 
-def _entries(path: Path, loader: Loader, root: yaml.Node | None, problems: list[str]) -> Iterator[Entry]:
-    if not isinstance(root, yaml.MappingNode):
-        written = {type(None): "empty", yaml.SequenceNode: "a list"}.get(type(root), "plain text")
-        problems.append(f"{path}: the file is {written}, not a mapping; write sections with keys, as in configs/")
-        return
+def _entries(path: Path, loader: Loader, root: yaml.MappingNode, problems: list[str]) -> Iterator[Entry]:
     for section, node, origin in _pairs(path, root, "", problems):
         if isinstance(node, yaml.MappingNode):
             for name, value, inner_origin in _pairs(path, node, f"{section}.", problems):

@@ -23,7 +23,7 @@ _KINDS: Mapping[type, str] = {
     float: "a number",
     tuple: "a list",
     dict: "a mapping",
-    type(None): "empty",
+    type(None): "null",
 }
 
 
@@ -58,17 +58,19 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Resolved:
 def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
     """As read_config, with the problems beside what is right.  Of two overrides of one key the later one holds."""
     problems: list[str] = []
-    entries = [*read_document(path, problems), *_override_entries(overrides, problems)]
+    document = read_document(path, problems)
+    entries = [*(document or ()), *_override_entries(overrides, problems)]
     known = {entry.key: entry for entry in entries if entry.name in SECTIONS.get(entry.section, ())}
     unknown = [entry for entry in entries if entry.key not in known]
     problems += dict.fromkeys(_unknown(entry) for entry in unknown)
-    unsure = {nearest_key(entry.section, entry.name) or "" for entry in unknown}
+    meant = {nearest_key(entry.section, entry.name) or "" for entry in unknown}
 
     config, wrong = _validated(known)
     problems += wrong.values()
     right = {key: entry.origin for key, entry in known.items() if key not in wrong}
     origins = {f"{section}.{name}": DEFAULT for section, names in SECTIONS.items() for name in names} | right
-    return Reading(config, origins, tuple(problems), frozenset(unsure | set(wrong)) - {""})
+    unsure = frozenset(origins) if document is None else frozenset(origins) & (meant | set(wrong))
+    return Reading(config, origins, tuple(problems), unsure)
 
 
 def _override_entries(overrides: Iterable[str], problems: list[str]) -> list[Entry]:
@@ -115,9 +117,8 @@ def _validated(known: Mapping[str, Entry]) -> tuple[Config, dict[str, str]]:
             section, name = str(detail["loc"][0]), str(detail["loc"][1])
             entry = known[f"{section}.{name}"]
             where = f"{entry.key}={show(entry.value)} ({entry.origin})"
-            rule = (
-                _KINDS.get(type(entry.value), "of another kind") if detail["type"].endswith("_type") else "not allowed"
-            )
+            whole = detail["type"].endswith("_type") and len(detail["loc"]) == 2
+            rule = f"{_KINDS.get(type(entry.value), 'this')} is not allowed" if whole else "not allowed"
             wrong[entry.key] = f"{where}: {rule}; use {expected(section, name)}"
             values[section].pop(name, None)
     return Config.model_validate(values), wrong
@@ -139,5 +140,12 @@ def _words(kind: Mapping[str, object]) -> str:
         return "a list of whole numbers of at least 1, such as [2,2,2]"
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "and below"}
     limits = "".join(f" {words} {kind[bound]:g}" for bound, words in bounds.items() if bound in kind)
-    names = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
-    return names.get(str(kind["type"]), str(kind["type"])) + limits
+    names = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "text",
+        "null": "null",
+    }
+    example = f" such as {kind['default']}" if kind["type"] == "string" and kind["default"] else ""
+    return names[str(kind["type"])] + limits + example

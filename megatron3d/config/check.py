@@ -1,0 +1,141 @@
+"""Every rule that a configuration must keep, as one message per broken rule; files are in check_files.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron3d.config.check_layout import feature_problems, form_problems, token_problems
+from megatron3d.config.derive import architecture, tensor_mode, tensor_size
+from megatron3d.config.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
+from megatron3d.config.schema import Config
+from megatron3d.config.suggest import one_of
+from megatron3d.data.samples import parse_split
+from megatron3d.errors import UserError
+
+
+def check(
+    config: Config, world_size: int, vocab_size: int | None = None, origins: Mapping[str, str] | None = None
+) -> list[str]:
+    """What is wrong on `world_size` ranks with a tokenizer of `vocab_size` (None: not known yet)."""
+    facts = Facts(config, world_size, vocab_size, origins or {})
+    return [*model_problems(facts), *schedule_problems(facts), *unused_problems(facts), *layout_problems(facts)]
+
+
+def layout_problems(facts: Facts) -> Iterator[str]:
+    """The ranks, and what they split."""
+    forms = list(form_problems(facts))
+    if forms:
+        yield from forms
+        return
+    mode = tensor_mode(facts.config.parallel)
+    if not _heads_unknown(facts.config):
+        yield from feature_problems(facts, mode)
+    yield from token_problems(facts, mode)
+    yield from batch_problems(facts)
+
+
+def _heads_unknown(config: Config) -> bool:
+    return config.model.kv_channels is None and config.model.hidden_size % config.model.num_attention_heads > 0
+
+
+def model_problems(facts: Facts) -> Iterator[str]:
+    """The network by itself."""
+    model = facts.config.model
+    arch = architecture(model, vocab_size=1)
+    heads = model.num_attention_heads
+    if _heads_unknown(facts.config):
+        yield (
+            f"{facts.named('model.num_attention_heads')}: {heads} does not divide model.hidden_size={model.hidden_size}"
+            f"; use {one_of(near_divisors(model.hidden_size, heads))}, or set model.kv_channels"
+        )
+    elif arch.position_embedding_type == "rope" and arch.kv_channels % 2:
+        key = "model.num_attention_heads" if model.kv_channels is None else "model.kv_channels"
+        yield (
+            f"{facts.named(key)}: rotary positions turn pairs of channels, and a head has {arch.kv_channels}; "
+            f"use model.kv_channels {one_of(near_multiples(2, arch.kv_channels))}"
+        )
+    if heads % arch.num_query_groups:
+        yield (
+            f"{facts.named('model.num_query_groups')}: {arch.num_query_groups} does not divide "
+            f"model.num_attention_heads={heads}; use {one_of(near_divisors(heads, arch.num_query_groups))}"
+        )
+    if arch.max_position_embeddings < model.seq_length:
+        yield (
+            f"{facts.named('model.max_position_embeddings')}: less than model.seq_length={model.seq_length}; "
+            f"use {model.seq_length} or more, or leave it out"
+        )
+    if facts.vocab_size and model.vocab_size and model.vocab_size < facts.vocab_size:
+        yield (
+            f"{facts.named('model.vocab_size')}: less than the tokenizer's {facts.vocab_size} tokens; "
+            f"use {facts.vocab_size} or more, or leave it out"
+        )
+
+
+def schedule_problems(facts: Facts) -> Iterator[str]:
+    """The learning rate over the run, and the split of the corpus."""
+    config, optimizer = facts.config, facts.config.optimizer
+    decay = optimizer.lr_decay_iters or config.train.train_iters
+    source = "train.train_iters" if optimizer.lr_decay_iters is None else "optimizer.lr_decay_iters"
+    if optimizer.lr_warmup_iters > decay:
+        yield f"{facts.named('optimizer.lr_warmup_iters')}: more than {source}={decay}; use 0 to {decay}"
+    elif (optimizer.lr_wsd_decay_iters or 0) > decay - optimizer.lr_warmup_iters:
+        rest = decay - optimizer.lr_warmup_iters
+        yield (
+            f"{facts.named('optimizer.lr_wsd_decay_iters')}: more than the {rest} iterations that {source}={decay} "
+            f"leaves after lr_warmup_iters {optimizer.lr_warmup_iters}; use {one_of(sorted({min(rest, 1), rest}))}"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield f"{facts.named('optimizer.min_lr')}: more than {plain(config, 'optimizer.lr')}; use 0 to {optimizer.lr:g}"
+    try:
+        train, valid, _ = parse_split(config.data.split)
+    except UserError:
+        yield f"{facts.named('data.split')}: not three weights of at least 0 for train, valid and test; use 969,30,1"
+        return
+    if not train:
+        yield f"{facts.named('data.split')}: nothing is left to train on; use such as 969,30,1"
+    if config.train.eval_interval and not valid:
+        yield (
+            f"{facts.named('data.split')}: no valid part for {plain(config, 'train.eval_interval')}; "
+            "use such as 90,10,0, or eval_interval null"
+        )
+
+
+def unused_problems(facts: Facts) -> Iterator[str]:
+    """Values that nothing would read."""
+    config = facts.config
+    optimizer, logging = config.optimizer, config.logging
+    if optimizer.lr_wsd_decay_iters and optimizer.lr_decay_style != "WSD":
+        where, style = facts.named("optimizer.lr_wsd_decay_iters"), plain(config, "optimizer.lr_decay_style")
+        yield f"{where}: not read with {style}; use WSD, or leave it out"
+    if config.data.tokenizer_model and config.data.tokenizer_type == "ByteTokenizer":
+        yield f"{facts.named('data.tokenizer_model')}: ByteTokenizer has no model file; leave it out"
+    if config.checkpoint.save_interval and not config.checkpoint.save:
+        yield f"{facts.named('checkpoint.save_interval')}: nowhere to save; set checkpoint.save, or leave it out"
+    if not logging.wandb_project:
+        for key, given in (("wandb_name", logging.wandb_name), ("wandb_mode", logging.wandb_mode == "offline")):
+            if given:
+                yield f"{facts.named(f'logging.{key}')}: no logging.wandb_project; name one, or leave {key} out"
+
+
+def batch_problems(facts: Facts) -> Iterator[str]:
+    """world_size = TP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
+    config, world = facts.config, facts.world_size
+    pipeline = config.parallel.pipeline_model_parallel_size
+    if pipeline > 1:
+        where = facts.named("parallel.pipeline_model_parallel_size")
+        yield f"{where}: pipeline parallelism is not available in this version; use 1"
+    model_size = tensor_size(config.parallel) * pipeline
+    if world % model_size:
+        rule = "fewer than" if world < model_size else "not a multiple of"
+        made = f"{describe_tensor(config.parallel)} x PP {pipeline} = {model_size}"
+        size = one_of(near_multiples(model_size, world))
+        yield f"world_size {world}: {rule} {made}; use {size} processes (--world-size), or another {facts.shape_key}"
+        return
+    data = world // model_size
+    step, batch = config.train.micro_batch_size * data, config.train.global_batch_size
+    if batch % step:
+        yield (
+            f"{facts.named('train.global_batch_size')}: not micro_batch_size {config.train.micro_batch_size} x data "
+            f"parallel {data} x a whole number of microbatches ({batch} / {step} = {batch / step:.4g}); "
+            f"use {one_of(near_multiples(step, batch))}"
+        )

@@ -1,0 +1,73 @@
+"""Whether the files and folders that a configuration names can be used, without opening any."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron3d.config.facts import Facts
+from megatron3d.config.schema import Config
+
+
+def check_files(config: Config, origins: Mapping[str, str] | None = None) -> list[str]:
+    """What is wrong with the corpus, the tokenizer, and the folders to save to and load from."""
+    facts = Facts(config, world_size=1, origins=origins or {})
+    return [*_corpus(facts), *_tokenizer(facts), *_outputs(facts), *_load(facts)]
+
+
+def _corpus(facts: Facts) -> Iterator[str]:
+    prefix, where = facts.config.data.data_path, facts.named("data.data_path")
+    if prefix is None:
+        yield f"{where}: no corpus; name the prefix of a .bin and .idx that tools/preprocess_data.py wrote"
+    elif prefix.endswith((".bin", ".idx")):
+        yield f"{where}: a file, where the prefix of .bin and .idx is meant; use {prefix[:-4]}"
+    else:
+        for suffix in (".bin", ".idx"):
+            if problem := _unreadable(Path(prefix + suffix)):
+                yield f"{where}: {problem}; use a prefix that tools/preprocess_data.py wrote"
+
+
+def _tokenizer(facts: Facts) -> Iterator[str]:
+    data, where = facts.config.data, facts.named("data.tokenizer_model")
+    if data.tokenizer_type == "ByteTokenizer":
+        return
+    if data.tokenizer_model is None:
+        yield f"{where}: {data.tokenizer_type} needs a file; name one that tools/train_tokenizer.py wrote"
+    elif not Path(data.tokenizer_model).is_dir() and (problem := _unreadable(Path(data.tokenizer_model))):
+        yield f"{where}: {problem}; use a file that tools/train_tokenizer.py wrote"
+
+
+def _outputs(facts: Facts) -> Iterator[str]:
+    outputs = {"checkpoint.save": facts.config.checkpoint.save}
+    outputs["logging.tensorboard_dir"] = facts.config.logging.tensorboard_dir
+    for key, folder in outputs.items():
+        if folder is None:
+            continue
+        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+        if not there.is_dir():
+            yield f"{facts.named(key)}: {there} is not a folder; use a folder, or a path where one can be made"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"{facts.named(key)}: {there} cannot be written to; use a folder that you own"
+
+
+def _load(facts: Facts) -> Iterator[str]:
+    load, save = facts.config.checkpoint.load, facts.config.checkpoint.save
+    where = facts.named("checkpoint.load")
+    if load is None or (save is not None and Path(load).absolute() == Path(save).absolute()):
+        return
+    if not Path(load).is_dir():
+        yield f"{where}: there is no such folder; use one with a checkpoint, or null to start from scratch"
+    elif not os.access(load, os.R_OK | os.X_OK):
+        yield f"{where}: the folder cannot be read; change its permissions, or load from another one"
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why a file cannot be used, or None."""
+    if not path.exists():
+        return f"{path} does not exist"
+    if not path.is_file():
+        return f"{path} is not a file"
+    if not os.access(path, os.R_OK):
+        return f"{path} cannot be read"
+    return None if path.stat().st_size else f"{path} is empty"

@@ -1,0 +1,133 @@
+"""The rules of the tensor-parallel modes, read off their plans: whatever axes split must be divisible by them.
+
+Nothing here knows a mode: a plan says how X[M, K], W[N, K] and Y[M, N] are stored, and the model says what M, K and N
+are.  Storage splits at least as finely as the product does, so dividing storage evenly divides everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from megatron3d.config.derive import SEQUENCE_PARALLEL, architecture
+from megatron3d.config.document import show
+from megatron3d.config.facts import Facts, describe_mode, near_divisors, near_multiples
+from megatron3d.config.schema import Config
+from megatron3d.config.suggest import one_of
+from megatron3d.mesh import Axes
+from megatron3d.modes import MODES
+from megatron3d.modes.mode import Mode
+
+
+def form_problems(facts: Facts) -> Iterator[str]:
+    """Whether mode, form, shape and size of the tensor axes fit each other."""
+    parallel = facts.config.parallel
+    name, entry = parallel.tensor_parallel_mode, MODES[parallel.tensor_parallel_mode]
+    form, shape = parallel.tensor_parallel_form, parallel.tensor_parallel_shape
+    size = parallel.tensor_model_parallel_size
+    if form is not None and form not in entry.forms:
+        where = facts.named("parallel.tensor_parallel_form")
+        yield f"{where}: mode {name} has no such form; use {one_of(entry.forms)}"
+    if parallel.sequence_parallel and SEQUENCE_PARALLEL not in entry.forms:
+        able = [mode for mode, other in MODES.items() if SEQUENCE_PARALLEL in other.forms]
+        where = facts.named("parallel.sequence_parallel")
+        yield f"{where}: mode {name} splits its tokens by itself; use false, or tensor_parallel_mode {one_of(able)}"
+    elif parallel.sequence_parallel and form not in (None, SEQUENCE_PARALLEL):
+        where = facts.named("parallel.sequence_parallel")
+        yield f"{where}: contradicts parallel.tensor_parallel_form={form}; give only one of the two"
+    if shape is None:
+        return
+    where = facts.named("parallel.tensor_parallel_shape")
+    if len(shape) != len(entry.axis_names):
+        example = show(entry.default_shape(math.prod(shape)))
+        axes = ", ".join(entry.axis_names)
+        yield f"{where}: mode {name} has {len(entry.axis_names)} axes ({axes}), not {len(shape)}; use such as {example}"
+    elif size is not None and math.prod(shape) != size:
+        product = f"{' x '.join(map(str, shape))} = {math.prod(shape)}"
+        example = show(entry.default_shape(size))
+        yield (
+            f"{where}: {product} is not parallel.tensor_model_parallel_size={size}; "
+            f"use {example}, or tensor_model_parallel_size {math.prod(shape)} or none"
+        )
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A size in the model, and the sets of axes whose product must divide it."""
+
+    label: str
+    size: int
+    splits: tuple[Axes, ...]
+
+
+def feature_dimensions(config: Config, mode: Mode) -> Iterator[Dimension]:
+    """Features that the mode splits; heads stay whole in the inner stream and in the matrix that leads to it.
+
+    Key/value groups need not: fewer of them than ranks that split heads are gathered where they are used.
+    """
+    arch = architecture(config.model, vocab_size=1)
+    up, down, embed = mode.expand, mode.contract, mode.embed
+    hidden = (up.x_layout[1], up.w_layout[1], down.w_layout[0], down.y_layout[1], embed.w_layout[0], embed.y_layout[1])
+    into, out_of = (up.w_layout[0], up.y_layout[1]), (down.x_layout[1], down.w_layout[1])
+    heads, groups, channels = arch.num_attention_heads, arch.num_query_groups, arch.kv_channels
+    yield Dimension(f"model.hidden_size={arch.hidden_size}", arch.hidden_size, hidden)
+    yield Dimension(f"model.ffn_hidden_size={arch.ffn_hidden_size}", arch.ffn_hidden_size, into + out_of)
+    yield Dimension(f"model.num_attention_heads={heads}", heads, into)
+    product = f"{heads * channels}, model.num_attention_heads={heads} x kv_channels {channels}"
+    yield Dimension(product, heads * channels, out_of)
+    if groups != heads:
+        product = f"{groups * channels}, model.num_query_groups={groups} x kv_channels {channels}"
+        yield Dimension(product, groups * channels, into)
+
+
+def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
+    """Every feature dimension that some axes do not divide."""
+    for dimension in feature_dimensions(facts.config, mode):
+        for axes in _smallest_failing(mode, dimension):
+            size = _size(mode, axes)
+            yield (
+                f"{facts.named(facts.shape_key)}: {'*'.join(axes)} = {size} does not divide {dimension.label}; "
+                f"use {one_of(near_divisors(dimension.size, size))}"
+            )
+
+
+def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
+    """Whether the tokens of a microbatch come out: whole sequences where attention is, any pieces elsewhere."""
+    rows, length = facts.config.train.micro_batch_size, facts.config.model.seq_length
+    whole = Dimension("", rows, (mode.inner[0], mode.batch_axes))
+    for axes in _smallest_failing(mode, whole):
+        size = _size(mode, axes)
+        yield (
+            f"{facts.named('train.micro_batch_size')}: not a multiple of {'*'.join(axes)} = {size}, over which "
+            f"{describe_mode(facts.config.parallel)} splits whole sequences; use {one_of(near_multiples(size, rows))}"
+        )
+    plans = (mode.expand, mode.contract, mode.embed)
+    layouts = tuple(axes for plan in plans for axes in (plan.x_layout[0], plan.y_layout[0]))
+    for axes in _smallest_failing(mode, Dimension("", rows * length, layouts)):
+        size = _size(mode, axes)
+        step = size // math.gcd(size, rows)
+        yield (
+            f"{facts.named('model.seq_length')}: micro_batch_size {rows} x {length} = {rows * length} tokens are not a "
+            f"multiple of {'*'.join(axes)} = {size}, over which {describe_mode(facts.config.parallel)} splits them; "
+            f"use {one_of(near_multiples(step, length))}"
+        )
+
+
+def _size(mode: Mode, axes: Axes) -> int:
+    sizes = dict(mode.axes)
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _smallest_failing(mode: Mode, dimension: Dimension) -> list[Axes]:
+    """The smallest sets of axes that do not divide the size, in mesh order."""
+    names = tuple(name for name, size in mode.axes if size > 1)
+    failing: list[Axes] = []
+    for count in range(1, len(names) + 1):
+        for axes in combinations(names, count):
+            together = any(set(axes) <= set(split) for split in dimension.splits)
+            known = any(set(smaller) <= set(axes) for smaller in failing)
+            if together and not known and dimension.size % _size(mode, axes):
+                failing.append(axes)
+    return failing

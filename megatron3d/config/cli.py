@@ -1,0 +1,100 @@
+"""The command line of programs that run a configuration, and `--check`, which needs neither torch nor a launcher."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron3d.config.check import layout_problems, model_problems, schedule_problems, unused_problems
+from megatron3d.config.check_files import check_files
+from megatron3d.config.derive import architecture
+from megatron3d.config.facts import Facts
+from megatron3d.config.read import Resolved, read
+from megatron3d.config.report import batch_arithmetic, render
+from megatron3d.config.schema import Config
+from megatron3d.errors import UserError
+from megatron3d.model.count import num_parameters
+
+# Other sizes, and with them what the axes must divide, follow from these.
+_SHAPE = frozenset({"model.family", "model.activation", "model.hidden_size", "model.num_attention_heads"})
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What was typed."""
+
+    config: Path
+    overrides: tuple[str, ...] = ()
+    check: bool = False
+    world_size: int | None = None
+
+
+def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Arguments:
+    """`--config FILE [--check] [--world-size N] [section.key=value ...]` in any order; exits with 2 on others."""
+    parser = argparse.ArgumentParser(program, description="Pretrain a GPT in any parallel layout.", allow_abbrev=False)
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="a YAML file, such as those of configs/"
+    )
+    parser.add_argument("--check", action="store_true", help="report every problem of the configuration and stop")
+    parser.add_argument(
+        "--world-size", type=_positive, metavar="N", help="processes, where no launcher tells (--check)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
+    )
+    typed = parser.parse_intermixed_args(argv)
+    if typed.world_size and not typed.check:
+        parser.error("--world-size only goes with --check; a launcher (torchrun, srun) sets the number of processes")
+    return Arguments(typed.config, tuple(typed.overrides), typed.check, typed.world_size)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{text} is below 1")
+    return number
+
+
+def resolve(config: Path, overrides: Sequence[str], world_size: int) -> Resolved:
+    """The configuration, ready to run on `world_size` ranks; raises UserError with every problem of it and its files.
+
+    A rule that involves a value which could not be read is left out: it would be held against the default.
+    """
+    reading = read(config, overrides)
+    facts = Facts(reading.config, world_size, origins=reading.origins)
+    broken = [*model_problems(facts), *schedule_problems(facts), *unused_problems(facts)]
+    if not any(key in _SHAPE or key.startswith("parallel.") for key in reading.unsure):
+        broken += layout_problems(facts)
+    broken += check_files(reading.config, reading.origins)
+    doubtful = {key.partition(".")[2] for key in reading.unsure}
+    sure = [problem for problem in broken if doubtful.isdisjoint(re.findall(r"\w+", problem))]
+    UserError.collect((*reading.problems, *sure))
+    return Resolved(reading.config, reading.origins)
+
+
+def run_check(arguments: Arguments, environ_world_size: int | None = None) -> int:
+    """Print the resolved configuration and its numbers, or every problem on stderr; returns the exit code, 0 or 2."""
+    world_size = arguments.world_size or environ_world_size or 1
+    try:
+        resolved = resolve(arguments.config, arguments.overrides, world_size)
+    except UserError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        return 2
+    print(render(resolved))
+    print(batch_arithmetic(resolved.config, world_size))
+    print(parameter_line(resolved.config))
+    return 0
+
+
+def parameter_line(config: Config) -> str:
+    """The number of parameters, as far as it is known before the tokenizer is read."""
+    vocab_size = config.model.vocab_size
+    if vocab_size:
+        return f"parameters {num_parameters(architecture(config.model, vocab_size)):,} (vocabulary {vocab_size:,})"
+    none, one = (num_parameters(architecture(config.model, size)) for size in (0, 1))
+    return f"parameters {none:,} + {one - none:,} for each token of the vocabulary"
