@@ -1,0 +1,62 @@
+"""What every command-line tool shares: exit codes, messages, progress."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from megatron3d.errors import UserError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def run_tool(
+    work: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> int:
+    """Exit code of a tool: 0 done, 2 what the user gave is wrong (a message per problem), 130 stopped by Ctrl-C."""
+    arguments = parser.parse_args(argv)
+    try:
+        work(arguments)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"{parser.prog}: {problem}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: stopped; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def byte_progress() -> Progress:
+    """A bar of bytes with its speed, on standard error; drawn only on a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def waiting(description: str) -> Progress:
+    """A spinner with the time spent, for work that cannot say how far it is."""
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True)
+    )
+    progress.add_task(description, total=None)
+    return progress

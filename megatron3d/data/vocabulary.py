@@ -1,0 +1,101 @@
+"""Tokenizer models learnt from text: SentencePiece pieces, or the characters that occur.
+
+The SentencePiece model keeps every character: no normalisation, no added space, bytes for rare characters, spaces and
+newlines inside pieces, so that indented source code survives encoding and decoding.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+
+from megatron3d.data.documents import read_records
+from megatron3d.errors import UserError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+CHUNK = 4096
+"""Characters that SentencePiece sees at one time; by itself it skips long sentences, whole documents even more so."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files to learn from, and the part of their text to use."""
+
+    paths: tuple[Path, ...]
+    keys: tuple[str, ...]
+    fraction: float = 1.0
+
+    def chunks(self) -> Iterator[str]:
+        """Evenly spread pieces of the text, cut after a newline where there is one."""
+        seen = taken = 0
+        for text in self._texts():
+            for chunk in _cut(text):
+                if taken <= self.fraction * seen:
+                    taken += len(chunk)
+                    yield chunk
+                seen += len(chunk)
+
+    def _texts(self) -> Iterator[str]:
+        for record in read_records(self.paths):
+            yield from record.texts(self.keys)
+
+
+def _cut(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = start + CHUNK
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def train_sentencepiece(source: Source, model_type: str, vocab_size: int) -> bytes:
+    """A SentencePiece model of `bpe` or `unigram` pieces; raises UserError if the text cannot fill the vocabulary."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=source.chunks(),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            max_sentence_length=4 * CHUNK,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            unk_id=0,
+            eos_id=1,
+            eos_piece=END_OF_DOCUMENT,
+            bos_id=-1,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise UserError(f"--vocab-size {vocab_size}: {str(error).splitlines()[-1]}") from error
+    return model.getvalue()
+
+
+def collect_characters(source: Source) -> bytes:
+    """The JSON list of the characters that occur, sorted."""
+    characters: set[str] = set()
+    for chunk in source.chunks():
+        characters.update(chunk)
+    if not characters:
+        raise UserError(f"--input {', '.join(map(str, source.paths))}: no text")
+    return (json.dumps(sorted(characters), ensure_ascii=False) + "\n").encode()
+
+
+def select(paths: Sequence[Path], keys: Sequence[str], max_bytes: float | None) -> Source:
+    """About `max_bytes` of the files, or all of them."""
+    num_bytes = sum(path.stat().st_size for path in paths)
+    fraction = 1.0 if max_bytes is None else min(1.0, max_bytes / max(1, num_bytes))
+    return Source(tuple(paths), tuple(keys), fraction)

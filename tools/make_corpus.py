@@ -1,0 +1,80 @@
+"""Makes a corpus of real text on any machine: the sources, with their documentation, of Python's standard library.
+
+    python tools/make_corpus.py --output data/stdlib.jsonl
+
+A line per module, {"name": ..., "text": ...}, in the order of names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron3d.cli import byte_progress, run_tool
+from megatron3d.data.files import replacing
+from megatron3d.errors import UserError
+
+INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+def modules(folder: Path) -> list[Path]:
+    """Python files of the standard library without installed packages, in the order of names."""
+    return sorted(path for path in folder.rglob("*.py") if INSTALLED.isdisjoint(path.relative_to(folder).parts))
+
+
+def read_source(path: Path) -> str | None:
+    """The text of a module in its declared encoding; None where it cannot be decoded (some are broken on purpose)."""
+    try:
+        with tokenize.open(path) as file:
+            text = file.read()
+        text.encode()
+    except (SyntaxError, UnicodeError, OSError):
+        return None
+    return text
+
+
+def make_corpus(arguments: argparse.Namespace) -> None:
+    """Write the corpus and say what is in it."""
+    folder = arguments.source
+    paths = modules(folder)
+    if not paths:
+        raise UserError(f"--source {folder}: no Python files in it; name the folder of a standard library")
+    limit = float("inf") if arguments.max_mb is None else arguments.max_mb * 1e6
+    written = skipped = num_bytes = 0
+    with byte_progress() as progress, replacing(arguments.output) as file:
+        task = progress.add_task("reading modules", total=sum(path.stat().st_size for path in paths))
+        for path in paths:
+            progress.advance(task, path.stat().st_size)
+            text = read_source(path)
+            if not text:
+                skipped += text is None
+                continue
+            name = ".".join(path.relative_to(folder).with_suffix("").parts)
+            line = (json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n").encode()
+            if num_bytes + len(line) > limit:
+                break
+            file.write(line)
+            written, num_bytes = written + 1, num_bytes + len(line)
+        if not written:
+            raise UserError(f"--max-mb {arguments.max_mb}: no module is that small; use 1 or more")
+    print(f"{arguments.output}: {written} modules, {num_bytes / 1e6:.1f} MB; {skipped} undecodable files left out")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the tool."""
+    parser = argparse.ArgumentParser(prog="make_corpus", description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to make")
+    parser.add_argument("--max-mb", type=float, help="stop before the file is larger; default: everything")
+    parser.add_argument(
+        "--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="default: the running Python's library"
+    )
+    return run_tool(make_corpus, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
