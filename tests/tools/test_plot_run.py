@@ -1,0 +1,75 @@
+"""tools/plot_run.py draws the curves of runs, also with NaN and missing values; what is no run is refused with code 2."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tools import plot_run
+
+PNG = b"\x89PNG"
+
+
+def write_run(folder: Path, steps: int = 5) -> Path:
+    folder.mkdir()
+    rows = [
+        {"iteration": i, "lm_loss": 5 / i, "grad_norm": float("nan"), "learning_rate": 1e-3, "tokens_per_s": 10.0 * i}
+        for i in range(1, steps + 1)
+    ]
+    rows.append({"iteration": steps, "validation_loss": 1.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_one_and_several_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", steps=1)
+    output = tmp_path / "new" / "curves.png"
+    for runs in ([first], [first, second]):
+        assert plot_run.main([*map(str, runs), "--output", str(output)]) == 0
+        assert output.read_bytes().startswith(PNG)
+        assert capsys.readouterr().out == f"{output}: curves of {len(runs)} run(s)\n"
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 6, "lm_')
+    assert len(plot_run.read_run(run)) == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no such file"),
+        ("", "holds no training step"),
+        ('{"iteration": 3, "validation_loss": 1.0}\n', "holds no training step"),
+        ("step,loss\n", "metrics.jsonl:1: not JSON"),
+        ('{"loss": 3}\n', "metrics.jsonl:1: not a record of a run"),
+        ("[1, 2]\n", "metrics.jsonl:1: not a record of a run"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    output = tmp_path / "curves.png"
+    assert plot_run.main([str(tmp_path), "--output", str(output)]) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_an_unknown_picture_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "curves.parquet"
+    assert plot_run.main([str(write_run(tmp_path / "run")), "--output", str(output)]) == 2
+    assert "--output" in capsys.readouterr().err
+
+
+def test_a_run_of_nothing_but_nan_is_drawn_without_warnings(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": NaN}\n')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plot_run.main([str(tmp_path), "--output", str(tmp_path / "curves.png")]) == 0
