@@ -41,7 +41,6 @@ has_gpu() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&
 install_cpu_torch() {
     local torch source pip=("$VENV/bin/python" -m pip install)
     torch=$(grep -o 'torch>=[^"]*' setup.py)
-    if "$VENV/bin/python" -m pip show torch >/dev/null 2>&1; then return; fi
     step "Looking for a CPU build of $torch"
     for source in "" "--index-url=https://download.pytorch.org/whl/cpu --timeout=15 --retries=1"; do
         # shellcheck disable=SC2086  # the options are meant to be split
@@ -54,10 +53,11 @@ install_cpu_torch() {
 Put one into $VENV yourself, or set MEGATRON3D_ALLOW_CUDA_BUILD=1 to install the CUDA build (about 3 GB)"
 }
 
-# Whether pip's report on stdin installs torch and nothing of NVIDIA's.
+# Whether pip's report on stdin installs nothing of NVIDIA's; without a report there is nothing to install from.
 without_cuda() {
     "$VENV/bin/python" -c '
 import json, sys
-names = [item["metadata"]["name"] for item in json.loads(sys.stdin.read() or "{}").get("install", [])]
-sys.exit(not names or any(name.startswith("nvidia-") for name in names))'
+report = sys.stdin.read()
+names = [item["metadata"]["name"] for item in json.loads(report)["install"]] if report.strip() else ["nvidia-?"]
+sys.exit(any(name.startswith("nvidia-") for name in names))'
 }

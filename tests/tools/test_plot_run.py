@@ -1,4 +1,4 @@
-"""tools/plot_run.py draws the curves of runs, also with NaN and missing values; what is no run is refused with code 2."""
+"""tools/plot_run.py draws the curves of runs, also with NaN and gaps; what is no run is refused with code 2."""
 
 from __future__ import annotations
 
