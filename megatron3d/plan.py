@@ -47,6 +47,9 @@ class MatmulPlan:
         used = (*self.m, *self.k, *self.n)
         assert len(used) == len(set(used)), f"an axis splits two of M{self.m}, K{self.k} and N{self.n}"
         assert set(self.x) <= set(self.n), f"X is whole along {set(self.x) - set(self.n)}: nothing to gather"
+        assert tuple(self.x) == tuple(a for a in self.n if a in self.x), (
+            f"X{tuple(self.x)} is not in the order of N{self.n}"
+        )
         assert set(self.w) <= set(self.m), f"W is whole along {set(self.w) - set(self.m)}: nothing to gather"
         assert set(self.y) == set(self.k), f"Y is partial over {self.k}, but the plan reduces it over {tuple(self.y)}"
 

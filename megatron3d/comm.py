@@ -1,0 +1,153 @@
+"""The only door to torch.distributed: collectives by axis name.
+
+Every tensor collective returns a `Pending`; calling `wait` gives the result, so that work can be put between.  Along an
+axis of size 1 nothing happens.  Sizes are checked here, since not every back end notices wrong ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron3d.mesh import Axes, Mesh
+
+# torch 2.13 renamed these two and warns under the old names, which are the only ones that 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Pending:
+    """A tensor that is on its way."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """The result; call once."""
+        return self._finish()
+
+
+def ready(x: Tensor) -> Pending:
+    """A `Pending` for something that needed no communication."""
+    return Pending(lambda: x)
+
+
+class Comm(Protocol):
+    """Collectives over a mesh."""
+
+    mesh: Mesh
+
+    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        """The pieces of all ranks along `axes`, joined along `dim`, the first axis slowest."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        """My piece along `dim` of the sum over `axes`."""
+        ...
+
+    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
+        """`x` reduced over `axes`, in place where it is contiguous."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        ...
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Every rank's small Python value, in rank order, on rank 0; None elsewhere."""
+        ...
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's small Python value on every rank."""
+        ...
+
+
+class ProcessComm:
+    """Collectives of one process among `mesh.world_size`, over groups made once in the order of `axis_sets`.
+
+    Each rank creates its own group of each set only, so that thousands of ranks start as fast as eight.
+    """
+
+    def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes]) -> None:
+        self.mesh = mesh
+        self._groups: dict[Axes, dist.ProcessGroup | None] = {}
+        for axes in dict.fromkeys(mesh.nontrivial(axes) for axes in axis_sets):
+            if axes:
+                self._groups[axes] = self._make_group(axes)
+
+    def _make_group(self, axes: Axes) -> dist.ProcessGroup | None:
+        ranks = self.mesh.ranks(axes)
+        if ranks == tuple(range(self.mesh.world_size)):
+            return None
+        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="x".join(axes))
+
+    def _group(self, axes: Axes) -> tuple[dist.ProcessGroup | None, int]:
+        live = self.mesh.nontrivial(axes)
+        assert not live or live in self._groups, f"no group was made for {live}; there are {list(self._groups)}"
+        return self._groups.get(live), self.mesh.size(live)
+
+    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        group, ranks = self._group(axes)
+        if ranks == 1:
+            return ready(x)
+        x = x.contiguous()
+        out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+        work = _all_gather(out, x, group=group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return out if dim == 0 else out.unflatten(0, (ranks, -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+        return Pending(finish)
+
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        group, ranks = self._group(axes)
+        if ranks == 1:
+            return ready(x)
+        assert x.shape[dim] % ranks == 0, f"{tuple(x.shape)} along {dim} does not divide by {axes}={ranks} ranks"
+        x = x if dim == 0 else x.unflatten(dim, (ranks, -1)).movedim(dim, 0).flatten(0, 1)
+        x = x.contiguous()
+        out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
+        work = _reduce_scatter(out, x, group=group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return out
+
+        return Pending(finish)
+
+    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
+        group, ranks = self._group(axes)
+        if ranks == 1:
+            return ready(x)
+        x = x.contiguous()
+        work = dist.all_reduce(x, _OPS[op], group=group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return x
+
+        return Pending(finish)
+
+    def barrier(self) -> None:
+        if self.mesh.world_size > 1:
+            dist.barrier()
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        if self.mesh.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.mesh.world_size if self.mesh.rank == 0 else None
+        dist.gather_object(value, values)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        if self.mesh.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
+        return values[0]

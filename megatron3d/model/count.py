@@ -1,0 +1,38 @@
+"""Closed forms of the model: parameters and floating-point operations, from the configuration alone.
+
+They are written without the parameter table on purpose: the built model is held against them before it trains.
+"""
+
+from __future__ import annotations
+
+from megatron3d.config.derive import GATED, Architecture
+
+
+def num_parameters(arch: Architecture) -> int:
+    """Parameters of the whole model, without vocabulary padding."""
+    h, f = arch.hidden_size, arch.ffn_hidden_size
+    bias = int(arch.add_bias_linear)
+    norm = 2 if arch.normalization == "LayerNorm" else 1
+    q = arch.num_attention_heads * arch.kv_channels
+    kv = 2 * arch.num_query_groups * arch.kv_channels
+    attention = (h + bias) * (q + kv) + q * h + bias * h + 2 * norm * arch.kv_channels * arch.qk_layernorm
+    gates = 2 if arch.activation in GATED else 1
+    mlp = gates * (h + bias) * f + f * h + bias * h
+    embeddings = arch.vocab_size * h * (1 if arch.tie_embeddings else 2)
+    if arch.position_embedding_type == "learned_absolute":
+        embeddings += arch.max_position_embeddings * h
+    return embeddings + arch.num_layers * (attention + mlp + 2 * norm * h) + norm * h
+
+
+def flops_per_token(arch: Architecture) -> int:
+    """Floating-point operations of forward and backward per token (Chowdhery et al. 2022, arXiv:2204.02311, B).
+
+    6 per weight that multiplies, the head included and embeddings not, plus 12 * layers * heads * head size * length
+    for the attention core, the causal half counted in full as the field does.
+    """
+    q = arch.num_attention_heads * arch.kv_channels
+    kv = 2 * arch.num_query_groups * arch.kv_channels
+    gates = 2 if arch.activation in GATED else 1
+    h = arch.hidden_size
+    weights = arch.num_layers * (h * (q + kv) + q * h + (gates + 1) * h * arch.ffn_hidden_size) + h * arch.vocab_size
+    return 6 * weights + 12 * arch.num_layers * q * arch.seq_length

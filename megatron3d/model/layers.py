@@ -1,0 +1,213 @@
+"""The layers of a GPT, written once for every layout: they name plans and layouts, the operations do the rest.
+
+The residual stream is [tokens, hidden] in `mode.residual`, the inner stream [tokens, features] in `mode.inner`.
+Letters: M tokens, H hidden, F inner features, B sequences, S positions, N heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron3d.comm import Comm
+from megatron3d.config.derive import Architecture
+from megatron3d.layout import ParamSpec, span
+from megatron3d.mesh import Axes, Mesh
+from megatron3d.modes import Mode
+from megatron3d.ops.attention import Heads, attention, rotate
+from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
+from megatron3d.ops.embedding import embedding
+from megatron3d.ops.matmul import linear
+from megatron3d.ops.norm import norm
+from megatron3d.plan import MatmulPlan
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _gated(activation: Activation, fused_MF: Tensor) -> Tensor:
+    gate, up = fused_MF.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "swiglu": partial(_gated, F.silu),
+    "geglu": partial(_gated, F.gelu),
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every module needs to build itself."""
+
+    arch: Architecture
+    mode: Mode
+    comm: Comm
+    specs: Mapping[str, ParamSpec]
+
+    def plan(self, plan: MatmulPlan) -> MatmulPlan:
+        """The plan without trivial axes."""
+        return plan.on(self.comm.mesh)
+
+    def live(self, axes: Axes) -> Axes:
+        """Axes of more than one rank."""
+        return self.comm.mesh.nontrivial(axes)
+
+    def param(self, name: str) -> nn.Parameter:
+        """A parameter of the table, without memory yet: `zero.Buffers` gives it some."""
+        return nn.Parameter(torch.empty(self.specs[name].local_shape(self.comm.mesh), device="meta"))
+
+    def optional(self, name: str) -> nn.Parameter | None:
+        """The same, or None where the table has none."""
+        return self.param(name) if name in self.specs else None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One microbatch on its way through the model.
+
+    Attributes:
+        num_sequences: sequences of the whole microbatch, over all ranks that share it.
+        first_sequence: where the microbatch begins in the global batch.
+        key: (seed, iteration) of dropout, or None when evaluating.
+        rotary: cos and sin, or None.
+    """
+
+    num_sequences: int
+    seq_length: int
+    first_sequence: int
+    key: tuple[int, int] | None
+    rotary: tuple[Tensor, Tensor] | None
+
+    def token_rows(self, axes: Axes, mesh: Mesh, device: torch.device) -> Tensor:
+        """Index in the global batch of each of my tokens, where `axes` split a microbatch's tokens."""
+        low, high = span(self.num_sequences * self.seq_length, axes, mesh)
+        offset = self.first_sequence * self.seq_length
+        return torch.arange(offset + low, offset + high, device=device)
+
+
+class Linear(nn.Module):
+    """One planned matmul with its weight and bias."""
+
+    def __init__(self, name: str, plan: MatmulPlan, build: Build) -> None:
+        super().__init__()
+        self.plan, self.comm = build.plan(plan), build.comm
+        self.weight = build.param(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+
+    def forward(self, x_MK: Tensor) -> Tensor:
+        return linear(x_MK, self.weight, self.bias, self.plan, self.comm)
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over features that `axes` split."""
+
+    def __init__(self, name: str, axes: Axes, build: Build) -> None:
+        super().__init__()
+        self.axes, self.comm, self.eps = build.live(axes), build.comm, build.arch.norm_epsilon
+        self.weight = build.param(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+
+    def forward(self, x_MH: Tensor) -> Tensor:
+        return norm(x_MH, self.weight, self.bias, self.eps, self.axes, self.comm)
+
+
+class HiddenDropout(nn.Module):
+    """Dropout on the residual stream's layout."""
+
+    def __init__(self, site: str, build: Build) -> None:
+        super().__init__()
+        self.site, self.rate, self.hidden_size = site, build.arch.hidden_dropout, build.arch.hidden_size
+        self.layout, self.mesh = build.mode.residual, build.comm.mesh
+
+    def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        if self.rate == 0 or at.key is None:
+            return x_MH
+        rows = at.token_rows(self.layout[0], self.mesh, x_MH.device)
+        columns = torch.arange(*span(self.hidden_size, self.layout[1], self.mesh), device=x_MH.device)
+        return dropout(x_MH, keep_mask(dropout_key(*at.key, self.site), rows, columns, self.rate), self.rate)
+
+
+class Attention(nn.Module):
+    """qkv, rotary positions, attention over my heads, projection."""
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        arch = build.arch
+        self.site, self.dropout = name, arch.attention_dropout
+        self.tokens, self.mesh = build.mode.inner[0], build.comm.mesh
+        heads_axes = build.live(build.mode.inner[1])
+        self.heads = Heads(arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm)
+        self.qkv = Linear(f"{name}.qkv", build.mode.expand, build)
+        self.q_norm = Norm(f"{name}.q_norm", (), build) if arch.qk_layernorm else nn.Identity()
+        self.k_norm = Norm(f"{name}.k_norm", (), build) if arch.qk_layernorm else nn.Identity()
+        self.proj = Linear(f"{name}.proj", build.mode.contract, build)
+
+    def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        q, k, v = self.heads.split(self.qkv(x_MH))
+        q, k, v = (t.unflatten(0, (-1, at.seq_length)) for t in (self.q_norm(q), self.k_norm(k), v))
+        if at.rotary:
+            q, k = rotate(q, at.rotary), rotate(k, at.rotary)
+        drop = None
+        if self.dropout and at.key is not None:
+            first, _ = span(at.num_sequences, self.tokens, self.mesh)
+            drop = (self.dropout, dropout_key(*at.key, self.site), at.first_sequence + first)
+        y_MF: Tensor = self.proj(attention(q, k, v, self.heads, drop))
+        return y_MF
+
+
+class MLP(nn.Module):
+    """Up (and gate), activation, down."""
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[build.arch.activation]
+        self.fc1 = Linear(f"{name}.fc1", build.mode.expand, build)
+        self.fc2 = Linear(f"{name}.fc2", build.mode.contract, build)
+
+    def forward(self, x_MH: Tensor) -> Tensor:
+        y_MH: Tensor = self.fc2(self.activation(self.fc1(x_MH)))
+        return y_MH
+
+
+class Layer(nn.Module):
+    """Pre-norm transformer layer."""
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        features = build.mode.residual[1]
+        self.input_norm = Norm(f"{name}.input_norm", features, build)
+        self.attention = Attention(f"{name}.attention", build)
+        self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
+        self.post_attention_norm = Norm(f"{name}.post_attention_norm", features, build)
+        self.mlp = MLP(f"{name}.mlp", build)
+        self.mlp_dropout = HiddenDropout(f"{name}.mlp.fc2", build)
+
+    def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        x_MH = x_MH + self.attention_dropout(self.attention(self.input_norm(x_MH), at), at)
+        return x_MH + self.mlp_dropout(self.mlp(self.post_attention_norm(x_MH)), at)
+
+
+class Embedding(nn.Module):
+    """Word embedding, and learned positions where the model has them."""
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        self.plan, self.comm = build.plan(build.mode.embed), build.comm
+        self.padded_vocab_size, self.tokens = build.arch.padded_vocab_size, build.mode.residual[0]
+        self.weight = build.param(f"{name}.weight")
+        self.position = build.optional(f"{name}.position")
+
+    def forward(self, tokens_BS: Tensor, at: Pass) -> Tensor:
+        x_MH = embedding(tokens_BS.flatten(), self.weight, self.padded_vocab_size, self.plan, self.comm)
+        if self.position is None:
+            return x_MH
+        rows = at.token_rows(self.tokens, self.comm.mesh, x_MH.device)
+        return x_MH + F.embedding(rows % at.seq_length, self.position)

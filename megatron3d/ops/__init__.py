@@ -1,0 +1,1 @@
+"""Operations on shards, each written once for every layout."""

@@ -1,0 +1,145 @@
+"""Causal attention over the heads that a rank holds: torch's scaled_dot_product_attention, rotary positions, grouped
+queries (Ainslie et al. 2023, arXiv:2305.13245).
+
+Where fewer key/value heads exist than ranks that split the query heads, their weights are split inside a head and the
+keys and values are gathered over the fewest (fastest) axes that make the needed heads whole.
+Letters: M tokens, B sequences, S positions, N query heads, G key/value heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm import Comm
+from megatron3d.layout import span
+from megatron3d.mesh import Axes
+from megatron3d.ops.dropout import dropout, keep_mask
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one rank: `axes` split the query heads evenly and the features of all key/value heads evenly."""
+
+    num_heads: int
+    num_groups: int
+    size: int
+    axes: Axes
+    comm: Comm
+
+    @cached_property
+    def query_span(self) -> tuple[int, int]:
+        """My query heads."""
+        return span(self.num_heads, self.axes, self.comm.mesh)
+
+    def _groups(self, rank: int) -> tuple[int, int]:
+        low, high = span(self.num_heads, self.axes, self.comm.mesh.at(rank))
+        return self._group(low), self._group(high - 1) + 1
+
+    def _group(self, head: int) -> int:
+        return head * self.num_groups // self.num_heads
+
+    @cached_property
+    def group_span(self) -> tuple[int, int]:
+        """The key/value heads that my query heads read."""
+        return self._groups(self.comm.mesh.rank)
+
+    @cached_property
+    def gather_axes(self) -> Axes:
+        """The fewest last axes over which keys and values must be gathered, the same for every rank."""
+        mesh, width = self.comm.mesh, self.num_groups * self.size
+        for start in range(len(self.axes), -1, -1):
+            kept, gathered = self.axes[:start], self.axes[start:]
+            whole = all(
+                low <= first * self.size and last * self.size <= high
+                for rank in mesh.ranks(self.axes)
+                for (first, last), (low, high) in [(self._groups(rank), span(width, kept, mesh.at(rank)))]
+            )
+            if whole:
+                return gathered
+        raise AssertionError("keys and values gathered over every axis are whole")
+
+    @cached_property
+    def group_of_query(self) -> list[int]:
+        """Position within my key/value heads for each of my query heads."""
+        return [self._group(head) - self.group_span[0] for head in range(*self.query_span)]
+
+    def split(self, qkv_MF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [M, N, D], k and v [M, G, D] with whole heads, from the fused projection of my shard."""
+        queries = (self.query_span[1] - self.query_span[0]) * self.size
+        width = (qkv_MF.shape[1] - queries) // 2
+        q, k, v = qkv_MF.split((queries, width, width), dim=1)
+        k, v = (self._whole(t).unflatten(1, (-1, self.size)) for t in (k, v))
+        return q.unflatten(1, (-1, self.size)), k, v
+
+    def _whole(self, kv_MF: Tensor) -> Tensor:
+        if not self.gather_axes:
+            return kv_MF
+        kept = self.axes[: len(self.axes) - len(self.gather_axes)]
+        low, _ = span(self.num_groups * self.size, kept, self.comm.mesh)
+        first, last = (group * self.size - low for group in self.group_span)
+        whole: Tensor = _GatherColumns.apply(kv_MF, self.gather_axes, self.comm)
+        return whole[:, first:last]
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MF: Tensor, axes: Axes, comm: Comm) -> Tensor:
+        ctx.axes, ctx.comm = axes, comm
+        return comm.all_gather(x_MF, axes, dim=1).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.comm.reduce_scatter(dy_MF, ctx.axes, dim=1).wait(), None, None
+
+
+def rotary_tables(seq_length: int, size: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, 1, D] of the rotary angles (Su et al. 2021, arXiv:2104.09864), halves rotated as Llama does."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    positions = torch.arange(seq_length, device=like.device, dtype=wide)
+    rates = base ** (-torch.arange(0, size, 2, device=like.device, dtype=wide) / size)
+    angles = torch.outer(positions, rates).repeat(1, 2).unsqueeze(1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x_BSND: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """x turned by its position's angles."""
+    cos, sin = tables
+    left, right = x_BSND.chunk(2, dim=-1)
+    return x_BSND * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def attention(
+    q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, heads: Heads, drop: tuple[float, int, int] | None
+) -> Tensor:
+    """Causal attention, [M, N * D].  `drop` is (rate, key, index of the first sequence in the global batch)."""
+    q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
+    groups = k.shape[1]
+    even = [head * groups // q.shape[1] for head in range(q.shape[1])]
+    if heads.group_of_query != even:
+        k, v = (t[:, heads.group_of_query] for t in (k, v))
+    if drop is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        y = _attention_with_dropout(q, k, v, heads, drop)
+    return y.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, heads: Heads, drop: tuple[float, int, int]) -> Tensor:
+    """The slow, obvious form: torch's kernels draw masks that depend on the layout, ours must not."""
+    rate, key, first_sequence = drop
+    batch, num_heads, seq, size = q.shape
+    k, v = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2) * size**-0.5).to(torch.promote_types(q.dtype, torch.float32))
+    future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(q.dtype)
+    sequence = torch.arange(first_sequence, first_sequence + batch, device=q.device).unsqueeze(1)
+    head = torch.arange(*heads.query_span, device=q.device)
+    rows = ((sequence * heads.num_heads + head).unsqueeze(-1) * seq + torch.arange(seq, device=q.device)).flatten()
+    keep = keep_mask(key, rows, torch.arange(seq, device=q.device), rate).unflatten(0, (batch, num_heads, seq))
+    return dropout(weights, keep, rate) @ v

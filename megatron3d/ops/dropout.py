@@ -1,0 +1,53 @@
+"""Dropout whose mask is a function of (seed, iteration, layer, site, global element index), equal in every layout.
+
+Each element's index is a row and a column; their hashes are added and mixed again by the finalizer of splitmix64
+(Steele, Lea and Flood 2014).  Letters: M rows (tokens), H columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+_BITS = 24
+
+
+def dropout_key(*parts: int | str) -> int:
+    """A 63-bit key for (seed, iteration, layer, site)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def keep_mask(key: int, rows_M: Tensor, columns_H: Tensor, rate: float) -> Tensor:
+    """Bool [M, H]: False with probability `rate`; int64 `rows_M` and `columns_H` are global indices."""
+    mixed = _mix(_mix(rows_M + key).unsqueeze(-1) + _mix(columns_H ^ key))
+    return (mixed >> 20) & ((1 << _BITS) - 1) >= int(rate * (1 << _BITS))
+
+
+def dropout(x_MH: Tensor, keep_MH: Tensor, rate: float) -> Tensor:
+    """x where `keep_MH`, scaled by 1 / (1 - rate), else 0."""
+    y_MH: Tensor = _Dropout.apply(x_MH, keep_MH, 1.0 / (1.0 - rate))
+    return y_MH
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ (x >> 30)) * _MULTIPLIERS[0]
+    x = (x ^ (x >> 27)) * _MULTIPLIERS[1]
+    return x ^ (x >> 31)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MH: Tensor, keep_MH: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(keep_MH)
+        return x_MH * keep_MH * scale
+
+    @staticmethod
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (keep_MH,) = ctx.saved_tensors
+        return dy_MH * keep_MH * ctx.scale, None, None

@@ -1,0 +1,47 @@
+"""Word embedding: a contracting product of one-hot tokens with the head's stored matrix, as a lookup.
+
+Letters: M tokens, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm import Comm
+from megatron3d.layout import span
+from megatron3d.ops.matmul import Y_DIMS, gather, gather_dy, reduce
+from megatron3d.plan import MatmulPlan, moves
+
+W_DIMS = {"K": 0, "N": 1}
+
+
+def embedding(tokens_M: Tensor, w_VH: Tensor, padded_vocab: int, plan: MatmulPlan, comm: Comm) -> Tensor:
+    """Rows of `w_VH` for int64 `tokens_M` (those of the axes in `plan.m`), left in the plan's Y layout."""
+    if not (plan.m or plan.k or plan.n):
+        return F.embedding(tokens_M, w_VH)
+    y_MH: Tensor = _Embedding.apply(tokens_M, w_VH, padded_vocab, plan, comm)
+    return y_MH
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_M: Tensor, w_VH: Tensor, padded_vocab: int, plan: MatmulPlan, comm: Comm) -> Tensor:
+        low, high = span(padded_vocab, plan.k, comm.mesh)
+        absent = (tokens_M < low) | (tokens_M >= high)
+        rows_M = (tokens_M - low).masked_fill_(absent, 0)
+        ctx.plan, ctx.comm, ctx.num_rows = plan, comm, high - low
+        ctx.save_for_backward(rows_M, absent)
+        whole_VH = gather(w_VH, plan.w, W_DIMS, comm).wait()
+        y_MH = whole_VH[rows_M].masked_fill_(absent.unsqueeze(-1), 0)
+        return reduce(y_MH, moves(plan.y), Y_DIMS, comm).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows_M, absent = ctx.saved_tensors
+        dy = gather_dy(dy_MH, ctx.plan, ctx.comm).wait().masked_fill(absent.unsqueeze(-1), 0)
+        dw = dy.new_zeros((ctx.num_rows, dy.shape[1])).index_add_(0, rows_M, dy)
+        return None, reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait(), None, None, None

@@ -1,0 +1,143 @@
+"""Head and cross-entropy in one: the logits of a few tokens at a time, their gradients at once, the full logits never.
+
+    loss = sum over tokens of (log sum_v exp(logit_v) - logit_label) / number of tokens of the global batch
+
+Maximum, sum and label's logit are combined over the axes that split the vocabulary, in fp32 or better (Shoeybi et al.
+2019, section 3).  Letters: M tokens, C tokens of one chunk, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm import Comm
+from megatron3d.layout import span
+from megatron3d.mesh import Axes
+from megatron3d.ops.matmul import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
+from megatron3d.plan import MatmulPlan, moves
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the loss needs to know of the head: its plan without trivial axes, the vocabulary, the size of a chunk."""
+
+    plan: MatmulPlan
+    comm: Comm
+    vocab_size: int
+    padded_vocab_size: int
+    chunk_tokens: int
+
+    def logits(self, whole_x_CH: Tensor, whole_w_VH: Tensor) -> Tensor:
+        """Logits in Y's layout, fp32 or better, minus infinity where the vocabulary is padding."""
+        y_CV = reduce(F.linear(whole_x_CH, whole_w_VH), moves(self.plan.y), Y_DIMS, self.comm).wait()
+        y_CV = y_CV.to(torch.promote_types(y_CV.dtype, torch.float32))
+        low, high = self.vocab_span
+        if high > self.vocab_size:
+            y_CV[:, max(self.vocab_size - low, 0) :] = float("-inf")
+        return y_CV
+
+    @property
+    def vocab_span(self) -> tuple[int, int]:
+        """The columns of the padded vocabulary that my logits are."""
+        return span(self.padded_vocab_size, self.plan.y_layout[1], self.comm.mesh)
+
+    @property
+    def token_moves(self) -> tuple[Axes, Axes]:
+        """Axes over which X's tokens are gathered and Y's are scattered."""
+        gathered = tuple(axis for axis, dim in self.plan.x.items() if dim == "M")
+        return gathered, tuple(axis for axis, dim in self.plan.y.items() if dim == "M")
+
+    def whole_weight(self, w_VH: Tensor) -> Tensor:
+        """W as it is multiplied."""
+        return gather(w_VH, self.plan.w, W_DIMS, self.comm).wait()
+
+
+def head_loss(x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, head: Head) -> Tensor:
+    """Sum of the losses of my tokens divided by `num_tokens`, a scalar; a negative label counts nothing.
+
+    `x_MH` is in X's stored layout; `labels_M` are those of all tokens along the axes in `plan.m`.
+    """
+    loss: Tensor = _HeadLoss.apply(x_MH, w_VH, labels_M, num_tokens, head)
+    return loss
+
+
+def head_logits(x_MH: Tensor, w_VH: Tensor, head: Head) -> Tensor:
+    """All logits in Y's layout, without gradient; for sampling."""
+    with torch.no_grad():
+        whole_x = gather(x_MH, head.plan.x, X_DIMS, head.comm).wait()
+        return head.logits(whole_x, head.whole_weight(w_VH))
+
+
+def _chunk_labels(labels_M: Tensor, chunk: slice, head: Head) -> Tensor:
+    """Labels of my logits when every rank along the gathered token axes contributes the same `chunk` of its rows."""
+    mesh = head.comm.mesh
+    gathered, scattered = head.token_moves
+    labels_C = labels_M.unflatten(0, (mesh.size(gathered), -1))[:, chunk].flatten()
+    low, high = span(labels_C.shape[0], scattered, mesh)
+    return labels_C[low:high]
+
+
+def _cross_entropy_(logits_CV: Tensor, labels_C: Tensor, num_tokens: int, head: Head) -> tuple[Tensor, Tensor]:
+    """Sum of the losses and its gradient [C, V], both over `num_tokens`; the logits' memory becomes the gradient's."""
+    axes, (low, high) = head.plan.y_layout[1], head.vocab_span
+    top_C = head.comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()
+    counted = labels_C >= 0
+    mine = counted & (labels_C >= low) & (labels_C < high)
+    column = (labels_C - low).masked_fill(~mine, 0).unsqueeze(-1)
+    label_logit_C = (logits_CV.gather(-1, column).squeeze(-1) - top_C).masked_fill(~mine, 0)
+    exp_CV = logits_CV.sub_(top_C.unsqueeze(-1)).exp_()
+    sum_C, label_logit_C = head.comm.all_reduce(torch.stack((exp_CV.sum(-1), label_logit_C)), axes).wait()
+    loss = (sum_C.log() - label_logit_C).masked_fill(~counted, 0).sum() / num_tokens
+    grad_CV = exp_CV.mul_((counted / (sum_C * num_tokens)).unsqueeze(-1))
+    grad_CV.scatter_add_(-1, column, -mine.to(grad_CV.dtype).unsqueeze(-1) / num_tokens)
+    return loss, grad_CV
+
+
+def _chunk_rows(head: Head) -> int:
+    """Rows of the stored X per chunk: at most `chunk_tokens` tokens after the gather, and a number that the scatter
+    of Y divides (then it divides what is left for the last chunk as well)."""
+    gathered, scattered = (head.comm.mesh.size(axes) for axes in head.token_moves)
+    unit = scattered // math.gcd(gathered, scattered)
+    return max(head.chunk_tokens // (gathered * unit), 1) * unit
+
+
+def _accumulate(total: Tensor | None, dy_CV: Tensor, x_CH: Tensor) -> Tensor:
+    """total + dY^T X in fp32 or better."""
+    if total is None:
+        return (dy_CV.T @ x_CH).to(torch.promote_types(x_CH.dtype, torch.float32))
+    return total.addmm_(dy_CV.T, x_CH) if total.dtype == x_CH.dtype else total.add_(dy_CV.T @ x_CH)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, head: Head) -> Tensor:
+        plan, comm = head.plan, head.comm
+        whole_w = head.whole_weight(w_VH)
+        needs_grad = any(ctx.needs_input_grad[:2])
+        dx_chunks, dw_VH, losses = [], None, []
+        for start in range(0, x_MH.shape[0], _chunk_rows(head)):
+            chunk = slice(start, start + _chunk_rows(head))
+            whole_x = gather(x_MH[chunk], plan.x, X_DIMS, comm).wait()
+            labels_C = _chunk_labels(labels_M, chunk, head)
+            loss, grad_CV = _cross_entropy_(head.logits(whole_x, whole_w), labels_C, num_tokens, head)
+            losses.append(loss)
+            if needs_grad:
+                dy = gather_dy(grad_CV.to(x_MH.dtype), plan, comm).wait()
+                dx = reduce(dy @ whole_w, plan.dx_moves, X_DIMS, comm)
+                dw_VH = _accumulate(dw_VH, dy, whole_x)
+                dx_chunks.append(dx.wait())
+        if dw_VH is not None:
+            dw_VH = reduce(dw_VH.to(w_VH.dtype), moves(plan.w), W_DIMS, comm).wait()
+            ctx.save_for_backward(torch.cat(dx_chunks), dw_VH)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dx_MH, dw_VH = ctx.saved_tensors
+        return dx_MH.mul_(dloss), dw_VH.mul_(dloss), None, None, None

@@ -1,0 +1,69 @@
+"""LayerNorm and RMSNorm over features that may be split: statistics are combined over the axes that split them.
+
+Means and centred squares of the shards are joined as Chan, Golub and LeVeque (1979) do, in fp32 or better and with one
+collective, so that nothing is lost to E[x^2] - E[x]^2.  Letters: M tokens, H features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm import Comm
+from megatron3d.mesh import Axes
+
+
+def norm(x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, axes: Axes, comm: Comm) -> Tensor:
+    """LayerNorm where there is a bias, else RMSNorm; `axes` (none of size 1) split the features."""
+    if axes:
+        y_MH: Tensor = _SplitNorm.apply(x_MH, weight_H, bias_H, eps, axes, comm)
+        return y_MH
+    if bias_H is None:
+        return F.rms_norm(x_MH, weight_H.shape, weight_H, eps)
+    return F.layer_norm(x_MH, weight_H.shape, weight_H, bias_H, eps)
+
+
+def _moments(x_MH: Tensor, centred: bool, axes: Axes, comm: Comm) -> tuple[Tensor, Tensor]:
+    """Mean (0 where not centred) and mean square about it, each [M, 1], over the whole feature dimension."""
+    ranks = comm.mesh.size(axes)
+    if not centred:
+        square = x_MH.square().mean(-1, keepdim=True) / ranks
+        return torch.zeros_like(square), comm.all_reduce(square, axes).wait()
+    var, mean = torch.var_mean(x_MH, -1, keepdim=True, correction=0)
+    shards_M2R = comm.all_gather(torch.cat((mean, var), -1).unsqueeze(-1), axes, dim=2).wait()
+    means, variances = shards_M2R.unbind(1)
+    spread, mean = torch.var_mean(means, -1, keepdim=True, correction=0)
+    return mean, variances.mean(-1, keepdim=True) + spread
+
+
+class _SplitNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, axes: Axes, comm: Comm
+    ) -> Tensor:
+        wide = x_MH.to(torch.promote_types(x_MH.dtype, torch.float32))
+        mean, square = _moments(wide, bias_H is not None, axes, comm)
+        scale = torch.rsqrt(square + eps)
+        ctx.axes, ctx.comm = axes, comm
+        ctx.centred = bias_H is not None
+        ctx.save_for_backward(x_MH, weight_H, mean, scale)
+        unit = (wide - mean) * scale
+        y = unit * weight_H if bias_H is None else torch.addcmul(bias_H.to(wide.dtype), unit, weight_H.to(wide.dtype))
+        return y.to(x_MH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_MH, weight_H, mean, scale = ctx.saved_tensors
+        unit, dy = (x_MH.to(mean.dtype) - mean) * scale, dy_MH.to(mean.dtype)
+        dunit = dy * weight_H.to(mean.dtype)
+        sums = [(dunit * unit).sum(-1), dunit.sum(-1)] if ctx.centred else [(dunit * unit).sum(-1)]
+        pending = ctx.comm.all_reduce(torch.stack(sums), ctx.axes)
+        dweight = (dy * unit).sum(0).to(weight_H.dtype)
+        dbias = dy.sum(0).to(weight_H.dtype) if ctx.centred else None
+        features = x_MH.shape[-1] * ctx.comm.mesh.size(ctx.axes)
+        means = (pending.wait() / features).unsqueeze(-1)
+        dx = (dunit - unit * means[0] - (means[1] if ctx.centred else 0)) * scale
+        return dx.to(x_MH.dtype), dweight, dbias, None, None, None

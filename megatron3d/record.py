@@ -1,0 +1,51 @@
+"""A `Comm` that passes everything on and keeps a list of what moved: closed forms are held against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron3d.comm import Comm, Pending
+from megatron3d.mesh import Axes, Mesh
+from megatron3d.plan import Traffic
+
+
+class Recorder:
+    """Wraps a `Comm`; `calls` holds each collective with the bytes that this rank sends over a ring."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.calls: list[Traffic] = []
+
+    @property
+    def mesh(self) -> Mesh:
+        """The wrapped communicator's mesh."""
+        return self.comm.mesh
+
+    def _record(self, collective: str, axes: Axes, whole_bytes: float, passes: int) -> None:
+        live = self.mesh.nontrivial(axes)
+        if live:
+            ranks = self.mesh.size(live)
+            self.calls.append(Traffic(collective, live, passes * whole_bytes * (ranks - 1) / ranks))
+
+    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        self._record("all_gather", axes, x.nbytes * self.mesh.size(axes), passes=1)
+        return self.comm.all_gather(x, axes, dim)
+
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        self._record("reduce_scatter", axes, x.nbytes, passes=1)
+        return self.comm.reduce_scatter(x, axes, dim)
+
+    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
+        self._record("all_reduce", axes, x.nbytes, passes=2)
+        return self.comm.all_reduce(x, axes, op)
+
+    def barrier(self) -> None:
+        self.comm.barrier()
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        return self.comm.gather_object(value)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.comm.broadcast_object(value)

@@ -1,0 +1,1 @@
+"""Training: the state, one step, evaluation and the loop."""

@@ -1,0 +1,40 @@
+"""Everything that training changes, built from a configuration on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron3d.comm import Comm
+from megatron3d.config.derive import Architecture, tensor_mode
+from megatron3d.config.schema import Config
+from megatron3d.model.gpt import GPT
+from megatron3d.model.init import initialize
+from megatron3d.optim import Optimizer
+from megatron3d.zero import Buffers
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass
+class TrainState:
+    """Model, buffers and optimizer; `iteration` steps are done, and `consumed_samples` sequences are used up."""
+
+    model: GPT
+    buffers: Buffers
+    optimizer: Optimizer
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.device) -> TrainState:
+    """A fresh state; initial values depend on the seed and the model only."""
+    model = GPT(arch, tensor_mode(config.parallel), comm, config.train.loss_chunk_tokens)
+    dtype, bucket_bytes = DTYPES[config.train.precision], config.train.bucket_mb * 2**20
+    buffers = Buffers(model, model.specs, comm, dtype, device, bucket_bytes)
+    for _, spec, local in buffers.named("main"):
+        initialize(spec, local, comm.mesh, config.train.seed)
+    buffers.publish()
+    return TrainState(model, buffers, Optimizer(buffers, config.optimizer))

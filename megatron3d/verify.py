@@ -1,0 +1,111 @@
+"""Two layouts compute the same numbers: train the same steps under each and compare every logical tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron3d.checkpoint.state import param_pieces, writes
+from megatron3d.comm import Comm
+from megatron3d.config.derive import architecture, num_microbatches, tensor_mode, vocab_multiple
+from megatron3d.config.schema import Config
+from megatron3d.data.loader import Loader
+from megatron3d.optim import learning_rate
+from megatron3d.train.evaluate import evaluate
+from megatron3d.train.state import TrainState, build_state
+from megatron3d.train.step import train_step
+
+Trace = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RandomSamples:
+    """Sequences of random tokens as a pure function of their index."""
+
+    seed: int
+    vocab_size: int
+    seq_length: int
+
+    def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[samples, seq_length + 1] tokens."""
+        shape = self.seq_length + 1
+        return np.stack(
+            [np.random.default_rng((self.seed, int(i))).integers(self.vocab_size, size=shape) for i in samples]
+        )
+
+
+def trace(config: Config, vocab_size: int, comm: Comm, num_steps: int) -> Trace | None:
+    """Loss and gradient norm of each step, then gradients, parameters and validation loss; on rank 0, None elsewhere.
+
+    Args:
+        config: its `model`, `parallel`, `train` and `optimizer` sections are used, on random tokens.
+    """
+    mode, mesh, device = tensor_mode(config.parallel), comm.mesh, torch.device("cpu")
+    arch = architecture(config.model, vocab_size, vocab_multiple(mode))
+    state = build_state(config, arch, comm, device)
+    train, num_tokens = config.train, config.train.global_batch_size * arch.seq_length
+    samples = RandomSamples(train.seed, vocab_size, arch.seq_length)
+    loader = Loader(samples, mesh, mode.batch_axes, train.micro_batch_size, train.global_batch_size, device)
+    assert len(loader.step(0)) == num_microbatches(config, mesh), "the loader disagrees with the batch arithmetic"
+    values: dict[str, Tensor] = {}
+    for step in range(1, num_steps + 1):
+        batch = loader.step(state.consumed_samples)
+        result = train_step(
+            state, batch, num_tokens, train.seed, learning_rate(config.optimizer, step, train.train_iters)
+        )
+        state.iteration, state.consumed_samples = step, state.consumed_samples + train.global_batch_size
+        values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
+        values |= _logical(state, "grad", f"of step {step}", comm)
+    values |= _logical(state, "main", "at the end", comm)
+    values["validation loss"] = evaluate(state.model, [loader.step(state.consumed_samples)], num_tokens)
+    return values if mesh.rank == 0 else None
+
+
+def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, Tensor]:
+    """Whole tensors on rank 0, put together from the pieces that the save rule selects."""
+    prefix = {"grad": "gradient", "main": "parameter"}[which]
+    pieces = [
+        piece
+        for _, spec, local in state.buffers.named(which)
+        if writes(spec.layout, comm.mesh)
+        for piece in param_pieces(prefix, spec, local, comm.mesh)
+    ]
+    gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.numpy().copy()) for p in pieces])
+    whole: dict[str, Tensor] = {}
+    for name, shape, box, values in (piece for rank in gathered or [] for piece in rank):
+        target = whole.setdefault(f"{name} {when}", torch.full(shape, torch.nan, dtype=torch.float64))
+        target[tuple(slice(low, high) for low, high in box)] = torch.from_numpy(values)
+    return whole
+
+
+def differences(reference: Trace, other: Trace, tolerance: float) -> Iterator[str]:
+    """What differs by more than `tolerance`, first things first.
+
+    Errors are relative to the tensor's largest value, or to a thousandth of the largest of its kind and step where that
+    is more: some gradients are zero but for rounding (a key's bias moves no softmax).
+    """
+    for name in sorted(reference.keys() ^ other.keys()):
+        yield f"{name} exists on one side only"
+    floors: dict[tuple[str, str], float] = {}
+    for name, expected in reference.items():
+        floors[_kind(name)] = max(floors.get(_kind(name), 0.0), 1e-3 * expected.abs().max().item())
+    for name in (name for name in reference if name in other):
+        expected, got = reference[name], other[name]
+        error = (expected - got).abs().max().item() / max(expected.abs().max().item(), floors[_kind(name)])
+        if not error <= tolerance:
+            yield f"{name}: {_show(expected)} in one process, {_show(got)} in this layout, relative error {error:.1e}"
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """("gradient", "of step 1") of "gradient.layers.0.mlp.up.bias of step 1"."""
+    tensor, _, when = name.partition(" ")
+    return tensor.partition(".")[0], when
+
+
+def _show(x: Tensor) -> str:
+    return f"{x.item():.12g}" if x.numel() == 1 else f"largest {x.abs().max().item():.12g}"
