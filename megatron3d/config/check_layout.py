@@ -96,23 +96,29 @@ def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
 def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     """Whether the tokens of a microbatch come out: whole sequences where attention is, any pieces elsewhere."""
     rows, length = facts.config.train.micro_batch_size, facts.config.model.seq_length
-    whole = Dimension("", rows, (mode.inner[0], mode.batch_axes))
-    for axes in _smallest_failing(mode, whole):
-        size = _size(mode, axes)
+    how = f"over which {describe_mode(facts.config.parallel)} splits"
+    step, axes = _common_step(mode, (mode.inner[0],))
+    if rows % step:
         yield (
-            f"{facts.named('train.micro_batch_size')}: not a multiple of {'*'.join(axes)} = {size}, over which "
-            f"{describe_mode(facts.config.parallel)} splits whole sequences; use {one_of(near_multiples(size, rows))}"
+            f"{facts.named('train.micro_batch_size')}: not a multiple of {axes}, {how} whole sequences; "
+            f"use {one_of(near_multiples(step, rows))}"
         )
     plans = (mode.expand, mode.contract, mode.embed)
-    layouts = tuple(axes for plan in plans for axes in (plan.x_layout[0], plan.y_layout[0]))
-    for axes in _smallest_failing(mode, Dimension("", rows * length, layouts)):
-        size = _size(mode, axes)
-        step = size // math.gcd(size, rows)
+    step, axes = _common_step(mode, tuple(part for plan in plans for part in (plan.x_layout[0], plan.y_layout[0])))
+    if rows * length % step:
+        lengths = near_multiples(step // math.gcd(step, rows), length)
         yield (
-            f"{facts.named('model.seq_length')}: micro_batch_size {rows} x {length} = {rows * length} tokens are not a "
-            f"multiple of {'*'.join(axes)} = {size}, over which {describe_mode(facts.config.parallel)} splits them; "
-            f"use {one_of(near_multiples(step, length))}"
+            f"{facts.named('model.seq_length')}: micro_batch_size {rows} x {length} = {rows * length} tokens are not "
+            f"a multiple of {axes}, {how} them; use {one_of(lengths)}"
         )
+
+
+def _common_step(mode: Mode, splits: tuple[Axes, ...]) -> tuple[int, str]:
+    """What a size must be a multiple of, so that each of these sets of axes divides it; and those sets in words."""
+    sizes = dict(mode.axes)
+    cuts = {tuple(axis for axis in axes if sizes[axis] > 1): _size(mode, axes) for axes in splits}
+    words = " and ".join(f"{'*'.join(axes)} = {size}" for axes, size in cuts.items() if axes)
+    return math.lcm(*cuts.values()), words
 
 
 def _size(mode: Mode, axes: Axes) -> int:
