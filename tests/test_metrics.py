@@ -1,0 +1,229 @@
+"""What a run reports: numbers return from metrics.jsonl bit for bit and no iteration is there twice after a resume; the
+console keeps Megatron's words; the sinks get every number; MFU is relative to a dense peak with a named source.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+import warnings
+from dataclasses import asdict, replace
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron3d import hardware
+from megatron3d.config.schema import Config, LoggingConfig, TrainConfig
+from megatron3d.errors import UserError
+from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
+from megatron3d.metrics.journal import FILE_NAME, Journal, read_journal
+from megatron3d.metrics.record import evaluation_line, step_line
+
+RECORD = StepRecord(
+    iteration=10,
+    consumed_samples=480,
+    consumed_tokens=480 * 64,
+    lm_loss=1.2345678901234567,
+    grad_norm=1.23449,
+    learning_rate=6e-4,
+    elapsed_ms=123.44,
+    tokens_per_s=24887.4,
+    tokens_per_s_per_rank=12443.7,
+    mfu=0.1234,
+    peak_memory_bytes=1_230_000_000,
+)
+
+
+def write(folder: Path, iterations: range, config: Config | None = None, start_iteration: int = 0) -> None:
+    writer = MetricsWriter(folder, config or Config(), start_iteration)
+    for iteration in iterations:
+        writer.step(replace(RECORD, iteration=iteration))
+        writer.evaluation(iteration, 1 / iteration)
+    writer.close()
+
+
+def test_the_console_line_has_megatrons_order_and_words() -> None:
+    line = step_line(RECORD, train_iters=1000, global_batch_size=48, now=datetime(2026, 11, 21, 0, 10))
+    assert line == (
+        " [2026-11-21 00:10:00] iteration       10/    1000 | consumed samples:          480 | "
+        "elapsed time per iteration (ms): 123.4 | tokens per second: 24887 | tokens per second per rank: 12444 | "
+        "MFU: 12.3% | learning rate: 6.000000E-04 | global batch size:    48 | lm loss: 1.234568E+00 | "
+        "grad norm: 1.234 | number of skipped iterations:   0 | memory (GB): 1.23 |"
+    )
+
+
+def test_an_unknown_peak_leaves_mfu_out_and_nan_stays_visible() -> None:
+    line = step_line(replace(RECORD, mfu=None, lm_loss=math.nan), 10, 8, datetime(2026, 1, 1))
+    assert "MFU" not in line
+    assert "| lm loss: NaN |" in line
+    assert evaluation_line(3, math.inf).startswith(" validation loss at iteration 3 | lm loss value: inf |")
+
+
+def test_the_perplexity_is_bounded_as_megatrons() -> None:
+    assert evaluation_line(100, 1.0) == (
+        " validation loss at iteration 100 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |"
+    )
+    assert "lm loss PPL: 4.851652E+08 |" in evaluation_line(100, 1000.0)
+
+
+@given(value=st.floats(width=64))
+def test_every_float_returns_bit_for_bit(value: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    journal = Journal(folder, start_iteration=0)
+    journal.append({"iteration": 1, "lm_loss": value})
+    journal.close()
+    back = read_journal(folder / FILE_NAME)[0]["lm_loss"]
+    assert struct.pack("d", back) == struct.pack("d", value) or (math.isnan(back) and math.isnan(value))
+
+
+def test_rows_hold_what_the_record_holds(tmp_path: Path) -> None:
+    write(tmp_path, range(10, 11))
+    text = (tmp_path / FILE_NAME).read_text()
+    assert [json.loads(line) for line in text.splitlines()] == [
+        asdict(RECORD),
+        {"iteration": 10, "validation_loss": 0.1},
+    ]
+
+
+def test_not_a_number_is_written_as_nan(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, Config())
+    writer.step(replace(RECORD, lm_loss=math.nan, mfu=None))
+    writer.close()
+    text = (tmp_path / FILE_NAME).read_text()
+    assert '"lm_loss": NaN' in text
+    assert '"mfu": null' in text
+
+
+@given(done=st.integers(0, 8), start=st.integers(0, 8), torn=st.booleans())
+def test_a_resumed_run_never_repeats_an_iteration(
+    done: int, start: int, torn: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    write(folder, range(1, done + 1))
+    if torn:
+        with (folder / FILE_NAME).open("a") as file:
+            file.write('{"iteration": 9, "lm_lo')
+    write(folder, range(start + 1, 9), start_iteration=start)
+    steps = [row["iteration"] for row in read_journal(folder / FILE_NAME) if "lm_loss" in row]
+    assert steps == [*range(1, min(done, start) + 1), *range(start + 1, 9)]
+    assert {path.name for path in folder.iterdir()} == {FILE_NAME}
+
+
+def test_a_foreign_journal_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text("mine\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1: not JSON"):
+        MetricsWriter(tmp_path, Config())
+    assert (tmp_path / FILE_NAME).read_text() == "mine\n"
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        MetricsWriter(tmp_path / "file" / "run", Config())
+
+
+def test_without_a_folder_only_the_console_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = MetricsWriter(None, Config(train=TrainConfig(train_iters=77)))
+    writer.step(RECORD)
+    writer.close()
+    assert "iteration       10/      77 |" in capsys.readouterr().out
+
+
+def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
+    config = Config(logging=LoggingConfig(tensorboard_dir=str(tmp_path / "events")))
+    write(tmp_path / "run", range(1, 5), config)
+    write(tmp_path / "run", range(3, 5), config, start_iteration=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert set(events.Tags()["scalars"]) == {*asdict(RECORD), "validation_loss"} - {"iteration"}
+    assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4]
+
+
+def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://localhost:1")
+    write(tmp_path / "run", range(1, 3), Config(logging=LoggingConfig(wandb_project="p", wandb_mode="offline")))
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_absent_wandb_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = Config(logging=LoggingConfig(wandb_project="mine", tensorboard_dir=str(tmp_path / "events")))
+    with pytest.raises(UserError, match=r"logging\.wandb_project=mine: .* pip install wandb"):
+        MetricsWriter(tmp_path / "run", config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peak_memory_grows_with_what_was_held() -> None:
+    device = torch.device("cpu")
+    before = peak_memory_bytes(device)
+    held = torch.ones(before // 4 + 2**24, dtype=torch.float32)
+    assert peak_memory_bytes(device) > max(before, held.nbytes)
+
+
+SHEETS = {path.name: path for path in files(hardware).iterdir() if path.name.endswith(".yaml")}
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_every_number_of_a_sheet_has_a_source_and_is_dense(name: str) -> None:
+    sheet = yaml.safe_load(SHEETS[name].read_text())
+    assert set(sheet) == {"device_names", "peak_tflops", "source"}
+    assert len(sheet["source"]) > 20
+    peaks = sheet["peak_tflops"]
+    assert set(peaks) <= {"fp64", "fp32", "bf16", "fp16"}
+    assert peaks.get("fp64", 0) <= peaks["fp32"] <= peaks["fp16"] <= 2500
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+        ("Tesla V100-PCIE-16GB", "fp32", 14.0),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA H200", "bf16", 989.5),
+        ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA L4", "bf16", 121.0),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+    ],
+)
+def test_peaks_by_the_whole_device_name(name: str, precision: str, tflops: float | None) -> None:
+    peak = hardware.published_peak(name, precision)
+    assert (peak and peak.flops) == (tflops and pytest.approx(tflops * 1e12))
+
+
+def test_what_the_user_states_comes_first() -> None:
+    peak = hardware.device_peak(torch.device("cpu"), "fp32", peak_tflops=2.5)
+    assert peak == hardware.Peak(2.5e12, "logging.peak_tflops")
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_a_cpu_is_measured_in_the_precision_of_the_run(precision: str) -> None:
+    peak = hardware.measured_peak(precision, budget_s=0.01, size=64)
+    assert 1e6 < peak.flops < 1e15
+    assert precision in peak.source
+    assert f"{torch.get_num_threads()} thread" in peak.source
+
+
+def test_an_unknown_peak_says_how_to_state_it() -> None:
+    device = torch.device("cpu")
+    assert "set logging.peak_tflops" in hardware.describe_peak(None, device, "fp32")
+    assert "2.5 TFLOP/s per device (me)" in hardware.describe_peak(hardware.Peak(2.5e12, "me"), device, "fp32")
