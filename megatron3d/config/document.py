@@ -63,7 +63,7 @@ def show(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     text = f'"{value}"' if isinstance(value, str) and not is_plain(value) else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def is_plain(text: str) -> bool:
