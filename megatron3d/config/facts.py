@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron3d.config.derive import tensor_mode, tensor_shape
+from megatron3d.config.derive import tensor_shape, tensor_size
 from megatron3d.config.document import show
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.modes import MODES
@@ -47,9 +47,7 @@ def describe_mode(parallel: ParallelConfig) -> str:
 
 def describe_tensor(parallel: ParallelConfig) -> str:
     """`TP 8 (2d: r 2 x c 4)`, or `TP 1`."""
-    size = 1
-    for _, axis_size in tensor_mode(parallel).axes:
-        size *= axis_size
+    size = tensor_size(parallel)
     return f"TP {size} ({describe_mode(parallel)})" if size > 1 else "TP 1"
 
 

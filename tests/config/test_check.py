@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron3d.config.check import check
@@ -60,6 +60,7 @@ def layouts(draw: st.DrawFn) -> tuple[Config, int]:
     return config, size * draw(st.sampled_from([1, 2]))
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_what_passes_is_cut_into_equal_boxes_with_whole_heads(case: tuple[Config, int]) -> None:
     config, world_size = case
@@ -79,6 +80,7 @@ def test_what_passes_is_cut_into_equal_boxes_with_whole_heads(case: tuple[Config
     assert num_microbatches(config, mesh) * rows * mesh.sizes["data"] == config.train.global_batch_size
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_suggested_sizes_end_the_complaint(case: tuple[Config, int]) -> None:
     config, world_size = case

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.config.document import parse_value
@@ -124,6 +124,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60), st.lists(st.text(max_size=20), max_size=3))
 def test_any_text_is_a_configuration_or_a_user_error(
     tmp_path_factory: pytest.TempPathFactory, text: str, overrides: list[str]
@@ -179,6 +180,7 @@ CONFIGS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(CONFIGS)
 def test_the_resolved_file_reads_back_as_an_equal_configuration(
     tmp_path_factory: pytest.TempPathFactory, config: Config
@@ -198,6 +200,7 @@ def test_the_resolved_file_shows_where_values_came_from(file: Path) -> None:
     assert "ffn_hidden_size: null # derived: 3072" in lines
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**20), 10**20) | st.booleans() | st.none())
 def test_a_number_as_json_writes_it_is_read_back(value: object) -> None:
     assert parse_value(json.dumps(value)) == value
