@@ -84,12 +84,15 @@ def feature_dimensions(config: Config, mode: Mode) -> Iterator[Dimension]:
 
 def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     """Every feature dimension that some axes do not divide."""
+    given = facts.config.parallel.tensor_parallel_shape is not None or len(mode.axes) == 1
     for dimension in feature_dimensions(facts.config, mode):
         for axes in _smallest_failing(mode, dimension):
-            size = _size(mode, axes)
+            size, names = _size(mode, axes), "*".join(axes)
+            lead = "" if given else "a parallel.tensor_parallel_shape with "
+            lead += "" if given and len(axes) == 1 else f"{names} = "
             yield (
-                f"{facts.named(facts.shape_key)}: {'*'.join(axes)} = {size} does not divide {dimension.label}; "
-                f"use {one_of(near_divisors(dimension.size, size))}"
+                f"{facts.named(facts.shape_key)}: {names} = {size} does not divide {dimension.label}; "
+                f"use {lead}{one_of(near_divisors(dimension.size, size))}"
             )
 
 

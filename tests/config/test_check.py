@@ -103,6 +103,15 @@ VALID: dict[str, dict[str, Any]] = {
 BROKEN = [
     (
         {
+            "parallel": {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 4},
+            "model": {"num_query_groups": 1, "kv_channels": 6},
+        },
+        4,
+        "parallel.tensor_model_parallel_size=4: y*z = 4 does not divide 6, model.num_query_groups=1 x kv_channels 6; "
+        "use a parallel.tensor_parallel_shape with y*z = 1, 2, 3 or 6",
+    ),
+    (
+        {
             "parallel": {"tensor_parallel_mode": "3d", "tensor_parallel_shape": [1, 3, 2]},
             "model": {"kv_channels": 6, "ffn_hidden_size": 192, "seq_length": 9},
         },
