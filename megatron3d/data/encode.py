@@ -53,11 +53,10 @@ def encode(encoder: Encoder, records: Iterable[Record], num_workers: int) -> Gen
     with ExitStack() as stack:
         pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"))
         stack.callback(pool.shutdown, cancel_futures=True)
-        with _ignoring_interrupts():
-            pool.submit(int)  # the first task starts the workers
         pending: deque[Future[Encoded]] = deque()
         for batch in _batches(records):
-            pending.append(pool.submit(_encode_batch, encoder, batch))
+            with _deferred_interrupts():  # a task may start a worker
+                pending.append(pool.submit(_encode_batch, encoder, batch))
             if len(pending) == TASKS_PER_WORKER * num_workers:
                 yield pending.popleft().result()
         while pending:
@@ -65,13 +64,21 @@ def encode(encoder: Encoder, records: Iterable[Record], num_workers: int) -> Gen
 
 
 @contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Processes started in here never see Ctrl-C: this process ends them, and none prints a traceback."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _deferred_interrupts() -> Iterator[None]:
+    """Processes started in here never see Ctrl-C, so that none prints a traceback; this one sees it afterwards.
+
+    They inherit the blocked signal; here another thread may still take it, hence the handler that only notes it.
+    """
+    noted: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:

@@ -7,12 +7,13 @@ a rank reads its rows of these, as `batch_axes` split them
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron3d.data.corpus import Samples
 from megatron3d.layout import span
 from megatron3d.mesh import Axes, Mesh
 
@@ -28,6 +29,14 @@ class Microbatch:
 
     tokens: Tensor
     first_sample: int
+
+
+class Samples(Protocol):
+    """Whatever gives tokens by sample: a split of a corpus, or random ones."""
+
+    def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[samples, seq_length + 1] tokens."""
+        ...
 
 
 class Loader:

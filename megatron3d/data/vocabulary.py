@@ -40,6 +40,10 @@ class Source:
                     yield chunk
                 seen += len(chunk)
 
+    def empty(self) -> UserError:
+        """What is wrong with a source without text."""
+        return UserError(f"--input {' '.join(map(str, self.paths))}: no text under {', '.join(map(repr, self.keys))}")
+
     def _texts(self) -> Iterator[str]:
         for record in read_records(self.paths):
             yield from record.texts(self.keys)
@@ -58,9 +62,12 @@ def _cut(text: str) -> Iterator[str]:
 def train_sentencepiece(source: Source, model_type: str, vocab_size: int) -> bytes:
     """A SentencePiece model of `bpe` or `unigram` pieces; raises UserError if the text cannot fill the vocabulary."""
     model = io.BytesIO()
+    chunks = list(source.chunks())  # before training, which reports a bad document as an error of its own
+    if not chunks:
+        raise source.empty()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=source.chunks(),
+            sentence_iterator=iter(chunks),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
@@ -80,7 +87,7 @@ def train_sentencepiece(source: Source, model_type: str, vocab_size: int) -> byt
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise UserError(f"--vocab-size {vocab_size}: {str(error).splitlines()[-1]}") from error
+        raise UserError(f"--vocab-size {vocab_size}: {str(error).rpartition('] ')[2]}") from error
     return model.getvalue()
 
 
@@ -90,7 +97,7 @@ def collect_characters(source: Source) -> bytes:
     for chunk in source.chunks():
         characters.update(chunk)
     if not characters:
-        raise UserError(f"--input {', '.join(map(str, source.paths))}: no text")
+        raise source.empty()
     return (json.dumps(sorted(characters), ensure_ascii=False) + "\n").encode()
 
 

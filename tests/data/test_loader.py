@@ -1,6 +1,5 @@
 """Whatever the layout, sequence n of a global batch is sample consumed + n, and it is read where the layout says."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -1,0 +1,122 @@
+"""A tokenizer gives back the text it was given, is named by its fingerprint, and refuses a foreign model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron3d.data.vocabulary import Source, collect_characters, train_sentencepiece
+from megatron3d.errors import UserError
+
+CODE = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")
+NO_SPACE_MARK = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model file of every type, learnt from one module of the standard library."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "code.txt").write_text(CODE, encoding="utf-8")
+    source = Source((folder / "code.txt",), ("text",))
+    (folder / "code.model").write_bytes(train_sentencepiece(source, "bpe", 500))
+    (folder / "code.json").write_bytes(collect_characters(source))
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator([CODE], trainer)
+    library.save(str(folder / "tokenizer.json"))
+    return {
+        "SentencePieceTokenizer": str(folder / "code.model"),
+        "HuggingFaceTokenizer": str(folder / "tokenizer.json"),
+        "CharTokenizer": str(folder / "code.json"),
+    }
+
+
+@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
+def test_source_code_survives(models: dict[str, str], tokenizer_type: str) -> None:
+    tokenizer = build_tokenizer(tokenizer_type, models.get(tokenizer_type))
+    ids = tokenizer.encode(CODE)
+    assert tokenizer.decode(ids) == CODE
+    assert min(ids) >= 0 and max(ids) < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer"])
+@given(text=NO_SPACE_MARK)
+def test_any_text_survives(models: dict[str, str], tokenizer_type: str, text: str) -> None:
+    tokenizer = build_tokenizer(tokenizer_type, models.get(tokenizer_type))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_pieces_hold_newlines_and_indentation(models: dict[str, str]) -> None:
+    tokenizer = build_tokenizer("SentencePieceTokenizer", models["SentencePieceTokenizer"])
+    assert len(tokenizer.encode(":\n        ")) <= 2
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_type", "eod"),
+    [("SentencePieceTokenizer", 1), ("HuggingFaceTokenizer", 0), ("ByteTokenizer", 256), ("CharTokenizer", None)],
+)
+def test_the_end_of_a_document_is_known_and_text_cannot_write_it(
+    models: dict[str, str], tokenizer_type: str, eod: int | None
+) -> None:
+    tokenizer = build_tokenizer(tokenizer_type, models.get(tokenizer_type))
+    assert tokenizer.eod == eod
+    if eod is not None:
+        assert tokenizer.decode([eod]) == ""
+    if tokenizer_type in ("SentencePieceTokenizer", "ByteTokenizer"):
+        assert eod not in tokenizer.encode("<|endoftext|>")
+
+
+def test_the_fingerprint_is_the_model(models: dict[str, str], tmp_path: Path) -> None:
+    first = build_tokenizer("CharTokenizer", models["CharTokenizer"])
+    (tmp_path / "copy.json").write_bytes(Path(models["CharTokenizer"]).read_bytes())
+    (tmp_path / "other.json").write_text('["a"]')
+    assert first.fingerprint == build_tokenizer("CharTokenizer", str(tmp_path / "copy.json")).fingerprint
+    assert first.fingerprint != build_tokenizer("CharTokenizer", str(tmp_path / "other.json")).fingerprint
+    kinds = {build_tokenizer(kind, models.get(kind)).fingerprint for kind in TOKENIZER_TYPES}
+    assert len(kinds) == len(TOKENIZER_TYPES)
+
+
+def test_a_folder_with_a_tokenizer_json_is_a_tokenizer(models: dict[str, str]) -> None:
+    path = models["HuggingFaceTokenizer"]
+    folder = build_tokenizer("HuggingFaceTokenizer", str(Path(path).parent))
+    assert folder.fingerprint == build_tokenizer("HuggingFaceTokenizer", path).fingerprint
+
+
+def test_an_unknown_character_is_named(models: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"character '\\u20ac'|character '€' \(U\+20AC\)"):
+        build_tokenizer("CharTokenizer", models["CharTokenizer"]).encode("a€")
+
+
+@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "CharTokenizer"])
+def test_a_wrong_model_is_refused(tokenizer_type: str, models: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a model file"):
+        build_tokenizer(tokenizer_type, None)
+    with pytest.raises(UserError, match="No such file"):
+        build_tokenizer(tokenizer_type, str(tmp_path / "missing"))
+    with pytest.raises(UserError, match="cannot read"):
+        build_tokenizer(tokenizer_type, str(tmp_path))
+    for content in (b"", b"\x00garbage\xff", b"{}", b"[]", b'["ab"]', b'["a", "a"]', b"[1]"):
+        (tmp_path / "model").write_bytes(content)
+        with pytest.raises(UserError, match=r"which data\.tokenizer_type"):
+            build_tokenizer(tokenizer_type, str(tmp_path / "model"))
+    for foreign in set(models) - {tokenizer_type}:
+        with pytest.raises(UserError, match=r"which data\.tokenizer_type"):
+            build_tokenizer(tokenizer_type, models[foreign])
+
+
+def test_a_model_for_bytes_and_an_unknown_type_are_refused() -> None:
+    with pytest.raises(UserError, match="has no model file"):
+        build_tokenizer("ByteTokenizer", "x.model")
+    with pytest.raises(UserError, match="use SentencePieceTokenizer, "):
+        build_tokenizer("BytesTokenizer", None)
