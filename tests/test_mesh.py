@@ -1,0 +1,79 @@
+"""Fact: rank, coordinates and index name the same place, groups cut the world into equal disjoint pieces, and the last
+axis is the fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.mesh import Mesh
+
+NAMES = ("data", "x", "y", "z")
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    rank = draw(st.integers(0, math.prod(sizes) - 1))
+    return Mesh(tuple(zip(NAMES, sizes, strict=False)), rank)
+
+
+@st.composite
+def meshes_with_axes(draw: st.DrawFn) -> tuple[Mesh, tuple[str, ...]]:
+    mesh = draw(meshes())
+    order = draw(st.permutations(mesh.names))
+    return mesh, tuple(order[: draw(st.integers(0, len(order)))])
+
+
+@given(mesh=meshes())
+def test_ranks_count_the_grid_with_the_last_axis_fastest(mesh: Mesh) -> None:
+    grid = product(*(range(size) for _, size in mesh.axes))
+    coords = [tuple(mesh.at(rank).coord(axis) for axis in mesh.names) for rank in range(mesh.world_size)]
+    assert coords == list(grid)
+
+
+@given(case=meshes_with_axes())
+def test_my_index_is_my_place_among_the_ranks_of_my_group(case: tuple[Mesh, tuple[str, ...]]) -> None:
+    mesh, axes = case
+    group = mesh.ranks(axes)
+    assert len(group) == mesh.size(axes)
+    assert group[mesh.index(axes)] == mesh.rank
+    assert [mesh.at(rank).index(axes) for rank in group] == list(range(len(group)))
+    assert all(mesh.at(rank).coord(name) == mesh.coord(name) for rank in group for name in set(mesh.names) - set(axes))
+
+
+@given(case=meshes_with_axes())
+def test_groups_partition_the_world_and_all_members_agree(case: tuple[Mesh, tuple[str, ...]]) -> None:
+    mesh, axes = case
+    groups = {mesh.at(rank).ranks(axes) for rank in range(mesh.world_size)}
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+
+
+@given(case=meshes_with_axes())
+def test_the_whole_mesh_in_order_is_the_world(case: tuple[Mesh, tuple[str, ...]]) -> None:
+    mesh, axes = case
+    assert mesh.ranks(mesh.names) == tuple(range(mesh.world_size))
+    assert mesh.index(mesh.names) == mesh.rank
+    assert mesh.in_order((*axes, *axes)) == tuple(name for name in mesh.names if name in axes)
+    assert mesh.nontrivial(axes) == tuple(axis for axis in axes if mesh.sizes[axis] != 1)
+
+
+def test_design_example() -> None:
+    mesh = Mesh((("pipeline", 2), ("data", 3), ("x", 2), ("y", 2)), rank=17)
+    assert [mesh.coord(axis) for axis in mesh.names] == [1, 1, 0, 1]
+    assert mesh.ranks(("y",)) == (16, 17)
+    assert mesh.ranks(("x", "y")) == (16, 17, 18, 19)
+    assert mesh.ranks(("y", "x")) == (16, 18, 17, 19)
+    assert mesh.ranks(("pipeline",)) == (5, 17)
+
+
+def test_repeated_names_and_ranks_outside_are_refused() -> None:
+    with pytest.raises(AssertionError, match="repeat a name"):
+        Mesh((("x", 2), ("x", 2)))
+    with pytest.raises(AssertionError, match="rank 4 is outside a world of 4"):
+        Mesh((("x", 2), ("y", 2)), rank=4)
