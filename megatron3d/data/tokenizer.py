@@ -95,7 +95,7 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json, or a local folder that holds one; `eod` is the first known end token in its vocabulary."""
 
-    _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "<eod>", "[EOS]")
+    _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "[EOS]")
 
     def __init__(self, tokenizer_model: str | None) -> None:
         path, model = _read_model("HuggingFaceTokenizer", tokenizer_model)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.data.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype
@@ -41,6 +41,7 @@ def test_bytes_are_megatrons(prefix: Path) -> None:
     assert file(prefix, ".bin").read_bytes() == struct.pack("<8H", *range(1, 9))
 
 
+@settings(deadline=None)
 @given(documents=st.lists(st.lists(st.integers(0, 65499), min_size=1, max_size=5), min_size=1, max_size=20))
 def test_reads_what_was_written(documents: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> None:
     prefix = tmp_path_factory.mktemp("corpus") / "x"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.data.corpus import Samples
@@ -27,6 +27,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     return Samples(IndexedDataset(prefix), Split(0, 200), SEQ_LENGTH, 257, seed=7)
 
 
+@settings(deadline=None)
 @given(
     data_ranks=st.integers(1, 4),
     x=st.integers(1, 3),

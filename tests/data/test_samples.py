@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.data.samples import Split, parse_split, permute, sample_offsets, split_tokens
@@ -13,18 +13,21 @@ def keys(value: int, count: int) -> np.ndarray:
     return np.full(count, value, np.uint64)
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
 def test_permutation_is_a_bijection_of_any_size(size: int, key: int) -> None:
     images = permute(np.arange(size), size, keys(key, size))
     assert np.array_equal(np.sort(images), np.arange(size))
 
 
+@settings(deadline=None)
 @given(size=st.integers(2**31, 2**62), position=st.integers(0, 2**31 - 64), key=st.integers(0, 2**64 - 1))
 def test_permutation_of_a_huge_corpus_stays_inside_and_never_repeats(size: int, position: int, key: int) -> None:
     images = permute(position + np.arange(64), size, keys(key, 64))
     assert images.min() >= 0 and images.max() < size and len(np.unique(images)) == 64
 
 
+@settings(deadline=None)
 @given(
     first=st.integers(0, 1000),
     tokens=st.integers(2, 3000),
@@ -40,6 +43,7 @@ def test_every_epoch_holds_every_window_once(first: int, tokens: int, seq_length
     assert offsets.max() + seq_length + 1 <= first + split.num_tokens
 
 
+@settings(deadline=None)
 @given(samples=st.lists(st.integers(0, 10**12), min_size=1, max_size=20), seed=st.integers(0, 2**32))
 def test_a_sample_does_not_depend_on_what_is_read_with_it(samples: list[int], seed: int) -> None:
     split = Split(5, 12345)
@@ -73,6 +77,7 @@ def test_without_a_seed_windows_come_in_order_and_wrap_around() -> None:
     assert sample_offsets(Split(3, 10), 4, None, np.arange(5)).tolist() == [3, 7, 3, 7, 3]
 
 
+@settings(deadline=None)
 @given(tokens=st.integers(0, 10**12), weights=st.tuples(*[st.integers(0, 1000)] * 3).filter(any))
 def test_splits_are_neighbours_that_cover_the_corpus(tokens: int, weights: tuple[int, int, int]) -> None:
     splits = split_tokens(tokens, ",".join(map(str, weights)))

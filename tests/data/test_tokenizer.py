@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
@@ -51,6 +51,7 @@ def test_source_code_survives(models: dict[str, str], tokenizer_type: str) -> No
 
 
 @pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer"])
+@settings(deadline=None)
 @given(text=NO_SPACE_MARK)
 def test_any_text_survives(models: dict[str, str], tokenizer_type: str, text: str) -> None:
     tokenizer = build_tokenizer(tokenizer_type, models.get(tokenizer_type))
