@@ -84,7 +84,10 @@ class ProcessComm:
         ranks = self.mesh.ranks(axes)
         if ranks == tuple(range(self.mesh.world_size)):
             return None
-        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="x".join(axes))
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), use_local_synchronization=True, group_desc="x".join(axes)
+        )
+        return group
 
     def _group(self, axes: Axes) -> tuple[dist.ProcessGroup | None, int]:
         live = self.mesh.nontrivial(axes)

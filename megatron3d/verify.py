@@ -18,7 +18,7 @@ from megatron3d.data.loader import Loader
 from megatron3d.optim import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
-from megatron3d.train.step import train_step
+from megatron3d.train.step import Settings, train_step
 
 Trace = Mapping[str, Tensor]
 
@@ -52,13 +52,11 @@ def trace(config: Config, vocab_size: int, comm: Comm, num_steps: int) -> Trace 
     samples = RandomSamples(train.seed, vocab_size, arch.seq_length)
     loader = Loader(samples, mesh, mode.batch_axes, train.micro_batch_size, train.global_batch_size, device)
     assert len(loader.step(0)) == num_microbatches(config, mesh), "the loader disagrees with the batch arithmetic"
+    settings = Settings(train.seed, num_tokens, train.global_batch_size)
     values: dict[str, Tensor] = {}
     for step in range(1, num_steps + 1):
         batch = loader.step(state.consumed_samples)
-        result = train_step(
-            state, batch, num_tokens, train.seed, learning_rate(config.optimizer, step, train.train_iters)
-        )
-        state.iteration, state.consumed_samples = step, state.consumed_samples + train.global_batch_size
+        result = train_step(state, batch, learning_rate(config.optimizer, step, train.train_iters), settings)
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
         values |= _logical(state, "grad", f"of step {step}", comm)
     values |= _logical(state, "main", "at the end", comm)

@@ -12,8 +12,8 @@ import pytest
 from megatron3d.comm import ProcessComm
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
-from megatron3d.modes import MODES
 from megatron3d.model.gpt import axis_sets
+from megatron3d.modes import MODES
 from megatron3d.verify import differences, trace
 from tests.pool import Pool
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from megatron3d.comm import Comm
@@ -16,9 +15,9 @@ from megatron3d.layout import ParamSpec
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Norm, Pass
 from megatron3d.model.params import param_specs
-from megatron3d.modes import Mode
+from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import rotary_tables
-from megatron3d.ops.loss import Head, head_loss, head_logits
+from megatron3d.ops.loss import Head, head_logits, head_loss
 from megatron3d.plan import MatmulPlan, moves
 
 
@@ -75,7 +74,8 @@ class GPT(nn.Module):
         whole = head_logits(self.hidden(tokens_BS), self.head_weight, self.loss_head)
         tokens, features = self.mode.inner
         whole = self.comm.all_gather(whole, features, dim=1).wait()[:, : self.arch.vocab_size]
-        return self.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, tokens_BS.shape[1]))
+        logits_BSV: Tensor = self.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, tokens_BS.shape[1]))
+        return logits_BSV
 
 
 class HeadWeight(nn.Module):

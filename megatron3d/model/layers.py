@@ -18,7 +18,7 @@ from megatron3d.comm import Comm
 from megatron3d.config.derive import Architecture
 from megatron3d.layout import ParamSpec, span
 from megatron3d.mesh import Axes, Mesh
-from megatron3d.modes import Mode
+from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import Heads, attention, rotate
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
 from megatron3d.ops.embedding import embedding
@@ -192,7 +192,8 @@ class Layer(nn.Module):
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         x_MH = x_MH + self.attention_dropout(self.attention(self.input_norm(x_MH), at), at)
-        return x_MH + self.mlp_dropout(self.mlp(self.post_attention_norm(x_MH)), at)
+        y_MH: Tensor = x_MH + self.mlp_dropout(self.mlp(self.post_attention_norm(x_MH)), at)
+        return y_MH
 
 
 class Embedding(nn.Module):

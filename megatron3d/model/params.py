@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron3d.config.derive import GATED, Architecture
 from megatron3d.layout import ParamSpec, Part
 from megatron3d.mesh import Axes
-from megatron3d.modes import Mode
+from megatron3d.modes.mode import Mode
 from megatron3d.plan import MatmulPlan
 
 DATA: Axes = ("data",)

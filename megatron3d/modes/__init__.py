@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModeEntry:
-    """How a mode is asked for: its axes' names, its forms (the first is the default), and its shape for a given size."""
+    """How a mode is asked for: names of its axes, its forms (the first is the default), and its shape for a size."""
 
     axis_names: tuple[str, ...]
     forms: Mapping[str, Callable[[Shape], Mode]]
@@ -45,9 +45,7 @@ MODES: Mapping[str, ModeEntry] = {
     "1d": ModeEntry(
         ("t",), {"replicated": one_d.replicated, "sequence_parallel": one_d.sequence_parallel}, lambda size: (size,)
     ),
-    "2d": ModeEntry(
-        ("r", "c"), {"summa": two_d.summa, "weight_stationary": two_d.weight_stationary}, _balanced(2)
-    ),
+    "2d": ModeEntry(("r", "c"), {"summa": two_d.summa, "weight_stationary": two_d.weight_stationary}, _balanced(2)),
     "2.5d": ModeEntry(
         ("d", "r", "c"),
         {"summa": two_five_d.summa, "weight_stationary": two_five_d.weight_stationary},

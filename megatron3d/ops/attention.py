@@ -94,7 +94,7 @@ class _GatherColumns(torch.autograd.Function):
         return comm.all_gather(x_MF, axes, dim=1).wait()
 
     @staticmethod
-    def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor, None, None]:
         return ctx.comm.reduce_scatter(dy_MF, ctx.axes, dim=1).wait(), None, None
 
 

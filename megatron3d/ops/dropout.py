@@ -48,6 +48,6 @@ class _Dropout(torch.autograd.Function):
         return x_MH * keep_MH * scale
 
     @staticmethod
-    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:
         (keep_MH,) = ctx.saved_tensors
         return dy_MH * keep_MH * ctx.scale, None, None

@@ -40,7 +40,7 @@ class _Embedding(torch.autograd.Function):
         return reduce(y_MH, moves(plan.y), Y_DIMS, comm).wait()
 
     @staticmethod
-    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:
         rows_M, absent = ctx.saved_tensors
         dy = gather_dy(dy_MH, ctx.plan, ctx.comm).wait().masked_fill(absent.unsqueeze(-1), 0)
         dw = dy.new_zeros((ctx.num_rows, dy.shape[1])).index_add_(0, rows_M, dy)

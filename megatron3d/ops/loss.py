@@ -78,7 +78,7 @@ def _chunk_labels(labels_M: Tensor, chunk: slice, head: Head) -> Tensor:
     """Labels of my logits when every rank along the gathered token axes contributes the same `chunk` of its rows."""
     mesh = head.comm.mesh
     gathered, scattered = head.token_moves
-    labels_C = labels_M.unflatten(0, (mesh.size(gathered), -1))[:, chunk].flatten()
+    labels_C: Tensor = labels_M.unflatten(0, (mesh.size(gathered), -1))[:, chunk].flatten()
     low, high = span(labels_C.shape[0], scattered, mesh)
     return labels_C[low:high]
 
@@ -138,6 +138,6 @@ class _HeadLoss(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx_MH, dw_VH = ctx.saved_tensors
         return dx_MH.mul_(dloss), dw_VH.mul_(dloss), None, None, None

@@ -80,7 +80,7 @@ class _Matmul(torch.autograd.Function):
         return y_MN if bias_N is None else y_MN.add_(bias_N)
 
     @staticmethod
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         plan, comm = ctx.plan, ctx.comm
         x_MK, w_NK = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

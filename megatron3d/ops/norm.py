@@ -55,7 +55,7 @@ class _SplitNorm(torch.autograd.Function):
         return y.to(x_MH.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:
         x_MH, weight_H, mean, scale = ctx.saved_tensors
         unit, dy = (x_MH.to(mean.dtype) - mean) * scale, dy_MH.to(mean.dtype)
         dunit = dy * weight_H.to(mean.dtype)

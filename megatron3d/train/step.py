@@ -16,30 +16,54 @@ from megatron3d.train.state import TrainState
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What is the same in every step; `num_tokens` are the valid tokens of a global batch."""
+
+    seed: int
+    num_tokens: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """Of the whole world, on every rank: loss of the global batch, gradient norm before clipping, 1.0 if skipped."""
+    """Of the whole world, on every rank.
+
+    Attributes:
+        loss: mean over the tokens of the global batch.
+        grad_norm: before clipping.
+        skipped: 1.0 if a gradient was not finite and nothing was updated, else 0.0.
+        stop_requests: ranks that were asked to stop before this step.
+    """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
+    stop_requests: Tensor
 
 
-def train_step(state: TrainState, microbatches: Sequence[Microbatch], num_tokens: int, seed: int, lr: float) -> StepResult:
-    """Forward and backward over the microbatches, reduce, clip, update.  `num_tokens` are those of the global batch."""
+def train_step(
+    state: TrainState, microbatches: Sequence[Microbatch], lr: float, settings: Settings, stop_requested: bool = False
+) -> StepResult:
+    """Forward and backward over the microbatches, reduce, clip, update; the state moves on by one iteration."""
     model, buffers = state.model, state.buffers
     buffers.zero_grad()
     losses = []
     for index, batch in enumerate(microbatches):
         if index == len(microbatches) - 1:
             buffers.last_microbatch()
-        loss = model(batch.tokens, num_tokens, batch.first_sample, (seed, state.iteration))
+        key = (settings.seed, state.iteration)
+        loss = model(batch.tokens, settings.num_tokens, batch.first_sample, key)
         loss.backward()
         losses.append(loss.detach())
     buffers.reduce_grads()
     share = torch.stack(losses).sum() / loss_copies(model)
-    loss, square = model.comm.all_reduce(torch.stack((share, buffers.square_norm())), model.comm.mesh.names).wait()
+    shares = torch.stack((share, buffers.square_norm(), torch.full_like(share, stop_requested)))
+    loss, square, stop_requests = model.comm.all_reduce(shares, model.comm.mesh.names).wait()
     grad_norm = square.sqrt()
-    return StepResult(loss, grad_norm, state.optimizer.step(grad_norm, lr))
+    skipped = state.optimizer.step(grad_norm, lr)
+    state.iteration += 1
+    state.consumed_samples += settings.num_samples
+    return StepResult(loss, grad_norm, skipped, stop_requests)
 
 
 def loss_copies(model: GPT) -> int:

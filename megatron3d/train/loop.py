@@ -1,0 +1,162 @@
+"""The training loop, in time order: read, step, report, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue
+
+from megatron3d.config.schema import Config
+from megatron3d.data.loader import Loader
+from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
+from megatron3d.model.count import flops_per_token
+from megatron3d.optim import learning_rate
+from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, Runtime, StopSignal
+from megatron3d.train.evaluate import evaluate
+from megatron3d.train.resume import save_state
+from megatron3d.train.state import TrainState
+from megatron3d.train.step import Settings, StepResult, train_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run consists of.
+
+    Attributes:
+        metrics: on rank 0, None elsewhere.
+        identity: what a later run must share to continue this one.
+        peak_flops: of one device, None where unknown.
+    """
+
+    config: Config
+    runtime: Runtime
+    state: TrainState
+    train_data: Loader
+    valid_data: Loader | None
+    metrics: MetricsWriter | None
+    identity: Mapping[str, JsonValue]
+    peak_flops: float | None
+
+    @property
+    def settings(self) -> Settings:
+        """Constants of a step."""
+        train = self.config.train
+        num_tokens = train.global_batch_size * self.config.model.seq_length
+        return Settings(train.seed, num_tokens, train.global_batch_size)
+
+
+def train(run: Run, stop: StopSignal) -> int:
+    """Train to the end, or until something asks to stop; saves before it returns the exit code."""
+    config, state, settings = run.config, run.state, run.settings
+    meter, clock = Meter(run), Clock(config)
+    saved_at = state.iteration
+    previous: StepResult | None = None
+    stopping = False
+    while state.iteration < config.train.train_iters and not stopping:
+        batch = run.train_data.step(state.consumed_samples)
+        lr = learning_rate(config.optimizer, state.iteration + 1, config.train.train_iters)
+        result = train_step(state, batch, lr, settings, stop.requested is not None or clock.is_over)
+        meter.add(result, lr)
+        if _due(state.iteration, config.train.eval_interval):
+            validate(run)
+            meter.restart()
+        stopping = clock.leaves_after(state.iteration) or (previous is not None and bool(previous.stop_requests > 0))
+        previous = result
+        if _due(state.iteration, config.checkpoint.save_interval):
+            saved_at = save(run)
+            meter.restart()
+    if saved_at < state.iteration:
+        save(run)
+    return EXIT_STOPPED if state.iteration < config.train.train_iters else EXIT_DONE
+
+
+def validate(run: Run) -> None:
+    """Report the loss on the validation split."""
+    if run.valid_data is None:
+        return
+    size, num_steps = run.config.train.global_batch_size, run.config.train.eval_iters
+    steps = (run.valid_data.step(index * size) for index in range(num_steps))
+    loss = evaluate(run.state.model, steps, run.settings.num_tokens * num_steps).item()
+    if run.metrics:
+        run.metrics.evaluation(run.state.iteration, loss)
+
+
+def save(run: Run) -> int:
+    """Save if the run has a folder; returns the iteration."""
+    if run.config.checkpoint.save is not None:
+        folder = save_state(Path(run.config.checkpoint.save), run.state, run.identity)
+        if run.runtime.rank == 0:
+            print(f"> saved {folder}", flush=True)
+    return run.state.iteration
+
+
+def _due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+class Clock:
+    """The limits of a run: `train.exit_interval` and `train.exit_duration_in_mins`."""
+
+    def __init__(self, config: Config) -> None:
+        minutes = config.train.exit_duration_in_mins
+        self._exit_interval = config.train.exit_interval
+        self._end_s = time.monotonic() + minutes * 60 if minutes else float("inf")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up, as this rank's clock says."""
+        return time.monotonic() > self._end_s
+
+    def leaves_after(self, iteration: int) -> bool:
+        """Whether to leave after this iteration, the same on every rank."""
+        return _due(iteration, self._exit_interval)
+
+
+class Meter:
+    """Time, skipped steps and throughput between two lines of the log; values are read only when a line is due."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._skipped = run, torch.zeros((), device=run.runtime.device)
+        self._flops = flops_per_token(run.state.model.arch)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure anew, after something that is not training."""
+        self._begin_s, self._num_steps = time.perf_counter(), 0
+
+    def add(self, result: StepResult, lr: float) -> None:
+        """Count a step, and report it if it is due."""
+        run = self._run
+        self._num_steps += 1
+        self._skipped += result.skipped
+        if not _due(run.state.iteration, run.config.logging.log_interval):
+            return
+        loss, grad_norm = result.loss.item(), result.grad_norm.item()
+        elapsed_s = (time.perf_counter() - self._begin_s) / self._num_steps
+        if run.metrics:
+            run.metrics.step(self._record(loss, grad_norm, lr, elapsed_s))
+        self._skipped.zero_()
+        self.restart()
+
+    def _record(self, loss: float, grad_norm: float, lr: float, elapsed_s: float) -> StepRecord:
+        run, state = self._run, self._run.state
+        tokens_per_s = run.settings.num_tokens / elapsed_s
+        per_rank = tokens_per_s / run.runtime.world_size
+        return StepRecord(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_samples * run.config.model.seq_length,
+            lm_loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=lr,
+            elapsed_ms=1000 * elapsed_s,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_rank=per_rank,
+            mfu=per_rank * self._flops / run.peak_flops if run.peak_flops else None,
+            peak_memory_bytes=peak_memory_bytes(run.runtime.device),
+            skipped_iterations=int(self._skipped),
+        )

@@ -1,0 +1,61 @@
+"""What is said before training, and the count that refuses to train another model than the configured one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron3d.checkpoint.state import writes
+from megatron3d.config.derive import GATED
+from megatron3d.hardware import Peak
+from megatron3d.layout import box_shape
+from megatron3d.model.count import flops_per_token, num_parameters
+from megatron3d.shard import part_views
+from megatron3d.train.state import TrainState
+
+
+def check_built(state: TrainState) -> None:
+    """Count layers and parameters over the world; raises RuntimeError where they are not the configuration's."""
+    model, mesh = state.model, state.model.comm.mesh
+    held = sum(
+        math.prod(box_shape(box))
+        for _, spec, local in state.buffers.named("main")
+        if writes(spec.layout, mesh)
+        for _, box, _ in part_views(spec, local, mesh)
+    )
+    counts = model.comm.gather_object(held)
+    expected = num_parameters(model.arch), model.arch.num_layers
+    if counts is not None and (sum(counts), len(model.layers)) != expected:
+        raise RuntimeError(
+            f"the built model has {sum(counts):,} parameters in {len(model.layers)} layers, "
+            f"the configuration means {expected[0]:,} in {expected[1]}"
+        )
+
+
+def startup_report(state: TrainState, peak: Peak | None) -> str:
+    """Model, parameters per rank, memory per rank and the denominator of MFU."""
+    return "\n".join(f"> {line}" for line in _lines(state, peak))
+
+
+def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
+    model, flats = state.model, state.buffers.flats
+    arch, mesh = model.arch, model.comm.mesh
+    groups = "" if arch.num_query_groups == arch.num_attention_heads else f" ({arch.num_query_groups} key/value groups)"
+    gate = " gated" if arch.activation in GATED else ""
+    yield (
+        f"model: {arch.num_layers} layers, hidden {arch.hidden_size}, {arch.num_attention_heads} heads{groups}, "
+        f"ffn {arch.ffn_hidden_size}{gate}, length {arch.seq_length}, vocabulary {arch.vocab_size} "
+        f"padded to {arch.padded_vocab_size}"
+    )
+    local = sum(flat.main.numel() for flat in flats)
+    yield f"parameters: {num_parameters(arch):,} in the model, as counted over the world; {local:,} on each rank"
+    weights = sum(flat.main.nbytes + (flat.model.nbytes if flat.model is not flat.main else 0) for flat in flats)
+    moments = sum(2 * flat.main.nbytes for flat in flats)
+    parts = {"weights": weights, "gradients": sum(flat.grad.nbytes for flat in flats), "optimizer": moments}
+    shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
+    yield f"memory per rank before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
+    yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
+    if peak is None:
+        yield "peak FLOP/s of this device: unknown, so no MFU is shown; set logging.peak_tflops"
+    else:
+        yield f"peak for MFU: {peak.flops / 1e12:.3g} TFLOP/s x {mesh.world_size} ranks ({peak.source})"

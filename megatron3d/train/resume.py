@@ -1,0 +1,104 @@
+"""A training state to and from the logical store: every tensor by name, and what makes continuing exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from megatron3d.checkpoint import store
+from megatron3d.checkpoint.state import param_pieces, writes
+from megatron3d.checkpoint.together import together
+from megatron3d.errors import UserError
+from megatron3d.optim import MOMENTS
+from megatron3d.train.state import TrainState
+
+LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
+
+
+class Meta(BaseModel):
+    """What a checkpoint says beside its tensors."""
+
+    model: dict[str, JsonValue]
+    identity: dict[str, JsonValue]
+    iteration: int
+    consumed_samples: int
+    optimizer_steps: float
+
+
+def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Path:
+    """Write a checkpoint with all ranks; `identity` names what a run that continues it must share."""
+    meta = Meta(
+        model=_architecture(state),
+        identity=dict(identity),
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        optimizer_steps=state.optimizer.num_steps.item(),
+    )
+    pieces = (piece for piece, written in _pieces(state) if written)
+    return store.save(root, state.iteration, pieces, meta.model_dump(), state.model.comm)
+
+
+def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:
+    """Fill the state from a checkpoint of any layout.
+
+    Raises UserError where the checkpoint is of another model, or differs from `identity` (tokenizer, corpus, seed).
+    """
+
+    def load() -> None:
+        meta = read_meta(folder)
+        wanted = {f"model.{name}": value for name, value in _architecture(state).items()} | dict(identity)
+        found = {f"model.{name}": value for name, value in meta.model.items()} | meta.identity
+        UserError.collect(
+            f"{folder}: saved with {name}={found.get(name)}, but this run has {value}; continue with the saved one"
+            for name, value in wanted.items()
+            if found.get(name) != value
+        )
+        store.load(folder, [piece for piece, _ in _pieces(state)])
+        state.buffers.publish()
+        state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
+        state.optimizer.set_num_steps(meta.optimizer_steps)
+
+    together(state.model.comm, load)
+
+
+def read_meta(folder: Path) -> Meta:
+    """What a checkpoint says beside its tensors; raises UserError where that is not a training run's."""
+    try:
+        return Meta.model_validate(store.read_meta(folder))
+    except ValidationError as error:
+        places = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
+        raise UserError(f"{folder}: its index is not of a training run ({places}); load another checkpoint") from error
+
+
+def load_weights(folder: Path, state: TrainState) -> None:
+    """Fill the parameters alone, for sampling and evaluation."""
+
+    def load() -> None:
+        store.load(folder, [piece for piece, _ in _pieces(state) if piece.name.startswith("model.")])
+        state.buffers.publish()
+
+    together(state.model.comm, load)
+
+
+def _architecture(state: TrainState) -> dict[str, JsonValue]:
+    """What the model is, without what depends on the layout."""
+    return {name: value for name, value in asdict(state.model.arch).items() if name not in LAYOUT_FIELDS}
+
+
+def _pieces(state: TrainState) -> Iterator[tuple[store.Piece, bool]]:
+    """Every piece that this rank holds of weights and moments, and whether it is the one to write it."""
+    buffers, mesh = state.buffers, state.model.comm.mesh
+    flats = [("model", flat, flat.main) for flat in buffers.flats] + [
+        (f"optimizer.{moment}", flat, state.optimizer.moment(flat, moment))
+        for moment in MOMENTS
+        for flat in buffers.flats
+    ]
+    for prefix, flat, memory in flats:
+        for name in flat.spans:
+            spec = buffers.specs[name]
+            local = flat.view(memory, name, spec.local_shape(mesh))
+            for piece in param_pieces(prefix, spec, local, mesh):
+                yield piece, writes(spec.layout, mesh)

@@ -1,0 +1,44 @@
+"""Pretrain a GPT: `pretrain_gpt.py --config FILE [section.key=value ...]`, bare, under torchrun, or under srun.
+
+Parse, build, loop.  Exit codes: 0 done, 2 what the user gave is wrong (one message per problem, nothing written),
+3 stopped on request after saving, anything else a crash.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron3d import runtime
+from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
+
+
+def main() -> int:
+    """Check the configuration, which needs no torch; then train."""
+    arguments = parse_args(sys.argv[1:])
+    place = runtime.placement()
+    if arguments.check:
+        return run_check(arguments, place.world_size)
+    return pretrain(arguments, place.world_size)
+
+
+def pretrain(arguments: Arguments, world_size: int) -> int:
+    """Build the run on this rank and train it to its end."""
+    resolved = resolve(arguments.config, arguments.overrides, world_size)
+    phases = runtime.Phases(printing=runtime.placement().rank == 0)
+    with phases("importing torch"):
+        from megatron3d.train.build import build_run
+        from megatron3d.train.loop import train
+
+    with runtime.start() as here, runtime.StopSignal() as stop:
+        run = build_run(resolved, here, phases)
+        if here.rank == 0:
+            print(f"> ready after {phases.total_s:.2f} s; training", flush=True)
+        try:
+            return train(run, stop)
+        finally:
+            if run.metrics:
+                run.metrics.close()
+
+
+if __name__ == "__main__":
+    sys.exit(runtime.run_program(main))
