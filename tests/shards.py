@@ -1,0 +1,54 @@
+"""Pieces of global tensors, and the communicators to move them, for tests that compare shards with the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron3d.comm import ProcessComm
+from megatron3d.layout import Layout, box
+from megatron3d.mesh import Axes, Mesh
+from megatron3d.plan import MatmulPlan, traffic
+
+
+def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """My shard of a global tensor, with memory of its own."""
+    part = box(tuple(whole.shape), layout, mesh)
+    return whole[tuple(slice(low, high) for low, high in part)].clone()
+
+
+def plan_comm(mesh: Mesh, *plans: MatmulPlan, also: tuple[Axes, ...] = ()) -> ProcessComm:
+    """A communicator with the groups that these plans' closed forms name, and no other but `also`."""
+    return ProcessComm(mesh, [*also, *(step.axes for plan in plans for step in traffic(plan, mesh, 1, 1, 1, 1))])
+
+
+def every_group(mesh: Mesh) -> ProcessComm:
+    """A communicator with every group whose axes are in mesh order."""
+    return ProcessComm(mesh, [axes for n in range(1, len(mesh.names) + 1) for axes in combinations(mesh.names, n)])
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    """Standard normal float64 numbers, equal on every rank."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest expected value."""
+    assert got.shape == expected.shape, f"{tuple(got.shape)} is not {tuple(expected.shape)}"
+    return ((got - expected).abs().max() / expected.abs().max()).item() if expected.numel() else 0.0
+
+
+@contextmanager
+def pretended_world(rank: int, world_size: int) -> Iterator[None]:
+    """This process as one rank of a world whose other ranks do not exist: calls have their shapes, not their values."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
