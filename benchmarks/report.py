@@ -1,0 +1,109 @@
+"""What every benchmark shares: interleaved timing, the circumstances, tables and JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, Any]
+
+
+class Turn(NamedTuple):
+    """Seconds of one step by the clock, and of all this process's threads together."""
+
+    wall_s: float
+    cpu_s: float
+
+
+Turns = Mapping[str, Sequence[Turn]]
+
+
+def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int, warmup: int) -> dict[str, list[Turn]]:
+    """Turns of every step, round robin, each round starting one further: what disturbs the machine disturbs all alike.
+
+    `warmup` rounds before are not kept.
+    """
+    names = list(steps)
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    for number in range(-warmup, rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[name]()
+            if number >= 0:
+                turns[name].append(Turn(time.perf_counter() - wall, time.process_time() - cpu))
+    return turns
+
+
+def times_faster(turns: Turns, ours: str, peer: str) -> float:
+    """Median over rounds of the peer's time over our time in the same round: above 1 we are faster."""
+    return statistics.median(p.wall_s / o.wall_s for p, o in zip(turns[peer], turns[ours], strict=True))
+
+
+def milliseconds(turns: Sequence[Turn]) -> dict[str, float]:
+    """Medians of both clocks, and the best step: the least disturbed one where others use the machine."""
+    return {
+        "step_ms": 1e3 * statistics.median(turn.wall_s for turn in turns),
+        "best_ms": 1e3 * min(turn.wall_s for turn in turns),
+        "cpu_ms": 1e3 * statistics.median(turn.cpu_s for turn in turns),
+    }
+
+
+def circumstances() -> dict[str, Any]:
+    """Command, date, hardware and versions."""
+    packages = ("torch", "transformers")
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hardware": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.processor()
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    """Rows as a table; floats with three significant digits or whole."""
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    Console(width=140).print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def write(output: Path, rows: Sequence[Row], **details: Any) -> None:
+    """Circumstances, details and rows as JSON."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({**circumstances(), **details, "rows": rows}, indent=1) + "\n")
+    print(f"written to {output}")

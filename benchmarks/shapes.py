@@ -1,0 +1,87 @@
+"""What the benchmarks train: sizes, configurations, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron3d.comm import ProcessComm
+from megatron3d.config.derive import Architecture, architecture, make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.schema import Config
+from megatron3d.data.loader import Microbatch
+from megatron3d.model.gpt import axis_sets
+from megatron3d.record import Recorder
+from megatron3d.train.state import TrainState, build_state
+from megatron3d.train.step import Settings, train_step
+
+CPU = torch.device("cpu")
+LR, SEED = 1e-4, 1234
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT-2 without dropout and the batch of one step."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    seq_length: int
+    batch_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch_size * self.seq_length
+
+    def config(self, precision: str, parallel: Mapping[str, Any] | None = None) -> Config:
+        """Our configuration of this size; AdamW's numbers are torch's defaults, so that all contestants do the same."""
+        model = {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "seq_length": self.seq_length,
+        }
+        train = {"micro_batch_size": self.batch_size, "global_batch_size": self.batch_size, "precision": precision}
+        optimizer = {"lr": LR, "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.01, "clip_grad": 1.0}
+        parallel = dict(parallel or {})
+        return Config.model_validate({"model": model, "train": train, "optimizer": optimizer, "parallel": parallel})
+
+    def architecture(self, config: Config) -> Architecture:
+        """The model's numbers; the vocabulary needs no padding in any of the sizes."""
+        return architecture(config.model, self.vocab_size, vocab_multiple(tensor_mode(config.parallel)))
+
+    def tokens(self) -> Tensor:
+        """[batch, seq + 1] random tokens, the same for every contestant."""
+        generator = torch.Generator().manual_seed(SEED)
+        return torch.randint(self.vocab_size, (self.batch_size, self.seq_length + 1), generator=generator)
+
+
+SIZES: Mapping[str, Size] = {
+    "tiny": Size(2, 64, 4, 512, 64, 2),
+    "3M": Size(4, 256, 4, 2048, 256, 8),
+    "30M": Size(8, 512, 8, 8192, 256, 4),
+}
+
+
+class Ours:
+    """megatron3d's training step, on one process or many, as `pretrain_gpt.py` calls it."""
+
+    def __init__(self, size: Size, config: Config, world_size: int = 1, rank: int = 0) -> None:
+        mesh, mode = make_mesh(config.parallel, world_size, rank), tensor_mode(config.parallel)
+        arch = size.architecture(config)
+        self.recorder = Recorder(ProcessComm(mesh, axis_sets(arch, mode, mesh)))
+        self.state: TrainState = build_state(config, arch, self.recorder, CPU)
+        self.settings = Settings(SEED, size.num_tokens, size.batch_size)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Loss before the update."""
+        return train_step(self.state, [Microbatch(tokens, 0)], LR, self.settings).loss
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole parameters by their path; of a world of one process."""
+        return {name: value.detach() for name, _, value in self.state.buffers.named("main")}
