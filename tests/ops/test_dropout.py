@@ -1,0 +1,105 @@
+"""Fact: a dropout mask is a function of its key and the global index alone, and looks like chance."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
+
+KEYS = [dropout_key(1234, 0, "layers.0.mlp"), dropout_key(1234, 1, "layers.0.mlp"), dropout_key(7, 0, "embedding")]
+ROWS, COLUMNS = torch.arange(600), torch.arange(500)
+
+
+def bits(key: int, rate: float = 0.5) -> torch.Tensor:
+    """+1 where kept, -1 where dropped, [600, 500]."""
+    return keep_mask(key, ROWS, COLUMNS, rate).double() * 2 - 1
+
+
+def within_chance(mean: float, count: int, spread: float = 1.0) -> bool:
+    """Whether a mean of `count` independent values of standard deviation `spread` is less than 5 deviations from 0."""
+    return abs(mean) < 5 * spread / count**0.5
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**63),
+    first=st.integers(0, 2**40),
+    rows=st.lists(st.integers(0, 59), min_size=1, max_size=20),
+    columns=st.tuples(st.integers(0, 39), st.integers(1, 40)),
+    rate=st.floats(0.01, 0.99),
+)
+def test_any_box_is_its_part_of_the_whole_mask(
+    seed: int, first: int, rows: list[int], columns: tuple[int, int], rate: float
+) -> None:
+    key = dropout_key(seed)
+    whole = keep_mask(key, first + torch.arange(60), torch.arange(40), rate)
+    low, high = min(columns), max(columns)
+    part = keep_mask(key, first + torch.tensor(rows), torch.arange(low, high), rate)
+    assert torch.equal(part, whole[rows][:, low:high])
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_the_rate_is_right(key: int, rate: float) -> None:
+    dropped = 1 - keep_mask(key, ROWS, COLUMNS, rate).double()
+    spread = (rate * (1 - rate)) ** 0.5
+    assert within_chance(dropped.mean().item() - rate, dropped.numel(), spread)
+    for dim in (0, 1):
+        deviations = (dropped.mean(dim) - rate) / spread * dropped.shape[dim] ** 0.5
+        assert deviations.abs().max() < 5.5
+        assert within_chance(deviations.square().mean().item() - 1, deviations.numel(), 2**0.5)
+
+
+@pytest.mark.parametrize("first,second", list(combinations(KEYS, 2)))
+def test_keys_give_unrelated_masks(first: int, second: int) -> None:
+    assert within_chance((bits(first) * bits(second)).mean().item(), ROWS.numel() * COLUMNS.numel())
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_neighbours_are_unrelated(key: int) -> None:
+    """A row and a column are hashed apart and added: neither shifts nor rectangles may show it."""
+    mask = bits(key)
+    for down, right in [(0, 1), (1, 0), (1, 1), (1, 2), (8, 8), (64, 64), (128, 256)]:
+        pairs = mask[down:, right:] * mask[: 600 - down, : 500 - right]
+        assert within_chance(pairs.mean().item(), pairs.numel()), (down, right)
+    rectangles = mask[1:, 1:] * mask[1:, :-1] * mask[:-1, 1:] * mask[:-1, :-1]
+    assert within_chance(rectangles.mean().item(), rectangles.numel())
+    products = mask @ mask.T / mask.shape[1] ** 0.5
+    products.fill_diagonal_(0)
+    assert products.abs().max() < 6
+
+
+def test_far_rows_do_not_repeat_near_ones() -> None:
+    """Rows of a large batch: token indices beyond 2^32."""
+    near, far = (keep_mask(KEYS[0], ROWS + first, COLUMNS, 0.5).double() * 2 - 1 for first in (0, 2**32))
+    assert within_chance((near * far).mean().item(), near.numel())
+
+
+def test_each_part_of_the_key_counts() -> None:
+    parts = [(1, 2, "a"), (2, 1, "a"), (1, 2, "b"), (12, "a"), (1, "2", "a"), (1, 2, "a", 0)]
+    assert len({dropout_key(*part) for part in parts}) == len(parts)
+    assert all(0 <= dropout_key(*part) < 2**63 for part in parts)
+
+
+def test_what_is_kept_is_scaled_in_value_and_gradient() -> None:
+    x = torch.randn(600, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    keep = keep_mask(KEYS[0], ROWS, COLUMNS, 0.2)
+    y = dropout(x, keep, 0.2)
+    y.backward(torch.ones_like(y))
+    expected = torch.where(keep, 1.25, 0.0).double()
+    assert x.grad is not None
+    torch.testing.assert_close(y, expected * x)
+    torch.testing.assert_close(x.grad, expected)
+    assert within_chance(expected.mean().item() - 1, expected.numel(), 0.5)
+
+
+def test_precision_is_kept() -> None:
+    x = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    y = dropout(x, torch.ones(2, 3, dtype=torch.bool), 0.1)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and x.grad is not None and x.grad.dtype == torch.bfloat16
