@@ -32,16 +32,19 @@ class Turn(NamedTuple):
 Turns = Mapping[str, Sequence[Turn]]
 
 
-def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int, warmup: int) -> dict[str, list[Turn]]:
+def interleaved(
+    steps: Mapping[str, Callable[[], object]], rounds: int, warmup: int, meet: Callable[[], object] = lambda: None
+) -> dict[str, list[Turn]]:
     """Turns of every step, round robin, each round starting one further: what disturbs the machine disturbs all alike.
 
-    `warmup` rounds before are not kept.
+    `warmup` rounds before are not kept; `meet` comes before each step, untimed, for ranks to start together.
     """
     names = list(steps)
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for number in range(-warmup, rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
+            meet()
             wall, cpu = time.perf_counter(), time.process_time()
             steps[name]()
             if number >= 0:

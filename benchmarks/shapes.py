@@ -13,6 +13,7 @@ from megatron3d.comm import ProcessComm
 from megatron3d.config.derive import Architecture, architecture, make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
+from megatron3d.layout import span
 from megatron3d.model.gpt import axis_sets
 from megatron3d.record import Recorder
 from megatron3d.train.state import TrainState, build_state
@@ -77,10 +78,11 @@ class Ours:
         self.recorder = Recorder(ProcessComm(mesh, axis_sets(arch, mode, mesh)))
         self.state: TrainState = build_state(config, arch, self.recorder, CPU)
         self.settings = Settings(SEED, size.num_tokens, size.batch_size)
+        self.rows = slice(*span(size.batch_size, mode.batch_axes, mesh))
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Loss before the update."""
-        return train_step(self.state, [Microbatch(tokens, 0)], LR, self.settings).loss
+        """Loss before the update; `tokens` are those of the whole batch."""
+        return train_step(self.state, [Microbatch(tokens[self.rows], 0)], LR, self.settings).loss
 
     def weights(self) -> dict[str, Tensor]:
         """Whole parameters by their path; of a world of one process."""
