@@ -43,16 +43,17 @@ def placement() -> Placement:
 
 
 @contextlib.contextmanager
-def start(timeout_s: float = 600.0) -> Iterator[Runtime]:
+def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
     """Choose the device, meet the other ranks, and part from them at the end.
 
     Args:
         timeout_s: how long a rank waits for the others, here and in any later collective.
+        on_cpu: leave an accelerator alone, for what must run with as many processes as one likes.
     """
     import torch
 
     place = placement()
-    device = _device(place)
+    device = torch.device("cpu") if on_cpu else _device(place)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _num_cores() // place.local_world_size))
     with _process_group(place, device, timeout_s) if place.world_size > 1 else contextlib.nullcontext():
@@ -107,10 +108,16 @@ def _process_group(place: Placement, device: torch.device, timeout_s: float) -> 
 
 
 class StopSignal:
-    """While entered, SIGINT, SIGTERM and SIGUSR1 ask for a stop instead of killing; a second SIGINT interrupts."""
+    """While entered, SIGINT, SIGTERM and SIGUSR1 ask for a stop instead of killing; SIGINT again interrupts.
+
+    One Ctrl-C may arrive twice, from the terminal and from torchrun, so a repeat counts only after `REPEAT_S` seconds.
+    """
+
+    REPEAT_S = 1.0
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._since_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -123,9 +130,11 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.requested == "SIGINT" and number == signal.SIGINT:
+        repeated = self.requested is not None and time.monotonic() - self._since_s > self.REPEAT_S
+        if repeated and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = signal.Signals(number).name
+        if self.requested is None:
+            self.requested, self._since_s = signal.Signals(number).name, time.monotonic()
 
 
 class Phases:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron3d.checkpoint.state import param_pieces, writes
 from megatron3d.comm import Comm
-from megatron3d.config.derive import architecture, num_microbatches, tensor_mode, vocab_multiple
+from megatron3d.config.derive import Architecture, num_microbatches, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
 from megatron3d.optim import learning_rate
@@ -39,17 +39,16 @@ class RandomSamples:
         )
 
 
-def trace(config: Config, vocab_size: int, comm: Comm, num_steps: int) -> Trace | None:
+def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Trace | None:
     """Loss and gradient norm of each step, then gradients, parameters and validation loss; on rank 0, None elsewhere.
 
     Args:
         config: its `model`, `parallel`, `train` and `optimizer` sections are used, on random tokens.
     """
     mode, mesh, device = tensor_mode(config.parallel), comm.mesh, torch.device("cpu")
-    arch = architecture(config.model, vocab_size, vocab_multiple(mode))
     state = build_state(config, arch, comm, device)
     train, num_tokens = config.train, config.train.global_batch_size * arch.seq_length
-    samples = RandomSamples(train.seed, vocab_size, arch.seq_length)
+    samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
     loader = Loader(samples, mesh, mode.batch_axes, train.micro_batch_size, train.global_batch_size, device)
     assert len(loader.step(0)) == num_microbatches(config, mesh), "the loader disagrees with the batch arithmetic"
     settings = Settings(train.seed, num_tokens, train.global_batch_size)

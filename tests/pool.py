@@ -71,8 +71,8 @@ class Pool:
         except BaseException:
             self.close()
             raise
-        for rank, succeeded, value in sorted(answers, key=lambda answer: answer[0]):
-            assert succeeded, f"rank {rank} of {world_size} failed:\n{value}"
+        for rank, succeeded, value in answers:
+            assert succeeded, f"rank {rank} of {world_size} failed first:\n{value}"
         return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
 
     def close(self) -> None:

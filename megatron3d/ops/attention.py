@@ -69,6 +69,13 @@ class Heads:
         """Position within my key/value heads for each of my query heads."""
         return [self._group(head) - self.group_span[0] for head in range(*self.query_span)]
 
+    @cached_property
+    def are_even(self) -> bool:
+        """Whether each of my key/value heads serves equally many of my query heads, one after another."""
+        num_heads, num_groups = len(self.group_of_query), self.group_span[1] - self.group_span[0]
+        share = max(num_heads // num_groups, 1)
+        return self.group_of_query == [head // share for head in range(num_heads)] and num_heads % num_groups == 0
+
     def split(self, qkv_MF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [M, N, D], k and v [M, G, D] with whole heads, from the fused projection of my shard."""
         queries = (self.query_span[1] - self.query_span[0]) * self.size
@@ -119,9 +126,7 @@ def attention(
 ) -> Tensor:
     """Causal attention, [M, N * D].  `drop` is (rate, key, index of the first sequence in the global batch)."""
     q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
-    groups = k.shape[1]
-    even = [head * groups // q.shape[1] for head in range(q.shape[1])]
-    if heads.group_of_query != even:
+    if not heads.are_even:
         k, v = (t[:, heads.group_of_query] for t in (k, v))
     if drop is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

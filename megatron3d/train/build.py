@@ -8,8 +8,7 @@ from pydantic import JsonValue
 
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.checkpoint.together import together
-from megatron3d.comm import Comm, ProcessComm
-from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
+from megatron3d.comm import Comm
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.schema import Config
@@ -18,12 +17,11 @@ from megatron3d.data.loader import Loader
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.hardware import device_peak
 from megatron3d.metrics import MetricsWriter
-from megatron3d.model.gpt import axis_sets
 from megatron3d.runtime import Phases, Runtime
 from megatron3d.train.loop import Run
 from megatron3d.train.report import check_built, startup_report
 from megatron3d.train.resume import load_state
-from megatron3d.train.state import TrainState, build_state
+from megatron3d.train.state import TrainState, build_state, connect
 
 
 def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
@@ -34,10 +32,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     with phases("tokenizer and corpus"):
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         corpus = open_corpus(config, tokenizer)
-    mesh, mode = make_mesh(config.parallel, runtime.world_size, runtime.rank), tensor_mode(config.parallel)
-    arch = architecture(config.model, config.model.vocab_size or tokenizer.vocab_size, vocab_multiple(mode))
     with phases("process groups"):
-        comm = ProcessComm(mesh, axis_sets(arch, mode, mesh))
+        arch, comm = connect(config, tokenizer.vocab_size, runtime.world_size, runtime.rank)
     with phases("model and optimizer"):
         state = build_state(config, arch, comm, runtime.device)
         check_built(state)
@@ -50,8 +46,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         print(startup_report(state, peak), flush=True)
 
     def loader(samples: Samples) -> Loader:
-        train = config.train
-        return Loader(samples, mesh, mode.batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device)
+        train, batch_axes = config.train, state.model.mode.batch_axes
+        return Loader(samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device)
 
     return Run(
         config,

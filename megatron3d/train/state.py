@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron3d.comm import Comm
-from megatron3d.config.derive import Architecture, tensor_mode
+from megatron3d.comm import Comm, ProcessComm
+from megatron3d.config.derive import Architecture, architecture, make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
-from megatron3d.model.gpt import GPT
+from megatron3d.model.gpt import GPT, axis_sets
 from megatron3d.model.init import initialize
 from megatron3d.optim import Optimizer
 from megatron3d.zero import Buffers
@@ -27,6 +27,13 @@ class TrainState:
     optimizer: Optimizer
     iteration: int = 0
     consumed_samples: int = 0
+
+
+def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tuple[Architecture, Comm]:
+    """The model's numbers for a vocabulary, and this rank's groups for everything that it will communicate."""
+    mode, mesh = tensor_mode(config.parallel), make_mesh(config.parallel, world_size, rank)
+    arch = architecture(config.model, config.model.vocab_size or vocab_size, vocab_multiple(mode))
+    return arch, ProcessComm(mesh, axis_sets(arch, mode, mesh))
 
 
 def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.device) -> TrainState:

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# From nothing to a trained GPT: install, corpus, tokenizer, token files, training on two processes, evaluation,
+# checkpoints, curves, a sample.  A second run skips what is done; after Ctrl-C the next run goes on where it was.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/common.sh
+
+out=runs/quickstart
+setup_venv
+mkdir -p "$out"
+python="$VENV/bin/python"
+
+if [ ! -f "$out/corpus.jsonl" ]; then
+    step "Corpus: the sources and documentation of Python's standard library"
+    "$python" tools/make_corpus.py --output "$out/corpus.jsonl"
+fi
+if [ ! -f "$out/tokenizer.model" ]; then
+    step "Tokenizer: SentencePiece BPE, 4096 tokens"
+    "$python" tools/train_tokenizer.py --input "$out/corpus.jsonl" --vocab-size 4096 --output-prefix "$out/tokenizer"
+fi
+if [ ! -f "$out/corpus_text_document.idx" ]; then
+    step "Token files"
+    "$python" tools/preprocess_data.py --input "$out/corpus.jsonl" --tokenizer-model "$out/tokenizer.model" \
+        --output-prefix "$out/corpus" --append-eod --workers 2
+fi
+
+# Two processes share the model; a single GPU holds it alone.
+processes=2
+layout=()
+gpus=$(has_gpu && "$python" -c 'import torch; print(torch.cuda.device_count())' || echo 0)
+if [ "$gpus" -eq 1 ]; then
+    processes=1
+    layout=(parallel.tensor_model_parallel_size=1 parallel.sequence_parallel=false)
+fi
+cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+export OMP_NUM_THREADS=$((cores / processes > 0 ? cores / processes : 1))
+
+step "Training on $processes process(es)"
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" \
+    pretrain_gpt.py --config configs/quickstart.yaml "${layout[@]}"
+
+step "Curves"
+"$python" tools/plot_run.py "$out/checkpoints" --output "$out/curves.png"
+echo "$out/curves.png"
+
+step "A sample"
+unset OMP_NUM_THREADS
+"$python" tools/generate.py --load "$out/checkpoints" --prompt "def " --max-new-tokens 120

@@ -1,0 +1,148 @@
+"""Prove that a configuration's layout computes what one process computes: `verify_layout.py --config FILE [overrides]`.
+
+The model and the axes are made small, every axis above 1 staying above 1.  Some steps are trained in float64 on one
+process and on the requested layout over gloo on this machine; losses, gradient norms, gradients and parameters are
+compared, and the first tensor that differs is named.  Exit code 0: equal, 1: different, 2: wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron3d import runtime
+from megatron3d.config.check import check
+from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode, tensor_size
+from megatron3d.config.read import read_config
+from megatron3d.config.report import batch_arithmetic
+from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
+from megatron3d.errors import UserError
+from megatron3d.modes import MODES
+
+VOCAB_SIZE = 61
+HEAD_SIZE = 8
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Shrink, run both, compare."""
+    args = parse_args(argv)
+    config = read_config(args.config, args.overrides).config
+    world_size = args.world_size or tensor_size(config.parallel) * config.parallel.pipeline_model_parallel_size * 2
+    UserError.collect(check(config, world_size))
+    small, num_ranks = shrink(config, world_size)
+    UserError.collect(check(small, num_ranks))
+    print(
+        f"asked:    {batch_arithmetic(config, world_size)}\nverified: {batch_arithmetic(small, num_ranks)}", flush=True
+    )
+    found = run_layout(small, num_ranks, args.steps, args.tolerance)
+    for line in found[:10]:
+        print(f"DIFFERENT {line}")
+    if not found:
+        print(f"EQUAL: {args.steps} steps in float64 on {num_ranks} ranks and on one agree within {args.tolerance:g}")
+    return 1 if found else 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """`--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
+    parser = argparse.ArgumentParser("verify_layout.py", description=__doc__.split(":")[0], allow_abbrev=False)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--world-size", type=int, help="processes of the real run; default: twice TP x PP")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tolerance", type=float, default=1e-10, help="relative")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(argv)
+    if args.steps < 1 or (args.world_size or 1) < 1:
+        parser.error("--steps and --world-size must be at least 1")
+    return args
+
+
+def shrink(config: Config, world_size: int) -> tuple[Config, int]:
+    """The same model and layout, small: axes of 2 for axes above 1, and sizes that these divide."""
+    mesh, mode = make_mesh(config.parallel, world_size), tensor_mode(config.parallel)
+    sizes = {name: min(size, 2) for name, size in mesh.axes}
+    shape = tuple(sizes[name] for name in MODES[config.parallel.tensor_parallel_mode].axis_names)
+    parallel = config.parallel.model_copy(
+        update={
+            "tensor_model_parallel_size": None,
+            "tensor_parallel_shape": shape,
+            "pipeline_model_parallel_size": sizes["pipeline"],
+        }
+    )
+    model = shrink_model(config.model, parallel, mesh.size(mode.inner[1]))
+    sequences = math.prod(sizes[axis] for axis in mode.inner[0])
+    micro = sequences * (2 if config.train.micro_batch_size > mesh.size(mode.inner[0]) else 1)
+    batch = micro * sizes["data"] * min(num_microbatches(config, mesh), 2)
+    train = config.train.model_copy(
+        update={
+            "micro_batch_size": micro,
+            "global_batch_size": batch,
+            "precision": "fp64",
+            "loss_chunk_tokens": 12,
+            "bucket_mb": 0.01,
+        }
+    )
+    small = config.model_copy(update={"model": model, "parallel": parallel, "train": train})
+    return small, math.prod(sizes.values())
+
+
+def shrink_model(model: ModelConfig, parallel: ParallelConfig, head_ranks: int) -> ModelConfig:
+    """Two layers of the same kind; fewer key/value groups than ranks that split heads stay fewer."""
+    unit = tensor_size(parallel)
+    heads = model.num_attention_heads
+    groups = model.num_query_groups or heads
+    small_groups = unit if groups >= head_ranks else 1
+    return model.model_copy(
+        update={
+            "num_layers": min(model.num_layers, 2),
+            "hidden_size": 3 * HEAD_SIZE * unit,
+            "ffn_hidden_size": 5 * unit,
+            "num_attention_heads": unit if groups == heads else 2 * unit,
+            "num_query_groups": small_groups,
+            "kv_channels": HEAD_SIZE,
+            "seq_length": 2 * unit,
+            "max_position_embeddings": 2 * unit,
+            "vocab_size": VOCAB_SIZE,
+            "make_vocab_size_divisible_by": 1,
+        }
+    )
+
+
+def run_layout(config: Config, num_ranks: int, steps: int, tolerance: float) -> list[str]:
+    """Start the ranks with torchrun's own launcher; what rank 0 found."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    results = elastic_launch(launch, compare)(config.model_dump_json(), steps, tolerance)
+    found: list[str] = results[0]
+    return found
+
+
+def compare(config_json: str, steps: int, tolerance: float) -> list[str]:
+    """One rank's part: the layout's steps, and on rank 0 the same steps alone."""
+    from megatron3d.train.state import connect
+    from megatron3d.verify import differences, trace
+
+    config = Config.model_validate_json(config_json)
+    with runtime.start(on_cpu=True) as here:
+        got = trace(config, *connect(config, VOCAB_SIZE, here.world_size, here.rank), steps)
+    if got is None:
+        return []
+    whole_batch = config.train.model_copy(update={"micro_batch_size": config.train.global_batch_size})
+    alone = config.model_copy(update={"parallel": ParallelConfig(), "train": whole_batch})
+    reference = trace(alone, *connect(alone, VOCAB_SIZE, world_size=1, rank=0), steps)
+    assert reference is not None, "one process is rank 0"
+    return list(differences(reference, got, tolerance))
+
+
+if __name__ == "__main__":
+    sys.exit(runtime.run_program(main))
