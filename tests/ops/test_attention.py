@@ -21,7 +21,7 @@ from tests.pool import Pool
 from tests.shards import cut, error, every_group, normal
 
 NOBODY: Any = None
-BATCH, SEQ, SIZE = 2, 5, 6
+BATCH, SEQ, SIZE = 2, 5, 8
 
 
 class Place:
