@@ -1,0 +1,77 @@
+"""Fact: a parameter's entry in the table is enough to know where it lives: whole heads and whole gate/up pairs stay
+together, and every rank's share of the fused matrix is its share of each part.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from megatron3d.config.derive import Architecture, architecture, vocab_multiple
+from megatron3d.config.schema import ModelConfig
+from megatron3d.layout import ParamSpec, box_shape, layout_axes, num_copies
+from megatron3d.mesh import Mesh
+from megatron3d.model.params import param_specs
+from megatron3d.modes import MODES, build_mode
+from megatron3d.modes.mode import Mode
+
+EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
+
+
+def tables(family: str, **fields: object) -> list[tuple[str, Mode, Mesh, Architecture, dict[str, ParamSpec]]]:
+    """The table of a small model in every form, all axes above 1, two data ranks."""
+    values = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 8, "seq_length": 8, "qk_layernorm": True}
+    model = ModelConfig.model_validate({"family": family, **values, **fields})
+    out = []
+    for name, form in EVERY_FORM:
+        mode = build_mode(name, form, MODES[name].default_shape(8))
+        arch = architecture(model, 61, vocab_multiple(mode))
+        out.append(
+            (f"{name} {form}", mode, Mesh((*zip(DATA, (2,), strict=True), *mode.axes)), arch, param_specs(arch, mode))
+        )
+    return out
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_gradients_are_summed_where_tokens_are_split_and_copies_are_equal_otherwise(family: str) -> None:
+    """An axis either splits the parameter, or splits the tokens that it sees, or holds copies that see the same."""
+    for name, mode, mesh, _, specs in tables(family):
+        for path, spec in specs.items():
+            split, summed = layout_axes(spec.layout), set(spec.reduce_axes(mesh))
+            assert "data" in summed, f"{name} {path} is not summed over data"
+            assert not split & summed, f"{name} {path}"
+            copies = num_copies(spec.layout, mesh, mesh.names)
+            assert copies * mesh.size(split) == mesh.world_size
+            tokens = {axis for axis, _ in mode.axes if axis in spec.token_axes}
+            assert summed == (tokens | {"data"}) - split
+
+
+def test_matrices_of_modes_without_copies_are_stored_once() -> None:
+    """Only where a plan splits tokens without splitting W further is a matrix held twice, and then it is summed."""
+    for name, _, mesh, _, specs in tables("gpt2"):
+        for path, spec in specs.items():
+            if path.endswith((".qkv.weight", ".proj.weight", ".fc1.weight", ".fc2.weight", "embedding.weight")):
+                unsplit = set(mesh.names) - layout_axes(spec.layout)
+                assert unsplit == set(spec.reduce_axes(mesh)), f"{name} {path} is copied over {unsplit}"
+
+
+def test_every_ranks_share_of_a_fused_matrix_holds_the_same_share_of_each_part() -> None:
+    for name, mode, mesh, arch, specs in tables("llama", num_query_groups=2, kv_channels=8, ffn_hidden_size=96):
+        for path, sizes in {"qkv": (64, 16, 16), "fc1": (96, 96)}.items():
+            owner = "attention" if path == "qkv" else "mlp"
+            spec = specs[f"layers.0.{owner}.{path}.weight"]
+            rows = mesh.size(spec.layout[0])
+            for part_box, size in zip(spec.part_boxes(mesh), sizes, strict=True):
+                assert box_shape(part_box)[0] == size // rows, f"{name} {path}"
+            assert all(n // rows % spec.blocks == 0 for n in sizes), f"{name} {path}: {spec.blocks} blocks"
+        assert specs["embedding.weight"].parts[0].padded_shape[0] % mesh.size(mode.expand.w_layout[0]) == 0
+        assert arch.padded_vocab_size % mesh.size(mode.expand.y_layout[1]) == 0
+
+
+@pytest.mark.parametrize("family,tied", list(product(["gpt2", "llama"], [True, False])))
+def test_only_matrices_decay(family: str, tied: bool) -> None:
+    for _, _, _, _, specs in tables(family, tie_embeddings=tied):
+        assert ("head.weight" in specs) != tied
+        for path, spec in specs.items():
+            assert spec.decay == (len(spec.layout) == 2), path
