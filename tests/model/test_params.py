@@ -27,9 +27,8 @@ def tables(family: str, **fields: object) -> list[tuple[str, Mode, Mesh, Archite
     for name, form in EVERY_FORM:
         mode = build_mode(name, form, MODES[name].default_shape(8))
         arch = architecture(model, 61, vocab_multiple(mode))
-        out.append(
-            (f"{name} {form}", mode, Mesh((*zip(DATA, (2,), strict=True), *mode.axes)), arch, param_specs(arch, mode))
-        )
+        mesh = Mesh((("data", 2), *mode.axes))
+        out.append((f"{name} {form}", mode, mesh, arch, param_specs(arch, mode)))
     return out
 
 
