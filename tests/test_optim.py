@@ -1,0 +1,188 @@
+"""Fact: the update is torch's AdamW per parameter after clipping by the global norm; a non-finite gradient changes
+nothing; the learning rate passes through its corner points.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megatron3d.comm import ProcessComm
+from megatron3d.config.schema import OptimizerConfig
+from megatron3d.layout import ParamSpec, Part
+from megatron3d.mesh import Mesh
+from megatron3d.optim import MOMENTS, Optimizer, learning_rate
+from megatron3d.zero import Buffers
+
+SHAPES = {"matrix": (5, 3), "bias": (5,), "other": (2, 4), "norm": (7,)}
+DECAYED = ("matrix", "other")
+STYLES: tuple[Any, ...] = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+
+def build(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Buffers, Optimizer]:
+    """An optimizer of four parameters with random values."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.empty(0, device="meta")) for name in SHAPES})
+    specs = {
+        name: ParamSpec((Part(name, shape, shape),), ((),) * len(shape), (), decay=name in DECAYED)
+        for name, shape in SHAPES.items()
+    }
+    comm = ProcessComm(Mesh((("data", 1),)), [])
+    buffers = Buffers(model, specs, comm, dtype, torch.device("cpu"), 1e6)
+    for seed, (_, _, view) in enumerate(buffers.named("main")):
+        view.copy_(random(view, seed))
+    buffers.publish()
+    return model, buffers, Optimizer(buffers, config)
+
+
+def random(like: Tensor, seed: int) -> Tensor:
+    return torch.randn(like.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def give_gradients(buffers: Buffers, seed: int) -> Tensor:
+    """Random gradients; returns their norm."""
+    for number, (_, _, view) in enumerate(buffers.named("grad")):
+        view.copy_(random(view, 100 * seed + number))
+    return buffers.square_norm().sqrt()
+
+
+def snapshot(buffers: Buffers, optimizer: Optimizer) -> list[Tensor]:
+    """Parameters, moments and number of steps."""
+    moments = [optimizer.moment(flat, which) for flat in buffers.flats for which in MOMENTS]
+    return [t.clone() for t in (*(view for _, _, view in buffers.named("main")), *moments, optimizer.num_steps)]
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 1.5])
+def test_it_is_torchs_adamw_per_parameter(clip_grad: float) -> None:
+    config = OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, clip_grad=clip_grad)
+    _, buffers, optimizer = build(config)
+    copies = {name: nn.Parameter(view.clone()) for name, _, view in buffers.named("main")}
+    groups = [{"params": [p], "weight_decay": 0.3 if name in DECAYED else 0.0} for name, p in copies.items()]
+    theirs = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False)
+    for step, lr in enumerate((0.1, 0.05, 0.2, 0.0)):
+        norm = give_gradients(buffers, step)
+        for name, _, view in buffers.named("grad"):
+            copies[name].grad = view.clone()
+        if clip_grad:
+            assert norm > clip_grad
+            nn.utils.clip_grad_norm_(copies.values(), clip_grad)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        theirs.step()
+        assert optimizer.step(norm, lr).item() == 0
+        for name, _, view in buffers.named("main"):
+            torch.testing.assert_close(view, copies[name].detach(), rtol=1e-12, atol=1e-14)
+    assert optimizer.num_steps == 4
+
+
+@pytest.mark.parametrize("norm,clip_grad,factor", [(8.0, 2.0, 0.25), (2.0, 8.0, 1.0), (8.0, 0.0, 1.0)])
+def test_clipping_scales_by_the_given_norm(norm: float, clip_grad: float, factor: float) -> None:
+    """The norm is that of the whole world, not of what this rank holds."""
+    _, buffers, optimizer = build(OptimizerConfig(clip_grad=clip_grad))
+    give_gradients(buffers, 1)
+    before = [view.clone() for _, _, view in buffers.named("grad")]
+    optimizer.step(torch.tensor(norm, dtype=torch.float64), 0.1)
+    for (_, _, after), gradient in zip(buffers.named("grad"), before, strict=True):
+        torch.testing.assert_close(after, factor * gradient, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("clip_grad", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_non_finite_gradient_changes_nothing(bad: float, clip_grad: float, dtype: torch.dtype) -> None:
+    model, buffers, optimizer = build(OptimizerConfig(clip_grad=clip_grad), dtype)
+    assert optimizer.step(give_gradients(buffers, 1), 0.1).item() == 0
+    before, network = snapshot(buffers, optimizer), [p.detach().clone() for p in model.parameters()]
+    give_gradients(buffers, 2)
+    buffers.flats[-1].grad[-1] = bad
+    assert optimizer.step(buffers.square_norm().sqrt(), 0.1).item() == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(buffers, optimizer), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(network, model.parameters(), strict=True))
+    assert optimizer.step(give_gradients(buffers, 3), 0.1).item() == 0
+    assert optimizer.num_steps == 2
+
+
+def test_the_network_sees_the_update() -> None:
+    model, buffers, optimizer = build(OptimizerConfig(), torch.bfloat16)
+    optimizer.step(give_gradients(buffers, 1), 0.1)
+    for name, _, view in buffers.named("main"):
+        assert torch.equal(model.get_parameter(name).detach(), view.bfloat16())
+
+
+def test_continuing_from_moments_and_steps_is_going_on() -> None:
+    config = OptimizerConfig()
+    _, buffers, optimizer = build(config)
+    optimizer.step(give_gradients(buffers, 1), 0.1)
+    _, others, continued = build(config)
+    for mine, theirs in zip(others.flats, buffers.flats, strict=True):
+        mine.main.copy_(theirs.main)
+        for which in MOMENTS:
+            continued.moment(mine, which).copy_(optimizer.moment(theirs, which))
+    continued.set_num_steps(optimizer.num_steps.item())
+    optimizer.step(give_gradients(buffers, 2), 0.1)
+    continued.step(give_gradients(others, 2), 0.1)
+    pairs = zip(snapshot(buffers, optimizer), snapshot(others, continued), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def rates(style: Any, iterations: list[int], **fields: Any) -> list[float]:
+    values = {"lr": 1.0, "min_lr": 0.1, "lr_warmup_iters": 10, "lr_decay_iters": 110} | fields
+    config = OptimizerConfig(lr_decay_style=style, **values)
+    return [learning_rate(config, iteration, train_iters=500) for iteration in iterations]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_warmup_is_linear_and_ends_at_the_full_rate(style: Any) -> None:
+    assert rates(style, [1, 5, 10]) == pytest.approx([0.1, 0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    "style,middle,end",
+    [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("WSD", 1.0, 0.1)],
+)
+def test_corner_points(style: Any, middle: float, end: float) -> None:
+    """Half-way between warm-up and end, at the end, and beyond it."""
+    assert rates(style, [60, 110, 111, 500]) == pytest.approx([middle, end, end, end])
+
+
+def test_inverse_square_root_halves_at_four_times_the_warmup_and_stops_at_the_minimum() -> None:
+    assert rates("inverse-square-root", [40, 90]) == pytest.approx([1 / 2, 1 / 3])
+    assert rates("inverse-square-root", [100_000]) == [0.1]
+    assert rates("inverse-square-root", [1, 4], lr_warmup_iters=0) == pytest.approx([1.0, 0.5])
+
+
+def test_cosine_at_a_quarter() -> None:
+    assert rates("cosine", [35]) == pytest.approx([0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2])
+
+
+def test_wsd_decays_over_its_last_phase() -> None:
+    assert rates("WSD", [90, 100, 110], lr_wsd_decay_iters=20) == pytest.approx([1.0, 0.55, 0.1])
+    assert rates("WSD", [99, 110], lr_wsd_decay_iters=None) == pytest.approx([1.0, 0.1])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_decay_lasts_for_the_training_unless_told(style: Any) -> None:
+    given_end = rates(style, [1, 250, 499, 500], lr_decay_iters=500)
+    assert rates(style, [1, 250, 499, 500], lr_decay_iters=None) == given_end
+
+
+@pytest.mark.parametrize("style", STYLES)
+@given(
+    warmup=st.integers(0, 20),
+    length=st.integers(1, 50),
+    phase=st.one_of(st.none(), st.integers(1, 60)),
+    iteration=st.integers(1, 100),
+)
+def test_never_above_the_peak_or_below_the_minimum_and_falling_after_warmup(
+    style: Any, warmup: int, length: int, phase: int | None, iteration: int
+) -> None:
+    fields = {"lr_warmup_iters": warmup, "lr_decay_iters": warmup + length, "lr_wsd_decay_iters": phase}
+    now, later = rates(style, [iteration, iteration + 1], **fields)
+    assert 0 < now <= 1 + 1e-12
+    if iteration >= max(warmup, 1):
+        assert 0.1 - 1e-12 <= later <= now + 1e-12
