@@ -1,0 +1,135 @@
+"""A tiny run on real text: a corpus from the standard library, a configuration, and pretrain_gpt.py in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import pretrain_gpt
+from megatron3d import runtime
+from megatron3d.config.cli import resolve
+from megatron3d.data.indexed import IndexedWriter, token_dtype
+from megatron3d.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron3d.metrics.journal import read_journal
+from megatron3d.train.build import build_run
+from megatron3d.train.loop import train
+
+ROOT = Path(__file__).parents[1]
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 16},
+    "train": {"global_batch_size": 16, "micro_batch_size": 4, "train_iters": 8},
+    "optimizer": {"lr": 1e-2, "lr_warmup_iters": 2},
+    "data": {"tokenizer_type": "ByteTokenizer", "split": "90,10,0"},
+    "logging": {"log_interval": 1, "peak_tflops": 0.01},
+}
+
+
+def write_corpus(prefix: Path, text: str | None = None, tokenizer: Tokenizer | None = None) -> Path:
+    """A token file of a text, by default of a module's source, one document a paragraph."""
+    tokenizer = tokenizer or ByteTokenizer(None)
+    documents = (text or inspect.getsource(textwrap)).split("\n\n")
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for document in documents:
+            ids = tokenizer.encode(document) + ([] if tokenizer.eod is None else [tokenizer.eod])
+            writer.add(np.array(ids, token_dtype(tokenizer.vocab_size)), np.array([len(ids)], np.int32))
+        writer.finish(tokenizer)
+    return prefix
+
+
+def write_config(folder: Path) -> Path:
+    """A corpus and a tiny configuration of a run that saves to, and continues from, `folder/run`."""
+    places = {
+        "data": {**TINY["data"], "data_path": str(write_corpus(folder / "corpus"))},
+        "checkpoint": {"save": str(folder / "run"), "load": str(folder / "run")},
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({name: dict(keys) for name, keys in {**TINY, **places}.items()}))
+    return path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code, and what was said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(config: Path, *overrides: str) -> Outcome:
+    """`pretrain_gpt.py --config CONFIG OVERRIDES` as one process, in this one."""
+    out, err = io.StringIO(), io.StringIO()
+    alone = {"OMP_NUM_THREADS": "1"}
+    with (
+        mock.patch.object(sys, "argv", ["pretrain_gpt.py", "--config", str(config), *overrides]),
+        mock.patch.dict(os.environ, alone),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = runtime.run_program(pretrain_gpt.main)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def run_as_rank(rank: int, world_size: int, config: Path, overrides: list[list[str]]) -> list[int]:
+    """Several runs, one after another, as a rank of the pool; their exit codes."""
+    return [_train(runtime.Runtime(rank, world_size, rank, torch.device("cpu")), config, each) for each in overrides]
+
+
+def _train(here: runtime.Runtime, config: Path, overrides: list[str]) -> int:
+    built = build_run(resolve(config, overrides, here.world_size), here, runtime.Phases(printing=False))
+    try:
+        return train(built, runtime.StopSignal())
+    finally:
+        if built.metrics:
+            built.metrics.close()
+
+
+def in_run(name: str) -> list[str]:
+    """The overrides that give a run a folder of its own."""
+    return [f"checkpoint.save={name}", f"checkpoint.load={name}"]
+
+
+Step = tuple[int, float, float]
+
+
+def steps(folder: Path) -> list[Step]:
+    """Iteration, loss and gradient norm of every logged step."""
+    rows = [row for row in read_journal(folder / "metrics.jsonl") if "lm_loss" in row]
+    return [(row["iteration"], row["lm_loss"], row["grad_norm"]) for row in rows]
+
+
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    """Iteration and validation loss of every evaluation."""
+    rows = [row for row in read_journal(folder / "metrics.jsonl") if "validation_loss" in row]
+    return [(row["iteration"], row["validation_loss"]) for row in rows]
+
+
+def stored(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint that one process wrote."""
+    return load_file(folder / f"iter_{iteration:07d}" / "rank_00000.safetensors")
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every file below a folder with its bytes, and every folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def copy_run(source: Path, target: Path) -> Path:
+    """A run's folder under another name."""
+    shutil.copytree(source, target)
+    return target
