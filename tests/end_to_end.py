@@ -6,10 +6,10 @@ import contextlib
 import inspect
 import io
 import os
-import shutil
+import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 import pretrain_gpt
 from megatron3d import runtime
+from megatron3d.checkpoint.index import read_index
 from megatron3d.config.cli import resolve
 from megatron3d.data.indexed import IndexedWriter, token_dtype
 from megatron3d.data.tokenizer import ByteTokenizer, Tokenizer
@@ -120,8 +121,16 @@ def evaluations(folder: Path) -> list[tuple[int, float]]:
 
 
 def stored(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint that one process wrote."""
-    return load_file(folder / f"iter_{iteration:07d}" / "rank_00000.safetensors")
+    """Every logical tensor of a checkpoint, put together from its boxes."""
+    checkpoint = folder / f"iter_{iteration:07d}"
+    files = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
+    whole = {}
+    for name, tensor in read_index(checkpoint).tensors.items():
+        parts = [(box.box, files[box.file][box.key]) for box in tensor.boxes]
+        whole[name] = torch.full(tensor.shape, torch.nan, dtype=parts[0][1].dtype)
+        for box, part in parts:
+            whole[name][tuple(slice(low, high) for low, high in box)] = part
+    return whole
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -129,7 +138,15 @@ def tree(folder: Path) -> dict[str, bytes | None]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def copy_run(source: Path, target: Path) -> Path:
-    """A run's folder under another name."""
-    shutil.copytree(source, target)
-    return target
+def launch(program: Sequence[str], num_ranks: int = 1) -> subprocess.Popen[str]:
+    """A program in processes of its own, bare or under torchrun, on the CPU; a session, to be signalled as one."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return subprocess.Popen(
+        [sys.executable, *(launcher if num_ranks > 1 else []), *program],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
