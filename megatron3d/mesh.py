@@ -1,6 +1,6 @@
 """The grid of ranks: arithmetic on axis names and sizes, without any communicator.
 
-    ranks = arange(world).reshape(pipeline, data, *tensor axes)      # last axis fastest
+ranks = arange(world).reshape(pipeline, data, *tensor axes)      # last axis fastest
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Buffers:
         self.flats = [
             _allocate(kind, names, specs, comm.mesh, dtype, device) for kind, names in _kinds(specs, comm.mesh)
         ]
-        self._last = False
+        self._is_first = self._is_last = True
         for flat in self.flats:
             self._attach(model, flat, bucket_bytes)
 
@@ -98,9 +98,9 @@ class Buffers:
 
         def collect(param: Tensor) -> None:
             assert param.grad is not None, f"{name} has no gradient"
-            grad.add_(param.grad)
+            (grad.copy_ if self._is_first else grad.add_)(param.grad)
             param.grad = None
-            if self._last:
+            if self._is_last:
                 self._arrived(bucket)
 
         param.register_post_accumulate_grad_hook(collect)
@@ -110,17 +110,12 @@ class Buffers:
         if bucket.num_missing == 0:
             bucket.pending = self.comm.all_reduce(bucket.grad, bucket.reduce_axes)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of the last step."""
-        self._last = False
-        for flat in self.flats:
-            flat.grad.zero_()
-            for bucket in flat.buckets:
+    def begin_microbatch(self, index: int, count: int) -> None:
+        """Gradients of the first microbatch replace those of the last step; those of the last one are final."""
+        self._is_first, self._is_last = index == 0, index == count - 1
+        if self._is_last:
+            for bucket in (bucket for flat in self.flats for bucket in flat.buckets):
                 bucket.num_missing, bucket.pending = bucket.num_params, None
-
-    def last_microbatch(self) -> None:
-        """From here on a gradient that arrives is final: its bucket may be reduced."""
-        self._last = True
 
     def reduce_grads(self) -> None:
         """Wait until every gradient is summed over its axes (the gradient rule)."""

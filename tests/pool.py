@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_WORKERS = 8
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def _worker(tasks: Queue[Any], results: Queue[Any]) -> None:

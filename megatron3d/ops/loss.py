@@ -63,7 +63,7 @@ def head_loss(x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, hea
 
     `x_MH` is in X's stored layout; `labels_M` are those of all tokens along the axes in `plan.m`.
     """
-    loss: Tensor = _HeadLoss.apply(x_MH, w_VH, labels_M, num_tokens, head)
+    loss: Tensor = _HeadLoss.apply(x_MH, w_VH, labels_M, num_tokens, head, torch.is_grad_enabled())
     return loss
 
 
@@ -116,10 +116,11 @@ def _accumulate(total: Tensor | None, dy_CV: Tensor, x_CH: Tensor) -> Tensor:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, head: Head) -> Tensor:
+    def forward(
+        ctx: Any, x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, head: Head, training: bool
+    ) -> Tensor:
         plan, comm = head.plan, head.comm
         whole_w = head.whole_weight(w_VH)
-        needs_grad = any(ctx.needs_input_grad[:2])
         dx_chunks, dw_VH, losses = [], None, []
         for start in range(0, x_MH.shape[0], _chunk_rows(head)):
             chunk = slice(start, start + _chunk_rows(head))
@@ -127,7 +128,7 @@ class _HeadLoss(torch.autograd.Function):
             labels_C = _chunk_labels(labels_M, chunk, head)
             loss, grad_CV = _cross_entropy_(head.logits(whole_x, whole_w), labels_C, num_tokens, head)
             losses.append(loss)
-            if needs_grad:
+            if training:
                 dy = gather_dy(grad_CV.to(x_MH.dtype), plan, comm).wait()
                 dx = reduce(dy @ whole_w, plan.dx_moves, X_DIMS, comm)
                 dw_VH = _accumulate(dw_VH, dy, whole_x)
@@ -140,4 +141,4 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx_MH, dw_VH = ctx.saved_tensors
-        return dx_MH.mul_(dloss), dw_VH.mul_(dloss), None, None, None
+        return dx_MH.mul_(dloss), dw_VH.mul_(dloss), None, None, None, None

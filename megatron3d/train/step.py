@@ -46,11 +46,9 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over the microbatches, reduce, clip, update; the state moves on by one iteration."""
     model, buffers = state.model, state.buffers
-    buffers.zero_grad()
     losses = []
     for index, batch in enumerate(microbatches):
-        if index == len(microbatches) - 1:
-            buffers.last_microbatch()
+        buffers.begin_microbatch(index, len(microbatches))
         key = (settings.seed, state.iteration)
         loss = model(batch.tokens, settings.num_tokens, batch.first_sample, key)
         loss.backward()
