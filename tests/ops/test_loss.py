@@ -128,6 +128,16 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+        return func(*args, **(kwargs or {}))
+
+
 def test_the_full_logits_never_exist() -> None:
     tokens, vocab, hidden, chunk = 64, 512, 4, 8
     x_MH, w_VH, labels_M = whole_problem(tokens, vocab, vocab, hidden)
@@ -160,3 +170,10 @@ def test_bf16_is_summed_in_fp32() -> None:
     assert loss.dtype == torch.float32 and w.grad is not None
     assert abs(loss.item() - 2.0794415) < 1e-6
     torch.testing.assert_close(w.grad[:, 0].float(), torch.tensor([-0.875] + [0.125] * 7), rtol=2**-8, atol=0)
+
+
+def test_evaluation_multiplies_once_per_chunk() -> None:
+    x_MH, w_VH, labels_M = whole_problem(10, 7, 8, hidden=4)
+    with torch.no_grad(), Products() as products:
+        head_loss(x_MH.requires_grad_(), w_VH.requires_grad_(), labels_M, 10, Head(MatmulPlan(), ALONE, 7, 8, 5))
+    assert products.count == 2
