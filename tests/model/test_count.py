@@ -79,7 +79,7 @@ def test_published_totals(model: ModelConfig, vocab_size: int, expected: int) ->
 
 
 def test_flops_per_token_by_hand() -> None:
-    """One layer: q, k and v 8 x (8 + 2 x 4), projection 8 x 8, gate, up and down 3 x 8 x 12, head 8 x 10."""
+    """One layer: q, k and v 8 x (12 + 2 x 6), projection 12 x 8, gate, up and down 3 x 8 x 12, head 8 x 10."""
     model = ModelConfig(
         family="llama",
         num_layers=2,
@@ -87,10 +87,11 @@ def test_flops_per_token_by_hand() -> None:
         ffn_hidden_size=12,
         num_attention_heads=2,
         num_query_groups=1,
+        kv_channels=6,
         seq_length=16,
     )
-    weights = 2 * (8 * 16 + 8 * 8 + 3 * 8 * 12) + 8 * 10
-    scores_and_values = 2 * 3 * 2 * 2 * 8 * 16
+    weights = 2 * (8 * 24 + 12 * 8 + 3 * 8 * 12) + 8 * 10
+    scores_and_values = 2 * 3 * 2 * 2 * 12 * 16
     assert flops_per_token(architecture(model, 10)) == 6 * weights + scores_and_values
 
 

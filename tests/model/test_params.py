@@ -46,6 +46,13 @@ def test_gradients_are_summed_where_tokens_are_split_and_copies_are_equal_otherw
             assert summed == (tokens | {"data"}) - split
 
 
+def test_norms_of_queries_and_keys_see_whatever_splits_sequences_or_heads() -> None:
+    for name, mode, mesh, _, specs in tables("llama"):
+        for path in ("layers.0.attention.q_norm.weight", "layers.0.attention.k_norm.weight"):
+            assert specs[path].layout == ((),)
+            assert set(specs[path].reduce_axes(mesh)) == {"data", *layout_axes(mode.inner)}, f"{name} {path}"
+
+
 def test_matrices_of_modes_without_copies_are_stored_once() -> None:
     """Only where a plan splits tokens without splitting W further is a matrix held twice, and then it is summed."""
     for name, _, mesh, _, specs in tables("gpt2"):

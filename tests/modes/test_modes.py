@@ -94,6 +94,27 @@ def test_default_shapes(size: int, shapes: Mapping[str, tuple[int, ...]]) -> Non
     assert {name: MODES[name].default_shape(size) for name in shapes} == shapes
 
 
+STREAMS = {
+    ("1d", "replicated"): ("- -", "- t"),
+    ("1d", "sequence_parallel"): ("t -", "- t"),
+    ("2d", "summa"): ("r c", "r c"),
+    ("2d", "weight_stationary"): ("r c", "r c"),
+    ("2.5d", "summa"): ("d·r c", "d·r c"),
+    ("2.5d", "weight_stationary"): ("d·r c", "d·r c"),
+    ("3d", "heads"): ("x·y z", "x y·z"),
+    ("3d", "tokens"): ("x·y z", "x·z y"),
+    ("grid", "all_reduce"): ("z x", "z y"),
+    ("grid", "scatter"): ("z x·y", "z y·x"),
+}
+
+
+@pytest.mark.parametrize("name,form", STREAMS)
+def test_what_splits_tokens_and_features_of_both_streams(name: str, form: str) -> None:
+    mode = build_mode(name, form, shape_of(name, (2, 3, 2)))
+    shown = tuple(" ".join("·".join(axes) or "-" for axes in layout) for layout in (mode.residual, mode.inner))
+    assert shown == STREAMS[name, form]
+
+
 def renamed(plan: MatmulPlan, names: Mapping[str, str]) -> MatmulPlan:
     """The plan with its axes called otherwise."""
     m, k, n = (tuple(names[axis] for axis in axes) for axes in (plan.m, plan.k, plan.n))
