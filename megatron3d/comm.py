@@ -70,13 +70,15 @@ class Comm(Protocol):
 class ProcessComm:
     """Collectives of one process among `mesh.world_size`, over groups made once in the order of `axis_sets`.
 
-    Each rank creates its own group of each set only, so that thousands of ranks start as fast as eight.
+    Each rank creates its own group of each set only, so that thousands of ranks start as fast as eight.  torch numbers
+    the ranks of a group in the order of the world; where axes are asked for in another order, pieces are reordered.
     """
 
     def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes]) -> None:
         self.mesh = mesh
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
-        for axes in dict.fromkeys(mesh.nontrivial(axes) for axes in axis_sets):
+        self._orders: dict[Axes, list[int] | None] = {}
+        for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
             if axes:
                 self._groups[axes] = self._make_group(axes)
 
@@ -90,9 +92,17 @@ class ProcessComm:
         return group
 
     def _group(self, axes: Axes) -> tuple[dist.ProcessGroup | None, int]:
-        live = self.mesh.nontrivial(axes)
+        live = self.mesh.nontrivial(self.mesh.in_order(axes))
         assert not live or live in self._groups, f"no group was made for {live}; there are {list(self._groups)}"
         return self._groups.get(live), self.mesh.size(live)
+
+    def _order(self, axes: Axes) -> list[int] | None:
+        """Where the pieces of `axes` stand in the group's order; None where that is the same."""
+        if axes not in self._orders:
+            place = {rank: index for index, rank in enumerate(sorted(self.mesh.ranks(axes)))}
+            order = [place[rank] for rank in self.mesh.ranks(axes)]
+            self._orders[axes] = None if order == sorted(order) else order
+        return self._orders[axes]
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         group, ranks = self._group(axes)
@@ -101,10 +111,15 @@ class ProcessComm:
         x = x.contiguous()
         out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
         work = _all_gather(out, x, group=group, async_op=True)
+        order = self._order(axes)
 
         def finish() -> Tensor:
             work.wait()
-            return out if dim == 0 else out.unflatten(0, (ranks, -1)).movedim(0, dim).flatten(dim, dim + 1)
+            if dim == 0 and order is None:
+                return out
+            pieces: Tensor = out.unflatten(0, (ranks, -1))
+            pieces = pieces if order is None else pieces[order]
+            return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
         return Pending(finish)
 
@@ -113,7 +128,11 @@ class ProcessComm:
         if ranks == 1:
             return ready(x)
         assert x.shape[dim] % ranks == 0, f"{tuple(x.shape)} along {dim} does not divide by {axes}={ranks} ranks"
-        x = x if dim == 0 else x.unflatten(dim, (ranks, -1)).movedim(dim, 0).flatten(0, 1)
+        order = self._order(axes)
+        if dim != 0 or order is not None:
+            pieces = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+            pieces = pieces if order is None else pieces[[order.index(place) for place in range(ranks)]]
+            x = pieces.flatten(0, 1)
         x = x.contiguous()
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
         work = _reduce_scatter(out, x, group=group, async_op=True)
