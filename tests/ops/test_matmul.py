@@ -23,6 +23,11 @@ from tests.shards import cut, error, every_group, normal, plan_comm, pretended_w
 
 NAMES = ("a", "b", "c")
 CUBE = MatmulPlan(m=("a",), k=("c",), n=("b",), x={"b": "M"}, w={"a": "K"}, y={"c": "N"})
+IN_TURN = [
+    MatmulPlan(n=NAMES, x={"a": "M", "b": "K", "c": "M"}),
+    MatmulPlan(m=NAMES, w={"a": "K", "b": "N", "c": "K"}),
+    MatmulPlan(k=NAMES, y={"a": "N", "b": "M", "c": "N"}),
+]
 MESH = Mesh((("a", 2), ("b", 2), ("c", 2)))
 
 
@@ -37,12 +42,13 @@ def random_plan(seed: int) -> MatmulPlan:
 
 
 def cases() -> list[tuple[str, Mesh, MatmulPlan]]:
-    """Every form of every mode, embedding included, and thirty arbitrary plans."""
+    """Every form of every mode, embedding included; plans that move two dimensions in turn; thirty arbitrary plans."""
     out = []
     for name, entry in MODES.items():
         for form in entry.forms:
             mode = build_mode(name, form, entry.default_shape(8))
             out += [(f"{name} {form}", Mesh(mode.axes), plan) for plan in (mode.expand, mode.contract, mode.embed)]
+    out += [(f"in turn: {plan}", MESH, plan) for plan in IN_TURN]
     return out + [(f"random plan {seed}: {random_plan(seed)}", MESH, random_plan(seed)) for seed in range(30)]
 
 
