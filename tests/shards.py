@@ -29,7 +29,7 @@ def plan_comm(mesh: Mesh, *plans: MatmulPlan, also: tuple[Axes, ...] = ()) -> Pr
 
 
 def every_group(mesh: Mesh) -> ProcessComm:
-    """A communicator with every group whose axes are in mesh order."""
+    """A communicator with every group there is."""
     return ProcessComm(mesh, [axes for n in range(1, len(mesh.names) + 1) for axes in combinations(mesh.names, n)])
 
 

@@ -32,10 +32,10 @@ MESH = Mesh((("a", 2), ("b", 2), ("c", 2)))
 
 
 def random_plan(seed: int) -> MatmulPlan:
-    """Any plan over three axes."""
+    """Any plan over three axes, in any order."""
     draw = random.Random(seed)
-    owner = {axis: draw.choice("mkn") for axis in NAMES}
-    m, k, n = (tuple(axis for axis in NAMES if owner[axis] == letter) for letter in "mkn")
+    owner = {axis: draw.choice("mkn") for axis in draw.sample(NAMES, 3)}
+    m, k, n = (tuple(axis for axis in owner if owner[axis] == letter) for letter in "mkn")
     x = {axis: dim for axis in n if (dim := draw.choice(("M", "K", None)))}
     w = {axis: dim for axis in m if (dim := draw.choice(("N", "K", None)))}
     return MatmulPlan(m, k, n, x, w, {axis: draw.choice(("M", "N", None)) for axis in k})
