@@ -25,7 +25,6 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(arch.hidden_size, arch.hidden_size)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        batch, seq, _ = x_BSC.shape
         q, k, v = self.c_attn(x_BSC).chunk(3, dim=-1)
         batch, seq = q.shape[:2]
         q, k, v = (t.view(batch, seq, -1, self.head_size).transpose(1, 2) for t in (q, k, v))
