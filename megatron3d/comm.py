@@ -40,7 +40,10 @@ def ready(x: Tensor) -> Pending:
 class Comm(Protocol):
     """Collectives over a mesh."""
 
-    mesh: Mesh
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks, seen from this one."""
+        ...
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         """The pieces of all ranks along `axes`, joined along `dim`, the first axis slowest."""

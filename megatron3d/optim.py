@@ -66,11 +66,13 @@ class Optimizer:
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> float:
-    """Rate of the update that makes `iteration` (counted from 1), after linear warm-up."""
+    """Rate of the update that makes `iteration` (counted from 1): linear warm-up, decay, and after it `min_lr`."""
     warmup, end = config.lr_warmup_iters, config.lr_decay_iters or train_iters
     if iteration <= warmup:
         return config.lr * iteration / warmup
-    passed = min((iteration - warmup) / max(end - warmup, 1), 1.0)
+    if iteration > end and config.lr_decay_style != "constant":
+        return config.min_lr
+    passed = (iteration - warmup) / (end - warmup)
     return _DECAY[config.lr_decay_style](config, passed, iteration, end)
 
 
@@ -81,7 +83,7 @@ def _inverse_square_root(config: OptimizerConfig, passed: float, iteration: int,
 def _warmup_stable_decay(config: OptimizerConfig, passed: float, iteration: int, end: int) -> float:
     """Constant, then linear to min_lr over the last phase (Hu et al. 2024, arXiv:2404.06395)."""
     phase = config.lr_wsd_decay_iters or max(end // 10, 1)
-    left = min(max((end - iteration) / phase, 0.0), 1.0)
+    left = min((end - iteration) / phase, 1.0)
     return config.min_lr + (config.lr - config.min_lr) * left
 
 

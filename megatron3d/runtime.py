@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron3d.errors import UserError
 from megatron3d.placement import Placement, read_environment
@@ -24,6 +24,7 @@ from megatron3d.placement import Placement, read_environment
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 EXIT_DONE, EXIT_CRASH, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -58,6 +59,23 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
         torch.set_num_threads(max(1, _num_cores() // place.local_world_size))
     with _process_group(place, device, timeout_s) if place.world_size > 1 else contextlib.nullcontext():
         yield Runtime(place.rank, place.world_size, place.local_rank, device)
+
+
+def launch(num_ranks: int, rank: Callable[..., T], *args: object) -> T:
+    """Start `num_ranks` processes of `rank(*args)` on this machine with torchrun's own launcher; rank 0's result."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        run_id=rank.__name__,
+    )
+    results: dict[int, T] = elastic_launch(config, rank)(*args)
+    return results[0]
 
 
 def _device(place: Placement) -> torch.device:

@@ -77,7 +77,7 @@ class Buffers:
         self.flats = [
             _allocate(kind, names, specs, comm.mesh, dtype, device) for kind, names in _kinds(specs, comm.mesh)
         ]
-        self._is_first = self._is_last = True
+        self._is_first = True
         for flat in self.flats:
             self._attach(model, flat, bucket_bytes)
 
@@ -100,8 +100,7 @@ class Buffers:
             assert param.grad is not None, f"{name} has no gradient"
             (grad.copy_ if self._is_first else grad.add_)(param.grad)
             param.grad = None
-            if self._is_last:
-                self._arrived(bucket)
+            self._arrived(bucket)
 
         param.register_post_accumulate_grad_hook(collect)
 
@@ -112,8 +111,8 @@ class Buffers:
 
     def begin_microbatch(self, index: int, count: int) -> None:
         """Gradients of the first microbatch replace those of the last step; those of the last one are final."""
-        self._is_first, self._is_last = index == 0, index == count - 1
-        if self._is_last:
+        self._is_first = index == 0
+        if index == count - 1:
             for bucket in (bucket for flat in self.flats for bucket in flat.buckets):
                 bucket.num_missing, bucket.pending = bucket.num_params, None
 
@@ -126,7 +125,9 @@ class Buffers:
 
     def square_norm(self) -> Tensor:
         """My part of the squared global gradient norm: local squares over the number of copies (the norm rule)."""
-        return torch.stack([flat.grad.square().sum() / flat.kind.copies for flat in self.flats]).sum()
+        return torch.stack(
+            [torch.linalg.vector_norm(flat.grad).square() / flat.kind.copies for flat in self.flats]
+        ).sum()
 
     def publish(self) -> None:
         """Give the network what the optimizer has updated."""

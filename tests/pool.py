@@ -31,9 +31,8 @@ def _as_rank(rank: int, world_size: int, store: str, fn: Callable[..., Any], arg
 
     if world_size == 1:
         return fn(rank, world_size, *args)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S - 60)
-    )
+    timeout = timedelta(seconds=TIMEOUT_S - 60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
         return fn(rank, world_size, *args)
     finally:

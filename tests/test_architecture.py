@@ -128,12 +128,15 @@ def long_functions(tree: ast.Module) -> list[int]:
     return [n.lineno for n in functions if (n.end_lineno or 0) - n.lineno >= MAX_FUNCTION_LINES]
 
 
+# Benchmarks that time torch's own tensor parallelism beside ours.
+PEERS = ("benchmarks.dtensor_gpt", "benchmarks.dtensor_traffic", "benchmarks.tensor_parallel")
+
 # Rule, modules that may, a line that breaks it.
 RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     "environment": (reads("os.environ", "os.getenv", "os.putenv"), ("megatron3d.runtime",), "import os\nos.environ"),
     "torch.distributed": (
         reads("torch.distributed"),
-        ("megatron3d.comm", "megatron3d.runtime"),
+        ("megatron3d.comm", "megatron3d.runtime", *PEERS),
         "from torch import distributed",
     ),
     "unpickling": (reads("pickle", "torch.load"), (), "torch.load(path)"),

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"asked:    {batch_arithmetic(config, world_size)}\nverified: {batch_arithmetic(small, num_ranks)}", flush=True
     )
-    found = run_layout(small, num_ranks, args.steps, args.tolerance)
+    found = runtime.launch(num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance)
     for line in found[:10]:
         print(f"DIFFERENT {line}")
     if not found:
@@ -108,23 +108,6 @@ def shrink_model(model: ModelConfig, parallel: ParallelConfig, head_ranks: int) 
             "make_vocab_size_divisible_by": 1,
         }
     )
-
-
-def run_layout(config: Config, num_ranks: int, steps: int, tolerance: float) -> list[str]:
-    """Start the ranks with torchrun's own launcher; what rank 0 found."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    results = elastic_launch(launch, compare)(config.model_dump_json(), steps, tolerance)
-    found: list[str] = results[0]
-    return found
 
 
 def compare(config_json: str, steps: int, tolerance: float) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron3d.modes import cube, grid, one_d, two_d, two_five_d
@@ -21,24 +20,23 @@ class ModeEntry:
     default_shape: Callable[[int], Shape]
 
 
+def _factorizations(size: int, num_axes: int) -> Iterator[Shape]:
+    if num_axes == 1:
+        yield (size,)
+        return
+    for side in (n for n in range(1, size + 1) if size % n == 0):
+        yield from ((side, *rest) for rest in _factorizations(size // side, num_axes - 1))
+
+
 def _balanced(num_axes: int) -> Callable[[int], Shape]:
-    """The most even factorization; larger factors go to later (faster) axes."""
-
-    def shape(size: int) -> Shape:
-        out: Shape = ()
-        for remaining in range(num_axes, 1, -1):
-            fair = size ** (1 / remaining)
-            side = max(d for d in range(1, int(fair + 1e-9) + 1) if size % d == 0)
-            out, size = (*out, side), size // side
-        return (*out, size)
-
-    return shape
+    """The factorization with the smallest sum, larger factors on later (faster) axes."""
+    return lambda size: min(_factorizations(size, num_axes), key=lambda shape: (sum(shape), shape))
 
 
 def _square_with_depth(size: int) -> Shape:
-    """The largest r = c such that d = size / r^2 is whole."""
-    side = max(q for q in range(1, math.isqrt(size) + 1) if size % (q * q) == 0)
-    return size // side**2, side, side
+    """The most even d, q, q, with a depth of at most q where there is one (Wang et al. 2021, section 3.1)."""
+    shapes = (shape for shape in _factorizations(size, 3) if shape[1] == shape[2])
+    return min(shapes, key=lambda shape: (shape[0] > shape[1], sum(shape)))
 
 
 MODES: Mapping[str, ModeEntry] = {

@@ -1,7 +1,8 @@
 """Dropout whose mask is a function of (seed, iteration, layer, site, global element index), equal in every layout.
 
-Each element's index is a row and a column; their hashes are added and mixed again by the finalizer of splitmix64
-(Steele, Lea and Flood 2014).  Letters: M rows (tokens), H columns.
+Each element's index is a row and a column; their hashes are added and mixed again, with the multipliers and shifts of
+splitmix64's finalizer (Steele, Lea and Flood 2014; here the shifts keep the sign).
+Letters: M rows (tokens), H columns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def dropout_key(*parts: int | str) -> int:
 
 def keep_mask(key: int, rows_M: Tensor, columns_H: Tensor, rate: float) -> Tensor:
     """Bool [M, H]: False with probability `rate`; int64 `rows_M` and `columns_H` are global indices."""
-    mixed = _mix(_mix(rows_M + key).unsqueeze(-1) + _mix(columns_H ^ key))
+    mixed = _mix(_mix(rows_M + key).unsqueeze(-1) + _mix(columns_H - key))
     return (mixed >> 20) & ((1 << _BITS) - 1) >= int(rate * (1 << _BITS))
 
 

@@ -1,6 +1,6 @@
 """Word embedding: a contracting product of one-hot tokens with the head's stored matrix, as a lookup.
 
-Letters: M tokens, V vocabulary, H hidden.
+Gradients of a token that occurs often are added in fp32 or better.  Letters: M tokens, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ W_DIMS = {"K": 0, "N": 1}
 
 def embedding(tokens_M: Tensor, w_VH: Tensor, padded_vocab: int, plan: MatmulPlan, comm: Comm) -> Tensor:
     """Rows of `w_VH` for int64 `tokens_M` (those of the axes in `plan.m`), left in the plan's Y layout."""
-    if not (plan.m or plan.k or plan.n):
+    if not (plan.m or plan.k or plan.n) and w_VH.dtype == _wide(w_VH.dtype):
         return F.embedding(tokens_M, w_VH)
     y_MH: Tensor = _Embedding.apply(tokens_M, w_VH, padded_vocab, plan, comm)
     return y_MH
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 class _Embedding(torch.autograd.Function):
@@ -43,5 +47,6 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:
         rows_M, absent = ctx.saved_tensors
         dy = gather_dy(dy_MH, ctx.plan, ctx.comm).wait().masked_fill(absent.unsqueeze(-1), 0)
-        dw = dy.new_zeros((ctx.num_rows, dy.shape[1])).index_add_(0, rows_M, dy)
+        dw = torch.zeros((ctx.num_rows, dy.shape[1]), dtype=_wide(dy.dtype), device=dy.device)
+        dw = dw.index_add_(0, rows_M, dy.to(dw.dtype)).to(dy.dtype)
         return None, reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait(), None, None, None

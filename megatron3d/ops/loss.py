@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm import Comm
 from megatron3d.layout import span
 from megatron3d.mesh import Axes
 from megatron3d.ops.matmul import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
+from megatron3d.ops.product import product
 from megatron3d.plan import MatmulPlan, moves
 
 
@@ -35,7 +35,7 @@ class Head:
 
     def logits(self, whole_x_CH: Tensor, whole_w_VH: Tensor) -> Tensor:
         """Logits in Y's layout, fp32 or better, minus infinity where the vocabulary is padding."""
-        y_CV = reduce(F.linear(whole_x_CH, whole_w_VH), moves(self.plan.y), Y_DIMS, self.comm).wait()
+        y_CV = reduce(product(whole_x_CH, whole_w_VH), moves(self.plan.y), Y_DIMS, self.comm).wait()
         y_CV = y_CV.to(torch.promote_types(y_CV.dtype, torch.float32))
         low, high = self.vocab_span
         if high > self.vocab_size:
@@ -109,9 +109,8 @@ def _chunk_rows(head: Head) -> int:
 
 def _accumulate(total: Tensor | None, dy_CV: Tensor, x_CH: Tensor) -> Tensor:
     """total + dY^T X in fp32 or better."""
-    if total is None:
-        return (dy_CV.T @ x_CH).to(torch.promote_types(x_CH.dtype, torch.float32))
-    return total.addmm_(dy_CV.T, x_CH) if total.dtype == x_CH.dtype else total.add_(dy_CV.T @ x_CH)
+    dw_VH = product(dy_CV.T, x_CH.T)
+    return dw_VH.to(torch.promote_types(x_CH.dtype, torch.float32)) if total is None else total.add_(dw_VH)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -130,7 +129,7 @@ class _HeadLoss(torch.autograd.Function):
             losses.append(loss)
             if training:
                 dy = gather_dy(grad_CV.to(x_MH.dtype), plan, comm).wait()
-                dx = reduce(dy @ whole_w, plan.dx_moves, X_DIMS, comm)
+                dx = reduce(product(dy, whole_w.T), plan.dx_moves, X_DIMS, comm)
                 dw_VH = _accumulate(dw_VH, dy, whole_x)
                 dx_chunks.append(dx.wait())
         if dw_VH is not None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm import Comm, Pending, ready
+from megatron3d.ops.product import product, uses_onednn
 from megatron3d.plan import MatmulPlan, Move, moves
 
 X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}
@@ -22,7 +23,7 @@ X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}
 
 def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: MatmulPlan, comm: Comm) -> Tensor:
     """Y[M, N] = X W^T + bias under `plan`, which names no axis of size 1 (`MatmulPlan.on`)."""
-    if not (plan.m or plan.k or plan.n):
+    if not (plan.m or plan.k or plan.n or uses_onednn(x_MK.device, x_MK.dtype)):
         return F.linear(x_MK, w_NK, bias_N)
     y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, plan, comm)
     return y_MN
@@ -75,8 +76,8 @@ class _Matmul(torch.autograd.Function):
         ctx.save_for_backward(x_MK, w_NK)
         whole_x, whole_w = gather(x_MK, plan.x, X_DIMS, comm), gather(w_NK, plan.w, W_DIMS, comm)
         if not plan.k:
-            return F.linear(whole_x.wait(), whole_w.wait(), bias_N)
-        y_MN = reduce(F.linear(whole_x.wait(), whole_w.wait()), moves(plan.y), Y_DIMS, comm).wait()
+            return product(whole_x.wait(), whole_w.wait(), bias_N)
+        y_MN = reduce(product(whole_x.wait(), whole_w.wait()), moves(plan.y), Y_DIMS, comm).wait()
         return y_MN if bias_N is None else y_MN.add_(bias_N)
 
     @staticmethod
@@ -88,6 +89,6 @@ class _Matmul(torch.autograd.Function):
         whole_w, whole_x = gather(w_NK, plan.w, W_DIMS, comm), gather(x_MK, plan.x, X_DIMS, comm)
         db_N = dy_MN.sum(0) if needs_db else None
         dy = whole_dy.wait()
-        dx = reduce(dy @ whole_w.wait(), plan.dx_moves, X_DIMS, comm) if needs_dx else None
-        dw = reduce(dy.T @ whole_x.wait(), moves(plan.w), W_DIMS, comm) if needs_dw else None
+        dx = reduce(product(dy, whole_w.wait().T), plan.dx_moves, X_DIMS, comm) if needs_dx else None
+        dw = reduce(product(dy.T, whole_x.wait().T), moves(plan.w), W_DIMS, comm) if needs_dw else None
         return dx.wait() if dx else None, dw.wait() if dw else None, db_N, None, None

@@ -10,6 +10,7 @@ from megatron3d.config.derive import GATED
 from megatron3d.hardware import Peak
 from megatron3d.layout import box_shape
 from megatron3d.model.count import flops_per_token, num_parameters
+from megatron3d.ops.product import uses_onednn
 from megatron3d.shard import part_views
 from megatron3d.train.state import TrainState
 
@@ -55,6 +56,8 @@ def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
     yield f"memory per rank before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
+    if uses_onednn(flats[0].model.device, flats[0].model.dtype):
+        yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
     if peak is None:
         yield "peak FLOP/s of this device: unknown, so no MFU is shown; set logging.peak_tflops"
     else:

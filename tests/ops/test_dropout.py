@@ -103,3 +103,14 @@ def test_precision_is_kept() -> None:
     y = dropout(x, torch.ones(2, 3, dtype=torch.bool), 0.1)
     y.sum().backward()
     assert y.dtype == torch.bfloat16 and x.grad is not None and x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("key", [*KEYS, 2**20])
+def test_rows_and_columns_are_hashed_differently(key: int) -> None:
+    mask = bits(key)[:500]
+    assert within_chance((mask * mask.T).triu(1).sum().item() / 124750, 124750)
+
+
+def test_masks_are_the_same_on_every_machine_and_version() -> None:
+    mask = keep_mask(dropout_key(1234, 3, "layers.1.mlp.fc2"), torch.arange(2), torch.arange(16), 0.5)
+    assert ["".join(map(str, row)) for row in mask.int().tolist()] == ["0111111111011010", "0101100101101010"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron3d.comm import Comm
+from megatron3d.comm import Comm, ProcessComm
 from megatron3d.mesh import Mesh
 from megatron3d.modes import MODES, build_mode
 from megatron3d.ops.embedding import embedding
@@ -80,3 +80,11 @@ def test_on_one_rank_it_is_torchs() -> None:
 def test_a_frequent_tokens_gradient_does_not_stop_growing_in_bf16(pool: Pool) -> None:
     """Added one by one in bf16 the sum would stay at 256."""
     assert max(pool.run(frequent_token_error, 2)) < 2**-8
+
+
+def test_a_frequent_tokens_gradient_grows_on_one_rank_too() -> None:
+    nobody = ProcessComm(Mesh((("t", 1),)), [])
+    w_VH = torch.zeros(4, 2, dtype=torch.bfloat16, requires_grad=True)
+    y_MH = embedding(torch.zeros(4096, dtype=torch.int64), w_VH, 4, MatmulPlan(), nobody)
+    y_MH.backward(torch.ones(4096, 2, dtype=torch.bfloat16))
+    assert w_VH.grad is not None and (w_VH.grad[0] == 4096).all()

@@ -117,7 +117,7 @@ class Diary(TorchDispatchMode):
         self.comm, self.mesh, self.events = comm, comm.mesh, list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if func.name() in ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"):
             self.events.append("multiply")
         return func(*args, **(kwargs or {}))
 

@@ -1,0 +1,94 @@
+"""nanoGPT's published setting for a processor: validation loss of several seeds, and 8 ranks in 3-D beside one process.
+
+    python benchmarks/shakespeare_char.py --input tinyshakespeare.txt --output benchmarks/results/shakespeare_char.json
+
+nanoGPT publishes 1.88 after 2000 iterations (README.md of github.com/karpathy/nanoGPT).  The text is the one that
+karpathy/char-rnn calls tinyshakespeare, 1,115,394 characters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.report import context, write
+
+PUBLISHED = 1.88
+CONFIG = "configs/shakespeare_char.yaml"
+NUM_COMPARED = 100
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the corpus, train each seed, compare the layouts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = prepare(args.input, folder)
+        losses = {seed: validation_loss(data, seed, folder / f"seed{seed}") for seed in args.seeds}
+        difference = largest_difference(data, folder)
+    result = {
+        "validation_loss": losses,
+        "mean": statistics.mean(losses.values()) if losses else None,
+        "published_by_nanogpt": PUBLISHED,
+        f"largest relative difference of loss, 3d 2x2x2 on 8 ranks, first {NUM_COMPARED} fp32 iterations": difference,
+    }
+    print(json.dumps(result, indent=1))
+    if args.output:
+        write(args.output, result)
+    return 0
+
+
+def prepare(text: Path, folder: Path) -> list[str]:
+    """Tokenizer and token files; the overrides that name them."""
+    tokenizer = folder / "tokenizer"
+    python("tools/train_tokenizer.py", "--input", text, "--type", "char", "--output-prefix", tokenizer)
+    typed = ["--tokenizer-type", "CharTokenizer", "--tokenizer-model", f"{tokenizer}.json"]
+    python("tools/preprocess_data.py", "--input", text, "--output-prefix", folder / "corpus", *typed)
+    return [f"data.tokenizer_model={tokenizer}.json", f"data.data_path={folder}/corpus_text_document"]
+
+
+def validation_loss(data: list[str], seed: int, folder: Path) -> float:
+    """Loss after the last iteration."""
+    rows = train(data, folder, [f"train.seed={seed}"])
+    (*_, last) = (row["validation_loss"] for row in rows if "validation_loss" in row)
+    print(f"seed {seed}: validation loss {last:.4f}", flush=True)
+    return last
+
+
+def largest_difference(data: list[str], folder: Path) -> float:
+    """Of the loss of the same iteration, between one process and 8, relative."""
+    short = [f"train.exit_interval={NUM_COMPARED}", "logging.log_interval=1"]
+    cube = ["parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"]
+    one, eight = train(data, folder / "one", short), train(data, folder / "eight", short + cube, processes=8)
+    pairs = [(a["lm_loss"], b["lm_loss"]) for a, b in zip(one, eight, strict=True)]
+    assert len(pairs) == NUM_COMPARED, f"{len(pairs)} iterations were logged"
+    return max(abs(a - b) / a for a, b in pairs)
+
+
+def train(data: list[str], folder: Path, overrides: list[str], processes: int = 1) -> list[dict[str, float]]:
+    """Run to the end; the lines of metrics.jsonl."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
+    folders = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
+    python(*launcher, "pretrain_gpt.py", "--config", CONFIG, *data, *folders, *overrides, may_stop=True)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def python(*arguments: object, may_stop: bool = False) -> None:
+    """Run Python; stopping on request (3, or torchrun's 1 for it) is allowed where said."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
+    if done.returncode and not (may_stop and done.returncode in (1, 3)):
+        raise SystemExit(done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

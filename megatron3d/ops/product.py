@@ -1,0 +1,31 @@
+"""The matrix product of one device: F.linear, and on a CPU in fp32 oneDNN's kernel behind the same function.
+
+torch sends fp32 products to MKL, which on processors of other makers than Intel reaches half of oneDNN's speed
+(measured on an AMD EPYC: 108 against 170 to 259 GFLOP/s per core); torch's own compiler calls this operator too.
+Both are fp32 throughout.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def uses_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products go to oneDNN: fp32 on an x86 CPU, where this torch has the operator."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """a b^T + bias [M, N], contiguous.  Under autograd use `matmul.linear`: oneDNN's operator has no gradient."""
+    if uses_onednn(a_MK.device, a_MK.dtype):
+        y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, bias_N, "none", [], "")
+        return y_MN
+    return F.linear(a_MK, b_NK, bias_N)

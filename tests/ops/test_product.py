@@ -1,0 +1,52 @@
+"""Fact: the fast product and the plain one agree, for operands of any strides, in every precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm import ProcessComm
+from megatron3d.mesh import Mesh
+from megatron3d.ops.matmul import linear
+from megatron3d.ops.product import product, uses_onednn
+from megatron3d.plan import MatmulPlan
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 13, 5), (96, 160, 300), (64, 1, 33)])
+def test_products_agree_with_float64(dtype: torch.dtype, tolerance: float, m: int, n: int, k: int) -> None:
+    a, b, bias = normal(m, k), normal(n, k), normal(n)
+    expected = F.linear(a, b, bias)
+    turned = (a.T.contiguous().T, b.T.contiguous().T)
+    for left in (a, turned[0]):
+        for right in (b, turned[1]):
+            got = product(left.to(dtype), right.to(dtype), bias.to(dtype))
+            assert got.is_contiguous() and got.dtype == dtype
+            assert (got.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_a_linear_layer_has_torchs_gradients_in_fp32() -> None:
+    alone = ProcessComm(Mesh((("t", 1),)), [])
+    inputs = [normal(40, 24).float(), normal(56, 24).float(), normal(56).float()]
+    ours, torchs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    y = linear(*ours, MatmulPlan(), alone)
+    expected = F.linear(*torchs)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-4)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, theirs in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-2)
+
+
+def test_only_fp32_on_a_processor_leaves_torchs_path() -> None:
+    assert not uses_onednn(torch.device("cpu"), torch.float64)
+    assert not uses_onednn(torch.device("cpu"), torch.bfloat16)
+    assert not uses_onednn(torch.device("meta"), torch.float32)
