@@ -1,0 +1,57 @@
+"""From typing the command to the first step: wall time of the quickstart's training until it reports iteration 1.
+
+python benchmarks/startup.py --output benchmarks/results/startup.json      # after scripts/quickstart.sh
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from report import show, write
+
+CONFIG = "configs/quickstart.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start several times; report the median."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(argv)
+    seconds = [first_step_s(args.processes) for _ in range(args.rounds)]
+    rows = [{"processes": args.processes, "median_s": statistics.median(seconds), "worst_s": max(seconds)}]
+    show("start to first step of the quickstart model", rows)
+    if args.output:
+        write(args.output, rows, seconds=seconds)
+    return 0
+
+
+def first_step_s(processes: int) -> float:
+    """Seconds from the launch to the line of iteration 1."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
+        overrides = ["logging.log_interval=1", "train.exit_interval=1", *folders]
+        begin = time.perf_counter()
+        command = [*launcher, "pretrain_gpt.py", "--config", CONFIG, *overrides]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None, "stdout is a pipe"
+            for line in process.stdout:
+                if " iteration " in line:
+                    seconds = time.perf_counter() - begin
+                    process.communicate()
+                    return seconds
+            assert process.stderr is not None, "stderr is a pipe"
+            raise SystemExit(process.stderr.read())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
