@@ -138,6 +138,32 @@ def tree(folder: Path) -> dict[str, bytes | None]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
+Words = tuple[str, ...]
+
+
+def refuse(config: Path, overrides: list[str], *problems: Words) -> None:
+    """Run, and hold that each of the problems is told in one line with these words, and nothing else happened."""
+    before = tree(config.parent)
+    outcome = run(config, *(text.format(here=config.parent) for text in overrides))
+    assert tree(config.parent) == before
+    assert_refused(outcome, config.parent, *problems)
+
+
+def assert_refused(outcome: Outcome, here: Path, *problems: Words) -> None:
+    lines = outcome.err.splitlines()
+    assert outcome.code == runtime.EXIT_USER_ERROR, outcome
+    assert "Traceback" not in outcome.err + outcome.out and "iteration " not in outcome.out
+    assert len(lines) == len(problems), outcome.err
+    for line, words in zip(lines, problems, strict=True):
+        missing = [word for word in words if word.format(here=here) not in line]
+        assert not missing, f"{missing} not in: {line}"
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    """Take bytes off the end of a file."""
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
 def launch(program: Sequence[str], num_ranks: int = 1) -> subprocess.Popen[str]:
     """A program in processes of its own, bare or under torchrun, on the CPU; a session, to be signalled as one."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]

@@ -13,8 +13,10 @@ from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus import Corpus, Samples, open_corpus
+from megatron3d.data.indexed import BLOCK
 from megatron3d.data.loader import Loader
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.errors import UserError
 from megatron3d.hardware import device_peak
 from megatron3d.metrics import MetricsWriter
 from megatron3d.runtime import Phases, Runtime
@@ -40,6 +42,9 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     identity = identity_of(config, tokenizer, corpus)
     with phases("checkpoint"):
         resume(config, state, identity, comm)
+    if state.iteration == 0 and corpus.dataset.manifest is None:
+        with phases("token ids of the corpus, which has no manifest"):
+            check_token_ids(corpus, state)
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
     if is_first:
@@ -77,7 +82,12 @@ def resume(config: Config, state: TrainState, identity: dict[str, JsonValue], co
     if load is None:
         return
     own = save is not None and Path(load).absolute() == Path(save).absolute()
-    found = together(comm, lambda: latest(Path(load)) if own else resolve(Path(load)))
+
+    def find(root: Path) -> Path | None:
+        is_new = own and latest(root) is None and not any(root.glob("iter_*"))
+        return None if is_new else resolve(root)
+
+    found = together(comm, lambda: find(Path(load)))
     folder = comm.broadcast_object(found[0] if found else None)
     if folder is not None:
         load_state(folder, state, identity)
@@ -85,14 +95,48 @@ def resume(config: Config, state: TrainState, identity: dict[str, JsonValue], co
         print(f"> continuing from {folder}" if folder else f"> {load} has no checkpoint yet: starting anew", flush=True)
 
 
+def check_token_ids(corpus: Corpus, state: TrainState) -> None:
+    """Read the whole corpus, each rank a part; raises UserError where a token is outside the vocabulary.
+
+    For corpora without a manifest, which would tell: those that Megatron made.
+    """
+    data, comm, vocab_size = corpus.dataset, state.model.comm, state.model.arch.vocab_size
+    starts = range(comm.mesh.rank * BLOCK, data.num_tokens, comm.mesh.world_size * BLOCK)
+    blocks = (data.tokens(start, min(start + BLOCK, data.num_tokens)) for start in starts)
+    gathered = comm.gather_object([(int(block.min()), int(block.max())) for block in blocks])
+    bounds = comm.broadcast_object(gathered and [bound for part in gathered for bound in part])
+    low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"data.data_path={data.prefix}: its token ids are {low} to {high}, outside the vocabulary of {vocab_size}; "
+            "set data.tokenizer_type and data.tokenizer_model to the tokenizer that made the corpus"
+        )
+
+
 def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> MetricsWriter | None:
-    """Rank 0's metrics, after the resolved configuration is written; None on other ranks."""
-    save = resolved.config.checkpoint.save
+    """Rank 0's metrics, beside the resolved configuration; None on other ranks.  All ranks raise where that fails."""
+    config = resolved.config
+    save = Path(config.checkpoint.save) if config.checkpoint.save else None
+    opened: list[MetricsWriter] = []
 
-    def write() -> MetricsWriter:
+    def write() -> None:
+        for key, folder in (
+            ("logging.tensorboard_dir", config.logging.tensorboard_dir),
+            ("checkpoint.save", config.checkpoint.save),
+        ):
+            make_folder(key, folder)
+        opened.append(MetricsWriter(save, config, state.iteration))
         if save is not None:
-            Path(save).mkdir(parents=True, exist_ok=True)
-            write_resolved(resolved, Path(save) / "config.yaml")
-        return MetricsWriter(Path(save) if save else None, resolved.config, state.iteration)
+            write_resolved(resolved, save / "config.yaml")
 
-    return write() if comm.mesh.rank == 0 else None
+    together(comm, lambda: write() if comm.mesh.rank == 0 else None)
+    return opened[0] if opened else None
+
+
+def make_folder(key: str, folder: str | None) -> None:
+    """Make the folder of a key if it has one."""
+    try:
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{key}={folder}: cannot be made ({error.strerror}); use a folder that you own") from error

@@ -1,0 +1,226 @@
+"""A file or folder that a run was given is unusable: exit code 2, one message per problem that names it and a remedy,
+no traceback, and not a byte is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron3d import runtime
+from tests.end_to_end import Words, cut, in_run, launch, refuse, run, tree, write_config
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    config = write_config(tmp_path_factory.mktemp("trained"))
+    assert run(config).code == runtime.EXIT_DONE
+    return config.parent / "run"
+
+
+CORPUS: dict[str, tuple[Damage, list[str], list[Words]]] = {
+    "none": (lambda here: None, ["data.data_path=null"], [("data.data_path=null", "tools/preprocess_data.py")]),
+    "absent": (
+        lambda here: None,
+        ["data.data_path={here}/no"],
+        [("data.data_path", "{here}/no.bin does not exist"), ("data.data_path", "{here}/no.idx does not exist")],
+    ),
+    "below a file": (
+        lambda here: None,
+        ["data.data_path={here}/tiny.yaml/c"],
+        [("tiny.yaml/c.bin does not exist",), ("tiny.yaml/c.idx does not exist",)],
+    ),
+    "a file instead of the prefix": (
+        lambda here: None,
+        ["data.data_path={here}/corpus.bin"],
+        [("data.data_path", "prefix", "use {here}/corpus")],
+    ),
+    "no index": (lambda here: (here / "corpus.idx").unlink(), [], [("{here}/corpus.idx does not exist",)]),
+    "no tokens": (lambda here: (here / "corpus.bin").unlink(), [], [("{here}/corpus.bin does not exist",)]),
+    "empty index": (lambda here: (here / "corpus.idx").write_bytes(b""), [], [("{here}/corpus.idx is empty",)]),
+    "empty tokens": (lambda here: (here / "corpus.bin").write_bytes(b""), [], [("{here}/corpus.bin is empty",)]),
+    "cut index": (
+        lambda here: cut(here / "corpus.idx", 5),
+        [],
+        [("{here}/corpus.idx", "cut short", "tools/preprocess_data.py")],
+    ),
+    "cut tokens": (
+        lambda here: cut(here / "corpus.bin", 10),
+        [],
+        [("{here}/corpus.bin", "cut short", "tools/preprocess_data.py")],
+    ),
+    "foreign index": (
+        lambda here: (here / "corpus.idx").write_bytes(b"PK" * 99),
+        [],
+        [("{here}/corpus.idx", "not a Megatron index")],
+    ),
+    "foreign tokens": (
+        lambda here: (here / "corpus.bin").write_bytes(b"PK" * 99),
+        [],
+        [("{here}/corpus.bin", "198 bytes", "foreign")],
+    ),
+    "damaged manifest": (
+        lambda here: (here / "corpus.manifest.json").write_text("{}"),
+        [],
+        [("{here}/corpus.manifest.json", "make the corpus again")],
+    ),
+    "shorter than a sample": (
+        lambda here: None,
+        ["model.seq_length=30000"],
+        [("data.split=90,10,0", "train is ", "model.seq_length + 1 = 30001", "set model.seq_length to at most")],
+    ),
+    "validation shorter than a sample": (
+        lambda here: None,
+        ["model.seq_length=3000", "train.eval_interval=5"],
+        [("data.split=90,10,0", "valid is ", "3001", "larger weight")],
+    ),
+    "vocabulary below the tokenizer's": (
+        lambda here: None,
+        ["model.vocab_size=200"],
+        [("model.vocab_size=200", "257", "leave it out")],
+    ),
+    "another tokenizer": (
+        lambda here: (here / "chars.json").write_text('["a", "b"]'),
+        ["data.tokenizer_type=CharTokenizer", "data.tokenizer_model={here}/chars.json"],
+        [("made with ByteTokenizer", "configured is CharTokenizer", "data.tokenizer_model")],
+    ),
+    "ids beyond the vocabulary, and Megatron's file does not say": (
+        lambda here: ((here / "corpus.manifest.json").unlink(), (here / "chars.json").write_text('["a", "b"]')),
+        ["data.tokenizer_type=CharTokenizer", "data.tokenizer_model={here}/chars.json"],
+        [("data.data_path={here}/corpus", "token ids are 10 to 256", "outside the vocabulary of 2", "the tokenizer")],
+    ),
+    "no tokenizer": (
+        lambda here: None,
+        ["data.tokenizer_type=SentencePieceTokenizer"],
+        [("data.tokenizer_model", "SentencePieceTokenizer needs a file", "tools/train_tokenizer.py")],
+    ),
+    "absent tokenizer": (
+        lambda here: None,
+        ["data.tokenizer_type=CharTokenizer", "data.tokenizer_model={here}/no.json"],
+        [("data.tokenizer_model", "{here}/no.json does not exist")],
+    ),
+    "foreign tokenizer": (
+        lambda here: None,
+        ["data.tokenizer_type=SentencePieceTokenizer", "data.tokenizer_model={here}/tiny.yaml"],
+        [("data.tokenizer_model={here}/tiny.yaml", "not a SentencePiece model")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_corpus_and_tokenizer(config: Path, name: str) -> None:
+    damage, overrides, problems = CORPUS[name]
+    damage(config.parent)
+    refuse(config, overrides, *problems)
+
+
+@pytest.mark.parametrize("key", ["checkpoint.save", "logging.tensorboard_dir"])
+@pytest.mark.parametrize("folder", ["{here}/tiny.yaml", "{here}/tiny.yaml/run", "/proc/run", "/dev/null/run"])
+def test_folders_that_cannot_be_written(config: Path, key: str, folder: str) -> None:
+    place = folder.format(here=config.parent)
+    refuse(config, ["checkpoint.load=null", f"{key}={place}"], (f"{key}={place}", "use "))
+
+
+OTHER_MODEL = ["model.num_layers=3", "model.hidden_size=64", "model.ffn_hidden_size=128"]
+LOADS: dict[str, tuple[Damage, list[str], list[Words]]] = {
+    "absent": (lambda run: shutil.rmtree(run), [], [("checkpoint.load", "no such folder", "null")]),
+    "empty": (
+        lambda run: (shutil.rmtree(run), run.mkdir()),
+        [],
+        [("checkpoint.load", "latest_checkpointed_iteration")],
+    ),
+    "a file": (lambda run: (shutil.rmtree(run), run.touch()), [], [("checkpoint.load", "no such folder")]),
+    "checkpoint gone": (
+        lambda run: shutil.rmtree(run / "iter_0000008"),
+        [],
+        [("latest_checkpointed_iteration.txt names iter_0000008", "not there")],
+    ),
+    "tracker gone": (
+        lambda run: (run / "latest_checkpointed_iteration.txt").unlink(),
+        [],
+        [("latest_checkpointed_iteration.txt", "load one of iter_0000008")],
+    ),
+    "tracker damaged": (
+        lambda run: (run / "latest_checkpointed_iteration.txt").write_text("eight"),
+        [],
+        [("latest_checkpointed_iteration.txt", "'eight'")],
+    ),
+    "no index": (lambda run: (run / "iter_0000008/index.json").unlink(), [], [("iter_0000008", "no index.json")]),
+    "damaged index": (lambda run: cut(run / "iter_0000008/index.json", 9), [], [("index.json is damaged",)]),
+    "cut tensors": (
+        lambda run: cut(run / "iter_0000008/rank_00000.safetensors", 9),
+        [],
+        [("rank_00000.safetensors is missing or damaged", "load another checkpoint")],
+    ),
+    "no tensors": (
+        lambda run: (run / "iter_0000008/rank_00000.safetensors").unlink(),
+        [],
+        [("rank_00000.safetensors is missing or damaged", "load another checkpoint")],
+    ),
+    "another model": (
+        lambda run: None,
+        OTHER_MODEL,
+        [
+            ("model.num_layers=2", "this run has 3"),
+            ("model.hidden_size=32", "this run has 64"),
+            ("model.kv_channels=4", "this run has 8"),
+        ],
+    ),
+    "another order of samples": (
+        lambda run: None,
+        ["train.seed=5", "data.split=80,20,0"],
+        [("data.split=90,10,0", "this run has 80,20,0"), ("train.seed=1234", "this run has 5")],
+    ),
+}
+
+
+NEW_RUNS = ("absent", "empty", "a file")
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [(name, own) for name in LOADS for own in (False, True) if not (own and name in NEW_RUNS)]
+)
+def test_load(config: Path, trained: Path, name: str, own: bool) -> None:
+    """Where the run saves to the folder that it loads from, only a folder without checkpoints is a fresh start."""
+    damage, overrides, problems = LOADS[name]
+    there = config.parent / "run"
+    shutil.copytree(trained, there)
+    damage(there)
+    save = there if own else config.parent / "other"
+    refuse(config, [f"checkpoint.save={save}", f"checkpoint.load={there}", *overrides], *problems)
+
+
+TWO_RANKS: dict[str, tuple[Damage, Words]] = {
+    "before the ranks meet": (lambda here: cut(here / "corpus.bin", 10), ("corpus.bin", "cut short")),
+    "after they met": (
+        lambda here: cut(here / "run/iter_0000008/rank_00000.safetensors", 9),
+        ("rank_00000.safetensors is missing or damaged",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_say_it_once(config: Path, trained: Path, name: str) -> None:
+    """torchrun adds a report of its own and exits with 1."""
+    damage, words = TWO_RANKS[name]
+    shutil.copytree(trained, config.parent / "run")
+    damage(config.parent)
+    before = tree(config.parent)
+    layout = "parallel.tensor_model_parallel_size=2"
+    process = launch(["pretrain_gpt.py", "--config", str(config), *in_run(f"{config.parent}/run"), layout], num_ranks=2)
+    _, err = process.communicate(timeout=60)
+    assert tree(config.parent) == before
+    said = [line for line in err.splitlines() if all(word in line for word in words)]
+    assert len(said) == 1 and "rank 1]" not in said[0], err
+    assert err.count("Traceback") == err.count("ChildFailedError(")
