@@ -24,6 +24,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.layout",
         "megatron3d.plan",
         "megatron3d.modes",
+        "megatron3d.pipeline",
         "megatron3d.config",
         "megatron3d.data.samples",
         "megatron3d.model.count",

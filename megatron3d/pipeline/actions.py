@@ -1,0 +1,106 @@
+"""What a rank of a pipeline does, as values, written as torch.distributed.pipelining writes them in its CSV files.
+
+<stage><kind><microbatch>      1F3  forward of stage 1 on microbatch 3        2B0  its whole backward
+                               2I0  gradient of stage 2's input only          2W0  of its weights only
+2SEND_F3  output of stage 2 to stage 3        3RECV_F3  the same at the other end
+2SEND_B3  input gradient of stage 2 to 1      1RECV_B3  the same at the other end        2REDUCE_GRAD
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(str, Enum):
+    """What is done: four computations, four transfers, and the sum of a stage's weight gradients over the data axis."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741  the field's name
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE_GRAD"
+
+
+COMPUTATIONS = (Kind.F, Kind.B, Kind.I, Kind.W)
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+
+
+class Action(NamedTuple):
+    """One thing that the rank with `stage` does for microbatch `mb` (None: for all of them)."""
+
+    kind: Kind
+    stage: int
+    mb: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{'' if self.mb is None else self.mb}"
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+Placement = Callable[[int, int], int]
+
+_KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
+_TEXT = re.compile(rf"(\d+)({_KINDS})(\d*)")
+
+
+def parse_action(text: str) -> Action:
+    """The action that `text` stands for; ValueError if it is none."""
+    match = _TEXT.fullmatch(text.strip())
+    if match is None or (match[2] == Kind.REDUCE.value) != (match[3] == ""):
+        raise ValueError(f"{text!r} is no action such as 0F3, 1I2, 1W2 or 0B1: stage, kind, microbatch")
+    return Action(Kind(match[2]), int(match[1]), int(match[3]) if match[3] else None)
+
+
+def loop(stage: int, num_ranks: int) -> int:
+    """The rank of a stage that follows its predecessor round and round (Megatron's interleaving)."""
+    return stage % num_ranks
+
+
+def vee(stage: int, num_ranks: int) -> int:
+    """The rank of a stage on the way down and up again: the first and the last stage share rank 0."""
+    step, back = divmod(stage, num_ranks)
+    return num_ranks - 1 - back if step % 2 else back
+
+
+def owners(schedule: Schedule) -> Mapping[int, int]:
+    """The rank of every stage, in order of stages."""
+    return dict(sorted({action.stage: rank for rank, actions in enumerate(schedule) for action in actions}.items()))
+
+
+def results(action: Action) -> tuple[Action, ...]:
+    """What is available when a computation is done: a whole backward is both of its halves."""
+    if action.kind is Kind.B:
+        return action._replace(kind=Kind.I), action._replace(kind=Kind.W)
+    return (action,)
+
+
+def predecessors(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """The results that a computation consumes."""
+    kind, stage, mb = action
+    if kind is Kind.F:
+        return (Action(Kind.F, stage - 1, mb),) if stage else ()
+    if kind is Kind.W:
+        return (Action(Kind.I, stage, mb),)
+    from_above = (Action(Kind.I, stage + 1, mb),) if stage + 1 < num_stages else ()
+    return (Action(Kind.F, stage, mb), *from_above)
+
+
+def kept(actions: Iterable[Action], weight_share: float = 1.0) -> list[float]:
+    """Activations that a rank holds after each of its actions, counted in microbatches of one stage.
+
+    Forward adds one; of it, `weight_share` stays from the input gradient until the weight gradient.
+    """
+    change = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: weight_share - 1.0, Kind.W: -weight_share}
+    held, total = [], 0.0
+    for action in actions:
+        total += change.get(action.kind, 0.0)
+        held.append(total)
+    return held

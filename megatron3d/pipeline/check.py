@@ -1,0 +1,114 @@
+"""Whether every rank can do its list: each action once, a stage on one rank, nothing that waits for itself."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from megatron3d.errors import UserError
+from megatron3d.pipeline.actions import COMPUTATIONS, Action, Kind, Schedule, parse_action, results
+from megatron3d.pipeline.simulate import Deadlock, run
+
+MAX_PROBLEMS = 10
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The schedule in a CSV file: a row per rank, a cell per action, empty cells where it idles (torch's compute_only).
+
+    Raises UserError with the file, the rank and the cell for what cannot be read or run.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read: {error}; give a CSV with a row of actions per rank") from error
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    bad: list[str] = []
+    ranks = [tuple(_cells(row, f"{path}: rank {rank}", bad)) for rank, row in enumerate(rows)]
+    UserError.collect(bad[:MAX_PROBLEMS])
+    UserError.collect(f"{path}: {problem}" for problem in problems(tuple(ranks)))
+    return tuple(ranks)
+
+
+def write_schedule(schedule: Schedule, path: Path) -> None:
+    """Write what `read_schedule` and torch read."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(schedule)
+
+
+def _cells(row: list[str], where: str, bad: list[str]) -> Iterator[Action]:
+    for column, cell in enumerate(row, 1):
+        if not cell.strip():
+            continue
+        try:
+            action = parse_action(cell)
+        except ValueError as error:
+            bad.append(f"{where}, cell {column}: {error}")
+            continue
+        if action.kind in COMPUTATIONS:
+            yield action
+        else:
+            bad.append(f"{where}, cell {column}: {action} computes nothing; leave it out, transfers are added later")
+
+
+def problems(schedule: Schedule) -> list[str]:
+    """What keeps a schedule from running, at most ten sentences with the rank, the action and what is wrong."""
+    found = list(islice(_miscounted(schedule), MAX_PROBLEMS))
+    if found:
+        return found
+    try:
+        for _ in run(schedule, lambda action: 1.0, 0.0):
+            pass
+    except Deadlock as deadlock:
+        return list(islice(_stuck(schedule, deadlock), MAX_PROBLEMS))
+    return []
+
+
+def _miscounted(schedule: Schedule) -> Iterator[str]:
+    """Actions that are doubled, missing or on another rank than the rest of their stage."""
+    where: dict[int, int] = {}
+    done: Counter[Action] = Counter()
+    for rank, actions in enumerate(schedule):
+        if not actions:
+            yield f"rank {rank} has no actions; give it a stage, or use one rank less"
+        for action in actions:
+            if where.setdefault(action.stage, rank) != rank:
+                yield f"rank {rank}: {action} belongs to stage {action.stage}, which rank {where[action.stage]} has"
+            for result in results(action):
+                done[result] += 1
+                if done[result] == 2:
+                    yield f"rank {rank}: {action} does again what was done before; name it once"
+    if not where:
+        yield "there are no actions; give a row of actions per rank, such as 0F0,0B0"
+    microbatches = {result.mb for result in done}
+    for what, numbers in (("stage", set(where)), ("microbatch", microbatches)):
+        if gaps := set(range(len(numbers))) - numbers:
+            yield f"{what} {min(gaps)} is missing among the {len(numbers)} there are; number them from 0"
+            return
+    for stage in sorted(where):
+        for mb in range(len(microbatches)):
+            for kind in (Kind.F, Kind.I, Kind.W):
+                if not done[Action(kind, stage, mb)]:
+                    whole = "" if kind is Kind.F else f" or {stage}B{mb}"
+                    yield f"rank {where[stage]}: {stage}{kind.value}{mb}{whole} is missing"
+
+
+def _stuck(schedule: Schedule, deadlock: Deadlock) -> Iterator[str]:
+    """A sentence per rank that cannot go on: its action, and where what it waits for would be done."""
+    places = {
+        result: (action, rank, position)
+        for rank, actions in enumerate(schedule)
+        for position, action in enumerate(actions, 1)
+        for result in results(action)
+    }
+    for rank, position, waits in deadlock.stuck:
+        action, other, later = places[waits]
+        place = f"its own action {later}" if other == rank else f"action {later} of rank {other}"
+        yield (
+            f"rank {rank}: {schedule[rank][position]}, action {position + 1} of {len(schedule[rank])}, waits for "
+            f"{action}, {place}, and can never start; put {action} earlier"
+        )

@@ -1,0 +1,63 @@
+"""How long a rank computes for one microbatch, and a transfer takes: the five numbers that a timetable needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from megatron3d.errors import UserError
+from megatron3d.pipeline.actions import Action, Kind
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of forward, input gradient, weight gradient, whole backward and one hop between ranks, in any unit.
+
+    A rank's v stages together take these times; a single one takes a v-th.
+    """
+
+    F: float = 1.0
+    I: float = 1.0  # noqa: E741  the field's name
+    W: float = 1.0
+    B: float | None = None
+    comm: float = 0.0
+
+    def __post_init__(self) -> None:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in named.items() if value is not None}
+        UserError.collect(
+            f"cost {name}={value:g}: must be {'at least' if name == 'comm' else 'above'} 0; use {name}=1"
+            for name, value in given.items()
+            if not math.isfinite(value) or value < 0 or (value == 0 and name != "comm")
+        )
+
+    @property
+    def total(self) -> float:
+        """Time that one microbatch keeps a rank busy when its backward is split."""
+        return self.F + self.I + self.W
+
+    def of(self, action: Action, num_virtual: int) -> float:
+        """Time of a computation of one of the `num_virtual` stages of a rank; B is I and W unless given."""
+        whole = self.I + self.W if self.B is None else self.B
+        times = {Kind.F: self.F, Kind.I: self.I, Kind.W: self.W, Kind.B: whole}
+        return times[action.kind] / num_virtual
+
+
+UNIT = Costs()
+
+
+def parse_costs(text: str) -> Costs:
+    """Costs from `F=1,B=2,I=1,W=1,comm=0.1`, each of them optional."""
+    names = [field.name for field in fields(Costs)]
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        if name not in names or name in values:
+            raise UserError(
+                f"costs {text}: {part!r} is not one of {', '.join(names)}, each once, as in F=1,B=2,comm=0.1"
+            )
+        try:
+            values[name] = float(number)
+        except ValueError as error:
+            raise UserError(f"costs {text}: {part!r} is no number; use {name}=1") from error
+    return Costs(**values)

@@ -1,0 +1,83 @@
+"""From a schedule to what a rank executes: with transfers between ranks, and the sum of each stage's gradients.
+
+NCCL has no tags: the n-th transfer that one end of a link posts meets the n-th of the other end.  All transfers are
+therefore put in one global order, that of the times when their data exist, and every rank posts its own in that order:
+
+    end of a computation  ->  its transfers, posted by both ends  ->  the computations that end later
+
+Walking that order from its start, the next transfer always is the next of both its ends, so that nothing can wait in a
+circle, even if every transfer blocked.  A receive comes before the computation that is under way when its data exist;
+it may then be posted `ahead` of further computations, but never of another transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, Kind, Schedule, owners
+from megatron3d.pipeline.costs import UNIT, Costs
+from megatron3d.pipeline.simulate import simulate
+
+_FORWARD = Kind.SEND_F, Kind.RECV_F
+_BACKWARD = Kind.SEND_B, Kind.RECV_B
+
+
+class Transfer(NamedTuple):
+    """A tensor that crosses from one rank to another: the two actions that post it."""
+
+    send: Action
+    receive: Action
+
+
+def transfer(action: Action, where: Mapping[int, int]) -> Transfer | None:
+    """What has to be moved when `action` is done; None when the next stage is on the same rank, or there is none."""
+    kind, stage, mb = action
+    if kind is Kind.W:
+        return None
+    step, send, receive = (1, *_FORWARD) if kind is Kind.F else (-1, *_BACKWARD)
+    if where.get(stage + step, where[stage]) == where[stage]:
+        return None
+    return Transfer(Action(send, stage, mb), Action(receive, stage + step, mb))
+
+
+def peer(action: Action, where: Mapping[int, int]) -> int:
+    """The rank at the other end of a SEND or RECV."""
+    step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+    assert action.kind in (*SENDS, *RECEIVES), f"{action} is no transfer"
+    return where[action.stage + step]
+
+
+def lower(schedule: Schedule, ahead: int = 1, costs: Costs = UNIT) -> Schedule:
+    """The lists that ranks execute: `schedule`, which must be valid, with SEND, RECV and REDUCE_GRAD put in.
+
+    A SEND follows its computation, a REDUCE_GRAD the last weight gradient of its stage.  A RECV stands where it is
+    posted; the computation that consumes what it brings waits for it.  `ahead` is the number of computations that a
+    RECV is moved up over; with 0, a rank may even wait at every transfer.  `costs`, which must be the same on every
+    rank, give the order in which data come to exist.
+    """
+    where = owners(schedule)
+    lists: list[list[Action]] = [[] for _ in schedule]
+    weights = (action for actions in schedule for action in actions if action.kind in (Kind.B, Kind.W))
+    last = {action.stage: action for action in weights}
+    for span in sorted(simulate(schedule, costs).spans, key=lambda span: (span.end, span.rank)):
+        action, mine = span.action, lists[span.rank]
+        mine.append(action)
+        if moved := transfer(action, where):
+            mine.append(moved.send)
+            lists[where[moved.receive.stage]].append(moved.receive)
+        if last[action.stage] == action:
+            mine.append(Action(Kind.REDUCE, action.stage))
+    return tuple(tuple(_hoisted(actions, ahead)) for actions in lists)
+
+
+def _hoisted(actions: list[Action], ahead: int) -> list[Action]:
+    """`actions` with every receive before up to `ahead` computations that precede it without a transfer between."""
+    out: list[Action] = []
+    for action in actions:
+        place = len(out)
+        if action.kind in RECEIVES:
+            while place > max(0, len(out) - ahead) and out[place - 1].kind in COMPUTATIONS:
+                place -= 1
+        out.insert(place, action)
+    return out

@@ -1,0 +1,185 @@
+"""Pipeline schedules as data: per rank, the order of its computations, as pure functions of (p, m, v).
+
+p ranks, m microbatches, v virtual stages per rank.  A rank's order is written as a pattern of kinds; the n-th time
+that a kind appears, it is for microbatch n.  Whole microbatches can be left out of a valid schedule, so a pattern for
+more microbatches than there are serves small m.
+
+  gpipe        Huang et al. 2019, arXiv:1811.06965            1f1b     Narayanan et al. 2021, arXiv:2006.09503, flush
+  interleaved  Narayanan et al. 2021, arXiv:2104.04473, 2.2   zb-*     Qi et al. 2023, arXiv:2401.10241
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron3d.errors import UserError
+from megatron3d.pipeline.actions import Action, Kind, Placement, Schedule, loop, vee
+from megatron3d.pipeline.check import read_schedule
+from megatron3d.pipeline.costs import UNIT, Costs
+
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741  the field's names
+Step = tuple[Kind, int]
+
+
+def numbered(pattern: Iterable[Step], m: int) -> tuple[Action, ...]:
+    """The actions of a pattern of (kind, stage), those of microbatches from m on left out."""
+    seen: Counter[Step] = Counter()
+    actions = []
+    for kind, stage in pattern:
+        actions.append(Action(kind, stage, seen[kind, stage]))
+        seen[kind, stage] += 1
+    return tuple(action for action in actions if action.mb is not None and action.mb < m)
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards: bubble (p-1)(TF+TB), m microbatches in flight."""
+    return tuple(numbered([(F, r)] * m + [(B, r)] * m, m) for r in range(p))
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """One forward, one backward in turn: GPipe's bubble, but only p - r microbatches in flight on rank r."""
+
+    def rank(r: int) -> tuple[Action, ...]:
+        warm = min(p - r - 1, m)
+        return numbered([(F, r)] * warm + [(F, r), (B, r)] * (m - warm) + [(B, r)] * warm, m)
+
+    return tuple(map(rank, range(p)))
+
+
+def group_size(p: int, m: int) -> int:
+    """Microbatches that pass a virtual stage before the next one's turn.
+
+    Megatron's rule for its microbatch_group_size_per_vp_stage: at least p, and the last group is whole or at least p;
+    the smallest such number holds the fewest activations.  With fewer than p microbatches, all of them are one group.
+    """
+    return next((n for n in range(p, m + 1) if m % n == 0 or m % n >= p), m)
+
+
+def interleaved(p: int, m: int, v: int) -> Schedule:
+    """Each rank has v smaller stages, p apart: a bubble of 1/v, for v times the transfers and more in flight."""
+    group = group_size(p, m)
+    units = [(i, c) for g in range(0, m, group) for c in range(v) for i in range(g, min(g + group, m))]
+
+    def rank(r: int) -> tuple[Action, ...]:
+        forward = [Action(F, c * p + r, i) for i, c in units]
+        backward = [Action(B, (v - 1 - c) * p + r, i) for i, c in units]
+        warm = min(2 * (p - r - 1) + (v - 1) * group, m * v)
+        steady = [action for pair in zip(forward[warm:], backward, strict=False) for action in pair]
+        return (*forward[:warm], *steady, *backward[m * v - warm :])
+
+    return tuple(map(rank, range(p)))
+
+
+def _split(r: int, m: int, warm: int, late: int) -> tuple[Action, ...]:
+    """Rank r with `warm` forwards before the first backward, and each weight gradient `late` microbatches late."""
+    n = max(m, warm + late)
+    steady = [(F, r), (I, r)] * late + [(F, r), (I, r), (W, r)] * (n - warm - late)
+    return numbered([(F, r)] * warm + steady + [(I, r), (W, r)] * warm + [(W, r)] * late, m)
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B with late weight gradients: bubble (p-1)(TF+TB-TW), never more than p microbatches in flight."""
+    return tuple(_split(r, m, warm=p - r - 1, late=r) for r in range(p))
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """As many more forwards first as fill the wait: bubble (p-1)(TF+TB-2TW), up to 2p - 1 microbatches in flight."""
+    return zb_2p(p, m, UNIT)
+
+
+def zb_2p(p: int, m: int, costs: Costs) -> Schedule:
+    """ZB-H2 for given costs: forwards fill the wait for the first gradient, weight gradients the wait at the end.
+
+    Rank r waits p-1-r times TF+TB and two hops for its first gradient, and has r times that left after its last one.
+    At most 2p microbatches wait for their gradient; what late weight gradients keep comes on top.
+    """
+    trip = costs.F + costs.I + 2 * costs.comm
+
+    def rank(r: int) -> tuple[Action, ...]:
+        warm = min(round((p - 1 - r) * trip / costs.F), 2 * p - 1)
+        return _split(r, m, warm=warm, late=round(r * trip / costs.W))
+
+    return tuple(map(rank, range(p)))
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Two stages per rank, down and up again: no bubble when TF=TB=TW, and 1F1B's p microbatches in flight."""
+    n = max(m, 2 * p - 1)
+
+    def rank(r: int) -> tuple[Action, ...]:
+        down, up = r, 2 * p - 1 - r
+        f, i, w = (F, down), (I, down), (W, down)
+        F_, I_, W_ = (F, up), (I, up), (W, up)
+        warm = [f] * (2 * (p - r) - 1) + [F_, f] * r + [F_, I_, W_] * (p - r)
+        steady = [f, i, w, F_, I_, W_] * (n - 2 * p + r + 1) + [i, w, F_, I_, W_] * (p - r - 1)
+        return numbered(warm + steady + [i, I_] * r + [i, w] * (p - r) + [W_] * r + [w] * r, m)
+
+    return tuple(map(rank, range(p)))
+
+
+@dataclass(frozen=True)
+class ScheduleEntry:
+    """A schedule by name: its generator of (p, m, v, costs), where its stages live, and the v that it takes."""
+
+    generate: Callable[[int, int, int, Costs], Schedule]
+    place: Placement
+    min_virtual: int = 1
+    max_virtual: int | None = 1
+
+
+SCHEDULES: Mapping[str, ScheduleEntry] = {
+    "gpipe": ScheduleEntry(lambda p, m, v, costs: gpipe(p, m), loop),
+    "1f1b": ScheduleEntry(lambda p, m, v, costs: one_f_one_b(p, m), loop),
+    "interleaved": ScheduleEntry(lambda p, m, v, costs: interleaved(p, m, v), loop, 2, None),
+    "zb-h1": ScheduleEntry(lambda p, m, v, costs: zb_h1(p, m), loop),
+    "zb-h2": ScheduleEntry(lambda p, m, v, costs: zb_h2(p, m), loop),
+    "zb-2p": ScheduleEntry(lambda p, m, v, costs: zb_2p(p, m, costs), loop),
+    "zb-v": ScheduleEntry(lambda p, m, v, costs: zb_v(p, m), vee, 2, 2),
+}
+FILE = "file"
+
+
+def schedule_problems(name: str, p: int, m: int, v: int | None = None) -> list[str]:
+    """Why a schedule cannot be made for p ranks, m microbatches and v virtual stages per rank, and what could."""
+    if name not in (*SCHEDULES, FILE):
+        return [f"schedule {name}: there is none of this name; use {', '.join((*SCHEDULES, FILE))}"]
+    counts = (("ranks p", p), ("microbatches m", m), ("virtual stages per rank v", 1 if v is None else v))
+    found = [f"schedule {name}: the number of {what}={n} must be at least 1; use 1" for what, n in counts if n < 1]
+    if found or name == FILE or v is None:
+        return found
+    low, high = SCHEDULES[name].min_virtual, SCHEDULES[name].max_virtual
+    if v >= low and (high is None or v <= high):
+        return []
+    takes = f"v={low}" if high == low else f"v={low} or more"
+    others = [other for other, entry in SCHEDULES.items() if entry.min_virtual <= v <= (entry.max_virtual or v)]
+    return [f"schedule {name}: takes {takes} virtual stages per rank, not v={v}; use v={low}, or {' or '.join(others)}"]
+
+
+def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs = UNIT) -> Schedule:
+    """The schedule `name` for p ranks, m microbatches, v virtual stages per rank (None: the fewest that it takes).
+
+    Raises UserError with the numbers and the nearest that works.
+    """
+    UserError.collect(schedule_problems(name, p, m, v))
+    entry = SCHEDULES[name]
+    return entry.generate(p, m, entry.min_virtual if v is None else v, costs)
+
+
+def load_schedule(path: Path, p: int | None = None, m: int | None = None) -> Schedule:
+    """The schedule in a CSV file, which must be for p ranks and m microbatches where these are given."""
+    schedule = read_schedule(path)
+    there = (("ranks p", len(schedule), p), ("microbatches m", num_microbatches(schedule), m))
+    UserError.collect(
+        f"{path}: has {n} {what}, not {wanted}; use {n}, or a file for {wanted}"
+        for what, n, wanted in there
+        if wanted is not None and wanted != n
+    )
+    return schedule
+
+
+def num_microbatches(schedule: Schedule) -> int:
+    """Number of microbatches of a valid schedule."""
+    return len({action.mb for actions in schedule for action in actions})

@@ -1,0 +1,125 @@
+"""When everything happens if each rank does its list in order: start and end of every computation.
+
+A computation starts when its rank is free and what it consumes is there: at the end of the computation that made it,
+plus one hop where that was on another rank.  Transfers are hidden behind computation and never wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron3d.pipeline.actions import Action, Schedule, kept, owners, predecessors, results
+from megatron3d.pipeline.costs import UNIT, Costs
+
+
+class Span(NamedTuple):
+    """A computation and its time on a rank, predicted or measured."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class Deadlock(Exception):
+    """The ranks that cannot go on: (rank, position in its list, what its action waits for)."""
+
+    def __init__(self, stuck: tuple[tuple[int, int, Action], ...]) -> None:
+        super().__init__(f"no rank can go on: {stuck}")
+        self.stuck = stuck
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one pass over all microbatches."""
+
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def rank_spans(self) -> tuple[tuple[Span, ...], ...]:
+        """Spans by rank, in order of time."""
+        ranks: list[list[Span]] = [[] for _ in range(1 + max(span.rank for span in self.spans))]
+        for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
+            ranks[span.rank].append(span)
+        return tuple(map(tuple, ranks))
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start on any rank to the last end on any rank."""
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+
+    @property
+    def cost(self) -> float:
+        """Time of the slowest rank from its own first start to its own last end: what the zero-bubble paper counts."""
+        return max(spans[-1].end - spans[0].start for spans in self.rank_spans if spans)
+
+    @property
+    def busy(self) -> float:
+        """Time that a rank computes, the mean over ranks."""
+        return sum(span.end - span.start for span in self.spans) / len(self.rank_spans)
+
+    @property
+    def bubble(self) -> float:
+        """Idle time inside the slowest rank's `cost`."""
+        return self.cost - self.busy
+
+    @property
+    def bubble_rate(self) -> float:
+        """The bubble as a part of the cost (Qi et al. 2023, arXiv:2401.10241)."""
+        return self.bubble / self.cost
+
+    @property
+    def idle_rate(self) -> float:
+        """Idle part of the makespan: what counts where all ranks wait for each other before the optimizer step."""
+        return 1 - self.busy / self.makespan
+
+
+def run(schedule: Schedule, duration: Callable[[Action], float], hop: float) -> Iterator[Span]:
+    """Spans in an order in which they can be done; Deadlock when nothing more can."""
+    where = owners(schedule)
+    ready: dict[Action, float] = {}
+    at, free = [0] * len(schedule), [0.0] * len(schedule)
+
+    def waits_for(rank: int) -> Action | None:
+        needed = predecessors(schedule[rank][at[rank]], len(where))
+        return next((action for action in needed if action not in ready), None)
+
+    pending = [rank for rank, actions in enumerate(schedule) if actions]
+    while pending:
+        before = sum(at)
+        for rank in pending:
+            while at[rank] < len(schedule[rank]) and waits_for(rank) is None:
+                action = schedule[rank][at[rank]]
+                inputs = predecessors(action, len(where))
+                start = max([free[rank], *(ready[i] + hop * (where[i.stage] != rank) for i in inputs)])
+                free[rank] = start + duration(action)
+                ready |= dict.fromkeys(results(action), free[rank])
+                at[rank] += 1
+                yield Span(rank, action, start, free[rank])
+        pending = [rank for rank in pending if at[rank] < len(schedule[rank])]
+        if pending and sum(at) == before:
+            raise Deadlock(tuple((rank, at[rank], waits) for rank in pending if (waits := waits_for(rank))))
+
+
+def num_virtual(schedule: Schedule) -> int:
+    """Largest number of stages on a rank."""
+    ranks = list(owners(schedule).values())
+    return max(ranks.count(rank) for rank in set(ranks))
+
+
+def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
+    """The timeline of a schedule that `check` accepts; a rank's stages share its costs evenly."""
+    v = num_virtual(schedule)
+    return Timeline(tuple(run(schedule, lambda action: costs.of(action, v), costs.comm)))
+
+
+def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
+    """Most activations that each rank ever holds, counted in microbatches of one stage (a v-th of what a rank has).
+
+    A microbatch counts from its forward to the end of its backward; once its input gradient is done, as `weight_share`
+    (1: the cautious count of the zero-bubble paper's table 2; M_W / M_B there, about a third with attention).
+    """
+    return tuple(max(kept(actions, weight_share), default=0.0) for actions in schedule)
