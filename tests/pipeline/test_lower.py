@@ -1,0 +1,188 @@
+"""Fact: both ends of every link post the same transfers in the same order, and no rank ever waits for ever.
+
+Three machines run the lowered lists without tags: one where every transfer blocks until the other end is there, one
+where transfers are posted and waited for only by what consumes them, first in first out per pair of ranks (a NCCL
+communicator), and the same with a single queue per rank for all its transfers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.pipeline.actions import (
+    COMPUTATIONS,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Schedule,
+    owners,
+    parse_action,
+    predecessors,
+    results,
+)
+from megatron3d.pipeline.costs import Costs
+from megatron3d.pipeline.lower import lower, peer, transfer
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+
+Links = Mapping[tuple[int, int], list[str]]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    entry = SCHEDULES[name]
+    v = draw(st.integers(entry.min_virtual, entry.max_virtual or 4))
+    times = [draw(st.floats(0.2, 5)) for _ in range(4)]
+    return build_schedule(name, draw(st.integers(1, 8)), draw(st.integers(1, 24)), v, Costs(*times))
+
+
+def moved(action: Action) -> Action:
+    """The result that a SEND or RECV moves."""
+    stage = action.stage + {Kind.RECV_F: -1, Kind.RECV_B: 1}.get(action.kind, 0)
+    return Action(Kind.F if action.kind in (Kind.SEND_F, Kind.RECV_F) else Kind.I, stage, action.mb)
+
+
+def computations(lowered: Schedule) -> Schedule:
+    return tuple(tuple(action for action in actions if action.kind in COMPUTATIONS) for actions in lowered)
+
+
+@given(schedule=schedules(), ahead=st.integers(0, 3))
+def test_nothing_but_transfers_and_sums_is_put_in(schedule: Schedule, ahead: int) -> None:
+    lowered, where = lower(schedule, ahead), owners(schedule)
+    assert computations(lowered) == schedule
+    for rank, actions in enumerate(lowered):
+        sends, receives = ([a for a in actions if a.kind in kinds] for kinds in (SENDS, RECEIVES))
+        needs = {need for a in schedule[rank] for need in predecessors(a, len(where)) if where[need.stage] != rank}
+        assert len(receives) == len(needs) and {moved(action) for action in receives} == needs
+        assert len(set(sends)) == len(sends)
+        for action in sends:
+            before = actions[: actions.index(action)]
+            assert any(moved(action) in results(done) for done in before if done.kind in COMPUTATIONS)
+            assert where[action.stage] == rank
+    assert sum(a.kind in SENDS for x in lowered for a in x) == sum(a.kind in RECEIVES for x in lowered for a in x)
+
+
+@given(schedule=schedules(), ahead=st.integers(0, 3))
+def test_both_ends_post_the_same_sequence(schedule: Schedule, ahead: int) -> None:
+    where = owners(schedule)
+    ends: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, actions in enumerate(lower(schedule, ahead)):
+        for action in actions:
+            if action.kind in (*SENDS, *RECEIVES):
+                ends[rank, peer(action, where)].append(moved(action))
+    for (rank, other), sequence in ends.items():
+        assert ends[other, rank] == sequence
+
+
+@given(schedule=schedules())
+def test_sums_follow_the_last_weight_gradient(schedule: Schedule) -> None:
+    for actions in lower(schedule):
+        for stage in {action.stage for action in actions}:
+            mine = [action.kind for action in actions if action.stage == stage]
+            sums = [place for place, kind in enumerate(mine) if kind is Kind.REDUCE]
+            weights = [place for place, kind in enumerate(mine) if kind in (Kind.B, Kind.W)]
+            assert len(sums) == 1 and sums[0] > weights[-1]
+            assert not [kind for kind in mine[weights[-1] + 1 : sums[0]] if kind not in SENDS]
+
+
+@given(schedule=schedules())
+def test_no_deadlock_where_every_transfer_blocks(schedule: Schedule) -> None:
+    where, lowered = owners(schedule), lower(schedule, ahead=0)
+    at = [0] * len(lowered)
+
+    def current(rank: int) -> Action | None:
+        return lowered[rank][at[rank]] if at[rank] < len(lowered[rank]) else None
+
+    progress = True
+    while progress:
+        progress = False
+        for rank in range(len(lowered)):
+            while (action := current(rank)) is not None:
+                if action.kind in (*SENDS, *RECEIVES):
+                    other = peer(action, where)
+                    across = current(other)
+                    if across is None or across.kind in COMPUTATIONS or across.kind is Kind.REDUCE:
+                        break
+                    if peer(across, where) != rank:
+                        break
+                    assert moved(across) == moved(action), f"{action} meets {across}"
+                    at[other] += 1
+                at[rank] += 1
+                progress = True
+    assert all(current(rank) is None for rank in range(len(lowered)))
+
+
+def run_posted(lowered: Schedule, where: Mapping[int, int], one_queue: bool) -> None:
+    """Ranks post transfers and go on; a transfer takes place when it is first in the queues of both its ends."""
+    queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    at, there = [0] * len(lowered), [set[Action]() for _ in lowered]
+
+    def queue(rank: int, other: int) -> list[Action]:
+        return queues[rank, -1 if one_queue else other]
+
+    def step(rank: int) -> bool:
+        if at[rank] == len(lowered[rank]):
+            return False
+        action = lowered[rank][at[rank]]
+        if action.kind in COMPUTATIONS:
+            if not set(predecessors(action, len(where))) <= there[rank]:
+                return False
+            there[rank].update(results(action))
+        elif action.kind is not Kind.REDUCE:
+            queue(rank, peer(action, where)).append(action)
+        at[rank] += 1
+        return True
+
+    def match() -> bool:
+        for waiting in list(queues.values()):
+            if not waiting or waiting[0].kind not in SENDS:
+                continue
+            send = waiting[0]
+            rank, other = where[send.stage], peer(send, where)
+            across = queue(other, rank)
+            if across and peer(across[0], where) == rank:
+                assert across[0].kind in RECEIVES and moved(across[0]) == moved(send), f"{send} meets {across[0]}"
+                there[other].add(moved(send))
+                waiting.pop(0)
+                across.pop(0)
+                return True
+        return False
+
+    while any(step(rank) for rank in range(len(lowered))) or match():
+        pass
+    assert at == [len(actions) for actions in lowered] and not any(queues.values())
+
+
+@given(schedule=schedules(), ahead=st.integers(0, 3), one_queue=st.booleans())
+def test_no_deadlock_where_transfers_are_posted(schedule: Schedule, ahead: int, one_queue: bool) -> None:
+    run_posted(lower(schedule, ahead), owners(schedule), one_queue)
+
+
+def test_the_machine_notices() -> None:
+    """Two ends that post in different orders meet the wrong partner."""
+    rows = ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
+    lowered = tuple(tuple(parse_action(text) for text in row.split()) for row in rows)
+    with pytest.raises(AssertionError, match="0SEND_F0 meets 1RECV_F1"):
+        run_posted(lowered, {0: 0, 1: 1}, one_queue=False)
+
+
+def test_a_small_list() -> None:
+    """Rank 0 of two: receives go up over the computation before them, sends come at once, the sum last."""
+    first, second = (" ".join(map(str, actions)) for actions in lower(build_schedule("1f1b", 2, 2)))
+    assert first == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1 0REDUCE_GRAD"
+    assert second == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD"
+
+
+def test_stages_of_one_rank_send_nothing() -> None:
+    where = {0: 0, 1: 1, 2: 1, 3: 0}
+    crossing = [
+        text for text in ("0F5", "1F5", "2F5", "3F5", "3B5", "2I5", "1I5", "0B5") if transfer(parse_action(text), where)
+    ]
+    assert crossing == ["0F5", "2F5", "3B5", "1I5"]
+    assert all(a.kind in (*COMPUTATIONS, Kind.REDUCE) for a in lower(build_schedule("zb-v", 1, 3))[0])
