@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,10 +63,10 @@ def test_few_microbatches(p: int, m: int) -> None:
 
 
 def test_the_order_of_merit_at_8_ranks_and_16_microbatches() -> None:
-    rates = {name: timeline(name, 8, 16, Costs()) for name in SCHEDULES}
-    for measure in ("bubble_rate", "makespan"):
-        v, interleaved, plain = (getattr(rates[name], measure) for name in ("zb-v", "interleaved", "1f1b"))
-        assert v < interleaved < plain
+    runs = {name: timeline(name, 8, 16, Costs()) for name in SCHEDULES}
+    spans = {"1f1b": 69, "interleaved": 58.5, "zb-h1": 55, "zb-h2": 55, "zb-v": 51.5}
+    assert {name: runs[name].makespan for name in spans} == pytest.approx(spans)
+    assert runs["zb-v"].bubble_rate < runs["interleaved"].bubble_rate < runs["1f1b"].bubble_rate
 
 
 # Qi et al. 2023 (arXiv:2401.10241v1), tables 4, 5 and 9, in ms: (p, m), TF, TB, TW, Tcomm, and bubble rates of
@@ -85,6 +88,7 @@ PUBLISHED_V = [
     ((24, 192), (6.785, 6.990, 5.260, 0.770), (0.1403, 0.0630, 0.0595, 0.0247, 0.0250)),
 ]
 ROUNDED = 0.51e-4
+COMMON = ("1f1b", "interleaved", "zb-h1", "zb-h2")
 Times = tuple[float, float, float, float]
 Rates = tuple[float, float, float, float, float]
 
@@ -145,6 +149,29 @@ def test_published_bubble_rates_of_interleaving(sizes: tuple[int, int], costs: C
     schedule = build_schedule("interleaved", *sizes, v)
     assert as_published(schedule, costs, v) == pytest.approx(rate, abs=ROUNDED)
     assert 1.02 * rate < simulate(schedule, costs).bubble_rate < 1.05 * rate
+
+
+def percent(rate: float) -> str:
+    return f"{100 * rate:.2f}"
+
+
+def document_rows() -> Iterator[str]:
+    """The table of docs/pipeline.md: published and simulated rate of each schedule."""
+    for table, names, scale, v in ((PUBLISHED, (*COMMON, "zb-2p"), 1, 3), (PUBLISHED_V, (*COMMON, "zb-v"), 2, 2)):
+        for sizes, times, rates in table:
+            costs = profiled(times, scale)
+            asked = {"interleaved": v}
+            pairs = [
+                f"{percent(rate)} / {percent(timeline(name, *sizes, costs, asked.get(name)).bubble_rate)}"
+                for name, rate in zip(names, rates, strict=True)
+            ]
+            last = [pairs[4], "-"] if names[4] == "zb-2p" else ["-", pairs[4]]
+            yield f"| {' | '.join([*map(str, sizes), *pairs[:4], *last])} |"
+
+
+def test_the_documents_table_is_the_simulators() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    assert [row for row in document_rows() if row not in text] == []
 
 
 def test_costs_are_read() -> None:

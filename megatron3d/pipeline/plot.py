@@ -1,0 +1,113 @@
+"""Pictures of timelines, simulated or measured: text, figures, and traces for chrome://tracing or ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron3d.pipeline.actions import Kind
+from megatron3d.pipeline.simulate import Span, Timeline
+
+COLOURS = {Kind.F: "#4e79a7", Kind.B: "#59a14f", Kind.I: "#76b7b2", Kind.W: "#edc948"}
+MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+MAX_COLUMNS = 300
+LABELLED_SPANS = 1500
+
+
+def text_picture(timeline: Timeline) -> str:
+    """A line per rank, a column per unit of time: `F3` or, with several stages per rank, `4F3` is microbatch 3.
+
+    The unit is the shortest computation, or a 300th of the whole where that is longer; then short ones may not show.
+    """
+    begin = min(span.start for span in timeline.spans)
+    shortest = min(span.end - span.start for span in timeline.spans)
+    unit = max(shortest, timeline.makespan / MAX_COLUMNS)
+    labels = _labels(timeline)
+    width = 1 + max(map(len, labels.values()))
+    prefix = len(f"rank {len(timeline.rank_spans) - 1}  ")
+    lines = []
+    for rank, spans in enumerate(timeline.rank_spans):
+        line = f"rank {rank}".ljust(prefix)
+        for span in spans:
+            start, end = (prefix + width * _column((time - begin) / unit) for time in (span.start, span.end))
+            if len(line) < end:
+                line = line.ljust(start) + labels[span].ljust(end - max(start, len(line)) - 1, "-") + " "
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _column(units: float) -> int:
+    """The nearest whole number; halves go up, so that one unit stays one column."""
+    return math.floor(round(units, 6) + 0.5)
+
+
+def _labels(timeline: Timeline) -> dict[Span, str]:
+    """What is written on every span: the stage only where a rank has several."""
+    single = all(len({span.action.stage for span in spans}) <= 1 for spans in timeline.rank_spans)
+    return {
+        span: f"{span.action.kind.value}{span.action.mb}" if single else str(span.action) for span in timeline.spans
+    }
+
+
+def figure(timelines: Mapping[str, Timeline]) -> Figure:
+    """A panel per timeline, one below the other on the same scale of time; its title has the bubble."""
+    ranks = max(len(timeline.rank_spans) for timeline in timelines.values())
+    picture = Figure(figsize=(14, len(timelines) * (1.2 + 0.35 * ranks)), layout="constrained")
+    panels: list[Axes] = list(picture.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0])
+    for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
+        _draw(axes, timeline)
+        axes.set_title(f"{title}: bubble {100 * timeline.bubble_rate:.1f} %")
+    panels[-1].set_xlabel("time")
+    kinds = {span.action.kind for timeline in timelines.values() for span in timeline.spans}
+    handles = [Patch(color=COLOURS[kind], label=MEANINGS[kind]) for kind in COLOURS if kind in kinds]
+    picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small")
+    return picture
+
+
+def _draw(axes: Axes, timeline: Timeline) -> None:
+    """Bars by rank; later stages of a rank are paler."""
+    begin = min(span.start for span in timeline.spans)
+    for rank, spans in enumerate(timeline.rank_spans):
+        stages = sorted({span.action.stage for span in spans})
+        for depth, stage in enumerate(stages):
+            for kind, colour in COLOURS.items():
+                mine = [s for s in spans if s.action.stage == stage and s.action.kind is kind]
+                bars = [(span.start - begin, span.end - span.start) for span in mine]
+                alpha = 1 - 0.5 * depth / len(stages)
+                axes.broken_barh(bars, (rank - 0.4, 0.8), color=colour, alpha=alpha, edgecolor="white", linewidth=0.5)
+        for span in spans if len(timeline.spans) <= LABELLED_SPANS else ():
+            middle = (span.start + span.end) / 2 - begin
+            axes.text(middle, rank, str(span.action.mb), ha="center", va="center", fontsize=6, clip_on=True)
+    axes.set_yticks(range(len(timeline.rank_spans)), [f"rank {rank}" for rank in range(len(timeline.rank_spans))])
+    axes.invert_yaxis()
+    axes.margins(x=0.005)
+
+
+def trace(timelines: Mapping[str, Timeline], unit_us: float) -> dict[str, Any]:
+    """A Chrome trace: a process per timeline, a thread per rank; a unit of time is drawn as `unit_us` microseconds."""
+    events = [event for number, item in enumerate(timelines.items()) for event in _events(number, *item, unit_us)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _events(process: int, title: str, timeline: Timeline, unit_us: float) -> Iterator[dict[str, Any]]:
+    begin = min(span.start for span in timeline.spans)
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}
+    for rank in range(len(timeline.rank_spans)):
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+    for span in timeline.spans:
+        kind, stage, mb = span.action
+        yield {
+            "ph": "X",
+            "name": str(span.action),
+            "cat": MEANINGS[kind],
+            "pid": process,
+            "tid": span.rank,
+            "ts": (span.start - begin) * unit_us,
+            "dur": (span.end - span.start) * unit_us,
+            "args": {"stage": stage, "microbatch": mb},
+        }

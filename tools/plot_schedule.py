@@ -1,0 +1,127 @@
+"""Prints a pipeline schedule as text with its bubble, and draws it or writes it down.
+
+python tools/plot_schedule.py --schedule zb-v -p 4 -m 8 --costs F=1,B=2,I=1,W=1,comm=0.1 --output zb-v.png
+
+Output by its ending: .png, .svg or .pdf a picture, .json a trace for ui.perfetto.dev, .csv a schedule that
+`--schedule file --input FILE` and torch.distributed.pipelining read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron3d.cli import run_tool
+from megatron3d.errors import UserError
+from megatron3d.pipeline.actions import Schedule
+from megatron3d.pipeline.check import write_schedule
+from megatron3d.pipeline.costs import Costs, parse_costs
+from megatron3d.pipeline.plot import figure, text_picture, trace
+from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
+from megatron3d.pipeline.simulate import Timeline, num_virtual, peak_activations, simulate
+
+TRACE_UNIT_US = 1000.0
+
+Writer = Callable[[Path, str, Schedule, Timeline], None]
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Simulate, print, and write what is asked for."""
+    write = writer(arguments.output) if arguments.output else None
+    costs = parse_costs(arguments.costs) if arguments.costs else Costs()
+    schedule = chosen(arguments, costs)
+    timeline = simulate(schedule, costs)
+    title = f"{arguments.schedule}, p={len(schedule)} m={num_microbatches(schedule)} v={num_virtual(schedule)}"
+    print(text_picture(timeline), summary(title, schedule, timeline), sep="\n\n")
+    if write:
+        try:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            write(arguments.output, title, schedule, timeline)
+        except OSError as error:
+            raise UserError(f"--output={arguments.output}: cannot be written: {error}") from error
+        print(f"written: {arguments.output}")
+
+
+def chosen(arguments: argparse.Namespace, costs: Costs) -> Schedule:
+    """The schedule by its name, or from its file."""
+    name, p, m, v = arguments.schedule, arguments.p, arguments.m, arguments.v
+    if name == FILE:
+        if arguments.input is None:
+            raise UserError("--schedule=file: needs the file; add --input FILE.csv")
+        schedule = load_schedule(arguments.input, p, m)
+        if v not in (None, num_virtual(schedule)):
+            raise UserError(f"-v={v}: {arguments.input} has {num_virtual(schedule)} stages on a rank; leave out -v")
+        return schedule
+    if arguments.input is not None:
+        raise UserError(f"--input={arguments.input}: is read with --schedule=file only, not {name}; leave out one")
+    missing = [f"--schedule={name}: needs {flag}; add {flag} 8" for flag, n in (("-p", p), ("-m", m)) if n is None]
+    UserError.collect(missing)
+    return build_schedule(name, p, m, v, costs)
+
+
+def summary(title: str, schedule: Schedule, timeline: Timeline) -> str:
+    """The numbers that a schedule is chosen by."""
+    v = num_virtual(schedule)
+    peaks = " ".join(f"{peak / v:g}" for peak in peak_activations(schedule))
+    return "\n".join(
+        (
+            title,
+            f"time {timeline.makespan:g}, of it computing {timeline.busy:g} on average over ranks",
+            f"bubble {100 * timeline.bubble_rate:.2f} % of the slowest rank's own {timeline.cost:g}; "
+            f"idle {100 * timeline.idle_rate:.2f} % from first start to last end",
+            f"most microbatches in flight, by rank: {peaks}",
+        )
+    )
+
+
+def write_picture(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:
+    """In the format of the name."""
+    figure({title: timeline}).savefig(path, dpi=150)
+
+
+def write_trace(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:
+    """One unit of the costs is drawn as a millisecond."""
+    path.write_text(json.dumps(trace({title: timeline}, TRACE_UNIT_US)), encoding="utf-8")
+
+
+def write_csv(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:
+    """One row per rank."""
+    write_schedule(schedule, path)
+
+
+WRITERS: Mapping[str, Writer] = {
+    ".png": write_picture,
+    ".svg": write_picture,
+    ".pdf": write_picture,
+    ".json": write_trace,
+    ".csv": write_csv,
+}
+
+
+def writer(output: Path) -> Writer:
+    """What writes files of this ending."""
+    if output.suffix not in WRITERS:
+        raise UserError(f"--output={output}: what to write follows from the ending; use {', '.join(WRITERS)}")
+    return WRITERS[output.suffix]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the tool."""
+    parser = argparse.ArgumentParser(prog="plot_schedule", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--schedule", required=True, metavar="NAME", help=f"{', '.join((*SCHEDULES, FILE))}")
+    parser.add_argument("-p", type=int, help="ranks of the pipeline")
+    parser.add_argument("-m", type=int, help="microbatches")
+    parser.add_argument("-v", type=int, help="virtual stages per rank; default: the fewest that the schedule takes")
+    parser.add_argument(
+        "--costs", help="times per rank and microbatch, as in F=1,B=2,I=1,W=1,comm=0.1; default: these, comm=0"
+    )
+    parser.add_argument("--input", type=Path, metavar="FILE.csv", help="with --schedule file")
+    parser.add_argument("--output", type=Path, help=f"file to write: {', '.join(WRITERS)}")
+    return run_tool(show, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
