@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Shrink, run both, compare."""
     args = parse_args(argv)
     config = read_config(args.config, args.overrides).config
-    world_size = args.world_size or tensor_size(config.parallel) * config.parallel.pipeline_model_parallel_size * 2
+    world_size = args.world_size or default_world_size(config)
     UserError.collect(check(config, world_size))
     small, num_ranks = shrink(config, world_size)
     UserError.collect(check(small, num_ranks))
@@ -45,16 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found else 0
 
 
+def default_world_size(config: Config) -> int:
+    """TP x PP, and twice that where the batch can be shared by two data ranks."""
+    alone = tensor_size(config.parallel) * config.parallel.pipeline_model_parallel_size
+    return alone if check(config, 2 * alone) else 2 * alone
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """`--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
     parser = argparse.ArgumentParser("verify_layout.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--world-size", type=int, help="processes of the real run; default: twice TP x PP")
+    parser.add_argument(
+        "--world-size", type=int, help="processes of the real run; default: 2 x TP x PP, or TP x PP"
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=1e-10, help="relative")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
-    if args.steps < 1 or (args.world_size or 1) < 1:
+    if min(args.steps, 1 if args.world_size is None else args.world_size) < 1:
         parser.error("--steps and --world-size must be at least 1")
     return args
 
@@ -84,7 +92,9 @@ def shrink(config: Config, world_size: int) -> tuple[Config, int]:
             "bucket_mb": 0.01,
         }
     )
-    small = config.model_copy(update={"model": model, "parallel": parallel, "train": train})
+    # Clipping by the norm would spread one wrong gradient over all of them.
+    optimizer = config.optimizer.model_copy(update={"clip_grad": 0.0})
+    small = config.model_copy(update={"model": model, "parallel": parallel, "train": train, "optimizer": optimizer})
     return small, math.prod(sizes.values())
 
 
