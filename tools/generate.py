@@ -6,6 +6,7 @@ Every step runs the whole context through the model; the layout changes nothing 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron3d import runtime
 from megatron3d.checkpoint.store import resolve
 from megatron3d.config.check import check
-from megatron3d.config.derive import make_mesh, tensor_mode
+from megatron3d.config.derive import tensor_size
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
@@ -65,12 +66,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_run(folder: Path, overrides: Sequence[str], world_size: int) -> Config:
     """The run's own configuration; its layout is used under a launcher, and one process is enough without."""
     config = read_config(folder.parent / "config.yaml", overrides).config
-    if world_size == 1:
+    if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):
         config = config.model_copy(update={"parallel": ParallelConfig()})
-    batch = make_mesh(config.parallel, world_size).size(tensor_mode(config.parallel).inner[0])
-    data = make_mesh(config.parallel, world_size).sizes["data"]
-    train = config.train.model_copy(update={"micro_batch_size": batch, "global_batch_size": batch * max(data, 1)})
-    config = config.model_copy(update={"train": train})
+    rows = tensor_size(config.parallel)
+    batch = {"micro_batch_size": rows, "global_batch_size": rows * world_size}
+    config = config.model_copy(update={"train": config.train.model_copy(update=batch)})
     UserError.collect(check(config, world_size))
     return config
 
@@ -78,7 +78,7 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int) -> Config:
 def load_model(config: Config, tokenizer: Tokenizer, folder: Path, here: runtime.Runtime) -> GPT:
     """The model with the checkpoint's weights, on this rank."""
     state = build_state(config, *connect(config, tokenizer.vocab_size, here.world_size, here.rank), here.device)
-    load_weights(folder, state)
+    load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})
     return state.model
 
 
@@ -103,13 +103,13 @@ def sample(
 
 def next_logits(model: GPT, context: list[int], device: torch.device) -> Tensor:
     """Logits [V] after the context, on the CPU; a layout that splits the batch or the tokens gets enough of both."""
-    mesh, (tokens, _) = model.comm.mesh, model.mode.inner
-    length = len(context)
-    unit = mesh.size(model.mode.residual[0])
-    padded = context + [0] * (-length % unit)
-    low, high = span(mesh.size(tokens), model.mode.batch_axes, mesh)
-    rows = torch.tensor(padded, device=device).expand(high - low, -1)
-    return model.logits(rows)[0, length - 1].cpu()
+    mesh, mode = model.comm.mesh, model.mode
+    sequences, tokens = mesh.size(mode.inner[0]), mesh.size(mode.residual[0])
+    rows = sequences * (tokens // math.gcd(tokens, sequences * model.arch.seq_length))
+    padding = -len(context) % (tokens // math.gcd(tokens, rows))
+    low, high = span(rows, mode.batch_axes, mesh)
+    tokens_BS = torch.tensor(context + [0] * padding, device=device).expand(high - low, -1)
+    return model.logits(tokens_BS)[0, len(context) - 1].cpu()
 
 
 def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

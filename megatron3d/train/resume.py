@@ -48,14 +48,7 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
     """
 
     def load() -> None:
-        meta = read_meta(folder)
-        wanted = {f"model.{name}": value for name, value in _architecture(state).items()} | dict(identity)
-        found = {f"model.{name}": value for name, value in meta.model.items()} | meta.identity
-        UserError.collect(
-            f"{folder}: saved with {name}={found.get(name)}, but this run has {value}; continue with the saved one"
-            for name, value in wanted.items()
-            if found.get(name) != value
-        )
+        meta = _read_same(folder, state, identity)
         store.load(folder, [piece for piece, _ in _pieces(state)])
         state.buffers.publish()
         state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
@@ -73,14 +66,28 @@ def read_meta(folder: Path) -> Meta:
         raise UserError(f"{folder}: its index is not of a training run ({places}); load another checkpoint") from error
 
 
-def load_weights(folder: Path, state: TrainState) -> None:
-    """Fill the parameters alone, for sampling and evaluation."""
+def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:
+    """Fill the parameters alone, for sampling and evaluation; raises as load_state."""
 
     def load() -> None:
+        _read_same(folder, state, identity)
         store.load(folder, [piece for piece, _ in _pieces(state) if piece.name.startswith("model.")])
         state.buffers.publish()
 
     together(state.model.comm, load)
+
+
+def _read_same(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Meta:
+    """What the checkpoint says, after it agreed with the model and `identity`."""
+    meta = read_meta(folder)
+    wanted = {f"model.{name}": value for name, value in _architecture(state).items()} | dict(identity)
+    found = {f"model.{name}": value for name, value in meta.model.items()} | meta.identity
+    UserError.collect(
+        f"{folder}: saved with {name}={found.get(name)}, but this run has {value}; continue with the saved one"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    )
+    return meta
 
 
 def _architecture(state: TrainState) -> dict[str, JsonValue]:

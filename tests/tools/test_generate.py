@@ -1,0 +1,137 @@
+"""Text is a function of the checkpoint, the prompt and the seed: the same in every layout, up to the document's end."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron3d import runtime
+from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.modes import MODES
+from tests.end_to_end import run, write_config
+from tests.pool import Pool
+from tools import generate
+
+PROMPT = "def fill(text, width=70"
+GREEDY = ["--max-new-tokens", "12", "--temperature", "0"]
+SAMPLED = ["--max-new-tokens", "12", "--temperature", "1.5", "--top-k", "20", "--seed", "7"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in float64 whose odd length no tensor axis divides."""
+    config = write_config(tmp_path_factory.mktemp("generate"))
+    assert run(config, "model.seq_length=15", "train.precision=fp64", "train.train_iters=40").code == 0
+    return config.parent / "run"
+
+
+def text(folder: Path, capsys: pytest.CaptureFixture[str], typed: list[str]) -> str:
+    assert generate.main(["--load", str(folder), "--prompt", PROMPT, *typed]) == 0
+    return capsys.readouterr().out
+
+
+def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: list[list[str]]) -> list[str]:
+    """What a rank would print in each layout."""
+    args = generate.parse_args(["--load", str(folder), *typed])
+    checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)
+    here = runtime.Runtime(rank, world_size, rank, torch.device("cpu"))
+    found = []
+    for layout in layouts:
+        config = generate.read_run(checkpoint, layout, world_size)
+        model, generator = (
+            generate.load_model(config, tokenizer, checkpoint, here),
+            torch.Generator().manual_seed(args.seed),
+        )
+        with torch.no_grad():
+            tokens = generate.sample(model, tokenizer.encode(PROMPT), args, generator, tokenizer.eod, here.device)
+        found.append(tokenizer.decode(tokens) + "\n")
+    return found
+
+
+@pytest.mark.parametrize(("typed", "size"), [(GREEDY, 8), (SAMPLED, 4)], ids=["greedy", "sampled"])
+def test_every_layout_says_the_same(
+    folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str], typed: list[str], size: int
+) -> None:
+    layouts = [
+        [
+            f"parallel.tensor_parallel_mode={mode}",
+            f"parallel.tensor_parallel_form={form}",
+            f"parallel.tensor_parallel_shape={list(entry.default_shape(size))}",
+        ]
+        for mode, entry in MODES.items()
+        for form in entry.forms
+    ]
+    alone = text(folder, capsys, typed)
+    assert len(alone) > len(PROMPT) + 5
+    for found in pool.run(texts, 8, folder, typed, layouts):
+        assert [layout for layout, said in zip(layouts, found, strict=True) if said != alone] == []
+
+
+def test_the_seed_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, other = (text(folder, capsys, [*SAMPLED, "--seed", seed]) for seed in ("1", "1", "2"))
+    assert first == second != other
+    assert text(folder, capsys, ["--max-new-tokens", "0"]) == PROMPT + "\n"
+
+
+def test_the_end_of_a_document_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter([65, 66, 256, 67])
+    monkeypatch.setattr(generate, "next_logits", lambda *_: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
+    model, args = Namespace(arch=Namespace(seq_length=4)), Namespace(max_new_tokens=9, temperature=0, top_k=0)
+    tokens = generate.sample(model, [60], args, torch.Generator(), 256, torch.device("cpu"))  # type: ignore[arg-type]
+    assert tokens == [60, 65, 66]
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.integers(-20, 20), min_size=1, max_size=9, unique=True),
+    top_k=st.integers(0, 12),
+    temperature=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
+)
+def test_a_token_is_among_the_likeliest(logits: list[int], top_k: int, temperature: float) -> None:
+    token = generate.choose(torch.tensor(logits, dtype=torch.float32), temperature, top_k, torch.Generator())
+    rank = sorted(logits, reverse=True).index(logits[token])
+    assert rank < (1 if temperature == 0 else top_k or len(logits))
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no such run": (["--load", "nowhere"], "nowhere: there is no such folder"),
+    "no prompt": (["--prompt", ""], "--prompt '': no token"),
+    "unknown key": (["model.hidden_sise=3"], "model.hidden_sise=3 (command line): unknown key; use model.hidden_size"),
+    "another model": (["model.num_layers=3"], "saved with model.num_layers=2, but this run has 3"),
+    "another tokenizer": (
+        ["data.tokenizer_type=CharTokenizer", "data.tokenizer_model={chars}"],
+        "saved with tokenizer=",
+    ),
+    "a layout without its ranks": (["parallel.tensor_model_parallel_size=2"], "world_size 1: fewer than TP 2"),
+    "an impossible layout": (["parallel.tensor_parallel_shape=[1,1]"], "mode 1d has 1 axes (t), not 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    typed, words = BAD[name]
+    (tmp_path / "chars.json").write_text(json.dumps([chr(97 + number) for number in range(257)]))
+    typed = [part.format(chars=tmp_path / "chars.json") for part in typed]
+    code = runtime.run_program(lambda: generate.main(["--load", str(folder), "--prompt", "a", *typed]))
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (runtime.EXIT_USER_ERROR, "")
+    (line,) = shown.err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize("typed", [["--temperature", "-1"], ["--top-k", "-1"], ["--max-new-tokens", "x"], ["--chek"]])
+def test_bad_options(typed: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        generate.parse_args(["--load", "run", *typed])
+    assert stopped.value.code == 2
