@@ -42,8 +42,8 @@ def text_picture(timeline: Timeline) -> str:
 
 
 def _column(units: float) -> int:
-    """The nearest whole number; halves go up, so that one unit stays one column."""
-    return math.floor(round(units, 6) + 0.5)
+    """The column in which something starts, whatever the last digits of sums of floats are."""
+    return math.floor(round(units, 6))
 
 
 def _labels(timeline: Timeline) -> dict[Span, str]:

@@ -37,6 +37,11 @@ def test_text_is_to_scale() -> None:
     )
 
 
+def test_text_does_not_depend_on_rounding() -> None:
+    schedule = build_schedule("zb-h1", 3, 9)
+    assert text_picture(simulate(schedule, Costs(0.1, 0.1, 0.1))) == text_picture(simulate(schedule))
+
+
 def test_a_short_span_among_long_ones_keeps_the_text_short() -> None:
     spans = (Span(0, Action(Kind.F, 0, 0), 0, 1e-6), Span(0, Action(Kind.B, 0, 0), 1, 2))
     assert len(text_picture(Timeline(spans))) <= 4 * MAX_COLUMNS

@@ -76,9 +76,16 @@ def test_activations_of_interleaving_are_megatrons(p: int, v: int, rounds: int) 
 
 @given(p=RANKS, m=MICROBATCHES)
 def test_groups_follow_megatrons_rule(p: int, m: int) -> None:
+    def allowed(n: int) -> bool:
+        return m % n == 0 or m % n >= p
+
     group = group_size(p, m)
-    assert group == m if m < p else p <= group <= m and (m % group == 0 or m % group >= p)
-    assert group == p or m % p
+    assert group == m if m < p else p <= group <= m and allowed(group)
+    assert not any(allowed(smaller) for smaller in range(p, group))
+
+
+def test_groups_of_four_ranks() -> None:
+    assert [group_size(4, m) for m in (3, 4, 7, 8, 9, 10, 11, 15, 16)] == [3, 4, 7, 4, 5, 5, 6, 5, 4]
 
 
 def test_orders_of_the_papers_pictures() -> None:
