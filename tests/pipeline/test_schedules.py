@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.actions import owners
+from megatron3d.pipeline.actions import Schedule, owners
 from megatron3d.pipeline.check import problems, write_schedule
 from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.schedules import (
@@ -99,6 +101,27 @@ def test_orders_of_the_papers_pictures() -> None:
     assert text("zb-h2", 3, 8).startswith("3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3F4 3I4 3F5 3I5 3F6 3I6 3W0 3F7 3I7 3W1 3W2")
     assert text("zb-v", 0, 8).startswith("0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F0 7I0 7W0 7F1 7I1 7W1")
     assert text("interleaved", 0, 4).startswith("0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 4B0")
+
+
+def texts(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, actions)) for actions in schedule]
+
+
+def torchs(schedule: type, p: int, m: int, v: int) -> list[str]:
+    """The lists of torch's own class, which wants stages and a process group to be built, from its method alone."""
+    rounds = max(1, m // p)
+    sizes = {"n_local_stages": v, "num_stages": p * v, "pp_group_size": p, "microbatches_per_round": m // rounds}
+    self = SimpleNamespace(_n_microbatches=m, number_of_rounds=rounds, **sizes)
+    ranks = (schedule._calculate_single_rank_operations(self, rank) for rank in range(p))  # type: ignore[attr-defined]
+    return [" ".join(str(action) for action in actions if action is not None) for actions in ranks]
+
+
+@given(p=st.integers(2, 8), m=MICROBATCHES, v=st.integers(2, 4))
+def test_orders_are_those_of_torch(p: int, m: int, v: int) -> None:
+    """Interleaving where m is a multiple of p: elsewhere torch has another rule, or refuses."""
+    whole = p * (m // 8 + 1)
+    assert texts(build_schedule("zb-v", p, m)) == torchs(ScheduleZBVZeroBubble, p, m, 2)
+    assert texts(build_schedule("interleaved", p, whole, v)) == torchs(ScheduleInterleaved1F1B, p, whole, v)
 
 
 @pytest.mark.parametrize(
