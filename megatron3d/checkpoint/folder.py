@@ -16,9 +16,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron3d.checkpoint.index import FILE_NAME
+from megatron3d.config.check_files import TRACKER
 from megatron3d.errors import UserError
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:

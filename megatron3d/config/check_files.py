@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron3d.config.facts import Facts
 from megatron3d.config.schema import Config
 
+TRACKER = "latest_checkpointed_iteration.txt"
+
 
 def check_files(config: Config, origins: Mapping[str, str] | None = None) -> list[str]:
     """What is wrong with the corpus, the tokenizer, and the folders to save to and load from."""
@@ -54,7 +56,14 @@ def _outputs(facts: Facts) -> Iterator[str]:
 def _load(facts: Facts) -> Iterator[str]:
     load, save = facts.config.checkpoint.load, facts.config.checkpoint.save
     where = facts.named("checkpoint.load")
-    if load is None or (save is not None and Path(load).absolute() == Path(save).absolute()):
+    if load is not None and save is not None and Path(load).absolute() == Path(save).absolute():
+        return
+    if save is not None and (Path(save) / TRACKER).exists():
+        yield (
+            f"{facts.named('checkpoint.save')}: a run is there already, which this one would overwrite; "
+            f"set checkpoint.load={save} to continue it, or save to another folder"
+        )
+    if load is None:
         return
     if not Path(load).is_dir():
         yield f"{where}: there is no such folder; use one with a checkpoint, or null to start from scratch"

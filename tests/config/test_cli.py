@@ -43,6 +43,19 @@ def test_files_and_folders_are_looked_at_before_a_run(tmp_path: Path) -> None:
     assert check_files(config_of(data=data, checkpoint=same)) == []
 
 
+def test_a_run_is_only_continued_in_its_own_folder(tmp_path: Path) -> None:
+    save, data = str(tmp_path), {"data_path": __file__[:-3], "tokenizer_type": "ByteTokenizer"}
+    others = {str(path): {"save": save, "load": path} for path in (None, str(tmp_path.parent))}
+    before = {path: check_files(config_of(data=data, checkpoint=others[path])) for path in others}
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    for path, problems in before.items():
+        (added,) = set(check_files(config_of(data=data, checkpoint=others[path]))) - set(problems)
+        assert added.startswith(f"checkpoint.save={save}: a run is there already")
+        assert f"checkpoint.load={save}" in added
+    continued = {"save": save, "load": save}
+    assert set(check_files(config_of(data=data, checkpoint=continued))) <= set(before["None"])
+
+
 def test_rules_on_values_that_could_not_be_read_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
