@@ -55,9 +55,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """`--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
     parser = argparse.ArgumentParser("verify_layout.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument(
-        "--world-size", type=int, help="processes of the real run; default: 2 x TP x PP, or TP x PP"
-    )
+    parser.add_argument("--world-size", type=int, help="processes of the real run; default: 2 x TP x PP, or TP x PP")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=1e-10, help="relative")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
