@@ -125,9 +125,7 @@ class Buffers:
 
     def square_norm(self) -> Tensor:
         """My part of the squared global gradient norm: local squares over the number of copies (the norm rule)."""
-        return torch.stack(
-            [torch.linalg.vector_norm(flat.grad).square() / flat.kind.copies for flat in self.flats]
-        ).sum()
+        return torch.stack([square_sum(flat.grad) / flat.kind.copies for flat in self.flats]).sum()
 
     def publish(self) -> None:
         """Give the network what the optimizer has updated."""
@@ -141,6 +139,16 @@ class Buffers:
             for name in flat.spans:
                 spec = self.specs[name]
                 yield name, spec, flat.view(getattr(flat, which), name, spec.local_shape(self.comm.mesh))
+
+
+def square_sum(flat: Tensor, row: int = 4096) -> Tensor:
+    """Sum of squares in two levels, without a temporary of the same size.
+
+    torch adds a norm over everything one by one on a CPU: 3e-3 off for 30 million fp32 values, 1e-7 in rows.
+    """
+    whole = len(flat) // row * row
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1)
+    return rows.square().sum() + torch.linalg.vector_norm(flat[whole:]).square()
 
 
 def _kinds(specs: Mapping[str, ParamSpec], mesh: Mesh) -> Iterator[tuple[Kind, list[str]]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron3d.comm import Pending, ProcessComm
 from megatron3d.layout import ParamSpec, Part
 from megatron3d.mesh import Axes, Mesh
-from megatron3d.zero import Buffers
+from megatron3d.zero import Buffers, square_sum
 
 CPU = torch.device("cpu")
 MESH = Mesh((("pipeline", 3), ("data", 2), ("x", 2)))
@@ -204,3 +204,10 @@ def test_wide_networks_have_one_copy(dtype: torch.dtype) -> None:
     model = nn.Sequential(Scale(3, "0", []))
     (flat,) = Buffers(model, {"0.weight": spec("w", 3)}, comm, dtype, CPU, 1).flats
     assert flat.main is flat.model and flat.grad.dtype == flat.main.dtype == dtype
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 5_000_000])
+def test_a_long_norm_is_as_exact_as_a_short_one(size: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e-3
+    expected = values.double().square().sum()
+    assert (square_sum(values).double() / expected - 1).abs() < 1e-6
