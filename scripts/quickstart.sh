@@ -37,7 +37,8 @@ export OMP_NUM_THREADS=$((cores / processes > 0 ? cores / processes : 1))
 
 step "Training on $processes process(es)"
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" \
-    pretrain_gpt.py --config configs/quickstart.yaml "${layout[@]}"
+    pretrain_gpt.py --config configs/quickstart.yaml "${layout[@]}" ||
+    fail "training did not reach its end; what was saved is kept: run this again to go on from there"
 
 step "Curves"
 "$python" tools/plot_run.py "$out/checkpoints" --output "$out/curves.png"
