@@ -55,7 +55,7 @@ class MatmulPlan:
 
     def swapped(self) -> MatmulPlan:
         """The plan of the next matmul: K and N trade places, and so do X's gathers and Y's scatters."""
-        gathers = {axis: str(_SWAP[dim]) for axis, dim in self.y.items() if dim}
+        gathers = {axis: str(_SWAP[dim]) for axis, dim in self.dy.items()}
         return MatmulPlan(self.m, self.n, self.k, gathers, self.w, {axis: _SWAP[self.x.get(axis)] for axis in self.n})
 
     def transposed(self) -> MatmulPlan:
@@ -87,6 +87,11 @@ class MatmulPlan:
     def y_layout(self) -> Layout:
         """How Y[M, N] is left."""
         return _stored(self.m, self.n, self.y, "M", "N")
+
+    @property
+    def dy(self) -> dict[str, str]:
+        """What Y was scattered over, and dY is gathered over."""
+        return {axis: dim for axis, dim in self.y.items() if dim}
 
     @property
     def dx_moves(self) -> tuple[Move, ...]:
@@ -127,11 +132,10 @@ def traffic(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int)
     x = m * k / mesh.size(plan.m + plan.k) * itemsize
     w = n * k / mesh.size(plan.n + plan.k) * itemsize
     y = m * n / mesh.size(plan.m + plan.n) * itemsize
-    y_gathers = moves({axis: dim for axis, dim in plan.y.items() if dim})
     gather_x, gather_w = _gathers(moves(plan.x), x, mesh), _gathers(moves(plan.w), w, mesh)
     forward = gather_x + gather_w + _reductions(moves(plan.y), y, mesh)
     reduce_dw = _reductions(moves(plan.w), w, mesh)
-    backward = _gathers(y_gathers, y, mesh) + gather_w + gather_x + _reductions(plan.dx_moves, x, mesh) + reduce_dw
+    backward = _gathers(moves(plan.dy), y, mesh) + gather_w + gather_x + _reductions(plan.dx_moves, x, mesh) + reduce_dw
     return forward + backward
 
 

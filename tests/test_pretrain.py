@@ -107,7 +107,7 @@ def test_the_report_at_the_start_and_the_lines_after(config: Path) -> None:
         "> global_batch_size 16 = micro_batch_size 4 x data parallel 1 x microbatches 4",
         "> model: 2 layers, hidden 32, 8 heads, ffn 128, length 16, vocabulary 257 padded to 384",
         "> parameters: 34,208 in the model",
-        "> peak for MFU: 0.01 TFLOP/s x 1 ranks (logging.peak_tflops)",
+        "> MFU is relative to 0.01 TFLOP/s per device (logging.peak_tflops)",
         "iteration        1/       2 | consumed samples:           16 | elapsed time per iteration (ms): ",
     ):
         assert part in out, out

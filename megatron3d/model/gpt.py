@@ -100,7 +100,5 @@ def axis_sets(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
 
 
 def _plan_sets(plan: MatmulPlan) -> list[Axes]:
-    y_gathers = {axis: dim for axis, dim in plan.y.items() if dim}
-    return [axes for table in (plan.x, plan.w, plan.y, y_gathers) for axes, _ in moves(table)] + [
-        axes for axes, _ in plan.dx_moves
-    ]
+    steps = [*moves(plan.x), *moves(plan.w), *moves(plan.y), *moves(plan.dy), *plan.dx_moves]
+    return [step.axes for step in steps]

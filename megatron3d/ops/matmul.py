@@ -66,7 +66,7 @@ def reduce(t: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int], comm: Co
 
 def gather_dy(dy_MN: Tensor, plan: MatmulPlan, comm: Comm) -> Pending:
     """Begin to undo the scatter of Y."""
-    return gather(dy_MN, {axis: dim for axis, dim in plan.y.items() if dim}, Y_DIMS, comm)
+    return gather(dy_MN, plan.dy, Y_DIMS, comm)
 
 
 class _Matmul(torch.autograd.Function):

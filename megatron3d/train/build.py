@@ -48,7 +48,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
     if is_first:
-        print(startup_report(state, peak), flush=True)
+        print(startup_report(state, peak, config.train.precision), flush=True)
 
     def loader(samples: Samples) -> Loader:
         train, batch_axes = config.train, state.model.mode.batch_axes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron3d.checkpoint.state import writes
 from megatron3d.config.derive import GATED
-from megatron3d.hardware import Peak
+from megatron3d.hardware import Peak, describe_peak
 from megatron3d.layout import box_shape
 from megatron3d.model.count import flops_per_token, num_parameters
 from megatron3d.ops.product import uses_onednn
@@ -33,14 +33,14 @@ def check_built(state: TrainState) -> None:
         )
 
 
-def startup_report(state: TrainState, peak: Peak | None) -> str:
+def startup_report(state: TrainState, peak: Peak | None, precision: str) -> str:
     """Model, parameters per rank, memory per rank and the denominator of MFU."""
-    return "\n".join(f"> {line}" for line in _lines(state, peak))
+    return "\n".join(f"> {line}" for line in _lines(state, peak, precision))
 
 
-def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
+def _lines(state: TrainState, peak: Peak | None, precision: str) -> Iterator[str]:
     model, flats = state.model, state.buffers.flats
-    arch, mesh = model.arch, model.comm.mesh
+    arch = model.arch
     groups = "" if arch.num_query_groups == arch.num_attention_heads else f" ({arch.num_query_groups} key/value groups)"
     gate = " gated" if arch.activation in GATED else ""
     yield (
@@ -58,7 +58,4 @@ def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
     if uses_onednn(flats[0].model.device, flats[0].model.dtype):
         yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
-    if peak is None:
-        yield "peak FLOP/s of this device: unknown, so no MFU is shown; set logging.peak_tflops"
-    else:
-        yield f"peak for MFU: {peak.flops / 1e12:.3g} TFLOP/s x {mesh.world_size} ranks ({peak.source})"
+    yield describe_peak(peak, flats[0].model.device, precision)

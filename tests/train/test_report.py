@@ -60,9 +60,9 @@ def test_parameters_too_many_or_too_few_are_refused() -> None:
 
 def test_the_report_adds_up() -> None:
     state = build(0, 1, {})
-    text = startup_report(state, Peak(2e12, "a data sheet"))
+    text = startup_report(state, Peak(2e12, "a data sheet"), "fp32")
     values = sum(flat.main.numel() for flat in state.buffers.flats)
     assert f"{num_parameters(state.model.arch):,} in the model" in text
     assert f"{16 * values / 2**20:,.1f} MiB = weights" in text
-    assert "2 TFLOP/s x 1 ranks (a data sheet)" in text
-    assert "set logging.peak_tflops" in startup_report(state, None)
+    assert "2 TFLOP/s per device (a data sheet)" in text
+    assert "set logging.peak_tflops" in startup_report(state, None, "fp32")
