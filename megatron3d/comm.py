@@ -7,6 +7,7 @@ axis of size 1 nothing happens.  Sizes are checked here, since not every back en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,9 +33,34 @@ class Pending:
         return self._finish()
 
 
+def _pending(work: dist.Work, x: Tensor) -> Pending:
+    def finish() -> Tensor:
+        work.wait()
+        return x
+
+    return Pending(finish)
+
+
 def ready(x: Tensor) -> Pending:
     """A `Pending` for something that needed no communication."""
     return Pending(lambda: x)
+
+
+@dataclass(frozen=True, order=True)
+class Link:
+    """Two ranks that differ along one axis only: where they stand on it, the smaller first."""
+
+    axis: str
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        assert self.low < self.high, f"a link joins two ranks, not {self}"
+
+    def ranks(self, mesh: Mesh) -> tuple[int, int]:
+        """Ranks of both ends, seen from one of them."""
+        line = mesh.ranks((self.axis,))
+        return line[self.low], line[self.high]
 
 
 class Comm(Protocol):
@@ -57,6 +83,14 @@ class Comm(Protocol):
         """`x` reduced over `axes`, in place where it is contiguous."""
         ...
 
+    def send(self, x: Tensor, link: Link) -> Pending:
+        """`x` to the other end of a link; `wait` gives it back when its memory may change."""
+        ...
+
+    def receive(self, out: Tensor, link: Link) -> Pending:
+        """What the other end of a link sends, into `out`; the n-th thing received is the n-th sent."""
+        ...
+
     def barrier(self) -> None:
         """Wait for every rank."""
         ...
@@ -71,19 +105,36 @@ class Comm(Protocol):
 
 
 class ProcessComm:
-    """Collectives of one process among `mesh.world_size`, over groups made once in the order of `axis_sets`.
+    """Collectives of one process among `mesh.world_size`, over groups made once in the order of `axis_sets`; then those
+    of `links`, in one order on all ranks, so that no two wait for each other.
 
     Each rank creates its own group of each set only, so that thousands of ranks start as fast as eight.  torch numbers
     the ranks of a group in the order of the world; where axes are asked for in another order, pieces are reordered.
     """
 
-    def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes]) -> None:
+    def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = ()) -> None:
         self.mesh = mesh
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
         self._orders: dict[Axes, list[int] | None] = {}
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
             if axes:
                 self._groups[axes] = self._make_group(axes)
+        self._links = {link: self._make_link(link) for link in sorted(set(links)) if self._has(link)}
+
+    def _has(self, link: Link) -> bool:
+        return self.mesh.coord(link.axis) in (link.low, link.high)
+
+    def _make_link(self, link: Link) -> dist.ProcessGroup:
+        """A communicator of its own, so that transfers queue behind nothing but transfers between the same two."""
+        group: dist.ProcessGroup = dist.new_group(
+            list(link.ranks(self.mesh)), use_local_synchronization=True, group_desc=str(link)
+        )
+        return group
+
+    def _far_end(self, link: Link) -> tuple[dist.ProcessGroup, int]:
+        assert link in self._links, f"no group was made for {link}; there are {list(self._links)}"
+        (other,) = {*link.ranks(self.mesh)} - {self.mesh.rank}
+        return self._links[link], other
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup | None:
         ranks = self.mesh.ranks(axes)
@@ -138,26 +189,24 @@ class ProcessComm:
             x = pieces.flatten(0, 1)
         x = x.contiguous()
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-        work = _reduce_scatter(out, x, group=group, async_op=True)
-
-        def finish() -> Tensor:
-            work.wait()
-            return out
-
-        return Pending(finish)
+        return _pending(_reduce_scatter(out, x, group=group, async_op=True), out)
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         group, ranks = self._group(axes)
         if ranks == 1:
             return ready(x)
         x = x.contiguous()
-        work = dist.all_reduce(x, _OPS[op], group=group, async_op=True)
+        return _pending(dist.all_reduce(x, _OPS[op], group=group, async_op=True), x)
 
-        def finish() -> Tensor:
-            work.wait()
-            return x
+    def send(self, x: Tensor, link: Link) -> Pending:
+        group, other = self._far_end(link)
+        x = x.contiguous()
+        return _pending(dist.isend(x, other, group=group), x)
 
-        return Pending(finish)
+    def receive(self, out: Tensor, link: Link) -> Pending:
+        group, other = self._far_end(link)
+        assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
+        return _pending(dist.irecv(out, other, group=group), out)
 
     def barrier(self) -> None:
         if self.mesh.world_size > 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron3d.comm import Comm, Pending
+from megatron3d.comm import Comm, Link, Pending
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.plan import Traffic
 
@@ -40,6 +40,13 @@ class Recorder:
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         self._record("all_reduce", axes, x.nbytes, passes=2)
         return self.comm.all_reduce(x, axes, op)
+
+    def send(self, x: Tensor, link: Link) -> Pending:
+        self.calls.append(Traffic("send", (link.axis,), x.nbytes))
+        return self.comm.send(x, link)
+
+    def receive(self, out: Tensor, link: Link) -> Pending:
+        return self.comm.receive(out, link)
 
     def barrier(self) -> None:
         self.comm.barrier()

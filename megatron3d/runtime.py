@@ -106,6 +106,8 @@ def _num_cores() -> int:
 def _process_group(place: Placement, device: torch.device, timeout_s: float) -> Iterator[None]:
     import torch.distributed as dist
 
+    # No device_id: with one, torch splits a new group's communicator off the world's, for which every rank of the world
+    # would have to make every group, also those of other ranks' links.
     try:
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
@@ -113,7 +115,6 @@ def _process_group(place: Placement, device: torch.device, timeout_s: float) -> 
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=None if device.type == "cpu" else device,
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]

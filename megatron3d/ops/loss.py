@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron3d.comm import Comm
 from megatron3d.layout import span
 from megatron3d.mesh import Axes
-from megatron3d.ops.matmul import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
+from megatron3d.ops.matmul import W_DIMS, X_DIMS, Y_DIMS, accumulate, gather, gather_dy, reduce
 from megatron3d.ops.product import product
 from megatron3d.plan import MatmulPlan, moves
 
@@ -58,13 +58,20 @@ class Head:
         return gather(w_VH, self.plan.w, W_DIMS, self.comm).wait()
 
 
-def head_loss(x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, head: Head) -> Tensor:
+def head_loss(
+    x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, head: Head, scale: Tensor | float = 1.0
+) -> Tensor:
     """Sum of the losses of my tokens divided by `num_tokens`, a scalar; a negative label counts nothing.
 
-    `x_MH` is in X's stored layout; `labels_M` are those of all tokens along the axes in `plan.m`.
+    `x_MH` is in X's stored layout; `labels_M` are those of all tokens along the axes in `plan.m`.  The weight's
+    gradient is accumulated here and now, so that no microbatch in flight holds one; hence backward must begin at this
+    loss, and gives the gradients of `scale` times it.
     """
-    loss: Tensor = _HeadLoss.apply(x_MH, w_VH, labels_M, num_tokens, head, torch.is_grad_enabled())
-    return loss
+    training = torch.is_grad_enabled()
+    loss, dw_VH = _HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, training)
+    if dw_VH is not None and w_VH.requires_grad:
+        accumulate(w_VH, dw_VH)
+    return cast(Tensor, loss)
 
 
 def head_logits(x_MH: Tensor, w_VH: Tensor, head: Head) -> Tensor:
@@ -83,8 +90,10 @@ def _chunk_labels(labels_M: Tensor, chunk: slice, head: Head) -> Tensor:
     return labels_C[low:high]
 
 
-def _cross_entropy_(logits_CV: Tensor, labels_C: Tensor, num_tokens: int, head: Head) -> tuple[Tensor, Tensor]:
-    """Sum of the losses and its gradient [C, V], both over `num_tokens`; the logits' memory becomes the gradient's."""
+def _cross_entropy_(
+    logits_CV: Tensor, labels_C: Tensor, num_tokens: int, head: Head, scale: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Sum of the losses over `num_tokens`, and `scale` times its gradient [C, V], in the logits' memory."""
     axes, (low, high) = head.plan.y_layout[1], head.vocab_span
     top_C = head.comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()
     counted = labels_C >= 0
@@ -94,8 +103,8 @@ def _cross_entropy_(logits_CV: Tensor, labels_C: Tensor, num_tokens: int, head: 
     exp_CV = logits_CV.sub_(top_C.unsqueeze(-1)).exp_()
     sum_C, label_logit_C = head.comm.all_reduce(torch.stack((exp_CV.sum(-1), label_logit_C)), axes).wait()
     loss = (sum_C.log() - label_logit_C).masked_fill(~counted, 0).sum() / num_tokens
-    grad_CV = exp_CV.mul_((counted / (sum_C * num_tokens)).unsqueeze(-1))
-    grad_CV.scatter_add_(-1, column, -mine.to(grad_CV.dtype).unsqueeze(-1) / num_tokens)
+    grad_CV = exp_CV.mul_((scale / (sum_C * num_tokens)).masked_fill(~counted, 0).unsqueeze(-1))
+    grad_CV.scatter_add_(-1, column, mine.to(grad_CV.dtype).unsqueeze(-1) * -scale / num_tokens)
     return loss, grad_CV
 
 
@@ -116,8 +125,15 @@ def _accumulate(total: Tensor | None, dy_CV: Tensor, x_CH: Tensor) -> Tensor:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, head: Head, training: bool
-    ) -> Tensor:
+        ctx: Any,
+        x_MH: Tensor,
+        w_VH: Tensor,
+        labels_M: Tensor,
+        scale: Tensor | float,
+        num_tokens: int,
+        head: Head,
+        training: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         plan, comm = head.plan, head.comm
         whole_w = head.whole_weight(w_VH)
         dx_chunks, dw_VH, losses = [], None, []
@@ -125,7 +141,7 @@ class _HeadLoss(torch.autograd.Function):
             chunk = slice(start, start + _chunk_rows(head))
             whole_x = gather(x_MH[chunk], plan.x, X_DIMS, comm).wait()
             labels_C = _chunk_labels(labels_M, chunk, head)
-            loss, grad_CV = _cross_entropy_(head.logits(whole_x, whole_w), labels_C, num_tokens, head)
+            loss, grad_CV = _cross_entropy_(head.logits(whole_x, whole_w), labels_C, num_tokens, head, scale)
             losses.append(loss)
             if training:
                 dy = gather_dy(grad_CV.to(x_MH.dtype), plan, comm).wait()
@@ -134,10 +150,11 @@ class _HeadLoss(torch.autograd.Function):
                 dx_chunks.append(dx.wait())
         if dw_VH is not None:
             dw_VH = reduce(dw_VH.to(w_VH.dtype), moves(plan.w), W_DIMS, comm).wait()
-            ctx.save_for_backward(torch.cat(dx_chunks), dw_VH)
-        return torch.stack(losses).sum()
+            ctx.mark_non_differentiable(dw_VH)
+            ctx.save_for_backward(torch.cat(dx_chunks))
+        return torch.stack(losses).sum(), dw_VH
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dx_MH, dw_VH = ctx.saved_tensors
-        return dx_MH.mul_(dloss), dw_VH.mul_(dloss), None, None, None, None
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (dx_MH,) = ctx.saved_tensors
+        return dx_MH, None, None, None, None, None, None

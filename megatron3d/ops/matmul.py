@@ -3,11 +3,14 @@
 Letters: M tokens, K input features, N output features; each means the global dimension, shard or not.
 Shards are kept for backward, never the gathered operands.  In backward the reduction of dX runs under the
 weight-gradient product, and the gather of X under the input-gradient product (Singh et al. 2024, arXiv:2305.13525).
+A schedule that splits the backward puts the weight gradients off (Qi et al. 2023, arXiv:2401.10241).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +24,52 @@ from megatron3d.plan import MatmulPlan, Move, moves
 X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}
 
 
-def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: MatmulPlan, comm: Comm) -> Tensor:
-    """Y[M, N] = X W^T + bias under `plan`, which names no axis of size 1 (`MatmulPlan.on`)."""
-    if not (plan.m or plan.k or plan.n or uses_onednn(x_MK.device, x_MK.dtype)):
+class WeightGrads:
+    """Weight gradients that wait: what a backward inside `put_off` leaves undone is done by `deliver`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] | None = None
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[list[Callable[[], None]]]:
+        """Collect the weight gradients of the backward in the body, to be called later in order."""
+        self._waiting = waiting = []
+        yield waiting
+        self._waiting = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether weight gradients are put off now."""
+        return self._waiting is not None
+
+    def deliver(self, w: Tensor, compute: Callable[[], Pending]) -> Pending | None:
+        """The gradient of `w` on its way, or None where it is put off: then `accumulate` adds it later."""
+        if self._waiting is None:
+            return compute()
+        self._waiting.append(lambda: accumulate(w, compute().wait()))
+        return None
+
+
+def accumulate(w: Tensor, dw: Tensor) -> None:
+    """Add to a leaf's gradient what was computed outside of autograd's own pass; its hooks run."""
+    torch.autograd.backward([w], [dw])
+
+
+def linear(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None,
+    plan: MatmulPlan,
+    comm: Comm,
+    weight_grads: WeightGrads | None = None,
+) -> Tensor:
+    """Y[M, N] = X W^T + bias under `plan`, which names no axis of size 1 (`MatmulPlan.on`).
+
+    With `weight_grads` the backward can be split.
+    """
+    if not (plan.m or plan.k or plan.n or weight_grads or uses_onednn(x_MK.device, x_MK.dtype)):
         return F.linear(x_MK, w_NK, bias_N)
-    y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, plan, comm)
+    y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, plan, comm, weight_grads or WeightGrads())
     return y_MN
 
 
@@ -71,8 +115,16 @@ def gather_dy(dy_MN: Tensor, plan: MatmulPlan, comm: Comm) -> Pending:
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: MatmulPlan, comm: Comm) -> Tensor:
-        ctx.plan, ctx.comm = plan, comm
+    def forward(
+        ctx: Any,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        plan: MatmulPlan,
+        comm: Comm,
+        weight_grads: WeightGrads,
+    ) -> Tensor:
+        ctx.plan, ctx.comm, ctx.weight_grads = plan, comm, weight_grads
         ctx.save_for_backward(x_MK, w_NK)
         whole_x, whole_w = gather(x_MK, plan.x, X_DIMS, comm), gather(w_NK, plan.w, W_DIMS, comm)
         if not plan.k:
@@ -86,9 +138,16 @@ class _Matmul(torch.autograd.Function):
         x_MK, w_NK = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         whole_dy = gather_dy(dy_MN, plan, comm)
-        whole_w, whole_x = gather(w_NK, plan.w, W_DIMS, comm), gather(x_MK, plan.x, X_DIMS, comm)
+        whole_w = gather(w_NK, plan.w, W_DIMS, comm)
+        begin_x = partial(gather, x_MK, plan.x, X_DIMS, comm)
+        whole_x = begin_x() if needs_dw and not ctx.weight_grads.is_waiting else None
         db_N = dy_MN.sum(0) if needs_db else None
         dy = whole_dy.wait()
         dx = reduce(product(dy, whole_w.wait().T), plan.dx_moves, X_DIMS, comm) if needs_dx else None
-        dw = reduce(product(dy.T, whole_x.wait().T), moves(plan.w), W_DIMS, comm) if needs_dw else None
-        return dx.wait() if dx else None, dw.wait() if dw else None, db_N, None, None
+
+        def weight_grad() -> Pending:
+            x = (whole_x or begin_x()).wait()
+            return reduce(product(dy.T, x.T), moves(plan.w), W_DIMS, comm)
+
+        dw = ctx.weight_grads.deliver(w_NK, weight_grad) if needs_dw else None
+        return dx.wait() if dx else None, dw.wait() if dw else None, db_N, None, None, None

@@ -56,13 +56,13 @@ def test_any_chunk_gives_torchs_loss_and_gradients(
     x_MH, w_VH, labels_M = whole_problem(tokens, vocab, vocab + padding, hidden=4)
     head = Head(MatmulPlan(), ALONE, vocab, vocab + padding, chunk)
     x, w = x_MH.clone().requires_grad_(), w_VH.clone().requires_grad_()
-    loss = head_loss(x, w, labels_M, num_tokens, head)
-    (3 * loss).backward()
+    loss = head_loss(x, w, labels_M, num_tokens, head, scale=torch.tensor(4.0))
+    loss.backward()
     expected, dx, dw = reference(x_MH, w_VH, labels_M, vocab, num_tokens)
     assert x.grad is not None and w.grad is not None
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(x.grad, 3 * dx, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(w.grad, 3 * dw, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(x.grad, 4 * dx, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(w.grad, 4 * dw, rtol=1e-12, atol=1e-13)
     assert not w.grad[vocab:].any(), "padding has a gradient"
 
 
