@@ -1,0 +1,78 @@
+"""Which attention heads a rank holds, and whether its key/value heads are whole: arithmetic, without any tensor.
+
+Query heads are split evenly; of grouped queries (Ainslie et al. 2023, arXiv:2305.13245) the features of all key/value
+heads are, so that fewer heads than ranks are split inside a head and must be gathered over some axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from megatron3d.layout import span
+from megatron3d.mesh import Axes, Mesh
+
+
+class Placed(Protocol):
+    """Something that knows its place in the mesh."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks, seen from this one."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """The heads of one rank: `axes` split the query heads evenly and the features of all key/value heads evenly."""
+
+    num_heads: int
+    num_groups: int
+    size: int
+    axes: Axes
+    comm: Placed
+
+    @cached_property
+    def query_span(self) -> tuple[int, int]:
+        """My query heads."""
+        return span(self.num_heads, self.axes, self.comm.mesh)
+
+    def _groups(self, rank: int) -> tuple[int, int]:
+        low, high = span(self.num_heads, self.axes, self.comm.mesh.at(rank))
+        return self._group(low), self._group(high - 1) + 1
+
+    def _group(self, head: int) -> int:
+        return head * self.num_groups // self.num_heads
+
+    @cached_property
+    def group_span(self) -> tuple[int, int]:
+        """The key/value heads that my query heads read."""
+        return self._groups(self.comm.mesh.rank)
+
+    @cached_property
+    def gather_axes(self) -> Axes:
+        """The fewest last axes over which keys and values must be gathered, the same for every rank."""
+        mesh, width = self.comm.mesh, self.num_groups * self.size
+        for start in range(len(self.axes), -1, -1):
+            kept, gathered = self.axes[:start], self.axes[start:]
+            whole = all(
+                low <= first * self.size and last * self.size <= high
+                for rank in mesh.ranks(self.axes)
+                for (first, last), (low, high) in [(self._groups(rank), span(width, kept, mesh.at(rank)))]
+            )
+            if whole:
+                return gathered
+        raise AssertionError("keys and values gathered over every axis are whole")
+
+    @cached_property
+    def group_of_query(self) -> list[int]:
+        """Position within my key/value heads for each of my query heads."""
+        return [self._group(head) - self.group_span[0] for head in range(*self.query_span)]
+
+    @cached_property
+    def are_even(self) -> bool:
+        """Whether each of my key/value heads serves equally many of my query heads, one after another."""
+        num_heads, num_groups = len(self.group_of_query), self.group_span[1] - self.group_span[0]
+        share = max(num_heads // num_groups, 1)
+        return self.group_of_query == [head // share for head in range(num_heads)] and num_heads % num_groups == 0
