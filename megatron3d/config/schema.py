@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron3d.modes import MODES
+from megatron3d.pipeline.schedules import FILE, SCHEDULES
 
 
 def _known_mode(name: str) -> str:
@@ -19,8 +20,16 @@ def _known_mode(name: str) -> str:
     return name
 
 
+def _known_schedule(name: str) -> str:
+    if name not in (*SCHEDULES, FILE):
+        raise ValueError(f"the schedules are {', '.join((*SCHEDULES, FILE))}")
+    return name
+
+
 ModeName = Annotated[str, AfterValidator(_known_mode), Field(json_schema_extra={"enum": list(MODES)})]
-AxisSize = Annotated[int, Field(ge=1)]
+ScheduleName = Annotated[str, AfterValidator(_known_schedule), Field(json_schema_extra={"enum": [*SCHEDULES, FILE]})]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -69,12 +78,20 @@ class ParallelConfig(Section):
         None, ge=1, description="default: product of tensor_parallel_shape, or 1"
     )
     tensor_parallel_mode: ModeName = next(iter(MODES))
-    tensor_parallel_shape: tuple[AxisSize, ...] | None = Field(
+    tensor_parallel_shape: tuple[Positive, ...] | None = Field(
         None, strict=False, description="default: the most even shape of the size"
     )
     tensor_parallel_form: str | None = Field(None, description="variant of the mode; default: its first")
     sequence_parallel: bool = Field(False, description="short for tensor_parallel_form=sequence_parallel")
     pipeline_model_parallel_size: int = Field(1, ge=1)
+    pipeline_schedule: ScheduleName = "1f1b"
+    virtual_pipeline_model_parallel_size: int | None = Field(
+        None, ge=1, description="stages per pipeline rank; default: the fewest that the schedule takes"
+    )
+    pipeline_schedule_file: str | None = Field(None, description="CSV of actions, for pipeline_schedule=file")
+    pipeline_model_parallel_layout: tuple[Count, ...] | None = Field(
+        None, strict=False, description="layers per stage; default: divided by cost, the head included"
+    )
 
 
 class TrainConfig(Section):
@@ -134,6 +151,9 @@ class LoggingConfig(Section):
     """What is reported, and where to."""
 
     log_interval: int = Field(10, ge=1)
+    trace_iterations: tuple[Positive, ...] = Field(
+        (), strict=False, description="iterations whose pipeline is logged and drawn, into `traces` of checkpoint.save"
+    )
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
     wandb_name: str | None = None

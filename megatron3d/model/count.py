@@ -5,7 +5,7 @@ They are written without the parameter table on purpose: the built model is held
 
 from __future__ import annotations
 
-from megatron3d.config.derive import GATED, Architecture
+from megatron3d.config.architecture import GATED, Architecture
 
 
 def num_parameters(arch: Architecture) -> int:
@@ -24,15 +24,28 @@ def num_parameters(arch: Architecture) -> int:
     return embeddings + arch.num_layers * (attention + mlp + 2 * norm * h) + norm * h
 
 
+def layer_flops_per_token(arch: Architecture) -> int:
+    """Floating-point operations of forward and backward of one layer per token."""
+    return 6 * layer_weights(arch) + 12 * arch.num_attention_heads * arch.kv_channels * arch.seq_length
+
+
+def layer_weights(arch: Architecture) -> int:
+    """Weights of one layer that multiply."""
+    q = arch.num_attention_heads * arch.kv_channels
+    kv = 2 * arch.num_query_groups * arch.kv_channels
+    gates = 2 if arch.activation in GATED else 1
+    return arch.hidden_size * (q + kv + q + (gates + 1) * arch.ffn_hidden_size)
+
+
+def head_flops_per_token(arch: Architecture) -> int:
+    """Floating-point operations of forward and backward of the head per token."""
+    return 6 * arch.hidden_size * arch.vocab_size
+
+
 def flops_per_token(arch: Architecture) -> int:
     """Floating-point operations of forward and backward per token (Chowdhery et al. 2022, arXiv:2204.02311, B).
 
     6 per weight that multiplies, the head included and embeddings not, plus 12 * layers * heads * head size * length
     for the attention core, the causal half counted in full as the field does.
     """
-    q = arch.num_attention_heads * arch.kv_channels
-    kv = 2 * arch.num_query_groups * arch.kv_channels
-    gates = 2 if arch.activation in GATED else 1
-    h = arch.hidden_size
-    weights = arch.num_layers * (h * (q + kv) + q * h + (gates + 1) * h * arch.ffn_hidden_size) + h * arch.vocab_size
-    return 6 * weights + 12 * arch.num_layers * q * arch.seq_length
+    return arch.num_layers * layer_flops_per_token(arch) + head_flops_per_token(arch)
