@@ -30,6 +30,7 @@ ModeName = Annotated[str, AfterValidator(_known_mode), Field(json_schema_extra={
 ScheduleName = Annotated[str, AfterValidator(_known_schedule), Field(json_schema_extra={"enum": [*SCHEDULES, FILE]})]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+MomentDtype = Literal["fp32", "bf16"]
 
 
 class Section(BaseModel):
@@ -103,11 +104,17 @@ class TrainConfig(Section):
     exit_interval: int | None = Field(None, ge=1)
     exit_duration_in_mins: float | None = Field(None, gt=0)
     seed: int = Field(1234, ge=0)
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    loss_scale: float | None = Field(None, gt=0, description="fixed, with fp16; default: a dynamic one")
+    initial_loss_scale: float = Field(2.0**32, gt=0, description="where a dynamic loss scale begins")
+    min_loss_scale: float = Field(1.0, gt=0)
+    loss_scale_window: int = Field(1000, ge=1, description="good steps in a row after which the loss scale doubles")
+    hysteresis: int = Field(2, ge=1, description="non-finite steps before the loss scale halves")
     eval_interval: int | None = Field(None, ge=1, description="default: never")
     eval_iters: int = Field(10, ge=1)
     loss_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits exist at one time")
     bucket_mb: float = Field(25.0, gt=0, description="size of a gradient all-reduce on the data axis")
+    compile: bool = Field(False, description="torch.compile of each layer; eager, and said so, where that fails")
 
 
 class OptimizerConfig(Section):
@@ -126,6 +133,11 @@ class OptimizerConfig(Section):
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     adam_eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    exp_avg_dtype: MomentDtype | None = Field(None, description="default: that of the main weights")
+    exp_avg_sq_dtype: MomentDtype | None = Field(None, description="default: that of the main weights")
+    adam_implementation: Literal["torch", "apex"] = Field(
+        "torch", description="whose fused kernel; apex is NVIDIA's, compiled, not the package of that name on PyPI"
+    )
 
 
 class DataConfig(Section):
