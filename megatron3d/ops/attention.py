@@ -50,7 +50,8 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MF: Tensor, axes: Axes, comm: Comm) -> Tensor:
         ctx.axes, ctx.comm = axes, comm
-        return comm.all_gather(x_MF, axes, dim=1).wait()
+        whole_MF = comm.all_gather(x_MF, axes, dim=1).wait()
+        return whole_MF.contiguous()  # of one column per rank it is a view that no fused kernel takes
 
     @staticmethod
     def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor, None, None]:

@@ -1,0 +1,154 @@
+"""One microbatch on one rank: its local sizes, and what is computed again instead of kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron3d.config.architecture import GATED, Architecture
+from megatron3d.heads import HeadSplit
+from megatron3d.layout import span
+from megatron3d.mesh import Axes, Mesh
+from megatron3d.modes.mode import Mode
+
+GRANULARITIES = ("none", "selective", "full")
+CORE_ATTN, MLP = "core_attn", "mlp"
+MODULES = (CORE_ATTN, MLP)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What backward computes again, in Megatron's words.
+
+    `selective` computes its `modules` again: "core_attn" leads from the output of qkv to the input of proj, "mlp" from
+    the output of fc1 to the input of fc2.  `full` computes whole layers again and keeps their inputs only.
+    """
+
+    granularity: str = "none"
+    modules: frozenset[str] = frozenset({CORE_ATTN})
+
+    def __post_init__(self) -> None:
+        assert self.granularity in GRANULARITIES, f"granularity {self.granularity} is none of {GRANULARITIES}"
+        assert self.modules <= set(MODULES), f"modules {set(self.modules)} are not all among {MODULES}"
+
+    def repeats(self, module: str) -> bool:
+        """Whether a module of a layer is computed again on its own."""
+        return self.granularity == "selective" and module in self.modules
+
+
+KEEP_ALL = Recompute()
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What torch's own kernels keep, which differs between devices; all else is ours and the same everywhere.
+
+    Attributes:
+        narrow_statistics: LayerNorm's mean and scale are of its input's dtype, not fp32.
+        fused_rms_norm: RMSNorm keeps its input and a number per row; else what each of its operations keeps.
+    """
+
+    narrow_statistics: bool
+    fused_rms_norm: bool
+
+
+KERNELS: Mapping[str, Kernels] = {
+    "cpu": Kernels(narrow_statistics=True, fused_rms_norm=False),
+    "gpu": Kernels(narrow_statistics=False, fused_rms_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A microbatch of `micro_batch_size` sequences over all ranks that share it, as this rank of the mesh sees it."""
+
+    arch: Architecture
+    mode: Mode
+    mesh: Mesh
+    micro_batch_size: int
+    itemsize: int
+    recompute: Recompute = KEEP_ALL
+    kernels: Kernels = KERNELS["cpu"]
+
+    def part(self, size: int, axes: Axes) -> int:
+        """My share of a dimension that `axes` split."""
+        low, high = span(size, axes, self.mesh)
+        return high - low
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in fp32 or better."""
+        return max(self.itemsize, 4)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole microbatch."""
+        return self.micro_batch_size * self.arch.seq_length
+
+    @property
+    def tokens(self) -> int:
+        """My tokens of the residual stream."""
+        return self.part(self.num_tokens, self.mode.residual[0])
+
+    @property
+    def hidden(self) -> int:
+        """My features of the residual stream."""
+        return self.part(self.arch.hidden_size, self.mode.residual[1])
+
+    @property
+    def residual(self) -> int:
+        """Bytes of my shard of the residual stream."""
+        return self.tokens * self.hidden * self.itemsize
+
+    @property
+    def splits_features(self) -> bool:
+        """Whether norms combine their statistics over ranks."""
+        return bool(self.mesh.nontrivial(self.mode.residual[1]))
+
+    @property
+    def inner_tokens(self) -> int:
+        """My tokens of the inner stream: whole sequences."""
+        return self.part(self.num_tokens, self.mode.inner[0])
+
+    @property
+    def sequences(self) -> int:
+        """My sequences of the inner stream."""
+        return self.inner_tokens // self.arch.seq_length
+
+    @cached_property
+    def heads(self) -> HeadSplit:
+        """My attention heads."""
+        arch, axes = self.arch, self.mesh.nontrivial(self.mode.inner[1])
+        return HeadSplit(arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, axes, self)
+
+    @property
+    def num_queries(self) -> int:
+        """My query heads."""
+        low, high = self.heads.query_span
+        return high - low
+
+    @property
+    def num_groups(self) -> int:
+        """The key/value heads that my query heads read."""
+        low, high = self.heads.group_span
+        return high - low
+
+    @property
+    def keys_width(self) -> int:
+        """My features of the keys before they are gathered; values have as many."""
+        return self.part(self.arch.num_query_groups * self.arch.kv_channels, self.mode.inner[1])
+
+    @property
+    def ffn(self) -> int:
+        """My inner features of the MLP."""
+        return self.part(self.arch.ffn_hidden_size, self.mode.inner[1])
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.arch.activation in GATED
+
+    def inner(self, width: int) -> int:
+        """Bytes of so many features for my tokens of the inner stream."""
+        return self.inner_tokens * width * self.itemsize

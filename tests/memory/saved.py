@@ -1,0 +1,36 @@
+"""What autograd really keeps of a forward, each storage once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Saved:
+    """Storages that were saved for backward, but not those of `known` tensors (parameters, shared tables)."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        self._known = {t.untyped_storage().data_ptr() for t in known}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(self, t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._kept[storage.data_ptr()] = storage
+        return t
+
+    @property
+    def num_bytes(self) -> int:
+        """Sum of the storages; they are held, so that none's address is used again while counting."""
+        return sum(storage.nbytes() for storage in self._kept.values())
+
+
+@contextmanager
+def saved_beside(known: Iterable[Tensor]) -> Iterator[Saved]:
+    """Count what a forward in the body saves."""
+    saved = Saved(known)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+        yield saved
