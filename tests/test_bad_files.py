@@ -125,6 +125,49 @@ def test_corpus_and_tokenizer(config: Path, name: str) -> None:
     refuse(config, overrides, *problems)
 
 
+SCHEDULES: dict[str, tuple[str | None, list[Words]]] = {
+    "absent": (None, [("{here}/mine.csv does not exist", "tools/plot_schedule.py")]),
+    "empty": ("", [("there are no actions",)]),
+    "text": ("F0,B0\n", [("rank 0, cell 1", "'F0' is no action"), ("rank 0, cell 2", "'B0' is no action")]),
+    "half a backward": ("0F0,0I0,0W0,0F1,0I1", [("rank 0: 0W1 or 0B1 is missing",)]),
+    "backward first": ("0F0,0B1,0F1,0B0", [("rank 0: 0B1, action 2 of 4, waits for 0F1", "put 0F1 earlier")]),
+    "for another batch": (
+        "0F0,0B0",
+        [("is for 1 microbatches", "train.global_batch_size=16", "use global_batch_size 4")],
+    ),
+    "for more ranks": (
+        "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3",
+        [("is for 2 ranks", "parallel.pipeline_model_parallel_size=1", "use 2")],
+    ),
+    "of more stages than layers": (
+        ",".join(
+            f"{stage}{kind}{mb}" for mb in range(4) for kind in "FB" for stage in (0, 1, 2)[:: 1 - 2 * (kind == "B")]
+        ),
+        [("has 3 stages, more than model.num_layers=2", "use num_layers 3")],
+    ),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule(config: Path, name: str, check: bool) -> None:
+    text, problems = SCHEDULES[name]
+    file = config.parent / "mine.csv"
+    if text is not None:
+        file.write_text(text)
+    typed = ["parallel.pipeline_schedule=file", f"parallel.pipeline_schedule_file={file}", *["--check"] * check]
+    where = f"parallel.pipeline_schedule_file={file} (command line): "
+    refuse(config, typed, *((where, *words) for words in problems))
+
+
+def test_a_schedule_elsewhere_is_only_mentioned(config: Path) -> None:
+    typed = ["parallel.pipeline_schedule=file", "parallel.pipeline_schedule_file=/there/mine.csv"]
+    outcome = run(config, "--check", "--world-size", "2", "parallel.pipeline_model_parallel_size=2", *typed)
+    assert outcome.code == runtime.EXIT_DONE and not outcome.err
+    assert "pipeline: file /there/mine.csv, 2 ranks; stages and bubble are not known here" in outcome.out
+    assert "on this machine: parallel.pipeline_schedule_file=/there/mine.csv (command line): " in outcome.out
+
+
 @pytest.mark.parametrize("key", ["checkpoint.save", "logging.tensorboard_dir"])
 @pytest.mark.parametrize("folder", ["{here}/tiny.yaml", "{here}/tiny.yaml/run", "/proc/run", "/dev/null/run"])
 def test_folders_that_cannot_be_written(config: Path, key: str, folder: str) -> None:

@@ -46,6 +46,63 @@ CONFIGURATION: dict[str, tuple[list[str], list[Words]]] = {
         ["train.global_batch_size=10"],
         [("train.global_batch_size=10", "micro_batch_size 4", "10 / 4 = 2.5", "use 8 or 12")],
     ),
+    "misspelt schedule": (
+        ["parallel.pipeline_schedule=interleave"],
+        [("parallel.pipeline_schedule=interleave (command line)", "not allowed", "use interleaved, gpipe", "or file")],
+    ),
+    "virtual stages that a schedule does not take": (
+        ["parallel.virtual_pipeline_model_parallel_size=2"],
+        [("virtual_pipeline_model_parallel_size=2 (command line)", "1f1b takes 1", "interleaved or zb-v")],
+    ),
+    "more stages than layers": (
+        ["--check", "--world-size", "4", "parallel.pipeline_model_parallel_size=4"],
+        [("pipeline_model_parallel_size=4 (command line)", "4 stages are more than model.num_layers=2", "use 2")],
+    ),
+    "a layout for another number of stages": (
+        ["parallel.pipeline_model_parallel_layout=[1,1]"],
+        [("pipeline_model_parallel_layout=[1,1]", "2 numbers for 1 stage", "use such as [2]")],
+    ),
+    "a layout of other layers": (
+        ["parallel.pipeline_schedule=zb-v", "parallel.pipeline_model_parallel_layout=[2,1]"],
+        [("pipeline_model_parallel_layout=[2,1]", "2+1 = 3 is not model.num_layers=2", "use such as [1,1]")],
+    ),
+    "fewer layers than none": (
+        ["parallel.pipeline_model_parallel_layout=[3,-1]"],
+        [("pipeline_model_parallel_layout=[3,-1]", "a list of whole numbers of at least 0")],
+    ),
+    "a schedule's file without a name": (
+        ["parallel.pipeline_schedule=file"],
+        [("pipeline_schedule=file", "pipeline_schedule_file", "tools/plot_schedule.py")],
+    ),
+    "a schedule's file and a schedule": (
+        ["parallel.pipeline_schedule_file=mine.csv"],
+        [("pipeline_schedule_file=mine.csv", "not read with", "pipeline_schedule=1f1b", "leave it out")],
+    ),
+    "pipeline ranks that do not factor": (
+        ["--check", "--world-size", "5", "parallel.pipeline_model_parallel_size=2"],
+        [("world_size 5: not a multiple of TP 1 x PP 2 = 2", "use 4 or 6", "pipeline_model_parallel_size")],
+    ),
+    "a trace after the end": (
+        ["logging.trace_iterations=[9]"],
+        [("logging.trace_iterations=[9]", "train.train_iters=8", "use 1 to 8")],
+    ),
+    "a trace without a place": (
+        ["logging.trace_iterations=[2]", "checkpoint.save=null", "checkpoint.load=null"],
+        [("logging.trace_iterations=[2]", "set checkpoint.save")],
+    ),
+    "a whole pipeline wrong": (
+        [
+            "parallel.pipeline_schedule=zb-h2",
+            "parallel.virtual_pipeline_model_parallel_size=3",
+            "parallel.pipeline_schedule_file=mine.csv",
+            "parallel.pipeline_model_parallel_size=2",
+        ],
+        [
+            ("pipeline_schedule_file=mine.csv",),
+            ("virtual_pipeline_model_parallel_size=3", "zb-h2 takes 1"),
+            ("world_size 1: fewer than TP 1 x PP 2",),
+        ],
+    ),
     "heads": (["model.num_attention_heads=5"], [("model.num_attention_heads=5", "hidden_size=32", "use 1, 2, 4, 8")]),
     "warm-up": (["optimizer.lr_warmup_iters=9"], [("lr_warmup_iters=9", "train.train_iters=8", "use 0 to 8")]),
     "nothing to train on": (["data.split=0,1,0"], [("data.split=0,1,0", "969,30,1")]),

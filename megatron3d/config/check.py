@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron3d.config.check_layout import feature_problems, form_problems, token_problems
+from megatron3d.config.check_pipeline import pipeline_problems
 from megatron3d.config.derive import architecture, tensor_mode, tensor_size
 from megatron3d.config.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.schema import Config
@@ -23,6 +24,7 @@ def check(
 
 def layout_problems(facts: Facts) -> Iterator[str]:
     """The ranks, and what they split."""
+    yield from pipeline_problems(facts)
     forms = list(form_problems(facts))
     if forms:
         yield from forms
@@ -86,6 +88,9 @@ def schedule_problems(facts: Facts) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"{facts.named('optimizer.min_lr')}: more than {plain(config, 'optimizer.lr')}; use 0 to {optimizer.lr:g}"
+    if late := [iteration for iteration in config.logging.trace_iterations if iteration > config.train.train_iters]:
+        last, where = config.train.train_iters, facts.named("logging.trace_iterations")
+        yield f"{where}: {late[0]} is more than train.train_iters={last}; use 1 to {last}"
     try:
         train, valid, _ = parse_split(config.data.split)
     except UserError:
@@ -111,6 +116,9 @@ def unused_problems(facts: Facts) -> Iterator[str]:
         yield f"{facts.named('data.tokenizer_model')}: ByteTokenizer has no model file; leave it out"
     if config.checkpoint.save_interval and not config.checkpoint.save:
         yield f"{facts.named('checkpoint.save_interval')}: nowhere to save; set checkpoint.save, or leave it out"
+    if logging.trace_iterations and not config.checkpoint.save:
+        where = facts.named("logging.trace_iterations")
+        yield f"{where}: nowhere to write the traces; set checkpoint.save, or leave it out"
     if not logging.wandb_project:
         for key, given in (("wandb_name", logging.wandb_name), ("wandb_mode", logging.wandb_mode == "offline")):
             if given:
@@ -121,15 +129,14 @@ def batch_problems(facts: Facts) -> Iterator[str]:
     """world_size = TP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
     config, world = facts.config, facts.world_size
     pipeline = config.parallel.pipeline_model_parallel_size
-    if pipeline > 1:
-        where = facts.named("parallel.pipeline_model_parallel_size")
-        yield f"{where}: pipeline parallelism is not available in this version; use 1"
     model_size = tensor_size(config.parallel) * pipeline
     if world % model_size:
         rule = "fewer than" if world < model_size else "not a multiple of"
         made = f"{describe_tensor(config.parallel)} x PP {pipeline} = {model_size}"
         size = one_of(near_multiples(model_size, world))
-        yield f"world_size {world}: {rule} {made}; use {size} processes (--world-size), or another {facts.shape_key}"
+        sizes = {facts.shape_key: tensor_size(config.parallel), "parallel.pipeline_model_parallel_size": pipeline}
+        other = one_of(key for key, size in sizes.items() if size > 1)
+        yield f"world_size {world}: {rule} {made}; use {size} processes (--world-size), or another {other}"
         return
     data = world // model_size
     step, batch = config.train.micro_batch_size * data, config.train.global_batch_size

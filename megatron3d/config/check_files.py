@@ -1,4 +1,4 @@
-"""Whether the files and folders that a configuration names can be used, without opening any."""
+"""Whether the files and folders that a configuration names can be used, opening none but a schedule."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron3d.config.check_pipeline import file_problems
 from megatron3d.config.facts import Facts
 from megatron3d.config.schema import Config
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def check_files(config: Config, origins: Mapping[str, str] | None = None) -> list[str]:
-    """What is wrong with the corpus, the tokenizer, and the folders to save to and load from."""
-    facts = Facts(config, world_size=1, origins=origins or {})
-    return [*_corpus(facts), *_tokenizer(facts), *_outputs(facts), *_load(facts)]
+def check_files(config: Config, world_size: int, origins: Mapping[str, str] | None = None) -> list[str]:
+    """What is wrong with the schedule, the corpus, the tokenizer, and the folders to save to and load from."""
+    facts = Facts(config, world_size, origins=origins or {})
+    return [*file_problems(facts), *_corpus(facts), *_tokenizer(facts), *_outputs(facts), *_load(facts)]
 
 
 def _corpus(facts: Facts) -> Iterator[str]:

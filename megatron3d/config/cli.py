@@ -70,7 +70,7 @@ def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: 
     broken = [*model_problems(facts), *schedule_problems(facts), *unused_problems(facts)]
     if not any(key in _SHAPE or key.startswith("parallel.") for key in reading.unsure):
         broken += layout_problems(facts)
-    broken += [] if elsewhere else check_files(reading.config, reading.origins)
+    broken += [] if elsewhere else check_files(reading.config, world_size, reading.origins)
     doubtful = {key.partition(".")[2] for key in reading.unsure}
     sure = [problem for problem in broken if doubtful.isdisjoint(re.findall(r"\w+", problem))]
     UserError.collect((*reading.problems, *sure))
@@ -89,7 +89,7 @@ def run_check(arguments: Arguments, environ_world_size: int | None = None) -> in
     print(render(resolved))
     print(batch_arithmetic(resolved.config, world_size))
     print(parameter_line(resolved.config))
-    for problem in check_files(resolved.config, resolved.origins) if elsewhere else ():
+    for problem in check_files(resolved.config, world_size, resolved.origins) if elsewhere else ():
         print(f"on this machine: {problem}")
     return 0
 

@@ -11,11 +11,12 @@ from megatron3d.config.architecture import Architecture as Architecture
 from megatron3d.config.architecture import architecture as architecture
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.mesh import Mesh
-from megatron3d.model.stages import Stage, divide, make_stages
+from megatron3d.model.stages import Stage, divide, layer_flops, make_stages
 from megatron3d.modes import MODES, build_mode
 from megatron3d.modes.mode import Mode
 from megatron3d.pipeline.actions import Kind, Schedule, owners
-from megatron3d.pipeline.schedules import FILE, build_schedule, load_schedule
+from megatron3d.pipeline.costs import Costs
+from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule
 
 SEQUENCE_PARALLEL = "sequence_parallel"
 
@@ -83,16 +84,29 @@ class Pipeline:
 
 def make_pipeline(config: Config, arch: Architecture, mesh: Mesh) -> Pipeline:
     """The pipeline of a valid configuration; raises UserError where its schedule is a file that cannot be run."""
-    schedule = make_schedule(config, mesh)
+    schedule = make_schedule(config, arch, mesh)
     where = tuple(owners(schedule).values())
     counts = config.parallel.pipeline_model_parallel_layout or divide(arch, len(where), where)
     return Pipeline(make_stages(counts), schedule, where)
 
 
-def make_schedule(config: Config, mesh: Mesh) -> Schedule:
+def virtual_size(parallel: ParallelConfig) -> int:
+    """Stages per pipeline rank of a schedule that has a name."""
+    given = parallel.virtual_pipeline_model_parallel_size
+    return SCHEDULES[parallel.pipeline_schedule].min_virtual if given is None else given
+
+
+def stage_owners(parallel: ParallelConfig) -> tuple[int, ...]:
+    """The pipeline rank of each stage of a schedule that has a name."""
+    place, ranks = SCHEDULES[parallel.pipeline_schedule].place, parallel.pipeline_model_parallel_size
+    return tuple(place(stage, ranks) for stage in range(ranks * virtual_size(parallel)))
+
+
+def make_schedule(config: Config, arch: Architecture, mesh: Mesh) -> Schedule:
     """The computations of every pipeline rank, by the schedule's name or from its file."""
     parallel, p, m = config.parallel, mesh.sizes["pipeline"], num_microbatches(config, mesh)
     if parallel.pipeline_schedule == FILE:
         assert parallel.pipeline_schedule_file is not None, "a schedule from a file has a file"
         return load_schedule(Path(parallel.pipeline_schedule_file), p, m)
-    return build_schedule(parallel.pipeline_schedule, p, m, parallel.virtual_pipeline_model_parallel_size)
+    flops = {kind.value: float(count) for kind, count in layer_flops(arch).items()}
+    return build_schedule(parallel.pipeline_schedule, p, m, virtual_size(parallel), Costs(**flops))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -119,25 +120,24 @@ def _validated(known: Mapping[str, Entry]) -> tuple[Config, dict[str, str]]:
             where = f"{entry.key}={show(entry.value)} ({entry.origin})"
             whole = detail["type"].endswith("_type") and len(detail["loc"]) == 2
             rule = f"{_KINDS.get(type(entry.value), 'this')} is not allowed" if whole else "not allowed"
-            wrong[entry.key] = f"{where}: {rule}; use {expected(section, name)}"
+            wrong[entry.key] = f"{where}: {rule}; use {expected(section, name, entry.value)}"
             values[section].pop(name, None)
     return Config.model_validate(values), wrong
 
 
-def expected(section: str, name: str) -> str:
-    """In words, the values that a key takes."""
+def expected(section: str, name: str, given: object = None) -> str:
+    """In words, the values that a key takes, the one nearest to what was given first."""
     schema = type(getattr(Config(), section)).model_json_schema()["properties"][name]
     kinds = schema.get("anyOf", [schema])
-    return " or ".join(_words(kind | {"default": schema.get("default")}) for kind in kinds)
+    return " or ".join(_words(kind | {"default": schema.get("default")}, given) for kind in kinds)
 
 
-def _words(kind: Mapping[str, object]) -> str:
+def _words(kind: Mapping[str, Any], given: object) -> str:
     if "enum" in kind:
-        values = kind["enum"]
-        assert isinstance(values, list), f"an enumeration is a list, not {values!r}"
-        return one_of(values)
+        near = nearest(str(given).lower(), kind["enum"])
+        return one_of(sorted(kind["enum"], key=lambda value: value != near))
     if kind["type"] == "array":
-        return "a list of whole numbers of at least 1, such as [2,2,2]"
+        return f"a list of whole numbers of at least {kind['items']['minimum']}, such as [2,2,2]"
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "and below"}
     limits = "".join(f" {words} {kind[bound]:g}" for bound, words in bounds.items() if bound in kind)
     names = {

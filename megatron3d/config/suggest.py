@@ -37,6 +37,9 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "parallel.tensor_parallel_shape": ("tp_shape", "tensor_shape"),
     "parallel.sequence_parallel": ("sp",),
     "parallel.pipeline_model_parallel_size": ("pp", "pp_size", "pipeline_parallel_size", "pipeline_parallel_degree"),
+    "parallel.pipeline_schedule": ("pp_schedule", "pipeline_parallel_schedule"),
+    "parallel.virtual_pipeline_model_parallel_size": ("vp", "vp_size", "vpp", "num_model_chunks", "num_virtual_stages"),
+    "parallel.pipeline_schedule_file": ("pipeline_parallel_schedule_csv",),
     "train.micro_batch_size": (
         "batch_size",
         "mbs",

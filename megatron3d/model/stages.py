@@ -5,12 +5,13 @@ embedding | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 | head        12 layers' worth of work:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron3d.config.architecture import Architecture
-from megatron3d.model.count import head_flops_per_token, layer_flops_per_token
+from megatron3d.model.count import head_flops_per_token, layer_flops_per_token, layer_weights
+from megatron3d.pipeline.actions import Kind
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,16 @@ def divide(arch: Architecture, num_stages: int, owners: Sequence[int] | None = N
     for _ in range(arch.num_layers - num_stages):
         counts[min(range(num_stages), key=lambda stage: (load(owners[stage]), cost(stage), -stage))] += 1
     return tuple(counts)
+
+
+def layer_flops(arch: Architecture) -> Mapping[Kind, int]:
+    """Operations of a layer per token: a product has three equal parts, the attention core twice as many backward."""
+    product, core = 2 * layer_weights(arch), 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length
+    return {Kind.F: product + core, Kind.I: product + 2 * core, Kind.W: product}
+
+
+def stage_flops(arch: Architecture, stage: Stage) -> Mapping[Kind, int]:
+    """Operations of a stage per token; the head computes its gradients in the forward, with the loss."""
+    flops = {kind: len(stage.layers) * count for kind, count in layer_flops(arch).items()}
+    head = head_flops_per_token(arch) if stage.has_head else 0
+    return {**flops, Kind.F: flops[Kind.F] + head, Kind.B: flops[Kind.I] + flops[Kind.W]}

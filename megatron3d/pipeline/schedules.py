@@ -129,6 +129,10 @@ class ScheduleEntry:
     min_virtual: int = 1
     max_virtual: int | None = 1
 
+    def takes(self, virtual: int) -> bool:
+        """Whether it can have so many stages per rank."""
+        return self.min_virtual <= virtual and (self.max_virtual is None or virtual <= self.max_virtual)
+
 
 SCHEDULES: Mapping[str, ScheduleEntry] = {
     "gpipe": ScheduleEntry(lambda p, m, v, costs: gpipe(p, m), loop),
@@ -142,6 +146,11 @@ SCHEDULES: Mapping[str, ScheduleEntry] = {
 FILE = "file"
 
 
+def taking(virtual: int) -> list[str]:
+    """The schedules that can have so many stages per rank."""
+    return [name for name, entry in SCHEDULES.items() if entry.takes(virtual)]
+
+
 def schedule_problems(name: str, p: int, m: int, v: int | None = None) -> list[str]:
     """Why a schedule cannot be made for p ranks, m microbatches and v virtual stages per rank, and what could."""
     if name not in (*SCHEDULES, FILE):
@@ -150,12 +159,12 @@ def schedule_problems(name: str, p: int, m: int, v: int | None = None) -> list[s
     found = [f"schedule {name}: the number of {what}={n} must be at least 1; use 1" for what, n in counts if n < 1]
     if found or name == FILE or v is None:
         return found
-    low, high = SCHEDULES[name].min_virtual, SCHEDULES[name].max_virtual
-    if v >= low and (high is None or v <= high):
+    entry, low = SCHEDULES[name], SCHEDULES[name].min_virtual
+    if entry.takes(v):
         return []
-    takes = f"v={low}" if high == low else f"v={low} or more"
-    others = [other for other, entry in SCHEDULES.items() if entry.min_virtual <= v <= (entry.max_virtual or v)]
-    return [f"schedule {name}: takes {takes} virtual stages per rank, not v={v}; use v={low}, or {' or '.join(others)}"]
+    takes = f"v={low}" if entry.max_virtual == low else f"v={low} or more"
+    others = " or ".join(taking(v))
+    return [f"schedule {name}: takes {takes} virtual stages per rank, not v={v}; use v={low}, or {others}"]
 
 
 def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs = UNIT) -> Schedule:

@@ -147,11 +147,6 @@ BROKEN = [
         "give only one of the two",
     ),
     (
-        {"parallel": {"pipeline_model_parallel_size": 2}},
-        2,
-        "parallel.pipeline_model_parallel_size=2: pipeline parallelism is not available in this version; use 1",
-    ),
-    (
         {"parallel": {"tensor_parallel_mode": "2d", "tensor_parallel_shape": [2, 2]}},
         6,
         "world_size 6: not a multiple of TP 4 (2d: r 2 x c 2) x PP 1 = 4; use 4 or 8 processes (--world-size), "

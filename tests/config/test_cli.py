@@ -28,7 +28,8 @@ def test_files_and_folders_are_looked_at_before_a_run(tmp_path: Path) -> None:
         config_of(
             data={"data_path": str(prefix), "tokenizer_model": str(absent)},
             checkpoint={"save": f"{prefix}.bin/run", "load": str(absent)},
-        )
+        ),
+        world_size=1,
     )
     assert [problem.partition(";")[0] for problem in problems] == [
         f"data.data_path={prefix}: {prefix}.idx is empty",
@@ -40,20 +41,20 @@ def test_files_and_folders_are_looked_at_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "c.idx").write_bytes(b"\0")
     same = {"save": str(absent), "load": f"{tmp_path}/absent"}
     data = {"data_path": str(prefix), "tokenizer_type": "ByteTokenizer"}
-    assert check_files(config_of(data=data, checkpoint=same)) == []
+    assert check_files(config_of(data=data, checkpoint=same), 1) == []
 
 
 def test_a_run_is_only_continued_in_its_own_folder(tmp_path: Path) -> None:
     save, data = str(tmp_path), {"data_path": __file__[:-3], "tokenizer_type": "ByteTokenizer"}
     others = {str(path): {"save": save, "load": path} for path in (None, str(tmp_path.parent))}
-    before = {path: check_files(config_of(data=data, checkpoint=others[path])) for path in others}
+    before = {path: check_files(config_of(data=data, checkpoint=others[path]), 1) for path in others}
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     for path, problems in before.items():
-        (added,) = set(check_files(config_of(data=data, checkpoint=others[path]))) - set(problems)
+        (added,) = set(check_files(config_of(data=data, checkpoint=others[path]), 1)) - set(problems)
         assert added.startswith(f"checkpoint.save={save}: a run is there already")
         assert f"checkpoint.load={save}" in added
     continued = {"save": save, "load": save}
-    assert set(check_files(config_of(data=data, checkpoint=continued))) <= set(before["None"])
+    assert set(check_files(config_of(data=data, checkpoint=continued), 1)) <= set(before["None"])
 
 
 def test_rules_on_values_that_could_not_be_read_are_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""The rules of pipelines: stages that the schedule takes and the layers fill, and a file that is for this run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron3d.config.architecture import architecture
+from megatron3d.config.derive import stage_owners, tensor_size, virtual_size
+from megatron3d.config.document import show
+from megatron3d.config.facts import Facts, plain
+from megatron3d.config.suggest import one_of
+from megatron3d.errors import UserError
+from megatron3d.model.stages import divide
+from megatron3d.pipeline.actions import owners
+from megatron3d.pipeline.check import read_schedule
+from megatron3d.pipeline.schedules import FILE, SCHEDULES, num_microbatches, taking
+
+SCHEDULE, FILE_KEY = "parallel.pipeline_schedule", "parallel.pipeline_schedule_file"
+RANKS, VIRTUAL = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"
+LAYOUT = "parallel.pipeline_model_parallel_layout"
+MAKE_ONE = "a CSV with a row of actions per rank, as tools/plot_schedule.py writes"
+
+
+def pipeline_problems(facts: Facts) -> Iterator[str]:
+    """What is wrong with the schedule's name, the stages per rank, and the layers per stage."""
+    parallel = facts.config.parallel
+    name, virtual = parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size
+    if name == FILE:
+        if parallel.pipeline_schedule_file is None:
+            yield f"{facts.named(SCHEDULE)}: no {FILE_KEY}; name {MAKE_ONE}"
+        if virtual is not None:
+            yield f"{facts.named(VIRTUAL)}: not read with {plain(facts.config, SCHEDULE)}, which tells it; leave it out"
+        return
+    if parallel.pipeline_schedule_file is not None:
+        yield f"{facts.named(FILE_KEY)}: not read with {plain(facts.config, SCHEDULE)}; use {FILE}, or leave it out"
+    entry = SCHEDULES[name]
+    if virtual is not None and not entry.takes(virtual):
+        takes = f"{entry.min_virtual}{' or more' if entry.max_virtual is None else ''}"
+        yield (
+            f"{facts.named(VIRTUAL)}: {plain(facts.config, SCHEDULE)} takes {takes} on each rank; use "
+            f"{entry.min_virtual}, or pipeline_schedule {one_of(taking(virtual))}"
+        )
+        return
+    where = stage_owners(parallel)
+    if parallel.pipeline_model_parallel_layout is not None:
+        yield from layout_problems(facts, where)
+    elif len(where) > facts.config.model.num_layers:
+        yield _too_many(facts)
+
+
+def _too_many(facts: Facts) -> str:
+    """More stages than layers, and every single change that helps."""
+    parallel, layers = facts.config.parallel, facts.config.model.num_layers
+    name, ranks, virtual = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size, virtual_size(parallel)
+    remedies = []
+    others = facts.world_size // tensor_size(parallel)
+    if fitting := [n for n in range(1, layers // virtual + 1) if others % n == 0]:
+        remedies.append(f"{max(fitting)}")
+    if virtual > 1 and ranks <= layers:
+        fewer = layers // ranks
+        fits = SCHEDULES[name].takes(fewer)
+        change = f"{VIRTUAL} {fewer}" if fits else f"{SCHEDULE} {one_of(taking(1))}"
+        remedies.append(change.removeprefix("parallel."))
+    remedies.append(f"model.num_layers {ranks * virtual} or more")
+    product = f"{ranks} rank{'s' * (ranks > 1)} x {virtual} stages = {ranks * virtual}"
+    stages = f"{ranks} stages are" if virtual == 1 else f"{product} are"
+    return f"{facts.named(RANKS)}: {stages} more than model.num_layers={layers}; use {', or '.join(remedies)}"
+
+
+def layout_problems(facts: Facts, where: Sequence[int]) -> Iterator[str]:
+    """Whether the layers of each stage are as many numbers as there are stages, with the sum of all layers."""
+    layout, layers = facts.config.parallel.pipeline_model_parallel_layout, facts.config.model.num_layers
+    assert layout is not None, "a layout that was not given has no problems"
+    vocab_size = facts.config.model.vocab_size or facts.vocab_size or 0
+    enough = divide(architecture(facts.config.model, vocab_size), len(where), where) if layers >= len(where) else None
+    example = show(enough or (*[1] * layers, *[0] * (len(where) - layers)))
+    if len(layout) != len(where):
+        many = f"{len(layout)} number{'s' * (len(layout) != 1)} for {len(where)} stage{'s' * (len(where) != 1)}"
+        yield f"{facts.named(LAYOUT)}: {many} of model.num_layers={layers}; use such as {example}, or leave it out"
+    elif sum(layout) != layers:
+        total = " = ".join(dict.fromkeys(("+".join(map(str, layout)), str(sum(layout)))))
+        yield f"{facts.named(LAYOUT)}: {total} is not model.num_layers={layers}; use such as {example}"
+
+
+def file_problems(facts: Facts) -> Iterator[str]:
+    """Whether the schedule in a file can be run, and is for this pipeline, this batch and these layers."""
+    parallel, where = facts.config.parallel, facts.named(FILE_KEY)
+    if parallel.pipeline_schedule != FILE or parallel.pipeline_schedule_file is None:
+        return
+    path = Path(parallel.pipeline_schedule_file)
+    if not path.is_file():
+        yield f"{where}: {path} {'is not a file' if path.exists() else 'does not exist'}; use {MAKE_ONE}"
+        return
+    try:
+        schedule = read_schedule(path)
+    except UserError as error:
+        yield from (f"{where}: {problem.removeprefix(f'{path}: ')}" for problem in error.problems)
+        return
+    ranks = parallel.pipeline_model_parallel_size
+    if (there := len(schedule)) != ranks:
+        rule = f"is for {there} rank{'s' * (there > 1)}, not {plain(facts.config, RANKS)}"
+        yield f"{where}: {rule}; use {there}, or a file for {ranks}"
+    yield from _batch(facts, num_microbatches(schedule))
+    stages, layers = tuple(owners(schedule).values()), facts.config.model.num_layers
+    if parallel.pipeline_model_parallel_layout is not None:
+        yield from layout_problems(facts, stages)
+    elif len(stages) > layers:
+        yield (
+            f"{where}: has {len(stages)} stages, more than model.num_layers={layers}; use num_layers {len(stages)} or "
+            f"more, or a file of at most {layers} stages"
+        )
+
+
+def _batch(facts: Facts, microbatches: int) -> Iterator[str]:
+    """Whether the global batch has the microbatches that a file is for; where it has no whole number, others say so."""
+    train, parallel = facts.config.train, facts.config.parallel
+    model_size = tensor_size(parallel) * parallel.pipeline_model_parallel_size
+    data = facts.world_size // model_size
+    step = train.micro_batch_size * data
+    if facts.world_size % model_size or train.global_batch_size % step:
+        return
+    if (asked := train.global_batch_size // step) != microbatches:
+        yield (
+            f"{facts.named(FILE_KEY)}: is for {microbatches} microbatches, and train.global_batch_size="
+            f"{train.global_batch_size} / (micro_batch_size {train.micro_batch_size} x data parallel {data}) is "
+            f"{asked}; use global_batch_size {microbatches * step}, or a file for {asked}"
+        )

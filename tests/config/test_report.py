@@ -1,0 +1,98 @@
+"""What is said about a run before it starts is its arithmetic: ranks, batch, and the pipeline with its idle time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron3d.config.architecture import architecture
+from megatron3d.config.derive import make_mesh, make_pipeline
+from megatron3d.config.read import DEFAULT, Resolved
+from megatron3d.config.report import batch_arithmetic, join_runs, render
+from megatron3d.config.schema import Config
+from megatron3d.config.suggest import SECTIONS
+from megatron3d.model.count import flops_per_token
+from megatron3d.model.stages import stage_flops
+from megatron3d.pipeline.actions import Kind
+from megatron3d.pipeline.check import write_schedule
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+
+LAYER = 104  # words whose head is as much work as a layer
+
+
+def config_of(vocab_size: int | None, batch: int = 24, **parallel: Any) -> Config:
+    """Twelve layers."""
+    model = {"num_layers": 12, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, "vocab_size": vocab_size}
+    return Config.model_validate({"model": model, "train": {"global_batch_size": batch}, "parallel": parallel})
+
+
+def pipeline_line(config: Config, world_size: int, vocab_size: int | None = None) -> str:
+    ranks, batch, pipeline = batch_arithmetic(config, world_size, vocab_size).splitlines()
+    assert ranks.startswith("world_size ") and batch.startswith("global_batch_size ")
+    return pipeline
+
+
+def test_one_rank_has_no_pipeline() -> None:
+    assert len(batch_arithmetic(config_of(LAYER), 1).splitlines()) == 2
+
+
+def test_an_even_pipeline_has_the_bubble_of_the_books() -> None:
+    """(p-1) / (m+p-1) of the time, or (p-1) / (mv+p-1)."""
+    without = ", without the head, whose vocabulary is not known yet"
+    plain, interleaved = (
+        pipeline_line(config_of(None, pipeline_model_parallel_size=4, pipeline_schedule=name), 4)
+        for name in ("1f1b", "interleaved")
+    )
+    assert plain == f"pipeline: 1f1b, 4 stages on 4 ranks, layers 3+3+3+3, expected bubble {300 / 27:.1f} %{without}"
+    layers = "1+1+1+1+2+2+2+2"
+    assert f"interleaved, 8 stages on 4 ranks, layers {layers}, expected bubble" in interleaved
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_head_counts(given: bool) -> None:
+    """1F1B with a last stage of 4 units beside 3: 3 x 3 to reach it and come back, and 24 x 4 in between."""
+    config = config_of(LAYER if given else None, pipeline_model_parallel_size=4)
+    bubble = 1 - 24 * 13 / 4 / (9 + 24 * 4)
+    line = pipeline_line(config, 4, None if given else LAYER)
+    assert line == f"pipeline: 1f1b, 4 stages on 4 ranks, layers 3+3+3+3, expected bubble {100 * bubble:.1f} %"
+
+
+def test_a_division_that_is_given_is_shown() -> None:
+    config = config_of(LAYER, pipeline_model_parallel_size=4, pipeline_model_parallel_layout=[4, 4, 4, 0])
+    assert "layers 4+4+4+0, expected bubble" in pipeline_line(config, 4)
+    assert join_runs([3, 3, 3, 3, 3, 2, 2]) == "5x3+2+2"
+
+
+def test_a_schedule_that_is_not_here_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    parallel = {"pipeline_schedule": "file", "pipeline_schedule_file": str(file), "pipeline_model_parallel_size": 4}
+    config = config_of(LAYER, **parallel)
+    assert pipeline_line(config, 4) == f"pipeline: file {file}, 4 ranks; stages and bubble are not known here"
+    write_schedule(build_schedule("1f1b", 4, 24), file)
+    assert pipeline_line(config, 4).startswith(f"pipeline: file {file}, 4 stages on 4 ranks, layers 3+3+3+3")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_stages_operations_are_the_models(name: str) -> None:
+    config = config_of(LAYER, pipeline_model_parallel_size=2, pipeline_schedule=name)
+    arch = architecture(config.model, LAYER)
+    pipeline = make_pipeline(config, arch, make_mesh(config.parallel, 2))
+    flops = [stage_flops(arch, stage) for stage in pipeline.stages]
+    assert sum(part[Kind.F] + part[Kind.B] for part in flops) == flops_per_token(arch)
+    assert all(part[Kind.B] == part[Kind.I] + part[Kind.W] for part in flops)
+
+
+def test_the_resolved_file_shows_what_was_left_open() -> None:
+    origins = {f"{section}.{name}": DEFAULT for section, names in SECTIONS.items() for name in names}
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"}
+
+    def lines(vocab_size: int | None, later: int | None = None) -> list[str]:
+        text = render(Resolved(config_of(vocab_size, **parallel), origins), later)
+        return [" ".join(line.split()) for line in text.splitlines()]
+
+    for shown in (lines(LAYER), lines(None, LAYER)):
+        assert "virtual_pipeline_model_parallel_size: null # derived: 2" in shown
+        assert "pipeline_model_parallel_layout: null # derived: [3,3,3,3]" in shown
+    assert "pipeline_model_parallel_layout: null # default" in lines(None)
