@@ -1,6 +1,7 @@
 """Prove that a configuration's layout computes what one process computes: `verify_layout.py --config FILE [overrides]`.
 
-The model and the axes are made small, every axis above 1 staying above 1.  Some steps are trained in float64 on one
+The model and the axes are made small, every axis above 1 staying above 1; a schedule from a file keeps its ranks and
+microbatches, and layers are divided among stages anew.  Some steps are trained in float64 on one
 process and on the requested layout over gloo on this machine; losses, gradient norms, gradients and parameters are
 compared, and the first tensor that differs is named.  Exit code 0: equal, 1: different, 2: wrong input.
 """
@@ -10,20 +11,24 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron3d import runtime
 from megatron3d.config.check import check
-from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode, tensor_size
+from megatron3d.config.check_pipeline import file_problems
+from megatron3d.config.derive import make_mesh, num_microbatches, stage_owners, tensor_mode, tensor_size
+from megatron3d.config.facts import Facts
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
 from megatron3d.errors import UserError
 from megatron3d.modes import MODES
+from megatron3d.pipeline.schedules import FILE
 
 VOCAB_SIZE = 61
 HEAD_SIZE = 8
+MAX_RANKS = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     config = read_config(args.config, args.overrides).config
     world_size = args.world_size or default_world_size(config)
-    UserError.collect(check(config, world_size))
+    UserError.collect(problems(config, world_size))
     small, num_ranks = shrink(config, world_size)
-    UserError.collect(check(small, num_ranks))
+    UserError.collect((*check(small, num_ranks), *too_large(small, num_ranks)))
     print(
         f"asked:    {batch_arithmetic(config, world_size)}\nverified: {batch_arithmetic(small, num_ranks)}", flush=True
     )
@@ -46,9 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def default_world_size(config: Config) -> int:
-    """TP x PP, and twice that where the batch can be shared by two data ranks."""
+    """TP x PP, and twice that where two data ranks can share the batch and few processes are enough for it."""
     alone = tensor_size(config.parallel) * config.parallel.pipeline_model_parallel_size
-    return alone if check(config, 2 * alone) else 2 * alone
+    shared = not problems(config, 2 * alone) and shrink(config, 2 * alone)[1] <= MAX_RANKS
+    return 2 * alone if shared else alone
+
+
+def problems(config: Config, world_size: int) -> list[str]:
+    """What is wrong with a configuration and its schedule's file; no other file is read."""
+    return [*check(config, world_size), *file_problems(Facts(config, world_size))]
+
+
+def too_large(small: Config, num_ranks: int) -> Iterator[str]:
+    """A schedule from a file cannot be made smaller."""
+    if small.parallel.pipeline_schedule == FILE and num_ranks > MAX_RANKS:
+        ranks = small.parallel.pipeline_model_parallel_size
+        yield (
+            f"parallel.pipeline_schedule_file={small.parallel.pipeline_schedule_file}: its {ranks} ranks make "
+            f"{num_ranks} processes with the other axes at 2, more than {MAX_RANKS}; verify a file of at most "
+            f"{MAX_RANKS * ranks // num_ranks} ranks, or with fewer axes"
+        )
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,19 +90,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     """The same model and layout, small: axes of 2 for axes above 1, and sizes that these divide."""
     mesh, mode = make_mesh(config.parallel, world_size), tensor_mode(config.parallel)
-    sizes = {name: min(size, 2) for name, size in mesh.axes}
-    shape = tuple(sizes[name] for name in MODES[config.parallel.tensor_parallel_mode].axis_names)
-    parallel = config.parallel.model_copy(
-        update={
-            "tensor_model_parallel_size": None,
-            "tensor_parallel_shape": shape,
-            "pipeline_model_parallel_size": sizes["pipeline"],
-        }
-    )
-    model = shrink_model(config.model, parallel, mesh.size(mode.inner[1]))
+    is_file, microbatches = config.parallel.pipeline_schedule == FILE, num_microbatches(config, mesh)
+    sizes = {name: size if is_file and name == "pipeline" else min(size, 2) for name, size in mesh.axes}
+    parallel = shrink_parallel(config.parallel, sizes)
+    model = shrink_model(config.model, parallel, mesh.size(mode.inner[1]), len(stage_owners(parallel)))
     sequences = math.prod(sizes[axis] for axis in mode.inner[0])
     micro = sequences * (2 if config.train.micro_batch_size > mesh.size(mode.inner[0]) else 1)
-    batch = micro * sizes["data"] * min(num_microbatches(config, mesh), 2)
+    batch = micro * sizes["data"] * (microbatches if is_file else min(microbatches, 2 * sizes["pipeline"]))
     train = config.train.model_copy(
         update={
             "micro_batch_size": micro,
@@ -96,15 +112,29 @@ def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     return small, math.prod(sizes.values())
 
 
-def shrink_model(model: ModelConfig, parallel: ParallelConfig, head_ranks: int) -> ModelConfig:
-    """Two layers of the same kind; fewer key/value groups than ranks that split heads stay fewer."""
+def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> ParallelConfig:
+    """The same mode and schedule with axes of these sizes, and at most two stages per rank."""
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    return parallel.model_copy(
+        update={
+            "tensor_model_parallel_size": None,
+            "tensor_parallel_shape": tuple(sizes[name] for name in MODES[parallel.tensor_parallel_mode].axis_names),
+            "pipeline_model_parallel_size": sizes["pipeline"],
+            "virtual_pipeline_model_parallel_size": virtual and min(virtual, 2),
+            "pipeline_model_parallel_layout": None,
+        }
+    )
+
+
+def shrink_model(model: ModelConfig, parallel: ParallelConfig, head_ranks: int, num_stages: int) -> ModelConfig:
+    """A layer more than stages, of the same kind; fewer key/value groups than ranks that split heads stay fewer."""
     unit = tensor_size(parallel)
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
     small_groups = unit if groups >= head_ranks else 1
     return model.model_copy(
         update={
-            "num_layers": min(model.num_layers, 2),
+            "num_layers": max(num_stages, min(model.num_layers, num_stages + 1)),
             "hidden_size": 3 * HEAD_SIZE * unit,
             "ffn_hidden_size": 5 * unit,
             "num_attention_heads": unit if groups == heads else 2 * unit,

@@ -97,16 +97,23 @@ def virtual_size(parallel: ParallelConfig) -> int:
 
 
 def stage_owners(parallel: ParallelConfig) -> tuple[int, ...]:
-    """The pipeline rank of each stage of a schedule that has a name."""
+    """The pipeline rank of each stage, by the schedule's name or from its file."""
+    if parallel.pipeline_schedule == FILE:
+        return tuple(owners(load_schedule(schedule_file(parallel))).values())
     place, ranks = SCHEDULES[parallel.pipeline_schedule].place, parallel.pipeline_model_parallel_size
     return tuple(place(stage, ranks) for stage in range(ranks * virtual_size(parallel)))
+
+
+def schedule_file(parallel: ParallelConfig) -> Path:
+    """Where a schedule without a name is."""
+    assert parallel.pipeline_schedule_file is not None, "a schedule from a file has a file"
+    return Path(parallel.pipeline_schedule_file)
 
 
 def make_schedule(config: Config, arch: Architecture, mesh: Mesh) -> Schedule:
     """The computations of every pipeline rank, by the schedule's name or from its file."""
     parallel, p, m = config.parallel, mesh.sizes["pipeline"], num_microbatches(config, mesh)
     if parallel.pipeline_schedule == FILE:
-        assert parallel.pipeline_schedule_file is not None, "a schedule from a file has a file"
-        return load_schedule(Path(parallel.pipeline_schedule_file), p, m)
+        return load_schedule(schedule_file(parallel), p, m)
     flops = {kind.value: float(count) for kind, count in layer_flops(arch).items()}
     return build_schedule(parallel.pipeline_schedule, p, m, virtual_size(parallel), Costs(**flops))

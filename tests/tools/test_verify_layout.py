@@ -10,10 +10,20 @@ import pytest
 
 from megatron3d import runtime
 from megatron3d.config.check import check
-from megatron3d.config.derive import architecture, make_mesh, num_microbatches, tensor_mode, tensor_size
+from megatron3d.config.derive import (
+    architecture,
+    make_mesh,
+    make_pipeline,
+    num_microbatches,
+    tensor_mode,
+    tensor_size,
+)
 from megatron3d.config.read import read_config
+from megatron3d.config.schema import Config
 from megatron3d.layout import ParamSpec
 from megatron3d.model.count import num_parameters
+from megatron3d.pipeline.check import write_schedule
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from tests.end_to_end import ROOT, launch
 from tools import verify_layout
 
@@ -26,17 +36,54 @@ def test_what_is_verified_is_small_and_has_every_axis(path: Path) -> None:
     asked = read_config(path).config
     for data in (1, 3):
         world_size = tensor_size(asked.parallel) * asked.parallel.pipeline_model_parallel_size * data
-        batch = asked.train.model_copy(update={"global_batch_size": asked.train.micro_batch_size * data * 5})
+        batch = asked.train.model_copy(update={"global_batch_size": asked.train.micro_batch_size * data * 8})
         config = asked.model_copy(update={"train": batch})
         small, num_ranks = verify_layout.shrink(config, world_size)
         assert check(small, num_ranks) == []
         mesh, verified = make_mesh(config.parallel, world_size), make_mesh(small.parallel, num_ranks)
         assert verified.axes == tuple((name, min(size, 2)) for name, size in mesh.axes)
         assert tensor_mode(small.parallel).expand == tensor_mode(config.parallel).expand
-        assert num_microbatches(small, verified) == 2
+        assert num_microbatches(small, verified) == 2 * verified.sizes["pipeline"]
         groups, heads = small.model.num_query_groups, small.model.num_attention_heads
         assert (groups == heads) == (config.model.num_query_groups in (None, config.model.num_attention_heads))
         assert num_parameters(architecture(small.model, verify_layout.VOCAB_SIZE)) < 2e6
+
+
+def pipelines(**parallel: object) -> Config:
+    """Eight single sequences and 20 layers."""
+    model = {"num_layers": 20, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
+    return Config.model_validate({"model": model, "train": {"global_batch_size": 8}, "parallel": parallel})
+
+
+@pytest.mark.parametrize("has_layout", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_pipeline_stays_one_with_uneven_stages(name: str, has_layout: bool) -> None:
+    for virtual in (None, SCHEDULES[name].min_virtual, SCHEDULES[name].max_virtual or 5):
+        given = {"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": virtual}
+        stages = 4 * (virtual or SCHEDULES[name].min_virtual)
+        if has_layout:
+            given["pipeline_model_parallel_layout"] = [20, *[0] * (stages - 1)]
+        small, num_ranks = verify_layout.shrink(pipelines(pipeline_model_parallel_size=4, **given), 4)
+        assert num_ranks == 2 and check(small, num_ranks) == []
+        mesh = make_mesh(small.parallel, num_ranks)
+        pipeline = make_pipeline(small, architecture(small.model, verify_layout.VOCAB_SIZE), mesh)
+        assert small.parallel.pipeline_schedule == name and num_microbatches(small, mesh) == 4
+        assert len(pipeline.stages) == 2 * SCHEDULES[name].min_virtual
+        assert len({len(stage.layers) for stage in pipeline.stages}) == 2
+
+
+def test_a_schedule_from_a_file_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    write_schedule(build_schedule("interleaved", 4, 8, 3), file)
+    parallel = {"pipeline_schedule": "file", "pipeline_schedule_file": str(file), "pipeline_model_parallel_size": 4}
+    config = pipelines(**parallel)
+    assert verify_layout.default_world_size(config) == 4
+    small, num_ranks = verify_layout.shrink(config, 4)
+    assert num_ranks == 4 and verify_layout.problems(small, 4) == []
+    assert num_microbatches(small, make_mesh(small.parallel, 4)) == 8 and small.model.num_layers == 13
+    assert list(verify_layout.too_large(small, 4)) == []
+    (problem,) = verify_layout.too_large(small, 32)
+    assert "its 4 ranks make 32 processes" in problem and "more than 16; verify a file of at most 2 ranks" in problem
 
 
 def test_a_right_layout_is_equal() -> None:
