@@ -3,66 +3,102 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron3d.adam import Group, Update, update_fused, update_in_pieces, update_with_apex
 from megatron3d.config.schema import OptimizerConfig
+from megatron3d.hardware.apex import adam_kernel
+from megatron3d.precision import LossScale
 from megatron3d.zero import Buffers, Flat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENT_DTYPES: Mapping[str | None, torch.dtype | None] = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Optimizer:
-    """torch's fused AdamW on every flat buffer; norms and biases are not decayed."""
+    """AdamW on every flat buffer, of whatever length; norms and biases are not decayed.
 
-    def __init__(self, buffers: Buffers, config: OptimizerConfig) -> None:
-        self.buffers, self.clip_grad = buffers, config.clip_grad
-        decay = {True: config.weight_decay, False: 0.0}
-        self._adamw = torch.optim.AdamW(
-            [{"params": [flat.main], "weight_decay": decay[flat.kind.decay]} for flat in buffers.flats],
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
-        for flat in buffers.flats:
-            flat.main.grad = flat.grad
-            self._adamw.state[flat.main] = {
-                "step": torch.zeros((), dtype=torch.float32, device=flat.main.device),
-                **{moment: torch.zeros_like(flat.main) for moment in MOMENTS},
-            }
+    Attributes:
+        num_steps: updates made so far; skipped ones do not count.
+    """
+
+    def __init__(self, buffers: Buffers, config: OptimizerConfig, loss_scale: LossScale | None = None) -> None:
+        self.buffers, self.config, self.loss_scale = buffers, config, loss_scale
+        self._update = choose_update(config, buffers.flats)
+        dtypes = [MOMENT_DTYPES[name] for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype)]
+        self._moments = [
+            [torch.zeros_like(flat.main, dtype=dtype or flat.main.dtype) for dtype in dtypes] for flat in buffers.flats
+        ]
+        self.num_steps = torch.zeros((), device=next((flat.main.device for flat in buffers.flats), None))
 
     def moment(self, flat: Flat, which: str) -> Tensor:
         """AdamW's running average `which` (one of `MOMENTS`) of a flat buffer."""
-        state: Tensor = self._adamw.state[flat.main][which]
-        return state
+        index = next(index for index, mine in enumerate(self.buffers.flats) if mine is flat)
+        return self._moments[index][MOMENTS.index(which)]
 
     @property
-    def num_steps(self) -> Tensor:
-        """Updates made so far; skipped ones do not count."""
-        step: Tensor = self._adamw.state[self.buffers.flats[0].main]["step"]
-        return step
+    def num_bytes(self) -> int:
+        """Memory of the moments."""
+        return sum(moment.nbytes for moments in self._moments for moment in moments)
 
     def set_num_steps(self, num_steps: float) -> None:
         """Continue AdamW's bias correction at `num_steps`."""
-        for flat in self.buffers.flats:
-            self._adamw.state[flat.main]["step"].fill_(num_steps)
+        self.num_steps.fill_(num_steps)
 
     def step(self, grad_norm: Tensor, lr: float) -> Tensor:
-        """Clip by the global norm and update; returns 1.0 where a non-finite gradient skipped the update, else 0.0."""
-        if self.clip_grad > 0:
-            scale = (self.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0)
+        """Clip by the global norm and update; returns 1.0 where a non-finite gradient skipped the update, else 0.0.
+
+        Args:
+            grad_norm: of the gradients as they are without the loss scale; the buffers' have it, and lose it here.
+        """
+        factor = self._factor(grad_norm)
+        if factor is not None:
             for flat in self.buffers.flats:
-                flat.grad.mul_(scale)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+                flat.grad.mul_(factor)
         skipped = (~torch.isfinite(grad_norm)).to(torch.float32)
-        self._adamw.found_inf = skipped  # type: ignore[attr-defined]
-        self._adamw.step()
+        self.num_steps = self.num_steps.to(skipped.device)
+        for group in self._groups():
+            self._update(group, self.config, lr, self.num_steps, skipped)
+        self.num_steps += 1 - skipped
+        if self.loss_scale is not None:
+            self.loss_scale.update(skipped)
         self.buffers.publish()
         return skipped
+
+    def _factor(self, grad_norm: Tensor) -> Tensor | None:
+        """What clipping and the loss scale multiply gradients by; None where that is nothing."""
+        clip_grad = self.config.clip_grad
+        clipping = (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0) if clip_grad > 0 else None
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.factor
+        if not isinstance(scale, Tensor):
+            return clipping
+        return scale.reciprocal() if clipping is None else clipping / scale
+
+    def _groups(self) -> list[Group]:
+        """What is decayed, and what is not."""
+        groups = {True: Group(self.config.weight_decay), False: Group(0.0)}
+        for flat, moments in zip(self.buffers.flats, self._moments, strict=True):
+            group = groups[flat.kind.decay]
+            for tensors, tensor in zip(group.lists, (flat.grad, flat.main, *moments), strict=True):
+                tensors.append(tensor)
+        return list(groups.values())
+
+
+def choose_update(config: OptimizerConfig, flats: Sequence[Flat]) -> Update:
+    """The fused kernel that is asked for; where moments and weights differ in type, the update in pieces.
+
+    Raises UserError where apex is asked for and NVIDIA's is not there, or not for these flats' device.
+    """
+    main = {flat.main.dtype for flat in flats}
+    moments = {MOMENT_DTYPES[name] for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype)} - {None}
+    if moments - main:
+        return update_in_pieces
+    if config.adam_implementation == "apex":
+        return update_with_apex(adam_kernel({flat.main.device for flat in flats}))
+    return update_fused
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> float:

@@ -39,6 +39,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.shard",
         "megatron3d.ops",
         "megatron3d.zero",
+        "megatron3d.adam",
         "megatron3d.precision",
         "megatron3d.optim",
         "megatron3d.data",

@@ -1,5 +1,5 @@
-"""Fact: the update is torch's AdamW per parameter after clipping by the global norm; a non-finite gradient changes
-nothing; the learning rate passes through its corner points.
+"""Fact: the update is torch's AdamW per parameter after clipping by the global norm, whatever the loss was scaled by; a
+non-finite gradient changes nothing; the learning rate passes through its corner points.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron3d.comm import ProcessComm
-from megatron3d.config.schema import OptimizerConfig
+from megatron3d.config.schema import OptimizerConfig, TrainConfig
+from megatron3d.errors import UserError
 from megatron3d.layout import ParamSpec, Part
 from megatron3d.mesh import Mesh
 from megatron3d.optim import MOMENTS, Optimizer, learning_rate
+from megatron3d.precision import LossScale
 from megatron3d.zero import Buffers
 
 SHAPES = {"matrix": (5, 3), "bias": (5,), "other": (2, 4), "norm": (7,)}
@@ -25,7 +27,9 @@ DECAYED = ("matrix", "other")
 STYLES: tuple[Any, ...] = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
-def build(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Buffers, Optimizer]:
+def build(
+    config: OptimizerConfig, dtype: torch.dtype = torch.float64, loss_scale: LossScale | None = None
+) -> tuple[nn.Module, Buffers, Optimizer]:
     """An optimizer of four parameters with random values."""
     model = nn.ParameterDict({name: nn.Parameter(torch.empty(0, device="meta")) for name in SHAPES})
     specs = {
@@ -33,11 +37,11 @@ def build(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> tuple[
         for name, shape in SHAPES.items()
     }
     comm = ProcessComm(Mesh((("data", 1),)), [])
-    buffers = Buffers(model, specs, comm, dtype, torch.device("cpu"), 1e6)
+    buffers = Buffers(model, {0: specs}, comm, dtype, torch.device("cpu"), 1e6)
     for seed, (_, _, view) in enumerate(buffers.named("main")):
         view.copy_(random(view, seed))
     buffers.publish()
-    return model, buffers, Optimizer(buffers, config)
+    return model, buffers, Optimizer(buffers, config, loss_scale)
 
 
 def random(like: Tensor, seed: int) -> Tensor:
@@ -128,6 +132,121 @@ def test_continuing_from_moments_and_steps_is_going_on() -> None:
     continued.step(give_gradients(others, 2), 0.1)
     pairs = zip(snapshot(buffers, optimizer), snapshot(others, continued), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def scaled_by(**values: Any) -> LossScale:
+    return LossScale(TrainConfig(**{"precision": "fp16"} | values), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 1.5])
+@pytest.mark.parametrize("scale", [2.0**20, 1000.0])
+def test_scaled_gradients_give_the_update_of_the_unscaled(clip_grad: float, scale: float) -> None:
+    """The norm is given without the scale; clipping and the scale are one multiplication."""
+    config = OptimizerConfig(clip_grad=clip_grad)
+    _, plain, optimizer = build(config)
+    _, scaled, other = build(config, loss_scale=scaled_by(loss_scale=scale))
+    for seed in range(3):
+        norm = give_gradients(plain, seed)
+        give_gradients(scaled, seed)
+        for flat in scaled.flats:
+            flat.grad.mul_(scale)
+        assert other.loss_scale is not None
+        optimizer.step(norm, 0.1)
+        other.step(other.loss_scale.unscale(scaled.square_norm().sqrt()), 0.1)
+        for a, b in zip(snapshot(plain, optimizer), snapshot(scaled, other), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "clip_grad,precision,passes", [(0.0, "fp32", 0), (1.0, "fp32", 1), (0.0, "fp16", 1), (1.0, "fp16", 1)]
+)
+def test_gradients_are_multiplied_once_or_not_at_all(
+    clip_grad: float, precision: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, buffers, optimizer = build(OptimizerConfig(clip_grad=clip_grad), loss_scale=scaled_by(precision=precision))
+    norm, versions = give_gradients(buffers, 1), [flat.grad._version for flat in buffers.flats]
+    monkeypatch.setattr(optimizer, "_update", lambda *_: None)
+    optimizer.step(norm, 0.1)
+    assert [flat.grad._version - before for flat, before in zip(buffers.flats, versions, strict=True)] == [
+        passes for _ in buffers.flats
+    ]
+
+
+def test_the_loss_scale_halves_with_skipped_updates_until_one_is_made() -> None:
+    loss_scale = scaled_by(hysteresis=2)
+    _, buffers, optimizer = build(OptimizerConfig(), loss_scale=loss_scale)
+    seen = []
+    for bad in (math.inf, math.nan, math.inf, None):
+        give_gradients(buffers, 1)
+        if bad is not None:
+            buffers.flats[0].grad[0] = bad
+        skipped = optimizer.step(loss_scale.unscale(buffers.square_norm().sqrt()), 0.1)
+        seen.append((skipped.item(), math.log2(float(loss_scale.factor))))
+    assert seen == [(1, 32), (1, 31), (1, 30), (0, 30)]
+    assert optimizer.num_steps == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_moments_have_the_type_that_is_asked_for(dtype: torch.dtype) -> None:
+    _, buffers, optimizer = build(OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"), dtype)
+    optimizer.step(give_gradients(buffers, 1), 0.1)
+    for flat in buffers.flats:
+        assert [optimizer.moment(flat, which).dtype for which in MOMENTS] == [torch.bfloat16, torch.float32]
+    assert optimizer.num_bytes == sum(6 * flat.main.numel() for flat in buffers.flats)
+
+
+def test_bf16_moments_are_the_fused_ones_up_to_rounding() -> None:
+    config = OptimizerConfig(clip_grad=1.5)
+    _, wide, optimizer = build(config)
+    _, narrow, other = build(config.model_copy(update={"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}))
+    for seed in range(3):
+        optimizer.step(give_gradients(wide, seed), 0.01)
+        other.step(give_gradients(narrow, seed), 0.01)
+    for mine, theirs in zip(narrow.flats, wide.flats, strict=True):
+        for which in MOMENTS:
+            a, b = other.moment(mine, which), optimizer.moment(theirs, which)
+            torch.testing.assert_close(a.double(), b, rtol=3 * 2**-7, atol=3 * 2**-7 * b.abs().max().item())
+        torch.testing.assert_close(mine.main, theirs.main, rtol=0, atol=3 * 0.01 * 2**-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": "bf16"}])
+def test_flats_may_be_shards_of_any_length_with_new_gradients_each_step(options: dict[str, Any]) -> None:
+    """Cut in two, one of the halves empty for one of the flats, and with gradients in new memory: the same update."""
+    config = OptimizerConfig(clip_grad=0.0, **options)
+    _, whole, optimizer = build(config)
+    halves = []
+    for part in (0, 1):
+        _, shard, _ = build(config)
+        for number, flat in enumerate(shard.flats):
+            cut = 0 if number == 0 else len(flat.main) // 3
+            flat.main = flat.model = flat.main.split([cut, len(flat.main) - cut])[part].clone()
+        halves.append((shard, Optimizer(shard, config)))
+    for seed in range(3):
+        norm = give_gradients(whole, seed)
+        for part, (shard, own) in enumerate(halves):
+            for number, (flat, theirs) in enumerate(zip(shard.flats, whole.flats, strict=True)):
+                cut = 0 if number == 0 else len(theirs.main) // 3
+                flat.grad = theirs.grad.split([cut, len(theirs.main) - cut])[part].clone()
+            own.step(norm, 0.1)
+        optimizer.step(norm, 0.1)
+    assert len(halves[0][0].flats[0].main) == 0
+    for number, flat in enumerate(whole.flats):
+        joined = torch.cat([shard.flats[number].main for shard, _ in halves])
+        torch.testing.assert_close(joined, flat.main, rtol=1e-12, atol=1e-14)
+
+
+def test_a_rank_without_parameters_counts_as_the_others() -> None:
+    _, buffers, _ = build(OptimizerConfig())
+    buffers.flats = []
+    optimizer = Optimizer(buffers, OptimizerConfig())
+    assert optimizer.step(torch.tensor(1.0), 0.1).item() == 0
+    assert optimizer.step(torch.tensor(math.inf), 0.1).item() == 1
+    assert optimizer.num_steps == 1
+
+
+def test_apex_is_refused_where_it_is_not() -> None:
+    with pytest.raises(UserError, match=r"^optimizer.adam_implementation=apex: .*or use .*adam_implementation torch$"):
+        build(OptimizerConfig(adam_implementation="apex"), torch.float32)
 
 
 def rates(style: Any, iterations: list[int], **fields: Any) -> list[float]:

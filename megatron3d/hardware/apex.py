@@ -1,0 +1,145 @@
+"""Which package named `apex` is installed, if any, and the fused kernels of NVIDIA's.
+
+NVIDIA's (github.com/NVIDIA/apex) is not on PyPI; what `pip install apex` brings is a toolkit for web pages.  They are
+told apart by their files and their metadata, and nothing is imported before it is known to be NVIDIA's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron3d.errors import UserError
+
+ADAM_EXTENSION, NORM_EXTENSION = "amp_C", "fused_layer_norm_cuda"
+INSTALL = (
+    "git clone https://github.com/NVIDIA/apex && pip install -v --no-build-isolation "
+    '--config-settings "--build-option=--cpp_ext" --config-settings "--build-option=--cuda_ext" ./apex'
+)
+_STATES: Mapping[str, str] = {
+    "none": "not installed",
+    "web": "the installed package of that name is not NVIDIA's but PyPI's toolkit for web pages ({detail})",
+    "other": "the installed package of that name is not NVIDIA's ({detail}): it has no apex.optimizers.FusedAdam",
+    "source": "NVIDIA's is installed ({detail}), but without its compiled extensions: there is no {extension}",
+    "ready": "NVIDIA's with compiled extensions ({detail})",
+}
+_WEB_REQUIREMENTS = ("pyramid", "velruse")
+
+
+@dataclass(frozen=True)
+class Apex:
+    """What was found: `state` is one of none, web, other, source and ready; `detail` is its version and place."""
+
+    state: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return _STATES[self.state].format(detail=self.detail, extension=ADAM_EXTENSION)
+
+
+@dataclass(frozen=True)
+class FusedNorms:
+    """apex's normalizations over the last dimension, with autograd; weight and bias have the type of x."""
+
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+
+
+def find_apex() -> Apex:
+    """Which `apex` an import would find, without importing it."""
+    found, metadata = find_spec("apex"), _metadata()
+    if found is None:
+        return Apex("none")
+    if metadata is not None and _is_web_toolkit(metadata):
+        return Apex("web", _describe(found, metadata))
+    if not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in _folders(found)):
+        return Apex("other", _describe(found, metadata))
+    return Apex("source" if find_spec(ADAM_EXTENSION) is None else "ready", _describe(found, metadata))
+
+
+def describe_apex() -> str:
+    """One line for the start-up report."""
+    return f"apex: {find_apex()}"
+
+
+def adam_kernel(
+    devices: Iterable[torch.device], asked_by: str = "optimizer.adam_implementation"
+) -> Callable[..., None]:
+    """`amp_C.multi_tensor_adam_capturable`; raises UserError where it is not there, or not for these devices."""
+    _check(devices, f"{asked_by}=apex", f"{asked_by} torch")
+    extension = _load(ADAM_EXTENSION, asked_by)
+    kernel: Callable[..., None] | None = getattr(extension, "multi_tensor_adam_capturable", None)
+    if kernel is None:
+        raise UserError(
+            f"{asked_by}=apex: {find_apex()}, older than of October 2022: its {ADAM_EXTENSION} has no "
+            f"multi_tensor_adam_capturable; install a newer one, or use {asked_by} torch"
+        )
+    return kernel
+
+
+def fused_norms(devices: Iterable[torch.device], asked_by: str) -> FusedNorms:
+    """apex's LayerNorm and RMSNorm; raises UserError, naming the key `asked_by`, where they are not there."""
+    _check(devices, f"{asked_by}=apex", f"{asked_by} torch")
+    _load(NORM_EXTENSION, asked_by)
+    functions: Any = _load("apex.normalization.fused_layer_norm", asked_by)
+    return FusedNorms(
+        lambda x, weight, bias, eps: functions.fused_layer_norm_affine(x, weight, bias, weight.shape, eps),
+        lambda x, weight, eps: functions.fused_rms_norm_affine(x, weight, weight.shape, eps),
+    )
+
+
+def _check(devices: Iterable[torch.device], asked: str, instead: str) -> None:
+    found = find_apex()
+    if found.state != "ready":
+        remedy = "pip uninstall apex, then " if found.state in ("web", "other") else ""
+        raise UserError(f"{asked}: {found}; {remedy}install NVIDIA's ({INSTALL}), or use {instead}")
+    if any(device.type == "cpu" for device in devices):
+        raise UserError(f"{asked}: its kernels run on NVIDIA GPUs, and this run is on a CPU; use {instead}")
+
+
+def _load(module: str, asked_by: str) -> ModuleType:
+    """Import a part of NVIDIA's apex, whose extensions fail where they were compiled for another torch."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{asked_by}=apex: {find_apex()}, but {module} does not load with torch {torch.__version__} ({error}); "
+            f"install it again with this torch ({INSTALL}), or use {asked_by} torch"
+        ) from error
+
+
+def _metadata() -> Distribution | None:
+    try:
+        return distribution("apex")
+    except PackageNotFoundError:
+        return None
+
+
+def _is_web_toolkit(metadata: Distribution) -> bool:
+    needs = [requirement.lower() for requirement in metadata.requires or ()]
+    return any(need.startswith(_WEB_REQUIREMENTS) for need in needs) or "Pyramid" in (
+        metadata.metadata["Summary"] or ""
+    )
+
+
+def _describe(found: ModuleSpec, metadata: Distribution | None) -> str:
+    """Version and summary where there are any, and the folder."""
+    folder = next((str(folder) for folder in _folders(found)), str(found.origin))
+    if metadata is None:
+        return f"in {folder}, without metadata"
+    summary = metadata.metadata["Summary"]
+    return f"version {metadata.version}{f', {summary!r}' if summary else ''}, in {folder}"
+
+
+def _folders(found: ModuleSpec) -> list[Path]:
+    return [Path(folder) for folder in found.submodule_search_locations or ()]
