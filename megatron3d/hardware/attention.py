@@ -1,0 +1,62 @@
+"""Which of the kernels behind torch's scaled_dot_product_attention a run gets: asked of torch, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+NAMES: Mapping[SDPBackend, str] = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.MATH: "math",
+    SDPBackend.OVERRIDEABLE: "the device's own",
+}
+
+
+def describe_attention(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seq_length: int, dropout: float = 0.0
+) -> str:
+    """One line for the start-up report.
+
+    Args:
+        heads: query heads and key/value heads of one rank, and the size of a head.
+        dropout: on the attention weights; where there is any, training does not use these kernels.
+    """
+    num_heads, num_groups, size = heads
+    q, k = (
+        torch.empty(1, seq_length, n, size, dtype=dtype, device=device, requires_grad=True).transpose(1, 2)
+        for n in (num_heads, num_groups)
+    )
+    groups = "" if num_groups == num_heads else f" ({num_groups} key/value)"
+    what = f"{num_heads} heads{groups} of {size} in {str(dtype).removeprefix('torch.')} on each rank"
+    line = f"{chosen(q, k)} kernel for {what} (usable: {', '.join(usable(q, k))})"
+    if dropout > 0:
+        return f"attention: plain products in training, since attention_dropout={dropout:g}; in evaluation {line}"
+    return f"attention: {line}"
+
+
+def chosen(q: Tensor, k: Tensor) -> str:
+    """The kernel that torch takes for causal attention of these queries and keys [B, heads, S, D]."""
+    backend: int = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return NAMES[SDPBackend(backend)]
+
+
+def usable(q: Tensor, k: Tensor) -> tuple[str, ...]:
+    """Kernels that are there, not switched off, and able to do it."""
+    flags = torch.backends.cuda
+    math = flags.math_sdp_enabled()
+    if q.device.type == "cpu":
+        able = {SDPBackend.FLASH_ATTENTION: flags.flash_sdp_enabled(), SDPBackend.MATH: math}
+    else:
+        params = flags.SDPAParams(q, k, k, None, 0.0, True, q.shape[1] != k.shape[1])
+        able = {
+            SDPBackend.FLASH_ATTENTION: flags.can_use_flash_attention(params),
+            SDPBackend.EFFICIENT_ATTENTION: flags.can_use_efficient_attention(params),
+            SDPBackend.CUDNN_ATTENTION: flags.can_use_cudnn_attention(params),
+            SDPBackend.MATH: math,
+        }
+    return tuple(NAMES[backend] for backend, is_able in able.items() if is_able)
