@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron3d.config.check_layout import feature_problems, form_problems, token_problems
 from megatron3d.config.check_pipeline import pipeline_problems
+from megatron3d.config.check_precision import precision_problems
 from megatron3d.config.derive import architecture, tensor_mode, tensor_size
 from megatron3d.config.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.schema import Config
@@ -19,7 +20,8 @@ def check(
 ) -> list[str]:
     """What is wrong on `world_size` ranks with a tokenizer of `vocab_size` (None: not known yet)."""
     facts = Facts(config, world_size, vocab_size, origins or {})
-    return [*model_problems(facts), *schedule_problems(facts), *unused_problems(facts), *layout_problems(facts)]
+    rules = (model_problems, schedule_problems, precision_problems, unused_problems, layout_problems)
+    return [problem for rule in rules for problem in rule(facts)]
 
 
 def layout_problems(facts: Facts) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Fact: the start-up line names the attention kernel that torch really takes here, and the others that it could take."""
+"""Fact: the start-up line names the attention kernel that torch really takes here, and those that it could take."""
 
 from __future__ import annotations
 

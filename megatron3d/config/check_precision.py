@@ -1,0 +1,44 @@
+"""The rules of number types: what only fp16 reads, and what apex's kernel can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron3d.config.facts import Facts, plain
+from megatron3d.config.schema import TrainConfig
+
+DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def precision_problems(facts: Facts) -> Iterator[str]:
+    """Whether the loss scale and the optimizer's numbers fit `train.precision`."""
+    yield from _loss_scale_problems(facts)
+    yield from _apex_problems(facts)
+
+
+def _loss_scale_problems(facts: Facts) -> Iterator[str]:
+    config, train = facts.config, facts.config.train
+    given = [key for key in ("loss_scale", *DYNAMIC) if getattr(train, key) != TrainConfig.model_fields[key].default]
+    if train.precision != "fp16":
+        for key in given:
+            where, precision = facts.named(f"train.{key}"), plain(config, "train.precision")
+            yield f"{where}: not read with {precision}, whose loss is not scaled; use fp16, or leave {key} out"
+    elif train.loss_scale is not None:
+        for key in given[1:]:
+            where, fixed = facts.named(f"train.{key}"), plain(config, "train.loss_scale")
+            yield f"{where}: not read with {fixed}, which is fixed; leave one of the two out"
+    elif train.min_loss_scale > train.initial_loss_scale:
+        initial = plain(config, "train.initial_loss_scale")
+        yield f"{facts.named('train.min_loss_scale')}: more than {initial}; use that or less"
+
+
+def _apex_problems(facts: Facts) -> Iterator[str]:
+    config, optimizer = facts.config, facts.config.optimizer
+    if optimizer.adam_implementation != "apex":
+        return
+    where = facts.named("optimizer.adam_implementation")
+    if config.train.precision == "fp64":
+        yield f"{where}: its kernel computes in fp32, less than {plain(config, 'train.precision')}; use torch"
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(optimizer, key) not in (None, "fp32"):
+            yield f"{where}: its kernel keeps no {plain(config, f'optimizer.{key}')}; use torch, or leave {key} out"

@@ -1,0 +1,57 @@
+"""Fact: what a precision or a kernel does not read is refused, and what fits passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron3d.config.check import check
+from megatron3d.config.schema import Config
+
+BROKEN = [
+    (
+        {"train": {"loss_scale": 128.0}},
+        "train.loss_scale=128.0: not read with train.precision=fp32, whose loss is not scaled; use fp16, or leave "
+        "loss_scale out",
+    ),
+    (
+        {"train": {"precision": "bf16", "hysteresis": 3}},
+        "train.hysteresis=3: not read with train.precision=bf16, whose loss is not scaled; use fp16, or leave "
+        "hysteresis out",
+    ),
+    (
+        {"train": {"precision": "fp16", "loss_scale": 128.0, "loss_scale_window": 5}},
+        "train.loss_scale_window=5: not read with train.loss_scale=128.0, which is fixed; leave one of the two out",
+    ),
+    (
+        {"train": {"precision": "fp16", "initial_loss_scale": 4.0, "min_loss_scale": 8.0}},
+        "train.min_loss_scale=8.0: more than train.initial_loss_scale=4.0; use that or less",
+    ),
+    (
+        {"train": {"precision": "fp64"}, "optimizer": {"adam_implementation": "apex"}},
+        "optimizer.adam_implementation=apex: its kernel computes in fp32, less than train.precision=fp64; use torch",
+    ),
+    (
+        {"optimizer": {"adam_implementation": "apex", "exp_avg_sq_dtype": "bf16"}},
+        "optimizer.adam_implementation=apex: its kernel keeps no optimizer.exp_avg_sq_dtype=bf16; use torch, or leave "
+        "exp_avg_sq_dtype out",
+    ),
+]
+FITTING: list[Any] = [
+    {"train": {"precision": "fp16"}},
+    {"train": {"precision": "fp16", "initial_loss_scale": 65536.0, "loss_scale_window": 100, "hysteresis": 1}},
+    {"train": {"precision": "fp16", "loss_scale": 128.0}},
+    {"train": {"precision": "bf16"}, "optimizer": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
+    {"train": {"precision": "bf16"}, "optimizer": {"adam_implementation": "apex", "exp_avg_dtype": "fp32"}},
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), BROKEN)
+def test_a_broken_rule_is_one_message(sections: Any, message: str) -> None:
+    assert check(Config.model_validate(sections), 1) == [message]
+
+
+@pytest.mark.parametrize("sections", FITTING)
+def test_what_fits_passes(sections: Any) -> None:
+    assert check(Config.model_validate(sections), 1) == []
