@@ -86,12 +86,30 @@ def test_a_schedule_from_a_file_stays_as_it_is(tmp_path: Path) -> None:
     assert "its 4 ranks make 32 processes" in problem and "more than 16; verify a file of at most 2 ranks" in problem
 
 
-def test_a_right_layout_is_equal() -> None:
-    process = launch(["tools/verify_layout.py", "--config", str(MODES_FOLDER / "2d.yaml"), "--world-size", "4"])
+def verify(*typed: str) -> str:
+    """What the tool says of a layout that is right."""
+    process = launch(["tools/verify_layout.py", "--config", *typed])
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
+    return out
+
+
+def test_a_right_layout_is_equal() -> None:
+    out = verify(str(MODES_FOLDER / "2d.yaml"), "--world-size", "4")
     assert "verified: world_size 4 = TP 4 (2d: r 2 x c 2) x PP 1 x DP 1" in out
     assert "EQUAL: 3 steps in float64 on 4 ranks and on one agree within 1e-10" in out
+
+
+def test_a_right_pipeline_is_equal(tmp_path: Path) -> None:
+    """A preset's interleaving by a file's schedule, which gives one rank three stages and the other one."""
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,1F0,0F1,1F1,3F0,3B0,3F1,3B1,1B0,0B0,1B1,0B1\n2F0,2F1,2I0,2W0,2B1\n")
+    typed = ["--steps", "1", "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=2"]
+    typed += ["parallel.pipeline_schedule=file", f"parallel.pipeline_schedule_file={file}"]
+    typed += ["parallel.virtual_pipeline_model_parallel_size=null", "train.global_batch_size=2"]
+    out = verify(str(ROOT / "configs" / "llama-70b.yaml"), "--world-size", "2", *typed)
+    assert f"pipeline: file {file}, 4 stages on 2 ranks, layers 1+1+2+1, expected bubble" in out
+    assert "EQUAL: 1 steps in float64 on 2 ranks" in out
 
 
 def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float) -> list[str]:
@@ -117,6 +135,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no file": (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
     "unknown key": (["model.hidden_sise=3"], "unknown key; use model.hidden_size"),
     "ranks that do not factor": (["--world-size", "6"], "world_size 6: not a multiple of TP 4"),
+    "a schedule that is not there": (
+        ["parallel.pipeline_schedule=file", "parallel.pipeline_schedule_file=nowhere.csv"],
+        "parallel.pipeline_schedule_file=nowhere.csv: nowhere.csv does not exist",
+    ),
     "an impossible layout": (["parallel.tensor_parallel_shape=[3,2]"], "parallel.tensor_parallel_shape=[3,2]"),
 }
 
