@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megatron3d.config.architecture import architecture
 from megatron3d.config.check_layout import feature_problems, form_problems, token_problems
 from megatron3d.config.check_pipeline import pipeline_problems
 from megatron3d.config.check_precision import precision_problems
-from megatron3d.config.derive import architecture, tensor_mode, tensor_size
+from megatron3d.config.derive import tensor_mode, tensor_size
 from megatron3d.config.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron3d.config.derive import SEQUENCE_PARALLEL, architecture
+from megatron3d.config.architecture import architecture
+from megatron3d.config.derive import SEQUENCE_PARALLEL
 from megatron3d.config.document import show
 from megatron3d.config.facts import Facts, describe_mode, near_divisors, near_multiples
 from megatron3d.config.schema import Config

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron3d.config.architecture import architecture
 from megatron3d.config.check import layout_problems, model_problems, schedule_problems, unused_problems
 from megatron3d.config.check_files import check_files
-from megatron3d.config.derive import architecture
 from megatron3d.config.facts import Facts
 from megatron3d.config.read import Resolved, read
 from megatron3d.config.report import batch_arithmetic, render

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from megatron3d import runtime
+from megatron3d.config.architecture import architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import (
-    architecture,
     make_mesh,
     make_pipeline,
     num_microbatches,
