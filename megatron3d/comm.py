@@ -23,22 +23,24 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Pending:
-    """A tensor that is on its way."""
+    """A tensor that is on its way; `is_done` tells whether `wait` would return at once, where that is known."""
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
+    def __init__(self, finish: Callable[[], Tensor], is_done: Callable[[], bool] = lambda: True) -> None:
+        self._finish, self.is_done = finish, is_done
 
     def wait(self) -> Tensor:
         """The result; call once."""
         return self._finish()
 
 
-def _pending(work: dist.Work, x: Tensor) -> Pending:
+def _pending(work: dist.Work | None, x: Tensor) -> Pending:
+    assert work is not None, "this rank is outside of its own group"
+
     def finish() -> Tensor:
         work.wait()
         return x
 
-    return Pending(finish)
+    return Pending(finish, work.is_completed)
 
 
 def ready(x: Tensor) -> Pending:
@@ -57,10 +59,26 @@ class Link:
     def __post_init__(self) -> None:
         assert self.low < self.high, f"a link joins two ranks, not {self}"
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Positions of both ends."""
+        return self.low, self.high
+
     def ranks(self, mesh: Mesh) -> tuple[int, int]:
         """Ranks of both ends, seen from one of them."""
         line = mesh.ranks((self.axis,))
         return line[self.low], line[self.high]
+
+
+def matchings(links: Iterable[Link]) -> list[list[Link]]:
+    """All links in as few rounds as come up easily, no rank being in two links of a round."""
+    rounds: list[list[Link]] = []
+    for link in sorted(set(links)):
+        free = (r for r in rounds if not any({*link.ends} & {*other.ends} for other in r))
+        if (found := next(free, None)) is None:
+            rounds.append(found := [])
+        found.append(link)
+    return rounds
 
 
 class Comm(Protocol):
@@ -91,6 +109,10 @@ class Comm(Protocol):
         """What the other end of a link sends, into `out`; the n-th thing received is the n-th sent."""
         ...
 
+    def add(self, x: Tensor, link: Link) -> Pending:
+        """The sum of both ends' `x`, in place."""
+        ...
+
     def barrier(self) -> None:
         """Wait for every rank."""
         ...
@@ -105,8 +127,8 @@ class Comm(Protocol):
 
 
 class ProcessComm:
-    """Collectives of one process among `mesh.world_size`, over groups made once in the order of `axis_sets`; then those
-    of `links`, in one order on all ranks, so that no two wait for each other.
+    """Collectives of one process among `mesh.world_size`, over groups made once in the order of `axis_sets`, and
+    then of `links`, all along one axis.
 
     Each rank creates its own group of each set only, so that thousands of ranks start as fast as eight.  torch numbers
     the ranks of a group in the order of the world; where axes are asked for in another order, pieces are reordered.
@@ -119,17 +141,20 @@ class ProcessComm:
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
             if axes:
                 self._groups[axes] = self._make_group(axes)
-        self._links = {link: self._make_link(link) for link in sorted(set(links)) if self._has(link)}
+        self._links: dict[Link, dist.ProcessGroup] = {}
+        for matching in matchings(links):
+            self._make_link(next((link for link in matching if self.mesh.coord(link.axis) in link.ends), None))
 
-    def _has(self, link: Link) -> bool:
-        return self.mesh.coord(link.axis) in (link.low, link.high)
+    def _make_link(self, link: Link | None) -> None:
+        """A communicator for two, so that transfers queue behind nothing but transfers between the same two.
 
-    def _make_link(self, link: Link) -> dist.ProcessGroup:
-        """A communicator of its own, so that transfers queue behind nothing but transfers between the same two."""
-        group: dist.ProcessGroup = dist.new_group(
-            list(link.ranks(self.mesh)), use_local_synchronization=True, group_desc=str(link)
-        )
-        return group
+        torch names a group after the number of groups that its ranks have made before, so that who has no link in a
+        round makes one alone.
+        """
+        ranks = [self.mesh.rank] if link is None else list(link.ranks(self.mesh))
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=str(link))
+        if link is not None:
+            self._links[link] = group
 
     def _far_end(self, link: Link) -> tuple[dist.ProcessGroup, int]:
         assert link in self._links, f"no group was made for {link}; there are {list(self._links)}"
@@ -207,6 +232,10 @@ class ProcessComm:
         group, other = self._far_end(link)
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
         return _pending(dist.irecv(out, other, group=group), out)
+
+    def add(self, x: Tensor, link: Link) -> Pending:
+        group, _ = self._far_end(link)
+        return _pending(dist.all_reduce(x, group=group, async_op=True), x)
 
     def barrier(self) -> None:
         if self.mesh.world_size > 1:

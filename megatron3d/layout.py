@@ -70,6 +70,8 @@ class ParamSpec:
         token_axes: axes that split the tokens (or rows) where the parameter is used.
         init: standard deviation of the normal initial values; for constant ones, `init=0` and `fill`.
         decay: whether weight decay applies.
+        uses: how often a microbatch adds to the gradient; a tied embedding is also the head.
+        holders: coordinates along the pipeline of the ranks that hold the parameter, the one that writes it first.
     """
 
     parts: tuple[Part, ...]
@@ -79,6 +81,8 @@ class ParamSpec:
     fill: float = 0.0
     decay: bool = True
     blocks: int = 1
+    uses: int = 1
+    holders: tuple[int, ...] = (0,)
 
     def part_boxes(self, mesh: Mesh) -> tuple[Box, ...]:
         """My box of every part, in padded coordinates."""
@@ -90,5 +94,6 @@ class ParamSpec:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def reduce_axes(self, mesh: Mesh) -> Axes:
-        """Gradient rule: the axes that split the tokens where I am used and do not split me."""
+        """Gradient rule: the axes that split the tokens where I am used and do not split me (and, beside these, the
+        holders)."""
         return mesh.nontrivial(mesh.in_order(set(self.token_axes) - layout_axes(self.layout)))

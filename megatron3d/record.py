@@ -48,6 +48,10 @@ class Recorder:
     def receive(self, out: Tensor, link: Link) -> Pending:
         return self.comm.receive(out, link)
 
+    def add(self, x: Tensor, link: Link) -> Pending:
+        self.calls.append(Traffic("add", (link.axis,), x.nbytes))
+        return self.comm.add(x, link)
+
     def barrier(self) -> None:
         self.comm.barrier()
 

@@ -59,7 +59,7 @@ def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Tra
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
         values |= _logical(state, "grad", f"of step {step}", comm)
     values |= _logical(state, "main", "at the end", comm)
-    values["validation loss"] = evaluate(state.model, [loader.step(state.consumed_samples)], num_tokens)
+    values["validation loss"] = evaluate(state.flow, [loader.step(state.consumed_samples)], num_tokens)
     return values if mesh.rank == 0 else None
 
 
@@ -69,7 +69,7 @@ def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, 
     pieces = [
         piece
         for _, spec, local in state.buffers.named(which)
-        if writes(spec.layout, comm.mesh)
+        if writes(spec, comm.mesh)
         for piece in param_pieces(prefix, spec, local, comm.mesh)
     ]
     gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.numpy().copy()) for p in pieces])

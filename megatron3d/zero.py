@@ -13,18 +13,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Comm, Pending
+from megatron3d.comm import Comm, Link, Pending
 from megatron3d.layout import ParamSpec, num_copies
 from megatron3d.mesh import Axes, Mesh
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What parameters of one flat buffer have in common."""
+    """What parameters of one flat buffer have in common; `link` joins the ends of a pipeline that both hold them."""
 
     reduce_axes: Axes
     copies: int
     decay: bool
+    link: Link | None
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Bucket:
 
     grad: Tensor
     reduce_axes: Axes
-    num_params: int
+    stage: int
+    num_uses: int
     num_missing: int = 0
     pending: Pending | None = None
 
@@ -60,6 +62,8 @@ class Buffers:
 
     Args:
         model: a module whose parameters have no memory yet; they get it here.
+        stage_specs: of its parameters by path, for each stage of the pipeline that the module holds; no bucket has
+            parameters of two of them.
         dtype: of the parameters that the network uses; sums and the optimizer's copy are fp32 or better.
         bucket_bytes: a bucket is closed when it has at least so many bytes.
     """
@@ -67,27 +71,44 @@ class Buffers:
     def __init__(
         self,
         model: nn.Module,
-        specs: Mapping[str, ParamSpec],
+        stage_specs: Mapping[int, Mapping[str, ParamSpec]],
         comm: Comm,
         dtype: torch.dtype,
         device: torch.device,
         bucket_bytes: float,
     ) -> None:
-        self.comm, self.specs = comm, specs
+        self.comm = comm
+        self.specs = {name: spec for specs in stage_specs.values() for name, spec in specs.items()}
+        self._stage_of = {name: stage for stage, specs in stage_specs.items() for name in specs}
+        self._fresh: set[str] = set()
         self.flats = [
-            _allocate(kind, names, specs, comm.mesh, dtype, device) for kind, names in _kinds(specs, comm.mesh)
+            _allocate(kind, names, self.specs, comm.mesh, dtype, device)
+            for kind, names in _kinds(self.specs, comm.mesh)
         ]
-        self._is_first = True
         for flat in self.flats:
             self._attach(model, flat, bucket_bytes)
 
     def _attach(self, model: nn.Module, flat: Flat, bucket_bytes: float) -> None:
-        for names in _bucket_names(flat, bucket_bytes):
+        for names in self._bucket_names(flat, bucket_bytes):
             low, high = flat.spans[names[0]][0], flat.spans[names[-1]][1]
-            bucket = Bucket(flat.grad[low:high], flat.kind.reduce_axes, len(names))
+            num_uses = sum(self.specs[name].uses for name in names)
+            bucket = Bucket(flat.grad[low:high], flat.kind.reduce_axes, self._stage_of[names[0]], num_uses)
             flat.buckets.append(bucket)
             for name in names:
                 self._give_memory(model, flat, name, bucket)
+
+    def _bucket_names(self, flat: Flat, bucket_bytes: float) -> Iterator[list[str]]:
+        """Runs of neighbouring parameters of at least `bucket_bytes`, closed from the end, where backward begins, and
+        where a stage begins."""
+        names: list[str] = []
+        size = 0.0
+        for name, (low, high) in reversed(list(flat.spans.items())):
+            if names and (size >= bucket_bytes or self._stage_of[name] != self._stage_of[names[0]]):
+                yield names
+                names, size = [], 0.0
+            names.insert(0, name)
+            size += (high - low) * flat.grad.element_size()
+        yield names
 
     def _give_memory(self, model: nn.Module, flat: Flat, name: str, bucket: Bucket) -> None:
         owner, _, leaf = name.rpartition(".")
@@ -97,8 +118,10 @@ class Buffers:
         grad = flat.view(flat.grad, name, shape)
 
         def collect(param: Tensor) -> None:
-            assert param.grad is not None, f"{name} has no gradient"
-            (grad.copy_ if self._is_first else grad.add_)(param.grad)
+            if param.grad is None:
+                return  # put off: autograd tells of nothing as well
+            (grad.copy_ if name in self._fresh else grad.add_)(param.grad)
+            self._fresh.discard(name)
             param.grad = None
             self._arrived(bucket)
 
@@ -109,19 +132,26 @@ class Buffers:
         if bucket.num_missing == 0:
             bucket.pending = self.comm.all_reduce(bucket.grad, bucket.reduce_axes)
 
-    def begin_microbatch(self, index: int, count: int) -> None:
-        """Gradients of the first microbatch replace those of the last step; those of the last one are final."""
-        self._is_first = index == 0
-        if index == count - 1:
-            for bucket in (bucket for flat in self.flats for bucket in flat.buckets):
-                bucket.num_missing, bucket.pending = bucket.num_params, None
+    def begin_step(self, num_microbatches: int) -> None:
+        """Gradients of so many microbatches will come; the first of each parameter replaces that of the last step."""
+        self._fresh = set(self.specs)
+        for bucket in (bucket for flat in self.flats for bucket in flat.buckets):
+            bucket.num_missing, bucket.pending = bucket.num_uses * num_microbatches, None
+
+    def check_stage(self, stage: int) -> None:
+        """Hold that the sums of a stage's gradients are under way, now that its last microbatch is through."""
+        for bucket in (bucket for flat in self.flats for bucket in flat.buckets):
+            missing = bucket.num_missing if bucket.stage == stage else 0
+            assert missing == 0, f"{missing} gradients of stage {stage} never arrived"
 
     def reduce_grads(self) -> None:
-        """Wait until every gradient is summed over its axes (the gradient rule)."""
+        """Wait until every gradient is summed over its axes (the gradient rule), and over its holders."""
         for flat in self.flats:
             for bucket in flat.buckets:
                 assert bucket.pending is not None, f"{bucket.num_missing} gradients of a bucket never arrived"
                 bucket.pending.wait()
+            if flat.kind.link is not None:
+                self.comm.add(flat.grad, flat.kind.link).wait()
 
     def square_norm(self) -> Tensor:
         """My part of the squared global gradient norm: local squares over the number of copies (the norm rule)."""
@@ -156,7 +186,9 @@ def _kinds(specs: Mapping[str, ParamSpec], mesh: Mesh) -> Iterator[tuple[Kind, l
     shared = tuple(axis for axis in mesh.names if axis != "pipeline")
     groups: dict[Kind, list[str]] = {}
     for name, spec in specs.items():
-        kind = Kind(spec.reduce_axes(mesh), num_copies(spec.layout, mesh, shared), spec.decay)
+        copies = num_copies(spec.layout, mesh, shared) * len(spec.holders)
+        link = Link("pipeline", *sorted(spec.holders)) if len(spec.holders) > 1 else None
+        kind = Kind(spec.reduce_axes(mesh), copies, spec.decay, link)
         groups.setdefault(kind, []).append(name)
     yield from groups.items()
 
@@ -177,17 +209,3 @@ def _allocate(
     main = torch.zeros(size, dtype=main_dtype, device=device)
     model = main if dtype == main_dtype else torch.zeros(size, dtype=dtype, device=device)
     return Flat(kind, main, model, torch.zeros(size, dtype=main_dtype, device=device), spans)
-
-
-def _bucket_names(flat: Flat, bucket_bytes: float) -> Iterator[list[str]]:
-    """Runs of neighbouring parameters of at least `bucket_bytes`, closed from the end, where backward begins."""
-    names: list[str] = []
-    size = 0.0
-    for name, (low, high) in reversed(list(flat.spans.items())):
-        names.insert(0, name)
-        size += (high - low) * flat.grad.element_size()
-        if size >= bucket_bytes:
-            yield names
-            names, size = [], 0.0
-    if names:
-        yield names

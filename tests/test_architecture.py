@@ -38,6 +38,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.record",
         "megatron3d.shard",
         "megatron3d.ops",
+        "megatron3d.pipeline.engine",
         "megatron3d.zero",
         "megatron3d.adam",
         "megatron3d.precision",

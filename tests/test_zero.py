@@ -64,7 +64,7 @@ def chain(count: int, size: int, bucket_bytes: float, dtype: torch.dtype = torch
     comm: Any = Echo(MESH)
     model = nn.Sequential(*(Scale(size, str(i), comm.events) for i in range(count)))
     specs = {f"{i}.weight": spec(str(i), size) for i in range(count)}
-    return model, Buffers(model, specs, comm, dtype, CPU, bucket_bytes), comm
+    return model, Buffers(model, {0: specs}, comm, dtype, CPU, bucket_bytes), comm
 
 
 @settings(deadline=None)
@@ -79,13 +79,13 @@ def test_every_parameter_lies_in_one_bucket(
     model = nn.ParameterDict({str(i): nn.Parameter(torch.empty(s, device="meta")) for i, s in enumerate(shapes)})
     specs = {str(i): spec(str(i), *s, decay=d) for i, (s, d) in enumerate(zip(shapes, decay, strict=False))}
     comm: Any = Echo(MESH)
-    buffers = Buffers(model, specs, comm, torch.float32, CPU, bucket_bytes)
+    buffers = Buffers(model, {0: specs}, comm, torch.float32, CPU, bucket_bytes)
     for flat in buffers.flats:
         addresses = [(b.grad.data_ptr(), b.grad.data_ptr() + b.grad.nbytes) for b in flat.buckets[::-1]]
         assert addresses[0][0] == flat.grad.data_ptr()
         assert addresses[-1][1] == flat.grad.data_ptr() + flat.grad.nbytes
         assert all(end == start for (_, end), (start, _) in pairwise(addresses))
-        assert sum(bucket.num_params for bucket in flat.buckets) == len(flat.spans)
+        assert sum(bucket.num_uses for bucket in flat.buckets) == len(flat.spans)
         assert all(bucket.grad.nbytes >= bucket_bytes for bucket in flat.buckets[:-1])
     assert sorted(name for name, _, _ in buffers.named("grad")) == sorted(specs)
     for number, (name, _, view) in enumerate(buffers.named("main")):
@@ -96,7 +96,7 @@ def test_every_parameter_lies_in_one_bucket(
 
 def test_a_bucket_is_summed_under_the_backward_of_earlier_layers() -> None:
     model, buffers, comm = chain(count=3, size=4, bucket_bytes=1)
-    buffers.begin_microbatch(0, 1)
+    buffers.begin_step(1)
     model(torch.ones(4)).sum().backward()
     buffers.reduce_grads()
     begin, end = ("begin", ("data",), 4), ("end", ("data",), 4)
@@ -106,7 +106,7 @@ def test_a_bucket_is_summed_under_the_backward_of_earlier_layers() -> None:
 
 def test_a_bucket_of_several_waits_for_the_last_of_them() -> None:
     model, buffers, comm = chain(count=4, size=4, bucket_bytes=32)
-    buffers.begin_microbatch(0, 1)
+    buffers.begin_step(1)
     model(torch.ones(4)).sum().backward()
     assert [e for e in comm.events if e[0] == "begin"] == [("begin", ("data",), 8)] * 2
     assert comm.events.index(("begin", ("data",), 8)) == comm.events.index("backward of 2") + 1
@@ -118,8 +118,8 @@ def test_microbatches_are_added_and_reduced_once() -> None:
         view.fill_(2.0)
     for _ in range(2):
         comm.events.clear()
+        buffers.begin_step(3)
         for index, value in enumerate((1.0, 10.0, 100.0)):
-            buffers.begin_microbatch(index, 3)
             model(torch.full((1,), value)).sum().backward()
             begun = sum(event[0] == "begin" for event in comm.events)
             assert begun == (2 if index == 2 else 0)
@@ -130,7 +130,7 @@ def test_microbatches_are_added_and_reduced_once() -> None:
 
 def test_a_gradient_that_never_comes_is_an_error() -> None:
     model, buffers, _ = chain(count=2, size=1, bucket_bytes=1)
-    buffers.begin_microbatch(0, 1)
+    buffers.begin_step(1)
     model[1](torch.ones(1)).sum().backward()
     with pytest.raises(AssertionError, match="1 gradients of a bucket never arrived"):
         buffers.reduce_grads()
@@ -140,7 +140,7 @@ def test_a_parameter_used_twice_arrives_once() -> None:
     model, buffers, comm = chain(count=1, size=1, bucket_bytes=1)
     for _, _, view in buffers.named("main"):
         view.fill_(3.0)
-    buffers.begin_microbatch(0, 1)
+    buffers.begin_step(1)
     model[0](model[0](torch.ones(1))).sum().backward()
     buffers.reduce_grads()
     assert [view.item() for _, _, view in buffers.named("grad")] == [2 * 6.0]
@@ -159,7 +159,7 @@ def test_the_norm_counts_every_logical_element_once() -> None:
     for rank in range(4):
         comm: Any = Echo(MESH.at(rank))
         model = nn.ParameterDict({name: nn.Parameter(torch.empty(0, device="meta")) for name in specs})
-        buffers = Buffers(model, specs, comm, torch.float32, CPU, 1)
+        buffers = Buffers(model, {0: specs}, comm, torch.float32, CPU, 1)
         for name, _, view in buffers.named("grad"):
             view.copy_(values[name].chunk(2)[rank % 2] if name == "split" else values[name])
         total += buffers.square_norm().item()
@@ -175,7 +175,7 @@ def test_kinds_differ_in_sums_copies_and_decay() -> None:
     }
     model = nn.ParameterDict({name: nn.Parameter(torch.empty(0, device="meta")) for name in specs})
     comm: Any = Echo(MESH)
-    flats = Buffers(model, specs, comm, torch.float32, CPU, 1).flats
+    flats = Buffers(model, {0: specs}, comm, torch.float32, CPU, 1).flats
     assert [list(flat.spans) for flat in flats] == [["matrix", "other matrix"], ["norm"], ["bias"]]
     assert [flat.kind.reduce_axes for flat in flats] == [("data",), ("data", "x"), ("data",)]
     assert [flat.kind.copies for flat in flats] == [2, 4, 4]
@@ -186,8 +186,8 @@ def test_a_bf16_network_has_fp32_sums_and_an_fp32_copy() -> None:
     (flat,) = buffers.flats
     assert (flat.main.dtype, flat.model.dtype, flat.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     gradients = [1.0] + [2.0**-9] * 64
-    for index, value in enumerate(gradients):
-        buffers.begin_microbatch(index, len(gradients))
+    buffers.begin_step(len(gradients))
+    for value in gradients:
         model(torch.full((1,), value, dtype=torch.bfloat16)).sum().backward()
     assert flat.grad.item() == 1.125, "a bf16 sum would have stayed at 1"
     flat.main.fill_(1 + 2.0**-12)
@@ -202,7 +202,7 @@ def test_a_bf16_network_has_fp32_sums_and_an_fp32_copy() -> None:
 def test_wide_networks_have_one_copy(dtype: torch.dtype) -> None:
     comm = ProcessComm(ALONE, [])
     model = nn.Sequential(Scale(3, "0", []))
-    (flat,) = Buffers(model, {"0.weight": spec("w", 3)}, comm, dtype, CPU, 1).flats
+    (flat,) = Buffers(model, {0: {"0.weight": spec("w", 3)}}, comm, dtype, CPU, 1).flats
     assert flat.main is flat.model and flat.grad.dtype == flat.main.dtype == dtype
 
 

@@ -23,7 +23,7 @@ from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.layout import span
-from megatron3d.model.gpt import GPT
+from megatron3d.train.flow import Flow
 from megatron3d.train.resume import load_weights
 from megatron3d.train.state import build_state, connect
 
@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not prompt:
         raise UserError(f"--prompt {args.prompt!r}: no token; give at least one character")
     with runtime.start() as here, torch.no_grad():
-        model = load_model(config, tokenizer, folder, here)
+        flow = load_model(config, tokenizer, folder, here)
         generator = torch.Generator().manual_seed(args.seed)
-        tokens = sample(model, prompt, args, generator, tokenizer.eod, here.device)
+        tokens = sample(flow, prompt, args, generator, tokenizer.eod, here.device)
         if here.rank == 0:
             print(tokenizer.decode(tokens))
     return runtime.EXIT_DONE
@@ -75,15 +75,15 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int) -> Config:
     return config
 
 
-def load_model(config: Config, tokenizer: Tokenizer, folder: Path, here: runtime.Runtime) -> GPT:
+def load_model(config: Config, tokenizer: Tokenizer, folder: Path, here: runtime.Runtime) -> Flow:
     """The model with the checkpoint's weights, on this rank."""
     state = build_state(config, *connect(config, tokenizer.vocab_size, here.world_size, here.rank), here.device)
     load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})
-    return state.model
+    return state.flow
 
 
 def sample(
-    model: GPT,
+    flow: Flow,
     prompt: list[int],
     args: argparse.Namespace,
     generator: torch.Generator,
@@ -93,7 +93,7 @@ def sample(
     """The prompt and what follows it, up to the end of the document; equal on every rank."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + args.max_new_tokens:
-        logits_V = next_logits(model, tokens[-model.arch.seq_length :], device)
+        logits_V = next_logits(flow, tokens[-flow.model.arch.seq_length :], device)
         token = choose(logits_V, args.temperature, args.top_k, generator)
         if token == eod:
             break
@@ -101,15 +101,16 @@ def sample(
     return tokens
 
 
-def next_logits(model: GPT, context: list[int], device: torch.device) -> Tensor:
+def next_logits(flow: Flow, context: list[int], device: torch.device) -> Tensor:
     """Logits [V] after the context, on the CPU; a layout that splits the batch or the tokens gets enough of both."""
+    model = flow.model
     mesh, mode = model.comm.mesh, model.mode
     sequences, tokens = mesh.size(mode.inner[0]), mesh.size(mode.residual[0])
     rows = sequences * (tokens // math.gcd(tokens, sequences * model.arch.seq_length))
     padding = -len(context) % (tokens // math.gcd(tokens, rows))
     low, high = span(rows, mode.batch_axes, mesh)
     tokens_BS = torch.tensor(context + [0] * padding, device=device).expand(high - low, -1)
-    return model.logits(tokens_BS)[0, len(context) - 1].cpu()
+    return flow.logits(tokens_BS, len(context) - 1)[0].cpu()
 
 
 def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron3d.checkpoint.store import Piece
-from megatron3d.layout import Layout, ParamSpec, layout_axes
+from megatron3d.layout import ParamSpec, layout_axes
 from megatron3d.mesh import Mesh
 from megatron3d.shard import part_views
 
@@ -19,10 +19,10 @@ def param_pieces(prefix: str, spec: ParamSpec, local: Tensor, mesh: Mesh) -> lis
     return [Piece(f"{prefix}.{part.name}", part.shape, box, view) for part, box, view in views]
 
 
-def writes(layout: Layout, mesh: Mesh) -> bool:
-    """Save rule: of the ranks that hold the same box, the one at coordinate 0 on every axis that is not in the layout.
-
-    Ranks that differ along `pipeline` hold different parameters, so each of them writes.
+def writes(spec: ParamSpec, mesh: Mesh) -> bool:
+    """Save rule: of the ranks that hold the same box, the one at coordinate 0 on every axis that is not in the layout,
+    and of the pipeline's ranks that hold the parameter the first.
     """
-    split = layout_axes(layout) | {"pipeline"}
-    return all(mesh.coord(axis) == 0 for axis in mesh.names if axis not in split)
+    split = layout_axes(spec.layout) | {"pipeline"}
+    others = all(mesh.coord(axis) == 0 for axis in mesh.names if axis not in split)
+    return others and mesh.coord("pipeline") == spec.holders[0]

@@ -1,4 +1,4 @@
-"""The GPT: embedding, layers, final norm, and the head with its loss.
+"""The GPT: embedding, layers, final norm, and the head with its loss; a rank of a pipeline holds some stages of it.
 
 Letters: B sequences, S positions, M tokens, H hidden, V vocabulary.
 """
@@ -7,79 +7,130 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Comm
-from megatron3d.config.derive import Architecture
+from megatron3d.comm import Comm, Link
+from megatron3d.config.architecture import Architecture
+from megatron3d.config.derive import Pipeline
 from megatron3d.layout import ParamSpec
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Norm, Pass
-from megatron3d.model.params import param_specs
+from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
+from megatron3d.model.stages import Stage
 from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.loss import Head, head_logits, head_loss
+from megatron3d.ops.matmul import WeightGrads
 from megatron3d.plan import MatmulPlan, moves
 
 
 class GPT(nn.Module):
-    """A GPT whose parameters have no memory until `zero.Buffers` gives them some.
+    """The stages of a GPT that this rank of the pipeline holds; `zero.Buffers` gives their parameters memory.
 
-    `specs` holds the layout of every parameter by its path in the module tree.
+    Attributes:
+        stage_specs: for each of my stages, the layout of its parameters by their path in the module tree.
     """
 
-    def __init__(self, arch: Architecture, mode: Mode, comm: Comm, loss_chunk_tokens: int) -> None:
+    def __init__(self, arch: Architecture, mode: Mode, comm: Comm, pipeline: Pipeline, loss_chunk_tokens: int) -> None:
         super().__init__()
         self.arch, self.mode, self.comm = arch, mode, comm
-        self.specs: Mapping[str, ParamSpec] = param_specs(arch, mode)
-        build = Build(arch, mode, comm, self.specs)
-        self.embedding = Embedding("embedding", build)
-        self.embedding_dropout = HiddenDropout("embedding", build)
-        self.layers = nn.ModuleList(Layer(f"layers.{index}", build) for index in range(arch.num_layers))
-        self.final_norm = Norm("final_norm", mode.residual[1], build)
-        self.head = None if arch.tie_embeddings else HeadWeight("head", build)
-        plan = mode.expand.on(comm.mesh)
-        self.loss_head = Head(plan, comm, arch.vocab_size, arch.padded_vocab_size, loss_chunk_tokens)
+        rank = comm.mesh.coord("pipeline")
+        self.stages: tuple[Stage, ...] = pipeline.mine(rank)
+        self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, pipeline, rank)
+        self.weight_grads = WeightGrads() if pipeline.splits_backward else None
+        build = Build(arch, mode, comm, self.specs, self.weight_grads)
+        if self.stages[0].has_embedding:
+            self.embedding = Embedding("embedding", build)
+            self.embedding_dropout = HiddenDropout("embedding", build)
+        self.layers = nn.ModuleDict(
+            {str(index): Layer(f"layers.{index}", build) for stage in self.stages for index in stage.layers}
+        )
+        if self.stages[-1].has_head:
+            self.final_norm = Norm("final_norm", mode.residual[1], build)
+            if HEAD in self.specs:
+                self.head = HeadWeight("head", build)
+            plan = mode.expand.on(comm.mesh)
+            self.loss_head = Head(plan, comm, arch.vocab_size, arch.padded_vocab_size, loss_chunk_tokens)
+        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def specs(self) -> Mapping[str, ParamSpec]:
+        """The layout of each of my parameters by its path in the module tree."""
+        return {name: spec for specs in self.stage_specs.values() for name, spec in specs.items()}
 
     @property
     def head_weight(self) -> Tensor:
         """The head's [V, H]; the embedding's where they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        return self.get_parameter(HEAD if HEAD in self.specs else EMBEDDING)
 
-    def hidden(self, tokens_BS: Tensor, first_sequence: int = 0, key: tuple[int, int] | None = None) -> Tensor:
-        """The residual stream after the last norm, for the sequences that I read; `key` turns dropout on."""
-        num_sequences = tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes)
-        rotary = None
-        if self.arch.position_embedding_type == "rope":
-            like = self.head_weight
-            rotary = rotary_tables(tokens_BS.shape[1], self.arch.kv_channels, self.arch.rotary_base, like)
-        at = Pass(num_sequences, tokens_BS.shape[1], first_sequence, key, rotary)
-        x_MH = self.embedding_dropout(self.embedding(tokens_BS, at), at)
-        for layer in self.layers:
-            x_MH = layer(x_MH, at)
-        y_MH: Tensor = self.final_norm(x_MH)
-        return y_MH
+    def zeros(self, *shape: int) -> Tensor:
+        """What a rank without the last stage adds to a sum of losses or logits."""
+        param = next(self.parameters())
+        return param.new_zeros(shape, dtype=torch.promote_types(param.dtype, torch.float32))
 
-    def forward(
+    def begin(
         self, tokens: Tensor, num_tokens: int, first_sequence: int = 0, key: tuple[int, int] | None = None
-    ) -> Tensor:
-        """My share of the loss: the sum over my tokens divided by `num_tokens` of the global batch.
+    ) -> Pass:
+        """The pass of a microbatch `tokens` [B, S + 1] that ends in the loss; the last token of each is a label only.
 
-        `tokens` [B, S + 1] are the sequences that I read; the last one of each is a label only.
+        Args:
+            num_tokens: valid tokens of the global batch, by which the loss is divided.
+            first_sequence: where the microbatch begins in the global batch.
+            key: (seed, iteration) of dropout; None turns it off.
         """
-        x_MH = self.hidden(tokens[:, :-1], first_sequence, key)
-        return head_loss(x_MH, self.head_weight, tokens[:, 1:].flatten(), num_tokens, self.loss_head)
+        return self._begin(tokens[:, :-1], tokens[:, 1:].flatten(), num_tokens, first_sequence, key)
 
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] of every sequence of the microbatch, whole on every rank; for sampling, not for training."""
-        whole = head_logits(self.hidden(tokens_BS), self.head_weight, self.loss_head)
+    def begin_sampling(self, tokens_BS: Tensor) -> Pass:
+        """The pass of a microbatch that ends in its logits."""
+        return self._begin(tokens_BS, None, 0, 0, None)
+
+    def _begin(
+        self,
+        tokens_BS: Tensor,
+        labels_M: Tensor | None,
+        num_tokens: int,
+        first_sequence: int,
+        key: tuple[int, int] | None,
+    ) -> Pass:
+        num_sequences = tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes)
+        rotary = self._rotary_tables(tokens_BS.shape[1]) if self.arch.position_embedding_type == "rope" else None
+        return Pass(tokens_BS, labels_M, num_tokens, num_sequences, first_sequence, key, rotary)
+
+    def _rotary_tables(self, seq_length: int) -> tuple[Tensor, Tensor]:
+        if seq_length not in self._rotary:
+            like = next(self.parameters())
+            self._rotary[seq_length] = rotary_tables(seq_length, self.arch.kv_channels, self.arch.rotary_base, like)
+        return self._rotary[seq_length]
+
+    def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
+        """What a stage makes of the residual stream: the residual stream, or at the end my share of the loss.
+
+        The share is the sum over my tokens divided by `at.num_tokens`; without labels the last stage gives logits.
+        """
+        if stage.has_embedding:
+            x_MH = self.embedding_dropout(self.embedding(at), at)
+        for index in stage.layers:
+            x_MH = self.layers[str(index)](x_MH, at)
+        assert x_MH is not None, f"stage {stage.index} was given nothing"
+        if not stage.has_head:
+            return x_MH
+        x_MH = self.final_norm(x_MH)
+        if at.labels_M is None:
+            return self._logits(x_MH, at.seq_length)
+        return head_loss(x_MH, self.head_weight, at.labels_M, at.num_tokens, self.loss_head)
+
+    def _logits(self, x_MH: Tensor, seq_length: int) -> Tensor:
+        """Logits [B, S, V] of every sequence of the microbatch, whole on each rank of the last stage."""
+        whole = head_logits(x_MH, self.head_weight, self.loss_head)
         tokens, features = self.mode.inner
         whole = self.comm.all_gather(whole, features, dim=1).wait()[:, : self.arch.vocab_size]
-        logits_BSV: Tensor = self.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, tokens_BS.shape[1]))
+        logits_BSV: Tensor = self.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, seq_length))
         return logits_BSV
 
 
 class HeadWeight(nn.Module):
-    """The head's own matrix where it is not the embedding's."""
+    """The head's own matrix where it is not the embedding's, or that is on another rank."""
 
     def __init__(self, name: str, build: Build) -> None:
         super().__init__()
@@ -88,7 +139,7 @@ class HeadWeight(nn.Module):
 
 def axis_sets(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
     """Every set of axes that a training step communicates over, in one order on all ranks."""
-    sets: list[Axes] = [mesh.names]
+    sets: list[Axes] = [mesh.names, ("pipeline",)]
     for plan in (mode.expand, mode.contract, mode.embed):
         sets += _plan_sets(plan.on(mesh))
     (_, features), (inner_tokens, inner_features) = mode.residual, mode.inner
@@ -102,3 +153,10 @@ def axis_sets(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
 def _plan_sets(plan: MatmulPlan) -> list[Axes]:
     steps = [*moves(plan.x), *moves(plan.w), *moves(plan.y), *moves(plan.dy), *plan.dx_moves]
     return [step.axes for step in steps]
+
+
+def links(arch: Architecture, pipeline: Pipeline) -> list[Link]:
+    """Every two ranks of the pipeline that exchange something: neighbouring stages, and both ends of a tied model."""
+    owners = pipeline.owners
+    pairs = {*zip(owners, owners[1:], strict=False)} | ({(owners[0], owners[-1])} if arch.tie_embeddings else set())
+    return [Link("pipeline", low, high) for low, high in sorted({(min(p), max(p)) for p in pairs}) if low < high]

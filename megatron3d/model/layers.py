@@ -22,7 +22,7 @@ from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import Heads, attention, rotate
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
 from megatron3d.ops.embedding import embedding
-from megatron3d.ops.matmul import linear
+from megatron3d.ops.matmul import WeightGrads, linear
 from megatron3d.ops.norm import norm
 from megatron3d.plan import MatmulPlan
 
@@ -45,12 +45,13 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True)
 class Build:
-    """What every module needs to build itself."""
+    """What every module needs to build itself; `weight_grads` where the backward is split."""
 
     arch: Architecture
     mode: Mode
     comm: Comm
     specs: Mapping[str, ParamSpec]
+    weight_grads: WeightGrads | None = None
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """The plan without trivial axes."""
@@ -74,17 +75,27 @@ class Pass:
     """One microbatch on its way through the model.
 
     Attributes:
+        tokens_BS: the sequences that I read.
+        labels_M: what follows each of their tokens; None where logits are wanted instead of the loss.
+        num_tokens: valid tokens of the global batch, by which the loss is divided.
         num_sequences: sequences of the whole microbatch, over all ranks that share it.
         first_sequence: where the microbatch begins in the global batch.
         key: (seed, iteration) of dropout, or None when evaluating.
         rotary: cos and sin, or None.
     """
 
+    tokens_BS: Tensor
+    labels_M: Tensor | None
+    num_tokens: int
     num_sequences: int
-    seq_length: int
     first_sequence: int
     key: tuple[int, int] | None
     rotary: tuple[Tensor, Tensor] | None
+
+    @property
+    def seq_length(self) -> int:
+        """Positions of a sequence."""
+        return self.tokens_BS.shape[1]
 
     def token_rows(self, axes: Axes, mesh: Mesh, device: torch.device) -> Tensor:
         """Index in the global batch of each of my tokens, where `axes` split a microbatch's tokens."""
@@ -98,12 +109,12 @@ class Linear(nn.Module):
 
     def __init__(self, name: str, plan: MatmulPlan, build: Build) -> None:
         super().__init__()
-        self.plan, self.comm = build.plan(plan), build.comm
+        self.plan, self.comm, self.weight_grads = build.plan(plan), build.comm, build.weight_grads
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x_MK: Tensor) -> Tensor:
-        return linear(x_MK, self.weight, self.bias, self.plan, self.comm)
+        return linear(x_MK, self.weight, self.bias, self.plan, self.comm, self.weight_grads)
 
 
 class Norm(nn.Module):
@@ -206,8 +217,8 @@ class Embedding(nn.Module):
         self.weight = build.param(f"{name}.weight")
         self.position = build.optional(f"{name}.position")
 
-    def forward(self, tokens_BS: Tensor, at: Pass) -> Tensor:
-        x_MH = embedding(tokens_BS.flatten(), self.weight, self.padded_vocab_size, self.plan, self.comm)
+    def forward(self, at: Pass) -> Tensor:
+        x_MH = embedding(at.tokens_BS.flatten(), self.weight, self.padded_vocab_size, self.plan, self.comm)
         if self.position is None:
             return x_MH
         rows = at.token_rows(self.tokens, self.comm.mesh, x_MH.device)

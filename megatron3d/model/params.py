@@ -7,29 +7,63 @@ gate/up pairs stay together in every layout.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron3d.config.derive import GATED, Architecture
+from megatron3d.config.derive import GATED, Architecture, Pipeline
 from megatron3d.layout import ParamSpec, Part
 from megatron3d.mesh import Axes
+from megatron3d.model.stages import Stage, make_stages
 from megatron3d.modes.mode import Mode
 from megatron3d.plan import MatmulPlan
 
 DATA: Axes = ("data",)
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
 Named = Iterator[tuple[str, ParamSpec]]
 
 
 def param_specs(arch: Architecture, mode: Mode) -> dict[str, ParamSpec]:
-    """Specs by the parameter's path in the module tree, in the order of the forward pass."""
+    """Specs of the whole model by the parameter's path in the module tree, in the order of the forward pass."""
+    return dict(_stage_specs(arch, mode, make_stages([arch.num_layers])[0], EMBEDDING))
+
+
+def stage_specs(arch: Architecture, mode: Mode, pipeline: Pipeline, rank: int) -> dict[int, dict[str, ParamSpec]]:
+    """The same for each stage on a rank of the pipeline, a parameter being in the first of them that uses it.
+
+    Where embeddings are tied and the ends of the pipeline are on two ranks, both hold the matrix: `embedding.weight` on
+    the first, `head.weight` on the last, one logical tensor.
+    """
+    first, last = pipeline.owners[0], pipeline.owners[-1]
+    tied_apart = arch.tie_embeddings and first != last
+    tied_head = HEAD if rank == last and tied_apart else EMBEDDING
+    tables = {stage.index: list(_stage_specs(arch, mode, stage, tied_head)) for stage in pipeline.mine(rank)}
+    uses = Counter(name for table in tables.values() for name, _ in table)
+    stages: dict[int, dict[str, ParamSpec]] = {}
+    seen: set[str] = set()
+    for index, table in tables.items():
+        new = {name: spec for name, spec in table if name not in seen}
+        for name, spec in new.items():
+            is_shared = tied_apart and spec.parts[0].name == EMBEDDING
+            new[name] = replace(spec, uses=uses[name], holders=(first, last) if is_shared else (rank,))
+        stages[index] = new
+        seen |= set(new)
+    return stages
+
+
+def _stage_specs(arch: Architecture, mode: Mode, stage: Stage, tied_head: str) -> Named:
+    """`tied_head` is the path of the head's matrix where it is the embedding's."""
     table = _Table(arch, mode)
-    specs = dict(table.embedding())
-    for index in range(arch.num_layers):
-        specs |= table.layer(f"layers.{index}")
-    specs |= table.norm("final_norm", arch.hidden_size, *mode.residual)
-    if not arch.tie_embeddings:
-        specs |= table.vocabulary("head.weight")
-    return specs
+    if stage.has_embedding:
+        yield from table.embedding()
+    for index in stage.layers:
+        yield from table.layer(f"layers.{index}")
+    if stage.has_head:
+        yield from table.norm("final_norm", arch.hidden_size, *mode.residual)
+        if arch.tie_embeddings:
+            yield from table.vocabulary(tied_head, EMBEDDING)
+        else:
+            yield from table.vocabulary(HEAD, HEAD)
 
 
 @dataclass(frozen=True)
@@ -39,17 +73,17 @@ class _Table:
 
     def embedding(self) -> Named:
         """Word and position embeddings."""
-        yield from self.vocabulary("embedding.weight")
+        yield from self.vocabulary(EMBEDDING, EMBEDDING)
         if self.arch.position_embedding_type == "learned_absolute":
             name, shape = "embedding.position", (self.arch.max_position_embeddings, self.arch.hidden_size)
             tokens, features = self.mode.residual
             yield name, ParamSpec(_same(name, shape), ((), features), DATA + tokens, init=self.arch.init_method_std)
 
-    def vocabulary(self, name: str) -> Named:
+    def vocabulary(self, path: str, name: str) -> Named:
         """[vocabulary, hidden], stored as the head's matrix for the embedding as well: tied or not, one layout."""
         hidden, plan = self.arch.hidden_size, self.mode.expand
         part = Part(name, (self.arch.vocab_size, hidden), (self.arch.padded_vocab_size, hidden))
-        yield name, ParamSpec((part,), plan.w_layout, DATA + plan.m, init=self.arch.init_method_std)
+        yield path, ParamSpec((part,), plan.w_layout, DATA + plan.m, init=self.arch.init_method_std)
 
     def layer(self, name: str) -> Named:
         """One transformer layer."""

@@ -148,6 +148,8 @@ class _HeadLoss(torch.autograd.Function):
                 dx = reduce(product(dy, whole_w.T), plan.dx_moves, X_DIMS, comm)
                 dw_VH = _accumulate(dw_VH, dy, whole_x)
                 dx_chunks.append(dx.wait())
+                del dy
+            del grad_CV  # else the logits of two chunks exist at one time
         if dw_VH is not None:
             dw_VH = reduce(dw_VH.to(w_VH.dtype), moves(plan.w), W_DIMS, comm).wait()
             ctx.mark_non_differentiable(dw_VH)

@@ -33,7 +33,8 @@ class WeightGrads:
     @contextlib.contextmanager
     def put_off(self) -> Iterator[list[Callable[[], None]]]:
         """Collect the weight gradients of the backward in the body, to be called later in order."""
-        self._waiting = waiting = []
+        waiting: list[Callable[[], None]] = []
+        self._waiting = waiting
         yield waiting
         self._waiting = None
 

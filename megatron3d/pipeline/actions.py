@@ -75,6 +75,11 @@ def owners(schedule: Schedule) -> Mapping[int, int]:
     return dict(sorted({action.stage: rank for rank, actions in enumerate(schedule) for action in actions}.items()))
 
 
+def forwards(schedule: Schedule, m: int) -> Schedule:
+    """The forwards of the first m microbatches alone, for what needs no gradients."""
+    return tuple(tuple(a for a in actions if a.kind is Kind.F and a.mb in range(m)) for actions in schedule)
+
+
 def results(action: Action) -> tuple[Action, ...]:
     """What is available when a computation is done: a whole backward is both of its halves."""
     if action.kind is Kind.B:

@@ -69,7 +69,7 @@ def lower(schedule: Schedule, ahead: int = 1) -> Schedule:
         if moved := transfer(action, where):
             mine.append(moved.send)
             lists[where[moved.receive.stage]].append(moved.receive)
-        if last[action.stage] == action:
+        if last.get(action.stage) == action:
             mine.append(Action(Kind.REDUCE, action.stage))
     return tuple(tuple(_hoisted(actions, ahead)) for actions in lists)
 

@@ -80,7 +80,7 @@ def validate(run: Run) -> None:
         return
     size, num_steps = run.config.train.global_batch_size, run.config.train.eval_iters
     steps = (run.valid_data.step(index * size) for index in range(num_steps))
-    loss = evaluate(run.state.model, steps, run.settings.num_tokens * num_steps).item()
+    loss = evaluate(run.state.flow, steps, run.settings.num_tokens * num_steps).item()
     if run.metrics:
         run.metrics.evaluation(run.state.iteration, loss)
 

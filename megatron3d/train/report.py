@@ -21,14 +21,16 @@ def check_built(state: TrainState) -> None:
     held = sum(
         math.prod(box_shape(box))
         for _, spec, local in state.buffers.named("main")
-        if writes(spec.layout, mesh)
+        if writes(spec, mesh)
         for _, box, _ in part_views(spec, local, mesh)
     )
-    counts = model.comm.gather_object(held)
+    is_first = all(mesh.coord(axis) == 0 for axis in mesh.names if axis != "pipeline")
+    gathered = model.comm.gather_object((held, len(model.layers) * is_first))
     expected = num_parameters(model.arch), model.arch.num_layers
-    if counts is not None and (sum(counts), len(model.layers)) != expected:
+    found = gathered and tuple(map(sum, zip(*gathered, strict=True)))
+    if found and found != expected:
         raise RuntimeError(
-            f"the built model has {sum(counts):,} parameters in {len(model.layers)} layers, "
+            f"the built model has {found[0]:,} parameters in {found[1]} layers, "
             f"the configuration means {expected[0]:,} in {expected[1]}"
         )
 

@@ -108,4 +108,4 @@ def _pieces(state: TrainState) -> Iterator[tuple[store.Piece, bool]]:
             spec = buffers.specs[name]
             local = flat.view(memory, name, spec.local_shape(mesh))
             for piece in param_pieces(prefix, spec, local, mesh):
-                yield piece, writes(spec.layout, mesh)
+                yield piece, writes(spec, mesh)

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from megatron3d.comm import Comm, ProcessComm
-from megatron3d.config.derive import Architecture, architecture, make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.derive import (
+    Architecture,
+    architecture,
+    make_mesh,
+    make_pipeline,
+    tensor_mode,
+    vocab_multiple,
+)
 from megatron3d.config.schema import Config
-from megatron3d.model.gpt import GPT, axis_sets
+from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
 from megatron3d.optim import Optimizer
+from megatron3d.train.flow import Flow
 from megatron3d.zero import Buffers
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -25,6 +33,7 @@ class TrainState:
     model: GPT
     buffers: Buffers
     optimizer: Optimizer
+    flow: Flow
     iteration: int = 0
     consumed_samples: int = 0
 
@@ -33,15 +42,17 @@ def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tupl
     """The model's numbers for a vocabulary, and this rank's groups for everything that it will communicate."""
     mode, mesh = tensor_mode(config.parallel), make_mesh(config.parallel, world_size, rank)
     arch = architecture(config.model, config.model.vocab_size or vocab_size, vocab_multiple(mode))
-    return arch, ProcessComm(mesh, axis_sets(arch, mode, mesh))
+    pipeline = make_pipeline(config, arch, mesh)
+    return arch, ProcessComm(mesh, axis_sets(arch, mode, mesh), links(arch, pipeline))
 
 
 def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.device) -> TrainState:
     """A fresh state; initial values depend on the seed and the model only."""
-    model = GPT(arch, tensor_mode(config.parallel), comm, config.train.loss_chunk_tokens)
+    pipeline = make_pipeline(config, arch, comm.mesh)
+    model = GPT(arch, tensor_mode(config.parallel), comm, pipeline, config.train.loss_chunk_tokens)
     dtype, bucket_bytes = DTYPES[config.train.precision], config.train.bucket_mb * 2**20
-    buffers = Buffers(model, model.specs, comm, dtype, device, bucket_bytes)
+    buffers = Buffers(model, model.stage_specs, comm, dtype, device, bucket_bytes)
     for _, spec, local in buffers.named("main"):
         initialize(spec, local, comm.mesh, config.train.seed)
     buffers.publish()
-    return TrainState(model, buffers, Optimizer(buffers, config.optimizer))
+    return TrainState(model, buffers, Optimizer(buffers, config.optimizer), Flow(model, pipeline))

@@ -12,6 +12,7 @@ from megatron3d.data.loader import Microbatch
 from megatron3d.layout import num_copies
 from megatron3d.model.gpt import GPT
 from megatron3d.model.params import DATA
+from megatron3d.pipeline.engine import Watch, unwatched
 from megatron3d.train.state import TrainState
 
 
@@ -42,19 +43,19 @@ class StepResult:
 
 
 def train_step(
-    state: TrainState, microbatches: Sequence[Microbatch], lr: float, settings: Settings, stop_requested: bool = False
+    state: TrainState,
+    microbatches: Sequence[Microbatch],
+    lr: float,
+    settings: Settings,
+    stop_requested: bool = False,
+    watch: Watch = unwatched,
 ) -> StepResult:
     """Forward and backward over the microbatches, reduce, clip, update; the state moves on by one iteration."""
-    model, buffers = state.model, state.buffers
-    losses = []
-    for index, batch in enumerate(microbatches):
-        buffers.begin_microbatch(index, len(microbatches))
-        key = (settings.seed, state.iteration)
-        loss = model(batch.tokens, settings.num_tokens, batch.first_sample, key)
-        loss.backward()
-        losses.append(loss.detach())
+    model, buffers, key = state.model, state.buffers, (settings.seed, state.iteration)
+    passes = [model.begin(batch.tokens, settings.num_tokens, batch.first_sample, key) for batch in microbatches]
+    buffers.begin_step(len(passes))
+    share = state.flow.train(passes, buffers.check_stage, watch) / loss_copies(model)
     buffers.reduce_grads()
-    share = torch.stack(losses).sum() / loss_copies(model)
     shares = torch.stack((share, buffers.square_norm(), torch.full_like(share, stop_requested)))
     loss, square, stop_requests = model.comm.all_reduce(shares, model.comm.mesh.names).wait()
     grad_norm = square.sqrt()
@@ -66,4 +67,4 @@ def train_step(
 
 def loss_copies(model: GPT) -> int:
     """How many ranks hold the same share of the loss."""
-    return num_copies((DATA + model.mode.inner[0],), model.comm.mesh, model.comm.mesh.names)
+    return num_copies((DATA + model.mode.inner[0],), model.comm.mesh, (*DATA, *dict(model.mode.axes)))

@@ -16,7 +16,7 @@ from megatron3d.layout import ParamSpec, Part
 from megatron3d.mesh import Mesh
 from megatron3d.shard import part_views
 
-AXES = ("data", "x", "y")
+AXES = ("pipeline", "data", "x", "y")
 DIM_AXES = [(), ("x",), ("y",), ("y", "x"), ("x", "data"), ("data",)]
 
 
@@ -29,7 +29,7 @@ def arrangements(draw):
             lambda two: not set(two[0]) & set(two[1])
         )
     )
-    return Mesh(tuple(zip(AXES, sizes, strict=True))), (rows, columns), draw(st.integers(1, 3))
+    return Mesh(tuple(zip(AXES, (1, *sizes), strict=True))), (rows, columns), draw(st.integers(1, 3))
 
 
 def make_spec(parts, mesh, layout, blocks):
@@ -61,7 +61,7 @@ def test_any_layout_to_any_other(run_ranks, rows, columns, source, target):
         local = torch.full(spec.local_shape(mesh), float("nan"), dtype=torch.float64)
         for part, box, view in part_views(spec, local, mesh):
             view.copy_(logical(part.name, part.shape)[tuple(slice(*ends) for ends in box)])
-        pieces = param_pieces("model", spec, local, mesh) if writes(layout, mesh) else []
+        pieces = param_pieces("model", spec, local, mesh) if writes(spec, mesh) else []
         return save(root, 7, pieces, {}, comm)
 
     with tempfile.TemporaryDirectory() as name:
@@ -87,9 +87,12 @@ def test_names():
 
 
 @pytest.mark.parametrize("layout", [((), ()), (("x",), ()), (("x", "data"), ("y",))])
-def test_every_box_has_one_writer_in_each_stage(layout):
+@pytest.mark.parametrize("holders", [(0,), (1,), (0, 1), (1, 0)])
+def test_every_box_has_one_writer(layout, holders):
     mesh = Mesh((("pipeline", 2), ("data", 2), ("x", 2), ("y", 3)))
+    spec = ParamSpec((Part("w", (12, 12), (12, 12)),), layout, token_axes=(), holders=holders)
     split = {axis for axes in layout for axis in axes}
-    writers = [mesh.at(rank) for rank in range(mesh.world_size) if writes(layout, mesh.at(rank))]
+    writers = [mesh.at(rank) for rank in range(mesh.world_size) if writes(spec, mesh.at(rank))]
     held = {(here.coord("pipeline"), *(here.coord(axis) for axis in sorted(split))) for here in writers}
-    assert len(held) == len(writers) == 2 * mesh.size(split)
+    assert len(held) == len(writers) == mesh.size(split)
+    assert {here.coord("pipeline") for here in writers} == {holders[0]}

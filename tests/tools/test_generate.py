@@ -49,12 +49,10 @@ def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: l
     found = []
     for layout in layouts:
         config = generate.read_run(checkpoint, layout, world_size)
-        model, generator = (
-            generate.load_model(config, tokenizer, checkpoint, here),
-            torch.Generator().manual_seed(args.seed),
-        )
+        flow = generate.load_model(config, tokenizer, checkpoint, here)
+        generator = torch.Generator().manual_seed(args.seed)
         with torch.no_grad():
-            tokens = generate.sample(model, tokenizer.encode(PROMPT), args, generator, tokenizer.eod, here.device)
+            tokens = generate.sample(flow, tokenizer.encode(PROMPT), args, generator, tokenizer.eod, here.device)
         found.append(tokenizer.decode(tokens) + "\n")
     return found
 
@@ -87,8 +85,9 @@ def test_the_seed_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_the_end_of_a_document_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter([65, 66, 256, 67])
     monkeypatch.setattr(generate, "next_logits", lambda *_: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
-    model, args = Namespace(arch=Namespace(seq_length=4)), Namespace(max_new_tokens=9, temperature=0, top_k=0)
-    tokens = generate.sample(model, [60], args, torch.Generator(), 256, torch.device("cpu"))  # type: ignore[arg-type]
+    flow = Namespace(model=Namespace(arch=Namespace(seq_length=4)))
+    args = Namespace(max_new_tokens=9, temperature=0, top_k=0)
+    tokens = generate.sample(flow, [60], args, torch.Generator(), 256, torch.device("cpu"))  # type: ignore[arg-type]
     assert tokens == [60, 65, 66]
 
 

@@ -22,7 +22,9 @@ VOCAB_SIZE = 61
 
 
 def build(rank: int, world_size: int, parallel: dict[str, Any]) -> TrainState:
-    config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": {"micro_batch_size": 8}})
+    config = Config.model_validate(
+        {"model": MODEL, "parallel": parallel, "train": {"micro_batch_size": 8, "global_batch_size": 16}}
+    )
     return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), torch.device("cpu"))
 
 
@@ -42,7 +44,7 @@ def test_every_mode_builds_the_configured_model(pool: Pool) -> None:
 
 def test_a_dropped_layer_is_refused() -> None:
     state = build(0, 1, {})
-    state.model.layers = nn.ModuleList(list(state.model.layers)[:1])
+    state.model.layers = nn.ModuleDict({"0": state.model.layers["0"]})
     with pytest.raises(RuntimeError, match=r"in 1 layers, the configuration means .* in 2"):
         check_built(state)
 

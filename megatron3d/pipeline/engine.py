@@ -1,0 +1,196 @@
+"""Runs a rank's lowered list: computes, posts receives where they stand, sends without waiting, and forgets early.
+
+    0F2  takes what 0RECV_F2 brought (or the stage before it on this rank made), keeps the graph of its result
+    0B2  takes the gradient, frees the graph, hands the input's gradient on;  0I2 and 0W2 are its two halves
+
+Only the residual shard that a rank holds crosses a boundary; ranks that hold the same shard send a part of it each, and
+join the parts at the other end (Narayanan et al. 2021, arXiv:2104.04473, section 4.1, for every mode).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron3d.comm import Comm, Link, Pending, ready
+from megatron3d.mesh import Axes
+from megatron3d.ops.matmul import WeightGrads
+from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind
+from megatron3d.pipeline.lower import peer, transfer
+
+Compute = Callable[[int, Tensor | None, int], Tensor]
+Watch = Callable[[Action], contextlib.AbstractContextManager[None]]
+
+
+def unwatched(_: Action) -> contextlib.AbstractContextManager[None]:
+    """No watch."""
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses from stage to stage: the residual shard of a rank, `copies` being the axes that hold equal ones."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    copies: Axes
+    comm: Comm
+
+    @property
+    def part_numel(self) -> int:
+        """Elements that one rank sends, with what fills up the last part."""
+        numel, ranks = torch.Size(self.shape).numel(), self.comm.mesh.size(self.copies)
+        return -(-numel // ranks)
+
+    def part(self, x: Tensor) -> Tensor:
+        """My share of sending `x`."""
+        flat, size = x.reshape(-1), self.part_numel
+        start = self.comm.mesh.index(self.copies) * size
+        mine = flat[start : start + size]
+        return mine if len(mine) == size else F.pad(mine, (0, size - len(mine)))
+
+    def receive(self, link: Link) -> Pending:
+        """Begin to receive the same share; waiting joins all of them."""
+        pending = self.comm.receive(torch.empty(self.part_numel, dtype=self.dtype, device=self.device), link)
+
+        def finish() -> Tensor:
+            whole = self.comm.all_gather(pending.wait(), self.copies, dim=0).wait()
+            return whole[: torch.Size(self.shape).numel()].view(self.shape)
+
+        return Pending(finish)
+
+
+class Graph(NamedTuple):
+    """What is kept of a forward: its input, whose gradient is wanted, and where backward begins."""
+
+    x_MH: Tensor | None
+    end: GradientEdge
+
+
+class Engine:
+    """Executes the lowered list of one rank.
+
+    Args:
+        actions: my list.
+        where: the pipeline rank of every stage.
+        compute: (stage, input or None, microbatch) -> output; a loss at the last stage.
+        reduce: called with a stage when its weight gradients are complete.
+        weight_grads: what puts them off, where the schedule splits the backward.
+
+    Attributes:
+        peak_in_flight: most graphs that were kept at one time.
+    """
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        where: Sequence[int],
+        compute: Compute,
+        boundary: Boundary,
+        reduce: Callable[[int], None] = lambda stage: None,
+        weight_grads: WeightGrads | None = None,
+    ) -> None:
+        self._actions, self._where = actions, dict(enumerate(where))
+        self._compute, self._boundary, self._reduce, self._weight_grads = compute, boundary, reduce, weight_grads
+        self._received: dict[Action, Pending] = {}
+        self._made: dict[Action, Tensor] = {}
+        self._leaving: list[Pending] = []
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._late: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._results: dict[int, Tensor] = {}
+        self.peak_in_flight = 0
+
+    def run(self, watch: Watch = unwatched) -> Mapping[int, Tensor]:
+        """Do the whole list, once; outputs of the last stage by microbatch, without their graphs."""
+        for action in self._actions:
+            with watch(action):
+                _DO[action.kind](self, action)
+            self._leaving = [sent for sent in self._leaving if not sent.is_done()]
+            self.peak_in_flight = max(self.peak_in_flight, len(self._graphs) + len(self._late))
+        for sent in self._leaving:
+            sent.wait()
+        assert not (self._received or self._made or self._graphs or self._late), "a schedule left work undone"
+        return self._results
+
+    def _forward(self, action: Action) -> None:
+        _, stage, mb = action
+        assert mb is not None, f"{action} names no microbatch"
+        x_MH = self._received.pop(Action(Kind.RECV_F, stage, mb)).wait() if stage else None
+        if x_MH is not None and torch.is_grad_enabled():
+            x_MH.requires_grad_()
+        y = self._compute(stage, x_MH, mb)
+        if y.requires_grad:
+            self._graphs[stage, mb] = Graph(x_MH, get_gradient_edge(y))
+        if stage + 1 == len(self._where):
+            self._results[mb] = y.detach()
+        else:
+            self._hand_on(action, y.detach())
+
+    def _backward(self, action: Action) -> None:
+        _, stage, mb = action
+        assert mb is not None, f"{action} names no microbatch"
+        x_MH, end = self._graphs.pop((stage, mb))
+        if stage + 1 == len(self._where):
+            dy = torch.ones_like(self._results[mb])
+        else:
+            dy = self._received.pop(Action(Kind.RECV_B, stage, mb)).wait()
+        torch.autograd.backward([end], [dy])
+        if x_MH is not None:
+            assert x_MH.grad is not None, f"{action} gave its input no gradient"
+            self._hand_on(action, x_MH.grad)
+
+    def _input_grads(self, action: Action) -> None:
+        assert self._weight_grads is not None and action.mb is not None, f"nothing puts off weight gradients: {action}"
+        with self._weight_grads.put_off() as late:
+            self._backward(action)
+        self._late[action.stage, action.mb] = late
+
+    def _late_weight_grads(self, action: Action) -> None:
+        assert action.mb is not None, f"{action} names no microbatch"
+        late = self._late.pop((action.stage, action.mb))[::-1]
+        while late:
+            late.pop()()
+
+    def _hand_on(self, action: Action, x: Tensor) -> None:
+        """To the SEND that follows, or to the neighbouring stage on this rank."""
+        moved = transfer(action, self._where)
+        if moved is not None:
+            self._made[moved.send] = x
+        else:
+            self._received[_arrival(action)] = ready(x)
+
+    def _link(self, action: Action) -> Link:
+        mine, other = self._where[action.stage], peer(action, self._where)
+        return Link("pipeline", min(mine, other), max(mine, other))
+
+    def _send(self, action: Action) -> None:
+        boundary = self._boundary
+        self._leaving.append(boundary.comm.send(boundary.part(self._made.pop(action)), self._link(action)))
+
+    def _receive(self, action: Action) -> None:
+        self._received[action] = self._boundary.receive(self._link(action))
+
+
+def _arrival(action: Action) -> Action:
+    """The RECV by which the next computation would get what this one made."""
+    forward = action.kind is Kind.F
+    return Action(Kind.RECV_F if forward else Kind.RECV_B, action.stage + (1 if forward else -1), action.mb)
+
+
+_DO: Mapping[Kind, Callable[[Engine, Action], None]] = {
+    Kind.F: Engine._forward,
+    Kind.B: Engine._backward,
+    Kind.I: Engine._input_grads,
+    Kind.W: Engine._late_weight_grads,
+    Kind.REDUCE: lambda engine, action: engine._reduce(action.stage),
+    **dict.fromkeys(SENDS, Engine._send),
+    **dict.fromkeys(RECEIVES, Engine._receive),
+}

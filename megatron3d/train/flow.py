@@ -1,0 +1,82 @@
+"""How microbatches flow through the stages of this rank: training, evaluation and sampling are one engine's lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron3d.config.derive import Pipeline
+from megatron3d.layout import box, box_shape
+from megatron3d.model.gpt import GPT
+from megatron3d.model.layers import Pass
+from megatron3d.pipeline.actions import Action, forwards
+from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
+from megatron3d.pipeline.lower import lower
+
+
+class Flow:
+    """Runs the passes of microbatches through the pipeline, of which the model holds this rank's stages.
+
+    Attributes:
+        peak_in_flight: most graphs of a stage and a microbatch that the last training step kept at one time.
+    """
+
+    def __init__(self, model: GPT, pipeline: Pipeline) -> None:
+        self.model, self.pipeline, self.peak_in_flight = model, pipeline, 0
+        self._rank = model.comm.mesh.coord("pipeline")
+        self._training = lower(pipeline.schedule)[self._rank]
+        self._sampling: dict[int, Sequence[Action]] = {}
+
+    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Watch = unwatched) -> Tensor:
+        """Forward and backward of every microbatch; my share of the loss, 0 where the last stage is elsewhere.
+
+        `reduce` is called with the index of each of my stages when its gradients are complete.
+        """
+        engine = self._engine(self._training, passes, reduce)
+        results = engine.run(watch)
+        self.peak_in_flight = engine.peak_in_flight
+        return self._total(results, passes)
+
+    @torch.no_grad()
+    def evaluate(self, passes: Sequence[Pass]) -> Tensor:
+        """My share of the loss, forward only."""
+        return self._total(self._forward(passes), passes)
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: Tensor, position: int) -> Tensor:
+        """Logits [B, V] of what follows `position` in each sequence of the microbatch, the same on every rank."""
+        model = self.model
+        results = self._forward([model.begin_sampling(tokens_BS)])
+        rows = tokens_BS.shape[0] * model.comm.mesh.size(model.mode.batch_axes)
+        last_BV = results[0][:, position] if results else model.zeros(rows, model.arch.vocab_size)
+        return model.comm.all_reduce(last_BV, ("pipeline",)).wait()
+
+    def _forward(self, passes: Sequence[Pass]) -> Mapping[int, Tensor]:
+        if len(passes) not in self._sampling:
+            self._sampling[len(passes)] = lower(forwards(self.pipeline.schedule, len(passes)))[self._rank]
+        return self._engine(self._sampling[len(passes)], passes).run()
+
+    def _total(self, results: Mapping[int, Tensor], passes: Sequence[Pass]) -> Tensor:
+        return torch.stack([results[mb] for mb in range(len(passes))]).sum() if results else self.model.zeros()
+
+    def _engine(
+        self, actions: Sequence[Action], passes: Sequence[Pass], reduce: Callable[[int], None] = lambda stage: None
+    ) -> Engine:
+        model, stages = self.model, self.pipeline.stages
+
+        def compute(stage: int, x_MH: Tensor | None, mb: int) -> Tensor:
+            y: Tensor = model(stages[stage], x_MH, passes[mb])
+            return y
+
+        boundary = self._boundary(passes[0])
+        return Engine(actions, self.pipeline.owners, compute, boundary, reduce, model.weight_grads)
+
+    def _boundary(self, at: Pass) -> Boundary:
+        model, layout = self.model, self.model.mode.residual
+        mesh, param = model.comm.mesh, next(model.parameters())
+        whole = at.num_sequences * at.seq_length, model.arch.hidden_size
+        split = {axis for axes in layout for axis in axes}
+        copies = mesh.nontrivial(name for name, _ in model.mode.axes if name not in split)
+        return Boundary(box_shape(box(whole, layout, mesh)), param.dtype, param.device, copies, model.comm)
