@@ -6,6 +6,7 @@ Letters: B sequences, S positions, M tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -158,5 +159,5 @@ def _plan_sets(plan: MatmulPlan) -> list[Axes]:
 def links(arch: Architecture, pipeline: Pipeline) -> list[Link]:
     """Every two ranks of the pipeline that exchange something: neighbouring stages, and both ends of a tied model."""
     owners = pipeline.owners
-    pairs = {*zip(owners, owners[1:], strict=False)} | ({(owners[0], owners[-1])} if arch.tie_embeddings else set())
+    pairs = {*pairwise(owners)} | ({(owners[0], owners[-1])} if arch.tie_embeddings else set())
     return [Link("pipeline", low, high) for low, high in sorted({(min(p), max(p)) for p in pairs}) if low < high]

@@ -153,6 +153,7 @@ class Engine:
             self._backward(action)
         self._late[action.stage, action.mb] = late
 
+    @torch.no_grad()
     def _late_weight_grads(self, action: Action) -> None:
         assert action.mb is not None, f"{action} names no microbatch"
         late = self._late.pop((action.stage, action.mb))[::-1]

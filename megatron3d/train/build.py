@@ -29,11 +29,12 @@ from megatron3d.train.state import TrainState, build_state, connect
 def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     """Read the corpus, connect the ranks, build the model, load a checkpoint, and open the output folder last."""
     config, is_first = resolved.config, runtime.rank == 0
-    if is_first:
-        print("> " + batch_arithmetic(config, runtime.world_size).replace("\n", "\n> "), flush=True)
     with phases("tokenizer and corpus"):
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         corpus = open_corpus(config, tokenizer)
+    if is_first:
+        arithmetic = batch_arithmetic(config, runtime.world_size, tokenizer.vocab_size)
+        print("> " + arithmetic.replace("\n", "\n> "), flush=True)
     with phases("process groups"):
         arch, comm = connect(config, tokenizer.vocab_size, runtime.world_size, runtime.rank)
     with phases("model and optimizer"):
@@ -127,7 +128,7 @@ def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> MetricsWr
             make_folder(key, folder)
         opened.append(MetricsWriter(save, config, state.iteration))
         if save is not None:
-            write_resolved(resolved, save / "config.yaml")
+            write_resolved(resolved, save / "config.yaml", state.model.arch.vocab_size)
 
     together(comm, lambda: write() if comm.mesh.rank == 0 else None)
     return opened[0] if opened else None
