@@ -42,20 +42,24 @@ KEEP_ALL = Recompute()
 
 @dataclass(frozen=True)
 class Kernels:
-    """What torch's own kernels keep, which differs between devices; all else is ours and the same everywhere.
+    """What torch itself keeps, which differs between devices; all else is ours and the same everywhere.
 
     Attributes:
         narrow_statistics: LayerNorm's mean and scale are of its input's dtype, not fp32.
         fused_rms_norm: RMSNorm keeps its input and a number per row; else what each of its operations keeps.
+        keeps_sent: what is sent along the pipeline stays until the step ends: gloo does not say when it is gone.
+        update_piece: elements that AdamW updates at one time where its moments are narrower than the weights.
     """
 
     narrow_statistics: bool
     fused_rms_norm: bool
+    keeps_sent: bool
+    update_piece: int
 
 
 KERNELS: Mapping[str, Kernels] = {
-    "cpu": Kernels(narrow_statistics=True, fused_rms_norm=False),
-    "gpu": Kernels(narrow_statistics=False, fused_rms_norm=True),
+    "cpu": Kernels(narrow_statistics=True, fused_rms_norm=False, keeps_sent=True, update_piece=2**18),
+    "gpu": Kernels(narrow_statistics=False, fused_rms_norm=True, keeps_sent=False, update_piece=2**22),
 }
 
 

@@ -1,0 +1,112 @@
+"""A rank's part of a training step: the values that its memory follows from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron3d.config.architecture import Architecture
+from megatron3d.config.derive import Pipeline, make_pipeline, tensor_mode
+from megatron3d.config.schema import Config
+from megatron3d.memory.work import KEEP_ALL, KERNELS, Kernels, Recompute, Work
+from megatron3d.mesh import Mesh
+from megatron3d.model.stages import Stage
+from megatron3d.pipeline.actions import Action, Schedule
+from megatron3d.pipeline.lower import lower
+
+ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What the data axis splits: 0 nothing, 1 optimizer state and main weights, 2 gradients too, 3 weights too.
+
+    `group` neighbouring ranks of the axis split it among themselves, and groups are copies; None: the whole axis.
+    """
+
+    stage: int = 0
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.stage in range(4), f"ZeRO stage {self.stage} is none of 0, 1, 2 and 3"
+
+    def split(self, mesh: Mesh) -> Mesh:
+        """The mesh with the data axis in two: `groups`, and `data` inside one of them."""
+        data = mesh.sizes["data"]
+        group = data if self.group is None else self.group
+        assert data % group == 0, f"groups of {group} do not divide {data} data-parallel ranks"
+        axes = [pair for name, size in mesh.axes for pair in _split_axis(name, size, group)]
+        return Mesh(tuple(axes), mesh.rank)
+
+
+def _split_axis(name: str, size: int, group: int) -> list[tuple[str, int]]:
+    return [("groups", size // group), (name, group)] if name == "data" else [(name, size)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A microbatch's work, the pipeline that many of them flow through, and what is kept from step to step.
+
+    Attributes:
+        schedule: name of the pipeline's schedule.
+        lowered: what its ranks execute.
+        moment_itemsizes: bytes of each of AdamW's two averages.
+    """
+
+    work: Work
+    pipeline: Pipeline
+    schedule: str
+    lowered: Schedule
+    moment_itemsizes: tuple[int, int]
+    loss_chunk_tokens: int
+    bucket_bytes: float
+    zero: Zero = Zero()
+
+    def at(self, rank: int) -> Job:
+        """The same on another rank."""
+        return replace(self, work=replace(self.work, mesh=self.work.mesh.at(rank)))
+
+    def on_pipeline_rank(self, coord: int) -> Job:
+        """The same on the rank of another part of the pipeline that is otherwise where I am."""
+        return self.at(self.work.mesh.ranks(("pipeline",))[coord])
+
+    @property
+    def coord(self) -> int:
+        """My position along the pipeline."""
+        return self.work.mesh.coord("pipeline")
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """My stages."""
+        return self.pipeline.mine(self.coord)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What I execute."""
+        return self.lowered[self.coord]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step."""
+        return len({action.mb for action in self.pipeline.schedule[self.coord]})
+
+
+def make_job(
+    config: Config,
+    arch: Architecture,
+    mesh: Mesh,
+    zero: Zero = Zero(),
+    recompute: Recompute = KEEP_ALL,
+    kernels: Kernels = KERNELS["cpu"],
+) -> Job:
+    """The job of a valid configuration on a rank."""
+    train, optimizer = config.train, config.optimizer
+    itemsize = ITEMSIZES[train.precision]
+    work = Work(arch, tensor_mode(config.parallel), mesh, train.micro_batch_size, itemsize, recompute, kernels)
+    moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    first, second = (work.wide if name is None else ITEMSIZES[name] for name in moments)
+    pipeline = make_pipeline(config, arch, mesh)
+    bucket_bytes = train.bucket_mb * 2**20
+    schedule = config.parallel.pipeline_schedule
+    lowered = lower(pipeline.schedule)
+    return Job(work, pipeline, schedule, lowered, (first, second), train.loss_chunk_tokens, bucket_bytes, zero)

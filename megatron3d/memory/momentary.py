@@ -1,0 +1,147 @@
+"""What a rank needs for a moment, beside everything that it keeps; such moments do not coincide.
+
+A gathered operand, and a partial sum before it is reduced, are as large as the shard times the ranks that it is
+gathered or scattered over.  Small things (a number per token) are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron3d.memory.activations import layer_activations, recomputed_activations
+from megatron3d.memory.job import Job
+from megatron3d.memory.work import KEEP_ALL, Work
+from megatron3d.plan import MatmulPlan
+
+# `ops/dropout.py` hashes indices in int64, three of them at one time for each element.
+_HASH_BYTES = 24
+# A norm that is no single kernel works in fp32: input, gradient, their products and sums.
+_NORM_COPIES = 6
+
+
+class Matmul(NamedTuple):
+    """A planned matmul as this rank stores its operands, in elements."""
+
+    plan: MatmulPlan
+    x: int
+    w: int
+    y: int
+
+
+def matmuls(work: Work) -> dict[str, Matmul]:
+    """The four of a layer by module."""
+    mesh, arch = work.mesh, work.arch
+    up, down = work.mode.expand.on(mesh), work.mode.contract.on(mesh)
+    residual, tokens = work.tokens * work.hidden, work.inner_tokens
+    queries, keys, ffn = work.num_queries * arch.kv_channels, 2 * work.keys_width, work.ffn * (1 + work.is_gated)
+    whole_heads = arch.num_attention_heads * arch.kv_channels
+
+    def weight(plan: MatmulPlan, n: int, k: int) -> int:
+        rows, columns = plan.w_layout
+        return work.part(n, rows) * work.part(k, columns)
+
+    whole_qkv = whole_heads + 2 * arch.num_query_groups * arch.kv_channels
+    whole_ffn = arch.ffn_hidden_size * (1 + work.is_gated)
+    return {
+        "attention.qkv": Matmul(up, residual, weight(up, whole_qkv, arch.hidden_size), tokens * (queries + keys)),
+        "attention.proj": Matmul(down, tokens * queries, weight(down, arch.hidden_size, whole_heads), residual),
+        "mlp.fc1": Matmul(up, residual, weight(up, whole_ffn, arch.hidden_size), tokens * ffn),
+        "mlp.fc2": Matmul(down, tokens * work.ffn, weight(down, arch.hidden_size, arch.ffn_hidden_size), residual),
+    }
+
+
+def matmul_backward(work: Work, matmul: Matmul) -> int:
+    """Bytes of dY, of the gathered dY, X and W, and of dX and dW before they are reduced.
+
+    Collectives move a tensor's first dimension; along another one, what they move is copied into that order.
+    """
+    mesh, plan = work.mesh, matmul.plan
+    stored = ((matmul.x, plan.x, "M"), (matmul.w, plan.w, "N"), (matmul.y, plan.dy, "M"))
+    whole_x, whole_w, whole_dy = (size * mesh.size(table) for size, table, _ in stored)
+    gathered, reordered = [], [0]
+    for whole, (_, table, first) in zip((whole_x, whole_w, whole_dy), stored, strict=True):
+        gathered += [whole] if table else []
+        reordered += [whole] if set(table.values()) - {first} else []
+    return (matmul.y + sum(gathered) + max(reordered) + whole_x + whole_w) * work.itemsize
+
+
+# The modules of a layer in the order in which backward comes to them: what those before kept is given up by then, and
+# not yet kept when forward is there.
+_BACKWARD = (
+    "mlp_dropout",
+    "mlp.fc2",
+    "mlp.activation",
+    "mlp.fc1",
+    "post_attention_norm",
+    "attention_dropout",
+    "attention.proj",
+    "attention.core",
+    "attention.qkv",
+)
+
+
+def layer_moments(work: Work) -> dict[str, int]:
+    """Bytes of every moment inside a layer, less what it no longer keeps; what is computed again is there as well."""
+    items = layer_activations(replace(work, recompute=KEEP_ALL))
+    kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
+    again = recomputed_activations(work)
+    queries = work.num_queries * work.arch.kv_channels
+    inside = {site: matmul_backward(work, matmul) for site, matmul in matmuls(work).items()}
+    inside["attention.core"] = work.inner(3 * queries + 4 * work.keys_width)
+    inside["mlp.activation"] = work.inner((3 if work.is_gated else 2) * work.ffn)
+    needed = {f"backward of {site}": (site, size + work.residual) for site, size in inside.items()}
+    if work.arch.hidden_dropout:
+        needed["hash of a dropout mask"] = "mlp_dropout", _HASH_BYTES * work.tokens * work.hidden
+    if work.arch.attention_dropout:
+        to_come = 1 if work.itemsize < work.wide else 1 + work.itemsize
+        size = (_HASH_BYTES + work.wide - to_come) * work.inner_tokens * work.num_queries * work.arch.seq_length
+        needed["hash of attention's dropout mask"] = "attention.core", size + work.inner(queries + 2 * work.keys_width)
+    composed = work.arch.normalization == "RMSNorm" and not work.kernels.fused_rms_norm
+    if work.splits_features or composed:
+        needed["norm in fp32"] = "post_attention_norm", _NORM_COPIES * work.tokens * work.hidden * work.wide
+    gone = {at: sum(kept[site] for site in _BACKWARD[:place]) for place, at in enumerate(_BACKWARD)}
+    return {name: size + again - gone[at] for name, (at, size) in needed.items()}
+
+
+def head_moment(job: Job) -> int:
+    """Bytes beside what is kept while the last chunk of logits becomes gradients.
+
+    The norm's output; W and the chunk's X, gathered; logits in fp32 and in the network's type; dX, dW and dW's sum.
+    """
+    work, size = job.work, job.work.itemsize
+    mesh, plan = work.mesh, work.mode.expand.on(work.mesh)
+    chunk = chunk_tokens(job)
+    vocabulary, features = work.part(work.arch.padded_vocab_size, plan.n), work.part(work.arch.hidden_size, plan.k)
+    logits = chunk * vocabulary // mesh.size(plan.dy)
+    narrow = logits * size if size < work.wide else 0
+    gathered_dy = chunk * vocabulary * size if plan.dy else 0
+    weights = vocabulary * features
+    gathered_w = weights * size if plan.w else 0
+    gathered_x = chunk * features * size if plan.x else 0
+    gradients = logits * work.wide + max(narrow, gathered_dy)
+    sums = weights * (size + work.wide) + chunk * features * size
+    return work.residual + gathered_w + gathered_x + gradients + sums
+
+
+def chunk_tokens(job: Job) -> int:
+    """Tokens whose logits this rank computes at one time, as `ops/loss.py` divides them."""
+    work = job.work
+    plan = work.mode.expand.on(work.mesh)
+    gathered, scattered = (
+        work.mesh.size(axis for axis, dim in table.items() if dim == "M") for table in (plan.x, plan.dy)
+    )
+    unit = scattered // math.gcd(gathered, scattered)
+    rows = max(job.loss_chunk_tokens // (gathered * unit), 1) * unit
+    return min(rows, work.tokens) * gathered
+
+
+def embedding_moment(work: Work) -> int:
+    """Bytes of the embedding's backward: dY gathered and wide, dW wide and in the network's type."""
+    mesh, plan = work.mesh, work.mode.embed.on(work.mesh)
+    features, rows = work.part(work.arch.hidden_size, plan.n), work.part(work.arch.padded_vocab_size, plan.k)
+    narrow = work.itemsize if work.itemsize < work.wide else 0
+    gathered_dy = work.part(work.num_tokens, plan.m) * features * (work.itemsize + narrow)
+    gathered_dy *= 1 if mesh.nontrivial((*plan.m, *plan.k, *plan.n)) or narrow else 0
+    return work.residual + gathered_dy + rows * features * (work.wide + narrow)

@@ -1,0 +1,207 @@
+"""Fact: weights, gradients and optimizer are to the byte what the ranks hold, in every mode and shared as ZeRO shares
+them, and with what is in flight and what is needed for a moment they are what a step needs at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron3d.adam import CPU_PIECE, PIECE
+from megatron3d.config.architecture import architecture
+from megatron3d.config.check import check
+from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.schema import Config
+from megatron3d.data.loader import Loader
+from megatron3d.memory.activations import recomputed_activations
+from megatron3d.memory.job import Job, Zero, make_job
+from megatron3d.memory.rank import held, in_flight, rank_memory, stage_activations
+from megatron3d.memory.work import KERNELS, Recompute
+from megatron3d.mesh import Mesh
+from megatron3d.modes import MODES
+from megatron3d.optim import MOMENTS
+from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.step import Settings, train_step
+from megatron3d.verify import RandomSamples
+from tests.memory.live import Live
+from tests.pool import Pool
+
+NUM_RANKS, VOCAB_SIZE = 8, 509
+CPU = torch.device("cpu")
+MODEL = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 8, "kv_channels": 8, "seq_length": 24}
+TRAIN = {"micro_batch_size": 4, "global_batch_size": 16, "loss_chunk_tokens": 40}
+
+
+def configure(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> Config:
+    optimizer = {"exp_avg_dtype": "bf16"} if train.get("precision") == "bf16" else {}
+    sections = {"model": MODEL | model, "parallel": parallel, "train": TRAIN | train, "optimizer": optimizer}
+    config = Config.model_validate(sections)
+    assert check(config, NUM_RANKS, VOCAB_SIZE) == []
+    return config
+
+
+def layouts() -> list[Config]:
+    """Every mode and form, alone and with data parallelism or a pipeline."""
+    configs = []
+    for mode, entry in MODES.items():
+        for form in entry.forms:
+            for size, pipeline, precision in ((8, 1, "fp32"), (4, 1, "bf16"), (4, 2, "fp32")):
+                parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form}
+                parallel |= {"tensor_model_parallel_size": size, "pipeline_model_parallel_size": pipeline}
+                family = {"family": "llama", "ffn_hidden_size": 40} if precision == "bf16" else {"family": "gpt2"}
+                configs.append(configure(family, parallel, precision=precision))
+    return configs
+
+
+def states(state: TrainState) -> dict[str, list[Tensor]]:
+    flats = state.buffers.flats
+    return {
+        "weights": [flat.model for flat in flats],
+        "main weights": [flat.main for flat in flats if flat.main is not flat.model],
+        "gradients": [flat.grad for flat in flats],
+        "optimizer": [state.optimizer.moment(flat, which) for flat in flats for which in MOMENTS],
+    }
+
+
+def lasting(rank: int, world_size: int, configs: list[Config]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Bytes that a rank holds between steps, measured and expected."""
+    out = []
+    for config in configs:
+        arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
+        tensors = states(build_state(config, arch, comm, CPU))
+        measured = {name: sum(t.untyped_storage().nbytes() for t in ts) for name, ts in tensors.items()}
+        expected = rank_memory(make_job(config, arch, comm.mesh)).categories
+        out.append((measured, {name: expected[name] for name in measured}))
+    return out
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_what_lasts_is_exact_in_every_mode(pool: Pool, turn: int) -> None:
+    configs = layouts()[turn::3]
+    for rank, results in enumerate(pool.run(lasting, NUM_RANKS, configs)):
+        for config, (measured, expected) in zip(configs, results, strict=True):
+            assert measured == expected, f"rank {rank}: {config.parallel}"
+
+
+def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
+    """Most bytes beside what lasts during a step, measured and expected."""
+    arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
+    state, train = build_state(config, arch, comm, CPU), config.train
+    samples = RandomSamples(1, arch.vocab_size, arch.seq_length)
+    batch_axes, sizes = tensor_mode(config.parallel).batch_axes, (train.micro_batch_size, train.global_batch_size)
+    batch = Loader(samples, comm.mesh, batch_axes, *sizes, CPU).step(0)
+    tensors = [t for of_category in states(state).values() for t in of_category]
+    with Live([*tensors, *(microbatch.tokens for microbatch in batch)]) as live:
+        train_step(state, batch, 1e-3, Settings(1, train.global_batch_size * arch.seq_length, train.global_batch_size))
+    memory = rank_memory(make_job(config, arch, comm.mesh))
+    lasts = memory.weights + memory.main_weights + memory.gradients + memory.optimizer
+    return live.peak - lasts, memory.total - lasts
+
+
+STEPS: dict[str, Config] = {
+    "one product per matmul": configure({"num_layers": 2}, {}, global_batch_size=64, precision="bf16"),
+    "attention with dropout": configure(
+        {"hidden_dropout": 0.1, "attention_dropout": 0.1, "num_layers": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        precision="bf16",
+    ),
+    "operands gathered along both dimensions": configure(
+        {"family": "llama", "ffn_hidden_size": 64, "num_layers": 2},
+        {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8},
+    ),
+    "a pipeline": configure(
+        {}, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}, loss_chunk_tokens=1000
+    ),
+    "a split backward": configure(
+        {"family": "llama", "ffn_hidden_size": 64},
+        {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
+        precision="bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_needs_what_is_said(pool: Pool, name: str) -> None:
+    for rank, (measured, expected) in enumerate(pool.run(step_peak, NUM_RANKS, STEPS[name])):
+        assert 0.95 < expected / measured < 1.1, f"rank {rank} needs {measured} bytes, not {expected}"
+
+
+def job(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> Job:
+    """As rank 0 sees it."""
+    config = configure(model, parallel, **train)
+    arch = architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
+    return make_job(config, arch, make_mesh(config.parallel, NUM_RANKS))
+
+
+# Microbatches of each stage on each rank when most is held, for 4 ranks, 8 microbatches and equal layers.
+IN_FLIGHT = {
+    "gpipe": [{0: 8}, {1: 8}, {2: 8}, {3: 8}],
+    "1f1b": [{0: 4}, {1: 3}, {2: 2}, {3: 1}],
+    "interleaved": [{0: 8, 4: 3}, {1: 5, 5: 4}, {2: 4, 6: 3}, {3: 4, 7: 1}],
+}
+
+
+@pytest.mark.parametrize("schedule", IN_FLIGHT)
+def test_most_in_flight_by_hand(schedule: str) -> None:
+    """1F1B: p - r.  Interleaved: 2 (p - r - 1) + p forwards before the first backward, and one more, in groups of p; on
+    rank 0 an eighth microbatch of the stage with the embedding for the first one of the other."""
+    parallel = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "pipeline_schedule": schedule}
+    mine = job({"num_layers": 8}, parallel, global_batch_size=32)
+    for coord, expected in enumerate(IN_FLIGHT[schedule]):
+        rank = mine.on_pipeline_rank(coord)
+        assert in_flight(rank) == expected
+        on_gpus = replace(rank, work=replace(rank.work, kernels=KERNELS["gpu"]))
+        sizes = {stage.index: stage_activations(on_gpus, stage) for stage in rank.stages}
+        assert held(on_gpus)[0] == sum(count * sizes[stage] for stage, count in expected.items())
+
+
+def test_zero_shares_what_its_stage_says() -> None:
+    """3 stages share the optimizer's 48 x 509 and so on; a row that does not come out makes the last shares short."""
+    mine = job({}, {"tensor_model_parallel_size": 2}, global_batch_size=32, precision="bf16")
+    whole = rank_memory(mine)
+    for stage, shared in enumerate(((), ("main_weights", "optimizer"), ("gradients",), ("weights",))):
+        per_rank = [rank_memory(replace(mine.at(2 * rank), zero=Zero(stage))) for rank in range(4)]
+        for name in ("weights", "main_weights", "gradients", "optimizer"):
+            sizes = [getattr(memory, name) for memory in per_rank]
+            if name in shared:
+                assert sum(sizes) == getattr(whole, name) and max(sizes) < 0.3 * getattr(whole, name)
+        assert per_rank[0].total < (whole.total if stage else whole.total + 1)
+
+
+def test_a_hybrid_group_shares_among_fewer() -> None:
+    mine = replace(job({}, {}, global_batch_size=32), zero=Zero(1, group=2))
+    mesh = mine.zero.split(mine.work.mesh)
+    assert mesh.axes == (("pipeline", 1), ("groups", 4), ("data", 2), ("t", 1))
+    first, second = (rank_memory(mine.at(rank)).optimizer for rank in (0, 1))
+    assert first + second == rank_memory(replace(mine, zero=Zero())).optimizer
+    assert rank_memory(mine.at(6)).optimizer == first
+    with pytest.raises(AssertionError, match="groups of 3 do not divide 8 data-parallel ranks"):
+        Zero(1, group=3).split(mine.work.mesh)
+
+
+def test_the_update_goes_in_the_pieces_that_are_counted() -> None:
+    assert (KERNELS["cpu"].update_piece, KERNELS["gpu"].update_piece) == (CPU_PIECE, PIECE)
+
+
+def test_uneven_rows_of_a_shared_parameter() -> None:
+    """A norm of 48 weights among 5 ranks: 10, 10, 10, 10 and 8; matrices by rows, so that rows stay whole."""
+    mesh = Mesh((("pipeline", 1), ("data", 5), ("t", 1)))
+    mine = job({}, {}, global_batch_size=32)
+    mine = replace(mine, work=replace(mine.work, mesh=mesh), zero=Zero(3))
+    weights = [rank_memory(mine.at(rank)).weights for rank in range(5)]
+    assert sum(weights) == rank_memory(replace(mine, zero=Zero())).weights
+    assert weights[0] == weights[1] > weights[4]
+
+
+def test_full_recomputation_keeps_inputs_and_needs_a_layer_for_a_moment() -> None:
+    mine = job({"num_layers": 8}, {"tensor_model_parallel_size": 8}, precision="bf16")
+    full = replace(mine, work=replace(mine.work, recompute=Recompute("full")))
+    everything, inputs = rank_memory(mine), rank_memory(full)
+    assert everything.activations - inputs.activations == 8 * recomputed_activations(full.work)
+    assert inputs.moments["backward of mlp.fc2"] - everything.moments["backward of mlp.fc2"] == recomputed_activations(
+        full.work
+    )
