@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,10 +109,14 @@ class Engine:
         self.peak_in_flight = 0
 
     def run(self, watch: Watch = unwatched) -> Mapping[int, Tensor]:
-        """Do the whole list, once; outputs of the last stage by microbatch, without their graphs."""
+        """Do the whole list, once; outputs of the last stage by microbatch, without their graphs.
+
+        What an action waits for is there when its watch begins.
+        """
         for action in self._actions:
+            arrived = self._wait_for(action)
             with watch(action):
-                _DO[action.kind](self, action)
+                _DO[action.kind](self, action, arrived)
             self._leaving = [sent for sent in self._leaving if not sent.is_done()]
             self.peak_in_flight = max(self.peak_in_flight, len(self._graphs) + len(self._late))
         for sent in self._leaving:
@@ -120,10 +124,16 @@ class Engine:
         assert not (self._received or self._made or self._graphs or self._late), "a schedule left work undone"
         return self._results
 
-    def _forward(self, action: Action) -> None:
+    def _wait_for(self, action: Action) -> Tensor | None:
+        """What another stage made for a computation; None where it needs nothing."""
+        kind, stage, mb = action
+        if kind not in _ARRIVES or stage == (0 if kind is Kind.F else len(self._where) - 1):
+            return None
+        return self._received.pop(Action(_ARRIVES[kind], stage, mb)).wait()
+
+    def _forward(self, action: Action, x_MH: Tensor | None) -> None:
         _, stage, mb = action
         assert mb is not None, f"{action} names no microbatch"
-        x_MH = self._received.pop(Action(Kind.RECV_F, stage, mb)).wait() if stage else None
         if x_MH is not None and torch.is_grad_enabled():
             x_MH.requires_grad_()
         y = self._compute(stage, x_MH, mb)
@@ -134,27 +144,23 @@ class Engine:
         else:
             self._hand_on(action, y.detach())
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, dy: Tensor | None) -> None:
         _, stage, mb = action
         assert mb is not None, f"{action} names no microbatch"
         x_MH, end = self._graphs.pop((stage, mb))
-        if stage + 1 == len(self._where):
-            dy = torch.ones_like(self._results[mb])
-        else:
-            dy = self._received.pop(Action(Kind.RECV_B, stage, mb)).wait()
-        torch.autograd.backward([end], [dy])
+        torch.autograd.backward([end], [torch.ones_like(self._results[mb]) if dy is None else dy])
         if x_MH is not None:
             assert x_MH.grad is not None, f"{action} gave its input no gradient"
             self._hand_on(action, x_MH.grad)
 
-    def _input_grads(self, action: Action) -> None:
+    def _input_grads(self, action: Action, dy: Tensor | None) -> None:
         assert self._weight_grads is not None and action.mb is not None, f"nothing puts off weight gradients: {action}"
         with self._weight_grads.put_off() as late:
-            self._backward(action)
+            self._backward(action, dy)
         self._late[action.stage, action.mb] = late
 
     @torch.no_grad()
-    def _late_weight_grads(self, action: Action) -> None:
+    def _late_weight_grads(self, action: Action, _: None) -> None:
         assert action.mb is not None, f"{action} names no microbatch"
         late = self._late.pop((action.stage, action.mb))[::-1]
         while late:
@@ -172,11 +178,11 @@ class Engine:
         mine, other = self._where[action.stage], peer(action, self._where)
         return Link("pipeline", min(mine, other), max(mine, other))
 
-    def _send(self, action: Action) -> None:
+    def _send(self, action: Action, _: None) -> None:
         boundary = self._boundary
         self._leaving.append(boundary.comm.send(boundary.part(self._made.pop(action)), self._link(action)))
 
-    def _receive(self, action: Action) -> None:
+    def _receive(self, action: Action, _: None) -> None:
         self._received[action] = self._boundary.receive(self._link(action))
 
 
@@ -186,12 +192,14 @@ def _arrival(action: Action) -> Action:
     return Action(Kind.RECV_F if forward else Kind.RECV_B, action.stage + (1 if forward else -1), action.mb)
 
 
-_DO: Mapping[Kind, Callable[[Engine, Action], None]] = {
+# What a computation waits for, and what each action does with it.
+_ARRIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+_DO: Mapping[Kind, Callable[[Engine, Action, Any], None]] = {
     Kind.F: Engine._forward,
     Kind.B: Engine._backward,
     Kind.I: Engine._input_grads,
     Kind.W: Engine._late_weight_grads,
-    Kind.REDUCE: lambda engine, action: engine._reduce(action.stage),
+    Kind.REDUCE: lambda engine, action, _: engine._reduce(action.stage),
     **dict.fromkeys(SENDS, Engine._send),
     **dict.fromkeys(RECEIVES, Engine._receive),
 }

@@ -54,15 +54,15 @@ def _labels(timeline: Timeline) -> dict[Span, str]:
     }
 
 
-def figure(timelines: Mapping[str, Timeline]) -> Figure:
-    """A panel per timeline, one below the other on the same scale of time; its title has the bubble."""
+def figure(timelines: Mapping[str, Timeline], time: str = "time") -> Figure:
+    """A panel per timeline, one below the other on the same scale of time; its title has the bubble: what is white."""
     ranks = max(len(timeline.rank_spans) for timeline in timelines.values())
     picture = Figure(figsize=(14, len(timelines) * (1.2 + 0.35 * ranks)), layout="constrained")
     panels: list[Axes] = list(picture.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0])
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
         _draw(axes, timeline)
-        axes.set_title(f"{title}: bubble {100 * timeline.bubble_rate:.1f} %")
-    panels[-1].set_xlabel("time")
+        axes.set_title(f"{title}: bubble {100 * timeline.idle_rate:.1f} %")
+    panels[-1].set_xlabel(time)
     kinds = {span.action.kind for timeline in timelines.values() for span in timeline.spans}
     handles = [Patch(color=COLOURS[kind], label=MEANINGS[kind]) for kind in COLOURS if kind in kinds]
     picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small")

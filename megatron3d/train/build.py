@@ -24,6 +24,7 @@ from megatron3d.train.loop import Run
 from megatron3d.train.report import check_built, startup_report
 from megatron3d.train.resume import load_state
 from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.trace import trace_folder
 
 
 def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
@@ -124,6 +125,7 @@ def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> MetricsWr
         for key, folder in (
             ("logging.tensorboard_dir", config.logging.tensorboard_dir),
             ("checkpoint.save", config.checkpoint.save),
+            ("checkpoint.save", str(trace_folder(save)) if save and config.logging.trace_iterations else None),
         ):
             make_folder(key, folder)
         opened.append(MetricsWriter(save, config, state.iteration))

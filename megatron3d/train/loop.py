@@ -15,11 +15,13 @@ from megatron3d.data.loader import Loader
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
 from megatron3d.model.count import flops_per_token
 from megatron3d.optim import learning_rate
+from megatron3d.pipeline.engine import unwatched
 from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, Runtime, StopSignal
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.resume import save_state
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import Settings, StepResult, train_step
+from megatron3d.train.trace import Recording, report
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,12 @@ def train(run: Run, stop: StopSignal) -> int:
     while state.iteration < config.train.train_iters and not stopping:
         batch = run.train_data.step(state.consumed_samples)
         lr = learning_rate(config.optimizer, state.iteration + 1, config.train.train_iters)
-        result = train_step(state, batch, lr, settings, stop.requested is not None or clock.is_over)
+        stop_requested, recording = stop.requested is not None or clock.is_over, record(run)
+        result = train_step(state, batch, lr, settings, stop_requested, recording.watch if recording else unwatched)
         meter.add(result, lr)
+        if recording:
+            draw(run, recording)
+            meter.restart()
         if _due(state.iteration, config.train.eval_interval):
             validate(run)
             meter.restart()
@@ -72,6 +78,19 @@ def train(run: Run, stop: StopSignal) -> int:
     if saved_at < state.iteration:
         save(run)
     return EXIT_STOPPED if state.iteration < config.train.train_iters else EXIT_DONE
+
+
+def record(run: Run) -> Recording | None:
+    """What notes the times of the next step, if it is one of `logging.trace_iterations`."""
+    is_due = run.state.iteration + 1 in run.config.logging.trace_iterations
+    return Recording(run.state.model.comm, run.runtime.device) if is_due else None
+
+
+def draw(run: Run, recording: Recording) -> None:
+    """Write what was noted beside what the schedule predicts."""
+    assert run.config.checkpoint.save is not None, "a traced run has a folder"
+    state = run.state
+    report(recording, state.model.comm, state.flow.pipeline.schedule, Path(run.config.checkpoint.save), state.iteration)
 
 
 def validate(run: Run) -> None:

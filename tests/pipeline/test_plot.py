@@ -51,7 +51,7 @@ def test_a_figure_has_a_panel_per_timeline_and_the_bubble_in_its_title() -> None
     schedule = build_schedule("zb-v", 3, 4)
     picture = figure({"predicted": simulate(schedule), "measured": simulate(schedule, Costs(F=2))})
     predicted, measured = picture.axes
-    assert predicted.get_title() == f"predicted: bubble {100 * simulate(schedule).bubble_rate:.1f} %"
+    assert predicted.get_title() == f"predicted: bubble {100 * simulate(schedule).idle_rate:.1f} %"
     assert measured.get_title().startswith("measured: bubble ")
     assert len(predicted.texts) == 3 * 2 * 3 * 4
     for kind in ("png", "svg"):
