@@ -41,6 +41,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.pipeline.engine",
         "megatron3d.zero",
         "megatron3d.adam",
+        "megatron3d.compile",
         "megatron3d.precision",
         "megatron3d.optim",
         "megatron3d.data",

@@ -1,0 +1,105 @@
+"""torch.compile for blocks of a model, with every failure said aloud: what cannot be compiled runs as it is.
+
+    one graph for all blocks of one kind;  a part that communicates is left out, and the graph is broken around it
+
+A graph that the compiler fails on runs uncompiled, in place: nothing before it is done twice, since that may have been
+a collective.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+Graph = Callable[..., Any]
+Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Graph]
+
+
+def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
+    """torch's own compiler, forward and backward at once, so that both fail here or not at all."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(force_non_lazy_backward_lowering=True):
+        return cast(Graph, compile_fx(graph, inputs))
+
+
+class Compiler:
+    """Compiles the blocks of one model.
+
+    Args:
+        rank: every rank says that it does not compile, rank 0 also why.
+        is_opaque: whether a module inside a block stays out of its graph, as one must that communicates, or whose
+            Python is different at every step.
+
+    Attributes:
+        num_graphs: graphs compiled so far.
+        failures: what was said, one for each reason.
+    """
+
+    def __init__(
+        self, rank: int = 0, is_opaque: Callable[[nn.Module], bool] = lambda module: False, backend: Backend = inductor
+    ) -> None:
+        self._rank, self._is_opaque, self._compile = rank, is_opaque, backend
+        self._opaque_classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self.num_graphs, self.failures = 0, list[str]()
+
+    def block(self, block: nn.Module) -> nn.Module:
+        """The same module, compiled at its second call; paths and parameters stay.
+
+        The first is as it was: what the module computes once and keeps would break the graph.
+        """
+        import torch._dynamo.config
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # where it would go on uncompiled with a mere warning
+        for module in block.modules():
+            if self._is_opaque(module):
+                self._keep_out(module)
+        eager, compiled = block.forward, torch.compile(block.forward, backend=self._backend)
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            block.forward = later
+            return eager(*args, **kwargs)
+
+        def later(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return compiled(*args, **kwargs)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                self._say(error)
+                block.forward = eager
+            return eager(*args, **kwargs)
+
+        block.forward = first
+        return block
+
+    def _keep_out(self, module: nn.Module) -> None:
+        """By its class, one for all modules alike: a function of its own would ask for a graph of its own."""
+        plain = type(module)
+        if plain not in self._opaque_classes:
+            members = {"forward": torch.compiler.disable(plain.forward)}
+            self._opaque_classes[plain] = type(plain.__name__, (plain,), members)
+        module.__class__ = self._opaque_classes[plain]
+
+    def _backend(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
+        kept = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        try:
+            compiled = self._compile(graph, inputs)
+        except Exception as error:  # whatever a compiler may raise: the reason is said, and the run goes on
+            self._say(error)
+            return kept
+        self.num_graphs += 1
+        return compiled
+
+    def _say(self, error: Exception) -> None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+        if reason not in self.failures:
+            self.failures.append(reason)
+            why = f" ({reason})" if self._rank == 0 else ""
+            text = f"WARNING: rank {self._rank}: train.compile: a part of a layer is not compiled and runs slower{why}"
+            print(text, flush=True)
