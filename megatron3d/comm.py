@@ -93,6 +93,10 @@ class Comm(Protocol):
         """The pieces of all ranks along `axes`, joined along `dim`, the first axis slowest."""
         ...
 
+    def fill(self, whole: Tensor, axes: Axes) -> Pending:
+        """`whole` [ranks * n] with every rank's piece in its place, in place; mine is there already."""
+        ...
+
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         """My piece along `dim` of the sum over `axes`."""
         ...
@@ -201,6 +205,15 @@ class ProcessComm:
             return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
         return Pending(finish)
+
+    def fill(self, whole: Tensor, axes: Axes) -> Pending:
+        group, ranks = self._group(axes)
+        if ranks == 1:
+            return ready(whole)
+        assert whole.shape[0] % ranks == 0, f"{tuple(whole.shape)} does not divide by {axes}={ranks} ranks"
+        assert self._order(axes) is None, f"{axes} are not in the mesh's order"
+        mine = whole.chunk(ranks)[self.mesh.index(axes)]
+        return _pending(_all_gather(whole, mine, group=group, async_op=True), whole)
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         group, ranks = self._group(axes)

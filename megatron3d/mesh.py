@@ -13,6 +13,9 @@ from itertools import product
 
 Axes = tuple[str, ...]
 
+# All data-parallel ranks.  What ZeRO shares out it shares over the second; the first holds copies of that.
+DATA: Axes = ("replica", "data")
+
 
 @dataclass(frozen=True)
 class Mesh:

@@ -33,6 +33,10 @@ class Recorder:
         self._record("all_gather", axes, x.nbytes * self.mesh.size(axes), passes=1)
         return self.comm.all_gather(x, axes, dim)
 
+    def fill(self, whole: Tensor, axes: Axes) -> Pending:
+        self._record("all_gather", axes, whole.nbytes, passes=1)
+        return self.comm.fill(whole, axes)
+
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         self._record("reduce_scatter", axes, x.nbytes, passes=1)
         return self.comm.reduce_scatter(x, axes, dim)

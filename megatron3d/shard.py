@@ -3,10 +3,14 @@
     local rows, parts q and k, two blocks:      q run 0 | k run 0 | q run 1 | k run 1
 
 A part's box is cut along dim 0 into one run per block; each run is a plain view, so whatever fills the views (initial
-values, a checkpoint) fills the parameter.
+values, a checkpoint) fills the parameter.  Tensors have one or two dims.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -14,29 +18,50 @@ from megatron3d.layout import Box, ParamSpec, Part, box_shape
 from megatron3d.mesh import Mesh
 
 
-def part_views(spec: ParamSpec, local: Tensor, mesh: Mesh) -> list[tuple[Part, Box, Tensor]]:
-    """Every run of every part held by `local`: its part, its box in the logical tensor, and a view without autograd.
+def part_views(spec: ParamSpec, local: Tensor, mesh: Mesh, start: int = 0) -> list[tuple[Part, Box, Tensor]]:
+    """The boxes of every part that `local` holds: the part, the box in its logical tensor, a view without autograd.
 
-    Boxes end at the logical shape: padding is in no view, and a run that is all padding is left out.  Together the
-    views of all ranks that differ along the axes of the layout cover each logical tensor exactly once.
+    `local` is the local tensor, or a range of its elements that begins at `start`; an edge of a range inside a row
+    makes a box of its own.  Boxes end at the logical shape: padding is in no view, and a box that is all padding is
+    left out.  Together the views of all ranks that differ along the axes of the layout cover each logical tensor
+    exactly once.
     """
-    assert tuple(local.shape) == spec.local_shape(mesh), f"{tuple(local.shape)} is not {spec.local_shape(mesh)}"
-    boxes = spec.part_boxes(mesh)
+    values, shape, boxes = local.detach().view(-1), spec.local_shape(mesh), spec.part_boxes(mesh)
+    width = math.prod(shape[1:])
+    assert start + len(values) <= shape[0] * width, f"{len(values)} elements from {start} on are not in {shape}"
     rows = [box_shape(part_box)[0] for part_box in boxes]
     assert all(n % spec.blocks == 0 for n in rows), f"{spec.blocks} blocks do not divide rows {rows} of {spec.parts}"
-    views, row = [], 0
+    views: list[tuple[Part, Box, Tensor]] = []
+    row = 0
     for block in range(spec.blocks):
         for part, ((low, _), *others), n in zip(spec.parts, boxes, rows, strict=True):
             run = n // spec.blocks
-            start = low + block * run
-            clipped = _clip(((start, start + run), *others), part.shape)
-            inside = tuple(slice(0, size) for size in box_shape(clipped))
-            if all(size > 0 for size in box_shape(clipped)):
-                views.append((part, clipped, local.detach()[row : row + run][inside]))
+            first, last = (max(row * width, start), min((row + run) * width, start + len(values)))
+            for begin, end in _rectangles(first, last, width):
+                view = values[begin - start : end - start]
+                held = low + block * run + begin // width - row, others, begin % width
+                views += _clipped(part, *held, view.view(-1, min(width, end - begin)))
             row += run
     return views
 
 
-def _clip(part_box: Box, shape: tuple[int, ...]) -> Box:
-    """The box without padding, which lies behind the logical shape."""
-    return tuple((low, max(low, min(high, size))) for (low, high), size in zip(part_box, shape, strict=True))
+def _rectangles(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
+    """The elements [first, last) of rows of a width, cut into the end of a row, whole rows, and the start of a row."""
+    if first >= last:
+        return
+    cuts = sorted({first, min(-(-first // width) * width, last), max(last // width * width, first), last})
+    yield from pairwise(cuts)
+
+
+def _clipped(
+    part: Part, row: int, others: Sequence[tuple[int, int]], column: int, view: Tensor
+) -> Iterator[tuple[Part, Box, Tensor]]:
+    """The view [rows, columns] of a part from (row, column of its box) on, without padding; nothing where all is."""
+    held: Box = ((row, row + view.shape[0]),)
+    if others:
+        low = others[0][0] + column
+        held = (*held, (low, low + view.shape[1]))
+    clipped = tuple((low, max(low, min(high, size))) for (low, high), size in zip(held, part.shape, strict=True))
+    if all(size > 0 for size in box_shape(clipped)):
+        inside = tuple(slice(0, size) for size in box_shape(clipped))
+        yield part, clipped, (view if others else view[:, 0])[inside]

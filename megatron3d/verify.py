@@ -66,11 +66,12 @@ def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Tra
 def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, Tensor]:
     """Whole tensors on rank 0, put together from the pieces that the save rule selects."""
     prefix = {"grad": "gradient", "main": "parameter"}[which]
+    buffers = state.buffers
     pieces = [
         piece
-        for _, spec, local in state.buffers.named(which)
-        if writes(spec, comm.mesh)
-        for piece in param_pieces(prefix, spec, local, comm.mesh)
+        for name, start, values in buffers.held(which)
+        if writes(buffers.specs[name], comm.mesh, buffers.sharding.axes)
+        for piece in param_pieces(prefix, buffers.specs[name], values, comm.mesh, start)
     ]
     gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.numpy().copy()) for p in pieces])
     whole: dict[str, Tensor] = {}

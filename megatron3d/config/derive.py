@@ -10,7 +10,7 @@ from megatron3d.config.architecture import GATED as GATED
 from megatron3d.config.architecture import Architecture as Architecture
 from megatron3d.config.architecture import architecture as architecture
 from megatron3d.config.schema import Config, ParallelConfig
-from megatron3d.mesh import Mesh
+from megatron3d.mesh import DATA, Mesh
 from megatron3d.model.stages import Stage, divide, layer_flops, make_stages
 from megatron3d.modes import MODES, build_mode
 from megatron3d.modes.mode import Mode
@@ -48,15 +48,16 @@ def vocab_multiple(mode: Mode) -> int:
 
 
 def make_mesh(parallel: ParallelConfig, world_size: int, rank: int = 0) -> Mesh:
-    """The grid `pipeline x data x tensor axes`, data parallelism taking what is left."""
+    """The grid `pipeline x replica x data x tensor axes`, data parallelism taking what is left."""
     pipeline = parallel.pipeline_model_parallel_size
-    data = world_size // (pipeline * tensor_size(parallel))
-    return Mesh((("pipeline", pipeline), ("data", data), *tensor_mode(parallel).axes), rank)
+    replicas = parallel.num_distributed_optimizer_instances
+    data = world_size // (pipeline * replicas * tensor_size(parallel))
+    return Mesh((("pipeline", pipeline), ("replica", replicas), ("data", data), *tensor_mode(parallel).axes), rank)
 
 
 def num_microbatches(config: Config, mesh: Mesh) -> int:
     """global_batch_size = micro_batch_size x data-parallel size x number of microbatches."""
-    return config.train.global_batch_size // (config.train.micro_batch_size * mesh.sizes["data"])
+    return config.train.global_batch_size // (config.train.micro_batch_size * mesh.size(DATA))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from megatron3d.config.read import Resolved
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.errors import UserError
-from megatron3d.mesh import Mesh
+from megatron3d.mesh import DATA, Mesh
 from megatron3d.model.stages import divide, stage_flops
 from megatron3d.pipeline.schedules import FILE
 from megatron3d.pipeline.simulate import Timeline, run
@@ -40,7 +40,7 @@ def batch_arithmetic(config: Config, world_size: int, vocab_size: int | None = N
     The configuration must be valid.  `vocab_size` is the tokenizer's, which the pipeline depends on (None: not known).
     """
     mesh = make_mesh(config.parallel, world_size)
-    train, data, pipeline = config.train, mesh.sizes["data"], mesh.sizes["pipeline"]
+    train, data, pipeline = config.train, mesh.size(DATA), mesh.sizes["pipeline"]
     lines = [
         f"world_size {world_size} = {describe_tensor(config.parallel)} x PP {pipeline} x DP {data}",
         f"global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"

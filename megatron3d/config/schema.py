@@ -93,6 +93,12 @@ class ParallelConfig(Section):
     pipeline_model_parallel_layout: tuple[Count, ...] | None = Field(
         None, strict=False, description="layers per stage; default: divided by cost, the head included"
     )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0, description="what data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too"
+    )
+    num_distributed_optimizer_instances: int = Field(
+        1, ge=1, description="groups of data-parallel ranks that each hold everything; ZeRO shares out inside of them"
+    )
 
 
 class TrainConfig(Section):
@@ -114,6 +120,7 @@ class TrainConfig(Section):
     eval_iters: int = Field(10, ge=1)
     loss_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits exist at one time")
     bucket_mb: float = Field(25.0, gt=0, description="size of a gradient all-reduce on the data axis")
+    grad_reduce_in_bf16: bool = Field(False, description="gradients on their way; they are summed up in fp32")
     compile: bool = Field(False, description="torch.compile of each layer; eager, and said so, where that fails")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.layout import span
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.mesh import DATA, Axes, Mesh
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,15 @@ class Loader:
         global_batch_size: int,
         device: torch.device,
     ) -> None:
-        data_ranks = mesh.sizes["data"]
+        data_axes = mesh.in_order(DATA)
+        data_ranks = mesh.size(data_axes)
         assert global_batch_size % (micro_batch_size * data_ranks) == 0, (
             f"global batch {global_batch_size} is no multiple of {micro_batch_size} x {data_ranks} data ranks"
         )
         low, high = span(micro_batch_size, batch_axes, mesh)
         self._samples = samples
         self._device = device
-        self._firsts = range(mesh.coord("data") * micro_batch_size, global_batch_size, data_ranks * micro_batch_size)
+        self._firsts = range(mesh.index(data_axes) * micro_batch_size, global_batch_size, data_ranks * micro_batch_size)
         self._positions = np.add.outer(np.asarray(self._firsts), np.arange(low, high)).reshape(-1)
 
     def step(self, consumed_samples: int) -> list[Microbatch]:

@@ -15,15 +15,15 @@ from megatron3d.comm import Comm, Link
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.layout import ParamSpec
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Norm, Pass
+from megatron3d.mesh import DATA, Axes, Mesh
+from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, LossHead, Norm, Pass, Target
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import rotary_tables
-from megatron3d.ops.loss import Head, head_logits, head_loss
 from megatron3d.ops.matmul import WeightGrads
 from megatron3d.plan import MatmulPlan, moves
+from megatron3d.zero import Block
 
 
 class GPT(nn.Module):
@@ -49,10 +49,7 @@ class GPT(nn.Module):
         )
         if self.stages[-1].has_head:
             self.final_norm = Norm("final_norm", mode.residual[1], build)
-            if HEAD in self.specs:
-                self.head = HeadWeight("head", build)
-            plan = mode.expand.on(comm.mesh)
-            self.loss_head = Head(plan, comm, arch.vocab_size, arch.padded_vocab_size, loss_chunk_tokens)
+            self.head = LossHead("head", loss_chunk_tokens, build)
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -65,13 +62,31 @@ class GPT(nn.Module):
         """The head's [V, H]; the embedding's where they are tied."""
         return self.get_parameter(HEAD if HEAD in self.specs else EMBEDDING)
 
+    def blocks(self) -> list[Block]:
+        """What needs its parameters at one time, in the order of the forward pass."""
+        found: list[Block] = []
+        for index, stage in enumerate(self.stages):
+            if stage.has_embedding:
+                found.append(Block("embedding", self.embedding, index, in_backward=False))
+            found += [Block(f"layers.{n}", self.layers[str(n)], index, in_backward=True) for n in stage.layers]
+            if stage.has_head:
+                path = "head" if HEAD in self.specs else "embedding"
+                found.append(Block("final_norm", self.final_norm, index, in_backward=True))
+                found.append(Block(path, self.head, index, in_backward=False))
+        return found
+
     def zeros(self, *shape: int) -> Tensor:
         """What a rank without the last stage adds to a sum of losses or logits."""
         param = next(self.parameters())
         return param.new_zeros(shape, dtype=torch.promote_types(param.dtype, torch.float32))
 
     def begin(
-        self, tokens: Tensor, num_tokens: int, first_sequence: int = 0, key: tuple[int, int] | None = None
+        self,
+        tokens: Tensor,
+        num_tokens: int,
+        first_sequence: int = 0,
+        key: tuple[int, int] | None = None,
+        loss_scale: Tensor | float = 1.0,
     ) -> Pass:
         """The pass of a microbatch `tokens` [B, S + 1] that ends in the loss; the last token of each is a label only.
 
@@ -79,24 +94,21 @@ class GPT(nn.Module):
             num_tokens: valid tokens of the global batch, by which the loss is divided.
             first_sequence: where the microbatch begins in the global batch.
             key: (seed, iteration) of dropout; None turns it off.
+            loss_scale: what gradients are multiplied by.
         """
-        return self._begin(tokens[:, :-1], tokens[:, 1:].flatten(), num_tokens, first_sequence, key)
+        target = Target(tokens[:, 1:].flatten(), num_tokens, loss_scale)
+        return self._begin(tokens[:, :-1], target, first_sequence, key)
 
     def begin_sampling(self, tokens_BS: Tensor) -> Pass:
         """The pass of a microbatch that ends in its logits."""
-        return self._begin(tokens_BS, None, 0, 0, None)
+        return self._begin(tokens_BS, None, 0, None)
 
     def _begin(
-        self,
-        tokens_BS: Tensor,
-        labels_M: Tensor | None,
-        num_tokens: int,
-        first_sequence: int,
-        key: tuple[int, int] | None,
+        self, tokens_BS: Tensor, target: Target | None, first_sequence: int, key: tuple[int, int] | None
     ) -> Pass:
         num_sequences = tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes)
         rotary = self._rotary_tables(tokens_BS.shape[1]) if self.arch.position_embedding_type == "rope" else None
-        return Pass(tokens_BS, labels_M, num_tokens, num_sequences, first_sequence, key, rotary)
+        return Pass(tokens_BS, target, num_sequences, first_sequence, key, rotary)
 
     def _rotary_tables(self, seq_length: int) -> tuple[Tensor, Tensor]:
         if seq_length not in self._rotary:
@@ -107,7 +119,7 @@ class GPT(nn.Module):
     def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
         """What a stage makes of the residual stream: the residual stream, or at the end my share of the loss.
 
-        The share is the sum over my tokens divided by `at.num_tokens`; without labels the last stage gives logits.
+        Without a target the last stage gives logits.
         """
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at), at)
@@ -116,26 +128,8 @@ class GPT(nn.Module):
         assert x_MH is not None, f"stage {stage.index} was given nothing"
         if not stage.has_head:
             return x_MH
-        x_MH = self.final_norm(x_MH)
-        if at.labels_M is None:
-            return self._logits(x_MH, at.seq_length)
-        return head_loss(x_MH, self.head_weight, at.labels_M, at.num_tokens, self.loss_head)
-
-    def _logits(self, x_MH: Tensor, seq_length: int) -> Tensor:
-        """Logits [B, S, V] of every sequence of the microbatch, whole on each rank of the last stage."""
-        whole = head_logits(x_MH, self.head_weight, self.loss_head)
-        tokens, features = self.mode.inner
-        whole = self.comm.all_gather(whole, features, dim=1).wait()[:, : self.arch.vocab_size]
-        logits_BSV: Tensor = self.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, seq_length))
-        return logits_BSV
-
-
-class HeadWeight(nn.Module):
-    """The head's own matrix where it is not the embedding's, or that is on another rank."""
-
-    def __init__(self, name: str, build: Build) -> None:
-        super().__init__()
-        self.weight = build.param(f"{name}.weight")
+        y: Tensor = self.head(self.final_norm(x_MH), self.head_weight, at)
+        return y
 
 
 def axis_sets(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
@@ -147,7 +141,8 @@ def axis_sets(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
     inner_features = mesh.nontrivial(inner_features)
     sets += [features, inner_tokens]
     sets += [inner_features[start:] for start in range(len(inner_features))]
-    sets += [spec.reduce_axes(mesh) for spec in param_specs(arch, mode).values()]
+    reduced = [spec.reduce_axes(mesh) for spec in param_specs(arch, mode).values()]
+    sets += [*reduced, DATA[1:], *(tuple(axis for axis in axes if axis not in DATA[1:]) for axes in reduced)]
     return list(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
 
 

@@ -20,10 +20,10 @@ from megatron3d.shard import part_views
 _TILE = (64, 1024)
 
 
-def initialize(spec: ParamSpec, local: Tensor, mesh: Mesh, seed: int) -> None:
-    """Fill a rank's local tensor; what belongs to no logical tensor (padding) becomes zero."""
+def initialize(spec: ParamSpec, local: Tensor, mesh: Mesh, seed: int, start: int = 0) -> None:
+    """Fill a rank's local tensor, or its elements from `start` on; what is of no logical tensor (padding) becomes 0."""
     local.detach().fill_(0.0)
-    for part, held, view in part_views(spec, local, mesh):
+    for part, held, view in part_views(spec, local, mesh, start):
         if spec.init == 0:
             view.fill_(spec.fill)
         else:

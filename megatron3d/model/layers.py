@@ -22,6 +22,7 @@ from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import Heads, attention, rotate
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
 from megatron3d.ops.embedding import embedding
+from megatron3d.ops.loss import Head, head_logits, head_loss
 from megatron3d.ops.matmul import WeightGrads, linear
 from megatron3d.ops.norm import norm
 from megatron3d.plan import MatmulPlan
@@ -71,13 +72,27 @@ class Build:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What the loss is made of.
+
+    Attributes:
+        labels_M: what follows each token of the sequences that I read.
+        num_tokens: valid tokens of the global batch, by which the loss is divided.
+        scale: what gradients, but not the loss, are multiplied by.
+    """
+
+    labels_M: Tensor
+    num_tokens: int
+    scale: Tensor | float
+
+
+@dataclass(frozen=True)
 class Pass:
     """One microbatch on its way through the model.
 
     Attributes:
         tokens_BS: the sequences that I read.
-        labels_M: what follows each of their tokens; None where logits are wanted instead of the loss.
-        num_tokens: valid tokens of the global batch, by which the loss is divided.
+        target: None where logits are wanted instead of the loss.
         num_sequences: sequences of the whole microbatch, over all ranks that share it.
         first_sequence: where the microbatch begins in the global batch.
         key: (seed, iteration) of dropout, or None when evaluating.
@@ -85,8 +100,7 @@ class Pass:
     """
 
     tokens_BS: Tensor
-    labels_M: Tensor | None
-    num_tokens: int
+    target: Target | None
     num_sequences: int
     first_sequence: int
     key: tuple[int, int] | None
@@ -223,3 +237,30 @@ class Embedding(nn.Module):
             return x_MH
         rows = at.token_rows(self.tokens, self.comm.mesh, x_MH.device)
         return x_MH + F.embedding(rows % at.seq_length, self.position)
+
+
+class LossHead(nn.Module):
+    """The head and its loss; the matrix is its own, or the embedding's where that is tied and on this rank."""
+
+    def __init__(self, name: str, chunk_tokens: int, build: Build) -> None:
+        super().__init__()
+        arch, plan = build.arch, build.plan(build.mode.expand)
+        self.weight = build.optional(f"{name}.weight")
+        self.inner, self.head = (
+            build.mode.inner,
+            Head(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk_tokens),
+        )
+
+    def forward(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
+        """My share of the loss: the sum over my tokens divided by the target's; without a target the logits."""
+        if at.target is None:
+            return self._logits(x_MH, w_VH, at.seq_length)
+        target = at.target
+        return head_loss(x_MH, w_VH, target.labels_M, target.num_tokens, self.head, target.scale)
+
+    def _logits(self, x_MH: Tensor, w_VH: Tensor, seq_length: int) -> Tensor:
+        """Logits [B, S, V] of every sequence of the microbatch, whole on each rank of the last stage."""
+        head, (tokens, features) = self.head, self.inner
+        whole = head.comm.all_gather(head_logits(x_MH, w_VH, head), features, dim=1).wait()[:, : head.vocab_size]
+        logits_BSV: Tensor = head.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, seq_length))
+        return logits_BSV

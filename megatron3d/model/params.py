@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 from megatron3d.config.derive import GATED, Architecture, Pipeline
 from megatron3d.layout import ParamSpec, Part
-from megatron3d.mesh import Axes
+from megatron3d.mesh import DATA, Axes
 from megatron3d.model.stages import Stage, make_stages
 from megatron3d.modes.mode import Mode
 from megatron3d.plan import MatmulPlan
 
-DATA: Axes = ("data",)
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 Named = Iterator[tuple[str, ParamSpec]]
 

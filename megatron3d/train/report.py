@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megatron3d.checkpoint.state import writes
 from megatron3d.config.derive import GATED
 from megatron3d.hardware import Peak, describe_peak
-from megatron3d.layout import box_shape
 from megatron3d.model.count import flops_per_token, num_parameters
 from megatron3d.ops.product import uses_onednn
 from megatron3d.shard import part_views
@@ -18,11 +16,12 @@ from megatron3d.train.state import TrainState
 def check_built(state: TrainState) -> None:
     """Count layers and parameters over the world; raises RuntimeError where they are not the configuration's."""
     model, mesh = state.model, state.model.comm.mesh
+    buffers = state.buffers
     held = sum(
-        math.prod(box_shape(box))
-        for _, spec, local in state.buffers.named("main")
-        if writes(spec, mesh)
-        for _, box, _ in part_views(spec, local, mesh)
+        view.numel()
+        for name, start, values in buffers.held("main")
+        if writes(buffers.specs[name], mesh, buffers.sharding.axes)
+        for _, _, view in part_views(buffers.specs[name], values, mesh, start)
     )
     is_first = all(mesh.coord(axis) == 0 for axis in mesh.names if axis != "pipeline")
     gathered = model.comm.gather_object((held, len(model.layers) * is_first))
@@ -50,14 +49,13 @@ def _lines(state: TrainState, peak: Peak | None, precision: str) -> Iterator[str
         f"ffn {arch.ffn_hidden_size}{gate}, length {arch.seq_length}, vocabulary {arch.vocab_size} "
         f"padded to {arch.padded_vocab_size}"
     )
-    local = sum(flat.main.numel() for flat in flats)
+    local = sum(high - low for flat in flats for low, high in flat.spans.values())
     yield f"parameters: {num_parameters(arch):,} in the model, as counted over the world; {local:,} on each rank"
-    weights = sum(flat.main.nbytes + (flat.model.nbytes if flat.model is not flat.main else 0) for flat in flats)
-    moments = sum(2 * flat.main.nbytes for flat in flats)
-    parts = {"weights": weights, "gradients": sum(flat.grad.nbytes for flat in flats), "optimizer": moments}
+    parts = {name: sum(flat.nbytes[name] for flat in flats) for name in ("weights", "gradients")}
+    parts["optimizer"] = state.optimizer.num_bytes
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
     yield f"memory per rank before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
-    if uses_onednn(flats[0].model.device, flats[0].model.dtype):
+    if uses_onednn(flats[0].whole.device, flats[0].whole.dtype):
         yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
-    yield describe_peak(peak, flats[0].model.device, precision)
+    yield describe_peak(peak, flats[0].whole.device, precision)

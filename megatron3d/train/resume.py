@@ -105,7 +105,6 @@ def _pieces(state: TrainState) -> Iterator[tuple[store.Piece, bool]]:
     ]
     for prefix, flat, memory in flats:
         for name in flat.spans:
-            spec = buffers.specs[name]
-            local = flat.view(memory, name, spec.local_shape(mesh))
-            for piece in param_pieces(prefix, spec, local, mesh):
-                yield piece, writes(spec, mesh)
+            spec, (start, where) = buffers.specs[name], flat.held(name)
+            for piece in param_pieces(prefix, spec, memory[where], mesh, start):
+                yield piece, writes(spec, mesh, buffers.sharding.axes)

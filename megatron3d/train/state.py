@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +16,13 @@ from megatron3d.config.derive import (
     vocab_multiple,
 )
 from megatron3d.config.schema import Config
+from megatron3d.mesh import DATA
 from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
 from megatron3d.optim import Optimizer
+from megatron3d.precision import PRECISIONS, LossScale
 from megatron3d.train.flow import Flow
-from megatron3d.zero import Buffers
-
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+from megatron3d.zero import Buffers, Sharding
 
 
 @dataclass
@@ -33,6 +32,7 @@ class TrainState:
     model: GPT
     buffers: Buffers
     optimizer: Optimizer
+    loss_scale: LossScale
     flow: Flow
     iteration: int = 0
     consumed_samples: int = 0
@@ -50,9 +50,20 @@ def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.de
     """A fresh state; initial values depend on the seed and the model only."""
     pipeline = make_pipeline(config, arch, comm.mesh)
     model = GPT(arch, tensor_mode(config.parallel), comm, pipeline, config.train.loss_chunk_tokens)
-    dtype, bucket_bytes = DTYPES[config.train.precision], config.train.bucket_mb * 2**20
-    buffers = Buffers(model, model.stage_specs, comm, dtype, device, bucket_bytes)
-    for _, spec, local in buffers.named("main"):
-        initialize(spec, local, comm.mesh, config.train.seed)
+    loss_scale = LossScale(config.train, device)
+    buffers = Buffers(
+        model,
+        model.stage_specs,
+        comm,
+        PRECISIONS[config.train.precision].model,
+        device,
+        bucket_bytes=config.train.bucket_mb * 2**20,
+        sharding=Sharding.of_stage(config.parallel.zero_stage, comm.mesh.nontrivial(DATA[1:])),
+        blocks=model.blocks(),
+        reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
+    )
+    for name, start, values in buffers.held("main"):
+        initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
-    return TrainState(model, buffers, Optimizer(buffers, config.optimizer), Flow(model, pipeline))
+    optimizer = Optimizer(buffers, config.optimizer, loss_scale)
+    return TrainState(model, buffers, optimizer, loss_scale, Flow(model, pipeline))

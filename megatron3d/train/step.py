@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron3d.data.loader import Microbatch
 from megatron3d.layout import num_copies
+from megatron3d.mesh import DATA
 from megatron3d.model.gpt import GPT
-from megatron3d.model.params import DATA
 from megatron3d.pipeline.engine import Watch, unwatched
 from megatron3d.train.state import TrainState
 
@@ -51,14 +51,16 @@ def train_step(
     watch: Watch = unwatched,
 ) -> StepResult:
     """Forward and backward over the microbatches, reduce, clip, update; the state moves on by one iteration."""
-    model, buffers, key = state.model, state.buffers, (settings.seed, state.iteration)
-    passes = [model.begin(batch.tokens, settings.num_tokens, batch.first_sample, key) for batch in microbatches]
+    model, buffers, key, scale = state.model, state.buffers, (settings.seed, state.iteration), state.loss_scale
+    passes = [
+        model.begin(batch.tokens, settings.num_tokens, batch.first_sample, key, scale.factor) for batch in microbatches
+    ]
     buffers.begin_step(len(passes))
     share = state.flow.train(passes, buffers.check_stage, watch) / loss_copies(model)
     buffers.reduce_grads()
     shares = torch.stack((share, buffers.square_norm(), torch.full_like(share, stop_requested)))
     loss, square, stop_requests = model.comm.all_reduce(shares, model.comm.mesh.names).wait()
-    grad_norm = square.sqrt()
+    grad_norm = scale.unscale(square.sqrt())
     skipped = state.optimizer.step(grad_norm, lr)
     state.iteration += 1
     state.consumed_samples += settings.num_samples

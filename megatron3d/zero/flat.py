@@ -1,0 +1,226 @@
+"""Flat pieces of memory: neighbouring parameters that are summed, shared out and updated together.
+
+    whole   | embedding.weight   | position | pad |     what the network uses, in its own type
+    main    | rank 0 | rank 1 | rank 2 | rank 3   |     what the optimizer updates, fp32 or better: my part of it
+    grad    | rank 0 | rank 1 | rank 2 | rank 3   |     its gradient
+
+A part is a range of elements, whatever parameters lie there, so that nothing is copied to be sent: every transfer goes
+from, and to, a range of the same memory.  (Rajbhandari et al. 2020, arXiv:1910.02054.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron3d.comm import Link, Pending
+from megatron3d.layout import ParamSpec, num_copies
+from megatron3d.mesh import Axes, Mesh
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is shared out over which axes; over none, every rank keeps everything (ZeRO stage 0).
+
+    Attributes:
+        axes: that share out the optimizer's state.
+        grads: whether gradients are shared out as well.
+        params: whether parameters are, too.
+    """
+
+    axes: Axes = ()
+    grads: bool = False
+    params: bool = False
+
+    @staticmethod
+    def of_stage(zero_stage: int, axes: Axes) -> Sharding:
+        """Stage 0 shares nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters."""
+        shares = bool(axes) and zero_stage > 0
+        return Sharding(axes if shares else (), shares and zero_stage >= 2, shares and zero_stage >= 3)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a flat have in common; `link` joins the ends of a pipeline that both hold them."""
+
+    reduce_axes: Axes
+    copies: int
+    decay: bool
+    link: Link | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module whose forward needs the parameters below `path` at one time, in a stage of the pipeline.
+
+    Attributes:
+        in_backward: whether backward needs their values, too.
+    """
+
+    path: str
+    module: nn.Module
+    stage: int
+    in_backward: bool
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter is one of them."""
+        return name.startswith(f"{self.path}.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Parameters that may share a flat: of one kind, one stage of the pipeline and, where it matters, one block."""
+
+    kind: Kind
+    stage: int
+    block: str | None
+
+
+class Flat:
+    """One such piece.
+
+    Attributes:
+        whole: padded so that all parts are equally long; without memory while parameters are shared out and not in use.
+        main: my part, a view of `whole` (`is_view`) where that is kept in the same type.
+        grad: my part of the gradient.
+        spans: where each parameter lies in `whole`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        sizes: Mapping[str, int],
+        num_uses: int,
+        sharding: Sharding,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kind, self.stage, self.block = place.kind, place.stage, place.block
+        self.num_uses, self.sharding = num_uses, sharding
+        self.spans: dict[str, tuple[int, int]] = {}
+        size = 0
+        for name, numel in sizes.items():
+            self.spans[name], size = (size, size + numel), size + numel
+        ranks, index = mesh.size(sharding.axes), mesh.index(sharding.axes)
+        part = -(-size // ranks)
+        self.mine, self.numel = slice(index * part, (index + 1) * part), ranks * part
+        self.main_dtype = torch.promote_types(dtype, torch.float32)
+        self.whole = torch.zeros(self.numel, dtype=dtype, device=device)
+        # Writing through another tensor of the same memory leaves alone autograd's count of changes to saved weights.
+        self.raw = self.whole.data
+        self.is_view = dtype == self.main_dtype and not sharding.params
+        self.main = self.whole[self.mine] if self.is_view else self._zeros(part)
+        self.whole_grad = None if sharding.grads else self._zeros(self.numel)
+        self.grad = self._zeros(part) if self.whole_grad is None else self.whole_grad[self.mine]
+        self.num_arrived, self.num_reduced, self.fresh = 0, 0, set(self.spans)
+        self.gathering: Pending | None = None
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.main_dtype, device=self.whole.device)
+
+    def param(self, name: str, shape: Sequence[int]) -> nn.Parameter:
+        """The parameter that the network uses."""
+        low, high = self.spans[name]
+        return nn.Parameter(self.whole[low:high].view(*shape))
+
+    def whole_grad_of(self, name: str) -> Tensor:
+        """Where a parameter's gradient is summed before it is reduced."""
+        if self.whole_grad is None:
+            self.whole_grad = self._zeros(self.numel)
+        low, high = self.spans[name]
+        return self.whole_grad[low:high]
+
+    def held(self, name: str) -> tuple[int, slice]:
+        """The first of a parameter's elements that I update, and where they lie in `main` and `grad`."""
+        low, high = self.spans[name]
+        start, stop = (min(max(edge, low), high) for edge in (self.mine.start, self.mine.stop))
+        offset = max(start - self.mine.start, 0)
+        return start - low, slice(offset, offset + stop - start)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `whole` has memory."""
+        return self.whole.untyped_storage().nbytes() > 0
+
+    def remember(self) -> None:
+        """Give `whole` memory, and put my part in."""
+        if not self.is_whole:
+            self.whole.untyped_storage().resize_(self.numel * self.whole.element_size())
+        if not self.is_view:
+            self.raw[self.mine].copy_(self.main)
+
+    def forget(self) -> None:
+        """Give the memory of `whole` back."""
+        self.whole.untyped_storage().resize_(0)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Memory that is held between steps."""
+        weights = 0 if self.sharding.params else self.whole.nbytes
+        grad = self.grad if self.sharding.grads or self.whole_grad is None else self.whole_grad
+        return {"weights": weights + (0 if self.is_view else self.main.nbytes), "gradients": grad.nbytes}
+
+
+def make_flats(
+    stage_specs: Mapping[int, Mapping[str, ParamSpec]],
+    block_of: Mapping[str, str],
+    sharding: Sharding,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    device: torch.device,
+    bucket_bytes: float,
+) -> list[Flat]:
+    """Flats for all parameters, in the order of the forward pass.
+
+    A flat has at least `bucket_bytes` of gradients, counted from the end, where backward begins; where parameters are
+    shared out it is a block's.
+    """
+    specs = {name: spec for each in stage_specs.values() for name, spec in each.items()}
+    groups: dict[Place, list[str]] = {}
+    for stage, each in stage_specs.items():
+        for name, spec in each.items():
+            block = block_of[name] if sharding.params else None
+            groups.setdefault(Place(_kind(spec, sharding, mesh), stage, block), []).append(name)
+    sizes = {name: torch.Size(spec.local_shape(mesh)).numel() for name, spec in specs.items()}
+    itemsize = torch.promote_types(dtype, torch.float32).itemsize
+    runs = [
+        (place, run)
+        for place, names in groups.items()
+        for run in ([names] if sharding.params else _runs(names, sizes, bucket_bytes / itemsize))
+    ]
+    order = {name: index for index, name in enumerate(specs)}
+    return [
+        Flat(
+            place,
+            {name: sizes[name] for name in run},
+            sum(specs[name].uses for name in run),
+            sharding,
+            mesh,
+            dtype,
+            device,
+        )
+        for place, run in sorted(runs, key=lambda each: order[each[1][0]])
+    ]
+
+
+def _kind(spec: ParamSpec, sharding: Sharding, mesh: Mesh) -> Kind:
+    shared = tuple(axis for axis in mesh.names if axis not in ("pipeline", *sharding.axes))
+    copies = num_copies(spec.layout, mesh, shared) * len(spec.holders)
+    link = Link("pipeline", *sorted(spec.holders)) if len(spec.holders) > 1 else None
+    return Kind(spec.reduce_axes(mesh), copies, spec.decay, link)
+
+
+def _runs(names: Sequence[str], sizes: Mapping[str, int], least: float) -> Iterator[list[str]]:
+    """Neighbouring names of at least so many elements together, closed from the end."""
+    run: list[str] = []
+    for name in reversed(names):
+        run.insert(0, name)
+        if sum(sizes[each] for each in run) >= least:
+            yield run
+            run = []
+    if run:
+        yield run
