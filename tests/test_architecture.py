@@ -24,6 +24,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.layout",
         "megatron3d.heads",
         "megatron3d.plan",
+        "megatron3d.recompute",
         "megatron3d.modes",
         "megatron3d.pipeline",
         "megatron3d.config",
@@ -137,8 +138,8 @@ def long_functions(tree: ast.Module) -> list[int]:
     return [n.lineno for n in functions if (n.end_lineno or 0) - n.lineno >= MAX_FUNCTION_LINES]
 
 
-# Benchmarks that time torch's own tensor parallelism beside ours.
-PEERS = ("benchmarks.dtensor_gpt", "benchmarks.dtensor_traffic", "benchmarks.tensor_parallel")
+# Benchmarks that time torch's own tensor and pipeline parallelism beside ours.
+PEERS = tuple(f"benchmarks.{name}" for name in ("dtensor_gpt", "dtensor_traffic", "pipeline", "tensor_parallel", "torch_flow"))
 
 # Rule, modules that may, a line that breaks it.
 RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {

@@ -120,6 +120,18 @@ class TrainConfig(Section):
     eval_iters: int = Field(10, ge=1)
     loss_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits exist at one time")
     bucket_mb: float = Field(25.0, gt=0, description="size of a gradient all-reduce on the data axis")
+    recompute_granularity: Literal["selective", "full"] | None = Field(
+        None, description="what backward computes again: some modules of each layer, or layers; default: nothing"
+    )
+    recompute_modules: tuple[Literal["core_attn", "mlp_act"], ...] | None = Field(
+        None, strict=False, min_length=1, description="with selective; default: core_attn"
+    )
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        None, description="with full: all layers in runs, or the first of each stage one by one; default: uniform"
+    )
+    recompute_num_layers: int | None = Field(
+        None, ge=1, description="with full: layers of a run, or recomputed ones of a stage; default: 1"
+    )
     grad_reduce_in_bf16: bool = Field(False, description="gradients on their way; they are summed up in fp32")
     compile: bool = Field(False, description="torch.compile of each layer; eager, and said so, where that fails")
 

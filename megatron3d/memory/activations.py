@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.memory.work import CORE_ATTN, KEEP_ALL, MLP, Work
+from megatron3d.memory.work import Work
+from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT
 
 _INDEX = 8
 
@@ -80,7 +81,7 @@ def put_off_activations(work: Work) -> int:
 def _layer(work: Work) -> Iterator[Item]:
     rows, width, split = work.tokens, work.hidden, work.splits_features
     core = _recomputed_core if work.recompute.repeats(CORE_ATTN) else _core
-    activation = _recomputed_activation if work.recompute.repeats(MLP) else _ACTIVATIONS[work.arch.activation]
+    activation = _recomputed_activation if work.recompute.repeats(MLP_ACT) else _ACTIVATIONS[work.arch.activation]
     yield from _norm(work, "input_norm", rows, width, split)
     yield Item("attention.qkv", "input", work.residual)
     yield from core(work)

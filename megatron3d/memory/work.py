@@ -11,33 +11,7 @@ from megatron3d.heads import HeadSplit
 from megatron3d.layout import span
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.modes.mode import Mode
-
-GRANULARITIES = ("none", "selective", "full")
-CORE_ATTN, MLP = "core_attn", "mlp"
-MODULES = (CORE_ATTN, MLP)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What backward computes again, in Megatron's words.
-
-    `selective` computes its `modules` again: "core_attn" leads from the output of qkv to the input of proj, "mlp" from
-    the output of fc1 to the input of fc2.  `full` computes whole layers again and keeps their inputs only.
-    """
-
-    granularity: str = "none"
-    modules: frozenset[str] = frozenset({CORE_ATTN})
-
-    def __post_init__(self) -> None:
-        assert self.granularity in GRANULARITIES, f"granularity {self.granularity} is none of {GRANULARITIES}"
-        assert self.modules <= set(MODULES), f"modules {set(self.modules)} are not all among {MODULES}"
-
-    def repeats(self, module: str) -> bool:
-        """Whether a module of a layer is computed again on its own."""
-        return self.granularity == "selective" and module in self.modules
-
-
-KEEP_ALL = Recompute()
+from megatron3d.recompute import KEEP_ALL, Recompute
 
 
 @dataclass(frozen=True)

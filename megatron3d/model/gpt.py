@@ -6,6 +6,7 @@ Letters: B sequences, S positions, M tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -22,7 +23,9 @@ from megatron3d.model.stages import Stage
 from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.matmul import WeightGrads
+from megatron3d.ops.repeat import repeated
 from megatron3d.plan import MatmulPlan, moves
+from megatron3d.recompute import KEEP_ALL, Recompute
 from megatron3d.zero import Block
 
 
@@ -33,14 +36,23 @@ class GPT(nn.Module):
         stage_specs: for each of my stages, the layout of its parameters by their path in the module tree.
     """
 
-    def __init__(self, arch: Architecture, mode: Mode, comm: Comm, pipeline: Pipeline, loss_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        mode: Mode,
+        comm: Comm,
+        pipeline: Pipeline,
+        loss_chunk_tokens: int,
+        recompute: Recompute = KEEP_ALL,
+    ) -> None:
         super().__init__()
         self.arch, self.mode, self.comm = arch, mode, comm
         rank = comm.mesh.coord("pipeline")
         self.stages: tuple[Stage, ...] = pipeline.mine(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, pipeline, rank)
         self.weight_grads = WeightGrads() if pipeline.splits_backward else None
-        build = Build(arch, mode, comm, self.specs, self.weight_grads)
+        build = Build(arch, mode, comm, self.specs, self.weight_grads, recompute)
+        self.recompute = recompute
         if self.stages[0].has_embedding:
             self.embedding = Embedding("embedding", build)
             self.embedding_dropout = HiddenDropout("embedding", build)
@@ -116,6 +128,11 @@ class GPT(nn.Module):
             self._rotary[seq_length] = rotary_tables(seq_length, self.arch.kv_channels, self.arch.rotary_base, like)
         return self._rotary[seq_length]
 
+    def _layers(self, layers: range, x_MH: Tensor | None, at: Pass) -> Tensor | None:
+        for index in layers:
+            x_MH = self.layers[str(index)](x_MH, at)
+        return x_MH
+
     def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
         """What a stage makes of the residual stream: the residual stream, or at the end my share of the loss.
 
@@ -123,8 +140,9 @@ class GPT(nn.Module):
         """
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at), at)
-        for index in stage.layers:
-            x_MH = self.layers[str(index)](x_MH, at)
+        for run in self.recompute.runs(stage.layers):
+            compute = partial(repeated, self._layers) if run.is_repeated else self._layers
+            x_MH = compute(run.layers, x_MH, at)
         assert x_MH is not None, f"stage {stage.index} was given nothing"
         if not stage.has_head:
             return x_MH

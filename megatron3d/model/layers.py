@@ -7,6 +7,7 @@ Letters: M tokens, H hidden, F inner features, B sequences, S positions, N heads
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +26,9 @@ from megatron3d.ops.embedding import embedding
 from megatron3d.ops.loss import Head, head_logits, head_loss
 from megatron3d.ops.matmul import WeightGrads, linear
 from megatron3d.ops.norm import norm
+from megatron3d.ops.repeat import kept_as, repeated
 from megatron3d.plan import MatmulPlan
+from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -53,6 +56,7 @@ class Build:
     comm: Comm
     specs: Mapping[str, ParamSpec]
     weight_grads: WeightGrads | None = None
+    recompute: Recompute = KEEP_ALL
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """The plan without trivial axes."""
@@ -174,9 +178,16 @@ class Attention(nn.Module):
         self.q_norm = Norm(f"{name}.q_norm", (), build) if arch.qk_layernorm else nn.Identity()
         self.k_norm = Norm(f"{name}.k_norm", (), build) if arch.qk_layernorm else nn.Identity()
         self.proj = Linear(f"{name}.proj", build.mode.contract, build)
+        self.repeats_core = build.recompute.repeats(CORE_ATTN)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
-        q, k, v = self.heads.split(self.qkv(x_MH))
+        qkv_MF = self.qkv(x_MH)
+        y_MF: Tensor = self.proj(repeated(self.core, qkv_MF, at) if self.repeats_core else self.core(qkv_MF, at))
+        return y_MF
+
+    def core(self, qkv_MF: Tensor, at: Pass) -> Tensor:
+        """What lies between the two products."""
+        q, k, v = self.heads.split(qkv_MF)
         q, k, v = (t.unflatten(0, (-1, at.seq_length)) for t in (self.q_norm(q), self.k_norm(k), v))
         if at.rotary:
             q, k = rotate(q, at.rotary), rotate(k, at.rotary)
@@ -184,8 +195,7 @@ class Attention(nn.Module):
         if self.dropout and at.key is not None:
             first, _ = span(at.num_sequences, self.tokens, self.mesh)
             drop = (self.dropout, dropout_key(*at.key, self.site), at.first_sequence + first)
-        y_MF: Tensor = self.proj(attention(q, k, v, self.heads, drop))
-        return y_MF
+        return attention(q, k, v, self.heads, drop)
 
 
 class MLP(nn.Module):
@@ -196,9 +206,13 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[build.arch.activation]
         self.fc1 = Linear(f"{name}.fc1", build.mode.expand, build)
         self.fc2 = Linear(f"{name}.fc2", build.mode.contract, build)
+        self.repeats_activation = build.recompute.repeats(MLP_ACT)
 
     def forward(self, x_MH: Tensor) -> Tensor:
-        y_MH: Tensor = self.fc2(self.activation(self.fc1(x_MH)))
+        y_MF = self.fc1(x_MH)
+        a_MF = self.activation(y_MF)
+        with kept_as(self.activation, y_MF, a_MF) if self.repeats_activation else nullcontext():
+            y_MH: Tensor = self.fc2(a_MF)
         return y_MH
 
 

@@ -67,6 +67,9 @@ class Boundary:
 
         return Pending(finish)
 
+# Sends under way at one time: gloo never says that one is over, and each keeps its tensor.
+MAX_LEAVING = 4
+
 
 class Graph(NamedTuple):
     """What is kept of a forward: its input, whose gradient is wanted, and where backward begins."""
@@ -118,6 +121,8 @@ class Engine:
             with watch(action):
                 _DO[action.kind](self, action, arrived)
             self._leaving = [sent for sent in self._leaving if not sent.is_done()]
+            while len(self._leaving) > MAX_LEAVING:
+                self._leaving.pop(0).wait()
             self.peak_in_flight = max(self.peak_in_flight, len(self._graphs) + len(self._late))
         for sent in self._leaving:
             sent.wait()

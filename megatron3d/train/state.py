@@ -21,6 +21,7 @@ from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
 from megatron3d.optim import Optimizer
 from megatron3d.precision import PRECISIONS, LossScale
+from megatron3d.recompute import recompute_of
 from megatron3d.train.flow import Flow
 from megatron3d.zero import Buffers, Sharding
 
@@ -49,7 +50,8 @@ def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tupl
 def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.device) -> TrainState:
     """A fresh state; initial values depend on the seed and the model only."""
     pipeline = make_pipeline(config, arch, comm.mesh)
-    model = GPT(arch, tensor_mode(config.parallel), comm, pipeline, config.train.loss_chunk_tokens)
+    recompute = recompute_of(config.train)
+    model = GPT(arch, tensor_mode(config.parallel), comm, pipeline, config.train.loss_chunk_tokens, recompute)
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,

@@ -42,22 +42,33 @@ def watch_blocks(shards: Shards, blocks: Sequence[Block]) -> None:
 
 
 def _watch(shards: Shards, block: Block, under_forward: Block | None, under_backward: Block | None) -> None:
+    passing_back: set[str] = set()
+
     def use(neighbour: Block | None) -> None:
         shards.unshard(block.path)
         shards.wait(block.path)
         if neighbour:
             shards.unshard(neighbour.path)
 
+    def before_backward(_: Tensor) -> None:
+        passing_back.add(block.path)
+        use(under_backward)
+
+    def after_backward(_: Tensor) -> None:
+        passing_back.discard(block.path)
+        shards.reshard(block.path)
+
     def before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
         use(under_forward)
         x = next((arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad), None)
         if block.in_backward and x is not None and torch.is_grad_enabled():
-            x.register_hook(lambda _: shards.reshard(block.path))
+            x.register_hook(after_backward)
 
     def after_forward(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
         if block.in_backward and torch.is_grad_enabled() and y.requires_grad:
-            y.register_hook(lambda _: use(under_backward))
-        shards.reshard(block.path)
+            y.register_hook(before_backward)
+        if not passing_back:  # else this is a forward that backward repeats
+            shards.reshard(block.path)
 
     block.module.register_forward_pre_hook(before_forward)
     block.module.register_forward_hook(after_forward)

@@ -20,13 +20,14 @@ from megatron3d.memory.activations import (
     recomputed_activations,
     total,
 )
-from megatron3d.memory.work import MODULES, Recompute, Work
+from megatron3d.memory.work import Work
 from megatron3d.mesh import Mesh
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Norm, Pass
 from megatron3d.model.params import param_specs
 from megatron3d.modes import MODES, build_mode
 from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.loss import Head, head_loss
+from megatron3d.recompute import MODULES, Recompute
 from tests.memory.saved import saved_beside
 from tests.pool import Pool
 from tests.shards import every_group
