@@ -18,7 +18,7 @@ from megatron3d.data.loader import Loader
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.hardware import device_peak
-from megatron3d.metrics import MetricsWriter
+from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.runtime import Phases, Runtime
 from megatron3d.train.loop import Run
 from megatron3d.train.report import check_built, startup_report
@@ -36,6 +36,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     if is_first:
         arithmetic = batch_arithmetic(config, runtime.world_size, tokenizer.vocab_size)
         print("> " + arithmetic.replace("\n", "\n> "), flush=True)
+    baseline_bytes = peak_memory_bytes(runtime.device)
     with phases("process groups"):
         arch, comm = connect(config, tokenizer.vocab_size, runtime.world_size, runtime.rank)
     with phases("model and optimizer"):
@@ -50,7 +51,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
     if is_first:
-        print(startup_report(state, peak, config.train.precision), flush=True)
+        print(startup_report(state, peak, config), flush=True)
 
     def loader(samples: Samples) -> Loader:
         train, batch_axes = config.train, state.model.mode.batch_axes
@@ -65,6 +66,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         open_outputs(resolved, comm, state),
         identity,
         peak.flops if peak else None,
+        baseline_bytes,
     )
 
 

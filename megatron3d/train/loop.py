@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
+from megatron3d.memory.job import Job
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
 from megatron3d.model.count import flops_per_token
 from megatron3d.optim import learning_rate
@@ -19,6 +20,7 @@ from megatron3d.pipeline.engine import unwatched
 from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, Runtime, StopSignal
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.resume import save_state
+from megatron3d.train.memory import explained, job_of, measured_table
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import Settings, StepResult, train_step
 from megatron3d.train.trace import Recording, report
@@ -32,6 +34,7 @@ class Run:
         metrics: on rank 0, None elsewhere.
         identity: what a later run must share to continue this one.
         peak_flops: of one device, None where unknown.
+        baseline_bytes: peak memory before the model was built.
     """
 
     config: Config
@@ -42,6 +45,7 @@ class Run:
     metrics: MetricsWriter | None
     identity: Mapping[str, JsonValue]
     peak_flops: float | None
+    baseline_bytes: int
 
     @property
     def settings(self) -> Settings:
@@ -58,12 +62,17 @@ def train(run: Run, stop: StopSignal) -> int:
     saved_at = state.iteration
     previous: StepResult | None = None
     stopping = False
+    job, first = job_of(config, state.model, run.runtime.device), state.iteration + 1
     while state.iteration < config.train.train_iters and not stopping:
         batch = run.train_data.step(state.consumed_samples)
         lr = learning_rate(config.optimizer, state.iteration + 1, config.train.train_iters)
         stop_requested, recording = stop.requested is not None or clock.is_over, record(run)
-        result = train_step(state, batch, lr, settings, stop_requested, recording.watch if recording else unwatched)
+        with explained(job):
+            result = train_step(state, batch, lr, settings, stop_requested, recording.watch if recording else unwatched)
         meter.add(result, lr)
+        if state.iteration == first:
+            show_memory(run, job)
+            meter.restart()
         if recording:
             draw(run, recording)
             meter.restart()
@@ -78,6 +87,14 @@ def train(run: Run, stop: StopSignal) -> int:
     if saved_at < state.iteration:
         save(run)
     return EXIT_STOPPED if state.iteration < config.train.train_iters else EXIT_DONE
+
+
+def show_memory(run: Run, job: Job) -> None:
+    """Say what the first step has needed beside what was predicted."""
+    needed = peak_memory_bytes(run.runtime.device) - run.baseline_bytes
+    table = measured_table(job, run.state.model.comm, needed)
+    if table:
+        print("\n".join(f"> {line}" for line in ("memory by arithmetic, and as measured in the first step:", *table)))
 
 
 def record(run: Run) -> Recording | None:

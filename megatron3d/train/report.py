@@ -6,10 +6,15 @@ from collections.abc import Iterator
 
 from megatron3d.checkpoint.state import writes
 from megatron3d.config.derive import GATED
+from megatron3d.config.schema import Config
 from megatron3d.hardware import Peak, describe_peak
+from megatron3d.hardware.apex import describe_apex
+from megatron3d.hardware.attention import describe_attention
+from megatron3d.memory.show import memory_table, stage_table
 from megatron3d.model.count import flops_per_token, num_parameters
 from megatron3d.ops.product import uses_onednn
 from megatron3d.shard import part_views
+from megatron3d.train.memory import job_of
 from megatron3d.train.state import TrainState
 
 
@@ -34,14 +39,15 @@ def check_built(state: TrainState) -> None:
         )
 
 
-def startup_report(state: TrainState, peak: Peak | None, precision: str) -> str:
-    """Model, parameters per rank, memory per rank and the denominator of MFU."""
-    return "\n".join(f"> {line}" for line in _lines(state, peak, precision))
+def startup_report(state: TrainState, peak: Peak | None, config: Config) -> str:
+    """Model, kernels, stages and memory of the ranks, and the denominator of MFU."""
+    return "\n".join(f"> {line}" for line in _lines(state, peak, config))
 
 
-def _lines(state: TrainState, peak: Peak | None, precision: str) -> Iterator[str]:
+def _lines(state: TrainState, peak: Peak | None, config: Config) -> Iterator[str]:
     model, flats = state.model, state.buffers.flats
-    arch = model.arch
+    arch, whole = model.arch, flats[0].whole
+    job = job_of(config, model, whole.device)
     groups = "" if arch.num_query_groups == arch.num_attention_heads else f" ({arch.num_query_groups} key/value groups)"
     gate = " gated" if arch.activation in GATED else ""
     yield (
@@ -56,6 +62,13 @@ def _lines(state: TrainState, peak: Peak | None, precision: str) -> Iterator[str
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
     yield f"memory per rank before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
-    if uses_onednn(flats[0].whole.device, flats[0].whole.dtype):
+    if uses_onednn(whole.device, whole.dtype):
         yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
-    yield describe_peak(peak, flats[0].whole.device, precision)
+    heads = job.work.num_queries, job.work.num_groups, arch.kv_channels
+    yield describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout)
+    if config.optimizer.adam_implementation == "apex":
+        yield describe_apex()
+    if job.pipeline.num_ranks > 1:
+        yield from ("stages of the pipeline:", *stage_table(job))
+    yield from ("memory by arithmetic:", *memory_table(job))
+    yield describe_peak(peak, whole.device, config.train.precision)

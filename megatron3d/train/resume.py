@@ -26,6 +26,7 @@ class Meta(BaseModel):
     iteration: int
     consumed_samples: int
     optimizer_steps: float
+    loss_scale: dict[str, float] = {}
 
 
 def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Path:
@@ -36,6 +37,7 @@ def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue])
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         optimizer_steps=state.optimizer.num_steps.item(),
+        loss_scale={name: value.item() for name, value in state.loss_scale.state().items()},
     )
     pieces = (piece for piece, written in _pieces(state) if written)
     return store.save(root, state.iteration, pieces, meta.model_dump(), state.model.comm)
@@ -53,6 +55,7 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
         state.buffers.publish()
         state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
         state.optimizer.set_num_steps(meta.optimizer_steps)
+        state.loss_scale.load(meta.loss_scale)
 
     together(state.model.comm, load)
 

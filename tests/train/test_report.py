@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron3d.config.schema import Config
+from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.hardware import Peak
 from megatron3d.model.count import num_parameters
 from megatron3d.modes import MODES
@@ -21,10 +21,11 @@ MODEL = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 8, "seq_leng
 VOCAB_SIZE = 61
 
 
+CONFIG = Config.model_validate({"model": MODEL, "train": {"micro_batch_size": 8, "global_batch_size": 16}})
+
+
 def build(rank: int, world_size: int, parallel: dict[str, Any]) -> TrainState:
-    config = Config.model_validate(
-        {"model": MODEL, "parallel": parallel, "train": {"micro_batch_size": 8, "global_batch_size": 16}}
-    )
+    config = CONFIG.model_copy(update={"parallel": ParallelConfig.model_validate(parallel)})
     return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), torch.device("cpu"))
 
 
@@ -62,9 +63,9 @@ def test_parameters_too_many_or_too_few_are_refused() -> None:
 
 def test_the_report_adds_up() -> None:
     state = build(0, 1, {})
-    text = startup_report(state, Peak(2e12, "a data sheet"), "fp32")
+    text = startup_report(state, Peak(2e12, "a data sheet"), CONFIG)
     values = sum(flat.main.numel() for flat in state.buffers.flats)
     assert f"{num_parameters(state.model.arch):,} in the model" in text
     assert f"{16 * values / 2**20:,.1f} MiB = weights" in text
     assert "2 TFLOP/s per device (a data sheet)" in text
-    assert "set logging.peak_tflops" in startup_report(state, None, "fp32")
+    assert "set logging.peak_tflops" in startup_report(state, None, CONFIG)
