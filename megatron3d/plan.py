@@ -133,9 +133,9 @@ def traffic(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int)
     w = n * k / mesh.size(plan.n + plan.k) * itemsize
     y = m * n / mesh.size(plan.m + plan.n) * itemsize
     gather_x, gather_w = _gathers(moves(plan.x), x, mesh), _gathers(moves(plan.w), w, mesh)
-    forward = gather_x + gather_w + _reductions(moves(plan.y), y, mesh)
-    reduce_dw = _reductions(moves(plan.w), w, mesh)
-    backward = _gathers(moves(plan.dy), y, mesh) + gather_w + gather_x + _reductions(plan.dx_moves, x, mesh) + reduce_dw
+    forward = gather_x + gather_w + reductions(moves(plan.y), y, mesh)
+    reduce_dw = reductions(moves(plan.w), w, mesh)
+    backward = _gathers(moves(plan.dy), y, mesh) + gather_w + gather_x + reductions(plan.dx_moves, x, mesh) + reduce_dw
     return forward + backward
 
 
@@ -149,8 +149,8 @@ def _gathers(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Tr
     return out[::-1]
 
 
-def _reductions(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Traffic]:
-    """Reductions that start at `whole_bytes`; each scatter leaves less for the next."""
+def reductions(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Traffic]:
+    """Reductions in turn that start at `whole_bytes`; each scatter leaves less for the next."""
     out = []
     for axes, dim in steps:
         ranks = mesh.size(axes)

@@ -24,6 +24,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.layout",
         "megatron3d.heads",
         "megatron3d.plan",
+        "megatron3d.sweep",
         "megatron3d.recompute",
         "megatron3d.modes",
         "megatron3d.pipeline",

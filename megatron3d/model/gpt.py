@@ -22,7 +22,7 @@ from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import rotary_tables
-from megatron3d.ops.matmul import WeightGrads
+from megatron3d.ops.overlap import WeightGrads
 from megatron3d.ops.repeat import repeated
 from megatron3d.plan import MatmulPlan, moves
 from megatron3d.recompute import KEEP_ALL, Recompute

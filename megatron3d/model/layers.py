@@ -24,11 +24,13 @@ from megatron3d.ops.attention import Heads, attention, rotate
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
 from megatron3d.ops.embedding import embedding
 from megatron3d.ops.loss import Head, head_logits, head_loss
-from megatron3d.ops.matmul import WeightGrads, linear
+from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import norm
+from megatron3d.ops.overlap import GatheredWeight, WeightGrads
 from megatron3d.ops.repeat import kept_as, repeated
 from megatron3d.plan import MatmulPlan
 from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
+from megatron3d.sweep import AS_PLANNED, Execution
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -49,7 +51,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True)
 class Build:
-    """What every module needs to build itself; `weight_grads` where the backward is split."""
+    """What every module needs to build itself; `weight_grads` where they may come late."""
 
     arch: Architecture
     mode: Mode
@@ -57,6 +59,7 @@ class Build:
     specs: Mapping[str, ParamSpec]
     weight_grads: WeightGrads | None = None
     recompute: Recompute = KEEP_ALL
+    execution: Execution = AS_PLANNED
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """The plan without trivial axes."""
@@ -127,12 +130,14 @@ class Linear(nn.Module):
 
     def __init__(self, name: str, plan: MatmulPlan, build: Build) -> None:
         super().__init__()
-        self.plan, self.comm, self.weight_grads = build.plan(plan), build.comm, build.weight_grads
+        plan, comm, execution = build.plan(plan), build.comm, build.execution
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
+        self.gathered = GatheredWeight(lambda: self.weight, plan, comm, execution) if plan.w else None
+        self.matmul = Matmul(plan, comm, execution, build.weight_grads, self.gathered)
 
     def forward(self, x_MK: Tensor) -> Tensor:
-        return linear(x_MK, self.weight, self.bias, self.plan, self.comm, self.weight_grads)
+        return self.matmul(x_MK, self.weight, self.bias)
 
 
 class Norm(nn.Module):

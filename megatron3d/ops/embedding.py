@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron3d.comm import Comm
 from megatron3d.layout import span
-from megatron3d.ops.matmul import Y_DIMS, gather, gather_dy, reduce
+from megatron3d.ops.moving import Y_DIMS, gather, gather_dy, reduce
 from megatron3d.plan import MatmulPlan, moves
 
 W_DIMS = {"K": 0, "N": 1}

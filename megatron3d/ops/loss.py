@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron3d.comm import Comm
 from megatron3d.layout import span
 from megatron3d.mesh import Axes
-from megatron3d.ops.matmul import W_DIMS, X_DIMS, Y_DIMS, accumulate, gather, gather_dy, reduce
+from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
+from megatron3d.ops.overlap import accumulate
 from megatron3d.ops.product import product
 from megatron3d.plan import MatmulPlan, moves
 

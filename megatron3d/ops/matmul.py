@@ -3,13 +3,11 @@
 Letters: M tokens, K input features, N output features; each means the global dimension, shard or not.
 Shards are kept for backward, never the gathered operands.  In backward the reduction of dX runs under the
 weight-gradient product, and the gather of X under the input-gradient product (Singh et al. 2024, arXiv:2305.13525).
-A schedule that splits the backward puts the weight gradients off (Qi et al. 2023, arXiv:2401.10241).
+A `Sweep` does all of it panel by panel, with one panel as the whole.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,138 +15,119 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.comm import Comm, Pending, ready
-from megatron3d.ops.product import product, uses_onednn
-from megatron3d.plan import MatmulPlan, Move, moves
-
-X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}
-
-
-class WeightGrads:
-    """Weight gradients that wait: what a backward inside `put_off` leaves undone is done by `deliver`."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] | None = None
-
-    @contextlib.contextmanager
-    def put_off(self) -> Iterator[list[Callable[[], None]]]:
-        """Collect the weight gradients of the backward in the body, to be called later in order."""
-        waiting: list[Callable[[], None]] = []
-        self._waiting = waiting
-        yield waiting
-        self._waiting = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether weight gradients are put off now."""
-        return self._waiting is not None
-
-    def deliver(self, w: Tensor, compute: Callable[[], Pending]) -> Pending | None:
-        """The gradient of `w` on its way, or None where it is put off: then `accumulate` adds it later."""
-        if self._waiting is None:
-            return compute()
-        self._waiting.append(lambda: accumulate(w, compute().wait()))
-        return None
+from megatron3d.comm import Comm, Pending
+from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS
+from megatron3d.ops.overlap import GatheredWeight, WeightGrads
+from megatron3d.ops.panels import Operand, Result, begin, operand
+from megatron3d.ops.product import uses_onednn
+from megatron3d.plan import MatmulPlan, moves
+from megatron3d.sweep import AS_PLANNED, Direction, Execution, Sweep, choose, stored_over
 
 
-def accumulate(w: Tensor, dw: Tensor) -> None:
-    """Add to a leaf's gradient what was computed outside of autograd's own pass; its hooks run."""
-    torch.autograd.backward([w], [dw])
+def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: MatmulPlan, comm: Comm) -> Tensor:
+    """Y[M, N] = X W^T + bias under `plan`, which names no axis of size 1 (`MatmulPlan.on`), on its own."""
+    return Matmul(plan, comm)(x_MK, w_NK, bias_N)
 
 
-def linear(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    bias_N: Tensor | None,
-    plan: MatmulPlan,
-    comm: Comm,
-    weight_grads: WeightGrads | None = None,
-) -> Tensor:
-    """Y[M, N] = X W^T + bias under `plan`, which names no axis of size 1 (`MatmulPlan.on`).
+class Matmul:
+    """A planned matmul, which names no axis of size 1, and how it is carried out.
 
-    With `weight_grads` the backward can be split.
+    Args:
+        weight_grads: where weight gradients go; None: back to autograd, at once.
+        weight: where W is gathered ahead or kept; None: it is gathered when it is needed.
     """
-    if not (plan.m or plan.k or plan.n or weight_grads or uses_onednn(x_MK.device, x_MK.dtype)):
-        return F.linear(x_MK, w_NK, bias_N)
-    y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, plan, comm, weight_grads or WeightGrads())
-    return y_MN
 
+    def __init__(
+        self,
+        plan: MatmulPlan,
+        comm: Comm,
+        execution: Execution = AS_PLANNED,
+        weight_grads: WeightGrads | None = None,
+        weight: GatheredWeight | None = None,
+    ) -> None:
+        self.plan, self.comm, self.execution, self.weight = plan, comm, execution, weight
+        self.weight_grads = weight_grads or WeightGrads()
+        self._is_plain = not (plan.m or plan.k or plan.n or weight_grads)
+        self._sweeps: dict[tuple[Direction, int, int, int], Sweep] = {}
 
-def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: Comm) -> Pending:
-    """Begin to gather everything that the table says is stored split; what was split last is gathered first."""
-    steps = moves(table)[::-1]
-    if not steps:
-        return ready(t)
-    pending = comm.all_gather(t, steps[0].axes, dims[str(steps[0].dim)])
+    def __call__(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """Y[M, N] = X W^T + bias; every operand, and Y, as the plan stores them."""
+        if self._is_plain and not uses_onednn(x_MK.device, x_MK.dtype):
+            return F.linear(x_MK, w_NK, bias_N)
+        y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self)
+        return y_MN
 
-    def finish() -> Tensor:
-        out = pending.wait()
-        for axes, dim in steps[1:]:
-            out = comm.all_gather(out, axes, dims[str(dim)]).wait()
-        return out
+    def sweep(self, at: Direction, x_MK: Tensor, w_NK: Tensor) -> Sweep:
+        """The panels of a pass."""
+        key = at, *x_MK.shape, w_NK.shape[0]
+        if key not in self._sweeps:
+            mesh, plan = self.comm.mesh, self.plan
+            stored = {"M": (x_MK.shape[0], plan.x), "N": (w_NK.shape[0], plan.w), "K": (x_MK.shape[1], plan.x)}
+            sizes = {dim: size * mesh.size(stored_over(table, dim)) for dim, (size, table) in stored.items()}
+            self._sweeps[key] = choose(plan, at, sizes, self.execution, mesh)
+        return self._sweeps[key]
 
-    return Pending(finish)
-
-
-def reduce(t: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int], comm: Comm) -> Pending:
-    """Begin to reduce partial sums, scattering them where a step names a dimension."""
-    if not steps:
-        return ready(t)
-
-    def begin(t: Tensor, step: Move) -> Pending:
-        return comm.reduce_scatter(t, step.axes, dims[step.dim]) if step.dim else comm.all_reduce(t, step.axes)
-
-    pending = begin(t, steps[0])
-
-    def finish() -> Tensor:
-        out = pending.wait()
-        for step in steps[1:]:
-            out = begin(out, step).wait()
-        return out
-
-    return Pending(finish)
-
-
-def gather_dy(dy_MN: Tensor, plan: MatmulPlan, comm: Comm) -> Pending:
-    """Begin to undo the scatter of Y."""
-    return gather(dy_MN, plan.dy, Y_DIMS, comm)
+    def weight_operand(self, at: Direction, w_NK: Tensor, sweep: Sweep, will_return: bool = False) -> Operand:
+        """W on its way, from where it is."""
+        if self.weight is None:
+            return operand(w_NK, self.plan.w, W_DIMS, self.comm, sweep)
+        return self.weight.operand(at, sweep, will_return)
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_MK: Tensor,
-        w_NK: Tensor,
-        bias_N: Tensor | None,
-        plan: MatmulPlan,
-        comm: Comm,
-        weight_grads: WeightGrads,
-    ) -> Tensor:
-        ctx.plan, ctx.comm, ctx.weight_grads = plan, comm, weight_grads
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, matmul: Matmul) -> Tensor:
+        ctx.matmul = matmul
         ctx.save_for_backward(x_MK, w_NK)
-        whole_x, whole_w = gather(x_MK, plan.x, X_DIMS, comm), gather(w_NK, plan.w, W_DIMS, comm)
-        if not plan.k:
-            return product(whole_x.wait(), whole_w.wait(), bias_N)
-        y_MN = reduce(product(whole_x.wait(), whole_w.wait()), moves(plan.y), Y_DIMS, comm).wait()
-        return y_MN if bias_N is None else y_MN.add_(bias_N)
+        plan, comm, sweep = matmul.plan, matmul.comm, matmul.sweep(Direction.FORWARD, x_MK, w_NK)
+        x = operand(x_MK, plan.x, X_DIMS, comm, sweep)
+        w = matmul.weight_operand(Direction.FORWARD, w_NK, sweep, will_return=ctx.needs_input_grad[0])
+        bias = None if bias_N is None or plan.k else operand(bias_N, {}, {"N": 0}, comm, sweep)
+        y = Result(moves(plan.y), plan.dy, Y_DIMS, comm, sweep)
+        for panel in range(sweep.num_panels):
+            begin(panel + 1, x, w, bias)
+            y.multiply(panel, x.take(panel), w.take(panel), bias.take(panel) if bias else None)
+        y_MN = y.finish().wait()
+        return y_MN if bias_N is None or bias else y_MN.add_(bias_N)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        plan, comm = ctx.plan, ctx.comm
+        matmul: Matmul = ctx.matmul
+        plan, comm, grads = matmul.plan, matmul.comm, matmul.weight_grads
         x_MK, w_NK = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        whole_dy = gather_dy(dy_MN, plan, comm)
-        whole_w = gather(w_NK, plan.w, W_DIMS, comm)
-        begin_x = partial(gather, x_MK, plan.x, X_DIMS, comm)
-        whole_x = begin_x() if needs_dw and not ctx.weight_grads.is_waiting else None
+        sweep = matmul.sweep(Direction.BACKWARD, x_MK, w_NK)
+        begin_x = partial(operand, x_MK, plan.x, X_DIMS, comm, sweep)
+
+        dy = operand(dy_MN, plan.dy, Y_DIMS, comm, sweep)
+        w = matmul.weight_operand(Direction.BACKWARD, w_NK, sweep) if needs_dx else None
+        x = begin_x() if needs_dw and not grads.is_waiting else None
         db_N = dy_MN.sum(0) if needs_db else None
-        dy = whole_dy.wait()
-        dx = reduce(product(dy, whole_w.wait().T), plan.dx_moves, X_DIMS, comm) if needs_dx else None
+        dx = Result(plan.dx_moves, plan.x, X_DIMS, comm, sweep, matmul.execution.overlap_input_grad)
+        dw = Result(moves(plan.w), plan.w, W_DIMS, comm, sweep)
+        waiting: list[Tensor] = []
+        for panel in range(sweep.num_panels):
+            begin(panel + 1, dy, w, x)
+            here = dy.take(panel)
+            if w:
+                dx.multiply(panel, here, w.take(panel).T)
+            if x:
+                dw.multiply(panel, here.T, x.take(panel).T)
+            elif needs_dw:
+                waiting.append(here)
 
         def weight_grad() -> Pending:
-            x = (whole_x or begin_x()).wait()
-            return reduce(product(dy.T, x.T), moves(plan.w), W_DIMS, comm)
+            if waiting:
+                _multiply_later(dw, waiting, begin_x())
+            return dw.finish()
 
-        dw = ctx.weight_grads.deliver(w_NK, weight_grad) if needs_dw else None
-        return dx.wait() if dx else None, dw.wait() if dw else None, db_N, None, None, None
+        dw_NK = grads.deliver(w_NK, weight_grad) if needs_dw else None
+        return dx.finish().wait() if needs_dx else None, dw_NK.wait() if dw_NK else None, db_N, None
+
+
+def _multiply_later(dw: Result, dys: list[Tensor], x: Operand) -> None:
+    """The products of the second half of a split backward; panels of dY are given up one by one."""
+    dys.reverse()
+    for panel in range(len(dys)):
+        begin(panel + 1, x)
+        dw.multiply(panel, dys.pop().T, x.take(panel).T)

@@ -29,3 +29,12 @@ def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, bias_N, "none", [], "")
         return y_MN
     return F.linear(a_MK, b_NK, bias_N)
+
+
+def add_product(total_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """total + a b^T, in place where `total` is fp32 or better; sums of narrower products are made, and kept, so."""
+    if total_MN.dtype != torch.promote_types(total_MN.dtype, torch.float32):
+        total_MN = total_MN.float()
+    if total_MN.dtype != a_MK.dtype or uses_onednn(a_MK.device, a_MK.dtype):
+        return total_MN.add_(product(a_MK, b_NK))
+    return total_MN.addmm_(a_MK, b_NK.T)

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron3d.comm import Comm, Link, Pending, ready
 from megatron3d.mesh import Axes
-from megatron3d.ops.matmul import WeightGrads
+from megatron3d.ops.overlap import WeightGrads
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind
 from megatron3d.pipeline.lower import peer, transfer
 

@@ -1,0 +1,55 @@
+"""How the operands of a planned matmul are brought together, and its partial sums reduced, as the plan's tables say.
+
+Letters: M tokens, K input features, N output features; each means the global dimension, shard or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megatron3d.comm import Comm, Pending, ready
+from megatron3d.plan import MatmulPlan, Move, moves
+
+X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}
+
+
+def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: Comm) -> Pending:
+    """Begin to gather everything that the table says is stored split; what was split last is gathered first."""
+    steps = moves(table)[::-1]
+    if not steps:
+        return ready(t)
+    pending = comm.all_gather(t, steps[0].axes, dims[str(steps[0].dim)])
+
+    def finish() -> Tensor:
+        out = pending.wait()
+        for axes, dim in steps[1:]:
+            out = comm.all_gather(out, axes, dims[str(dim)]).wait()
+        return out
+
+    return Pending(finish)
+
+
+def reduce(t: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int], comm: Comm) -> Pending:
+    """Begin to reduce partial sums, scattering them where a step names a dimension."""
+    if not steps:
+        return ready(t)
+
+    def begin(t: Tensor, step: Move) -> Pending:
+        return comm.reduce_scatter(t, step.axes, dims[step.dim]) if step.dim else comm.all_reduce(t, step.axes)
+
+    pending = begin(t, steps[0])
+
+    def finish() -> Tensor:
+        out = pending.wait()
+        for step in steps[1:]:
+            out = begin(out, step).wait()
+        return out
+
+    return Pending(finish)
+
+
+def gather_dy(dy_MN: Tensor, plan: MatmulPlan, comm: Comm) -> Pending:
+    """Begin to undo the scatter of Y."""
+    return gather(dy_MN, plan.dy, Y_DIMS, comm)
