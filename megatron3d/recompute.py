@@ -4,6 +4,8 @@ selective   some modules of every layer: "core_attn" from the output of qkv to t
             output of fc1 to the input of fc2
 full        whole layers, of which the input alone is kept: all of a stage in runs of `num_layers` ("uniform"), or
             the first `num_layers` of each stage one by one ("block")
+
+What is kept may lie in the host's memory meanwhile.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ class Run(NamedTuple):
 
     layers: range
     is_repeated: bool
+    is_offloaded: bool = False
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again."""
+    """What is computed again, and whether what is kept is offloaded."""
 
     granularity: str = "none"
     modules: frozenset[str] = frozenset({CORE_ATTN})
     method: str = UNIFORM
     num_layers: int = 1
+    offloads: bool = False
 
     def __post_init__(self) -> None:
         assert self.granularity in GRANULARITIES, f"granularity {self.granularity} is none of {GRANULARITIES}"
@@ -46,12 +50,12 @@ class Recompute:
 
     def runs(self, layers: range) -> Sequence[Run]:
         """The layers of a stage, in order."""
-        if self.granularity != "full":
-            return [Run(layers, False)]
-        if self.method == UNIFORM:
-            return [Run(layers[i : i + self.num_layers], True) for i in range(0, len(layers), self.num_layers)]
-        first, rest = layers[: self.num_layers], layers[self.num_layers :]
-        return [*(Run(range(n, n + 1), True) for n in first), Run(rest, False)]
+        repeated, rest = list[range](), layers
+        if self.granularity == "full" and self.method == UNIFORM:
+            repeated, rest = [layers[i : i + self.num_layers] for i in range(0, len(layers), self.num_layers)], range(0)
+        elif self.granularity == "full":
+            repeated, rest = [range(n, n + 1) for n in layers[: self.num_layers]], layers[self.num_layers :]
+        return [*(Run(each, True, self.offloads) for each in repeated), Run(rest, False, self.offloads)]
 
 
 KEEP_ALL = Recompute()
@@ -65,4 +69,5 @@ def recompute_of(train: TrainConfig) -> Recompute:
         modules,
         train.recompute_method or UNIFORM,
         train.recompute_num_layers or 1,
+        train.cpu_offloading,
     )

@@ -6,6 +6,7 @@ Letters: B sequences, S positions, M tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ from megatron3d.model.stages import Stage
 from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.overlap import WeightGrads
-from megatron3d.ops.repeat import repeated
+from megatron3d.ops.repeat import offloaded, repeated
 from megatron3d.plan import MatmulPlan, moves
 from megatron3d.recompute import KEEP_ALL, Recompute
 from megatron3d.zero import Block
@@ -128,7 +129,7 @@ class GPT(nn.Module):
             self._rotary[seq_length] = rotary_tables(seq_length, self.arch.kv_channels, self.arch.rotary_base, like)
         return self._rotary[seq_length]
 
-    def _layers(self, layers: range, x_MH: Tensor | None, at: Pass) -> Tensor | None:
+    def _layers(self, layers: range, x_MH: Tensor, at: Pass) -> Tensor:
         for index in layers:
             x_MH = self.layers[str(index)](x_MH, at)
         return x_MH
@@ -140,10 +141,11 @@ class GPT(nn.Module):
         """
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at), at)
+        assert x_MH is not None, f"stage {stage.index} was given nothing"
         for run in self.recompute.runs(stage.layers):
             compute = partial(repeated, self._layers) if run.is_repeated else self._layers
-            x_MH = compute(run.layers, x_MH, at)
-        assert x_MH is not None, f"stage {stage.index} was given nothing"
+            with offloaded(self.parameters()) if run.is_offloaded else nullcontext():
+                x_MH = compute(run.layers, x_MH, at)
         if not stage.has_head:
             return x_MH
         y: Tensor = self.head(self.final_norm(x_MH), self.head_weight, at)

@@ -1,9 +1,9 @@
-"""Computing again what backward needs, instead of keeping it."""
+"""Computing again what backward needs, or keeping it in the host's memory, instead of on the device."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,3 +40,28 @@ def kept_as(function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Abstr
     del y
     hooks: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
     return hooks if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+def offloaded(params: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """While this is entered, what is kept for backward, but for `params`, lies in pinned memory of the host.
+
+    The copies are made in the stream that computes: after what makes a tensor, and before what uses it again.
+    """
+
+    staying = {param.untyped_storage().data_ptr() for param in params}
+
+    def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if saved.untyped_storage().data_ptr() in staying:
+            return saved
+        is_remote = saved.device.type != "cpu"
+        there = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype, pin_memory=is_remote)
+        return saved.device, there.copy_(saved.detach(), non_blocking=is_remote)
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, there = packed
+        return there.to(device, non_blocking=True)
+
+    hooks: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
+    return hooks

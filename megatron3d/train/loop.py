@@ -19,8 +19,8 @@ from megatron3d.optim import learning_rate
 from megatron3d.pipeline.engine import unwatched
 from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, Runtime, StopSignal
 from megatron3d.train.evaluate import evaluate
-from megatron3d.train.resume import save_state
 from megatron3d.train.memory import explained, job_of, measured_table
+from megatron3d.train.resume import save_state
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import Settings, StepResult, train_step
 from megatron3d.train.trace import Recording, report

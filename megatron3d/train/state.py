@@ -16,6 +16,7 @@ from megatron3d.config.derive import (
     vocab_multiple,
 )
 from megatron3d.config.schema import Config
+from megatron3d.errors import UserError
 from megatron3d.mesh import DATA
 from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
@@ -50,6 +51,8 @@ def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tupl
 def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.device) -> TrainState:
     """A fresh state; initial values depend on the seed and the model only."""
     pipeline = make_pipeline(config, arch, comm.mesh)
+    if config.train.cpu_offloading and device.type == "cpu":
+        raise UserError("train.cpu_offloading=true: this run computes on the host; use false, or a GPU")
     recompute = recompute_of(config.train)
     model = GPT(arch, tensor_mode(config.parallel), comm, pipeline, config.train.loss_chunk_tokens, recompute)
     loss_scale = LossScale(config.train, device)

@@ -1,0 +1,90 @@
+"""Fact: what is computed again, or kept elsewhere, gives the same gradients bit for bit, and is not kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron3d.ops.repeat import kept_as, offloaded, repeated
+
+SIZE = 16
+
+
+def plain(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w)), w)
+
+
+def repeated_whole(x: Tensor, w: Tensor) -> Tensor:
+    return repeated(plain, x, w)
+
+
+def repeated_activation(x: Tensor, w: Tensor) -> Tensor:
+    y = F.linear(x, w)
+    a = F.gelu(y)
+    with kept_as(F.gelu, y, a):
+        return F.linear(a, w)
+
+
+def kept_elsewhere(x: Tensor, w: Tensor) -> Tensor:
+    with offloaded([w]):
+        return plain(x, w)
+
+
+def gradients(function: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(SIZE, SIZE, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
+    y = function(x * 1, w)
+    y.sum().backward()
+    assert x.grad is not None and w.grad is not None, "no gradient"
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("function", [repeated_whole, repeated_activation, kept_elsewhere])
+def test_the_same_bits(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    for got, expected in zip(gradients(function), gradients(plain), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which outputs of gelu live on between forward and backward."""
+    made: list[StorageWeakRef] = []
+    gelu = F.gelu
+
+    def note(x: Tensor) -> Tensor:
+        y = gelu(x)
+        made.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    monkeypatch.setattr(F, "gelu", note)
+    x, w = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE, requires_grad=True)
+    for function, keeps in ((plain, True), (repeated_activation, False), (repeated_whole, False)):
+        y = function(x, w)
+        assert made.pop().expired() is not keeps, function.__name__
+        y.sum().backward()
+        made.clear()
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    y = torch.randn(SIZE)
+    with torch.no_grad(), kept_as(F.gelu, y, F.gelu(y)) as entered:
+        assert entered is None
+
+
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_parameters_stay_where_they_are(is_offloaded: bool) -> None:
+    """A weight whose memory ZeRO takes and gives back is found again at its own place."""
+    w = torch.nn.Parameter(torch.randn(SIZE, SIZE))
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with offloaded([w]) if is_offloaded else contextlib.nullcontext():
+        y = F.linear(x * 1, w)
+    with torch.no_grad():
+        w.data.mul_(2)
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, w.detach().sum(0).expand(SIZE, SIZE))
