@@ -15,6 +15,13 @@ from megatron3d.config.suggest import one_of
 from megatron3d.data.samples import parse_split
 from megatron3d.errors import UserError
 
+# What each of these keys is read with.
+RECOMPUTE_KEYS = {
+    "recompute_modules": "selective",
+    "recompute_method": "full",
+    "recompute_num_layers": "full",
+}
+
 
 def check(
     config: Config, world_size: int, vocab_size: int | None = None, origins: Mapping[str, str] | None = None
@@ -122,6 +129,10 @@ def unused_problems(facts: Facts) -> Iterator[str]:
     if logging.trace_iterations and not config.checkpoint.save:
         where = facts.named("logging.trace_iterations")
         yield f"{where}: nowhere to write the traces; set checkpoint.save, or leave it out"
+    for key, wanted in RECOMPUTE_KEYS.items():
+        if getattr(config.train, key) is not None and config.train.recompute_granularity != wanted:
+            where, granularity = facts.named(f"train.{key}"), plain(config, "train.recompute_granularity")
+            yield f"{where}: not read with {granularity}; use {wanted}, or leave {key} out"
     if not logging.wandb_project:
         for key, given in (("wandb_name", logging.wandb_name), ("wandb_mode", logging.wandb_mode == "offline")):
             if given:

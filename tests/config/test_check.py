@@ -257,6 +257,18 @@ BROKEN = [
         "data.tokenizer_model=x: ByteTokenizer has no model file; leave it out",
     ),
     (
+        {"train": {"recompute_modules": ["mlp_act"]}},
+        1,
+        "train.recompute_modules=[mlp_act]: not read with train.recompute_granularity=null; use selective, or leave "
+        "recompute_modules out",
+    ),
+    (
+        {"train": {"recompute_granularity": "selective", "recompute_num_layers": 2}},
+        1,
+        "train.recompute_num_layers=2: not read with train.recompute_granularity=selective; use full, or leave "
+        "recompute_num_layers out",
+    ),
+    (
         {"checkpoint": {"save_interval": 5}},
         1,
         "checkpoint.save_interval=5: nowhere to save; set checkpoint.save, or leave it out",
