@@ -61,11 +61,14 @@ class Matmul:
         """The panels of a pass."""
         key = at, *x_MK.shape, w_NK.shape[0]
         if key not in self._sweeps:
-            mesh, plan = self.comm.mesh, self.plan
-            stored = {"M": (x_MK.shape[0], plan.x), "N": (w_NK.shape[0], plan.w), "K": (x_MK.shape[1], plan.x)}
-            sizes = {dim: size * mesh.size(stored_over(table, dim)) for dim, (size, table) in stored.items()}
-            self._sweeps[key] = choose(plan, at, sizes, self.execution, mesh)
+            self._sweeps[key] = choose(self.plan, at, self.sizes(x_MK, w_NK), self.execution, self.comm.mesh)
         return self._sweeps[key]
+
+    def sizes(self, x_MK: Tensor, w_NK: Tensor) -> dict[str, int]:
+        """M, N and K of the product that I multiply myself, from what is stored."""
+        (m, k), (n, _) = x_MK.shape, w_NK.shape
+        stored = {"M": (m, self.plan.x), "N": (n, self.plan.w), "K": (k, self.plan.x)}
+        return {dim: size * self.comm.mesh.size(stored_over(table, dim)) for dim, (size, table) in stored.items()}
 
     def weight_operand(self, at: Direction, w_NK: Tensor, sweep: Sweep, will_return: bool = False) -> Operand:
         """W on its way, from where it is."""
@@ -77,7 +80,8 @@ class Matmul:
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, matmul: Matmul) -> Tensor:
-        ctx.matmul = matmul
+        # The leaf itself: what is saved comes back as another tensor where it is computed again.
+        ctx.matmul, ctx.leaf = matmul, w_NK
         ctx.save_for_backward(x_MK, w_NK)
         plan, comm, sweep = matmul.plan, matmul.comm, matmul.sweep(Direction.FORWARD, x_MK, w_NK)
         x = operand(x_MK, plan.x, X_DIMS, comm, sweep)
@@ -121,7 +125,7 @@ class _Matmul(torch.autograd.Function):
                 _multiply_later(dw, waiting, begin_x())
             return dw.finish()
 
-        dw_NK = grads.deliver(w_NK, weight_grad) if needs_dw else None
+        dw_NK = grads.deliver(ctx.leaf, weight_grad) if needs_dw else None
         return dx.finish().wait() if needs_dx else None, dw_NK.wait() if dw_NK else None, db_N, None
 
 
