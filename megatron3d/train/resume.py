@@ -51,6 +51,7 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
 
     def load() -> None:
         meta = _read_same(folder, state, identity)
+        state.buffers.settle()
         store.load(folder, [piece for piece, _ in _pieces(state)])
         state.buffers.publish()
         state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
@@ -74,6 +75,7 @@ def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonVal
 
     def load() -> None:
         _read_same(folder, state, identity)
+        state.buffers.settle()
         store.load(folder, [piece for piece, _ in _pieces(state) if piece.name.startswith("model.")])
         state.buffers.publish()
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from megatron3d.comm import Comm
 from megatron3d.layout import ParamSpec
-from megatron3d.zero.blocks import watch_blocks
+from megatron3d.zero.blocks import wait_for_blocks, watch_blocks
 from megatron3d.zero.flat import Block, Flat, Sharding, make_flats
 from megatron3d.zero.reduction import Reduction
 
+# At one time, where each has memory of its own.
 MAX_REDUCTIONS = 2
 EVERYTHING = Sharding()
 
@@ -58,6 +59,8 @@ class Buffers:
         block_of = {name: block.path for block in blocks for name in self.specs if block.has(name)}
         assert not sharding.axes or block_of.keys() == self.specs.keys(), "some parameters are in no block"
         self.flats = make_flats(stage_specs, block_of, sharding, comm.mesh, dtype, device, bucket_bytes)
+        # What is reduced in memory of its own: then few at a time.
+        self._copies_grads = sharding.grads or reduce_dtype is not None
         self._num_microbatches = 1
         self._reductions: list[Reduction] = []
         for flat in self.flats:
@@ -69,7 +72,7 @@ class Buffers:
             block.path: [flat for flat in self.flats if any(map(block.has, flat.spans))] for block in blocks
         }
         if sharding.axes:
-            watch_blocks(self, blocks)
+            (watch_blocks if sharding.params else wait_for_blocks)(self, blocks)
 
     def _give_memory(self, model: nn.Module, flat: Flat, name: str) -> None:
         owner, _, leaf = name.rpartition(".")
@@ -79,9 +82,7 @@ class Buffers:
         def collect(param: Tensor) -> None:
             if param.grad is None:
                 return  # put off: autograd tells of nothing as well
-            into = flat.whole_grad_of(name).view(param.shape)
-            (into.copy_ if name in flat.fresh else into.add_)(param.grad)
-            flat.fresh.discard(name)
+            flat.collect(name, param.grad)
             param.grad = None
             self._arrived(flat)
 
@@ -91,21 +92,18 @@ class Buffers:
         """Gradients of so many microbatches will come; the first of each parameter replaces that of the last step."""
         self._num_microbatches = num_microbatches
         for flat in self.flats:
-            flat.num_arrived, flat.num_reduced = 0, 0
-            flat.fresh = set() if self.sharding.grads else set(flat.spans)
+            flat.begin_step()
 
     def _arrived(self, flat: Flat) -> None:
         """Begin to reduce when gradients are complete: of all microbatches, or of one where they are shared out."""
-        flat.num_arrived += 1
         if flat.num_arrived % (flat.num_uses * (1 if self.sharding.grads else self._num_microbatches)):
             return
-        earlier = [each for each in self._reductions if each.flat is flat]
-        for reduction in [*earlier, *self._reductions[: 1 - MAX_REDUCTIONS]]:
-            reduction.finish()
-        self._reductions = [each for each in self._reductions if not each.is_done]
-        for reduction in self._reductions:
-            reduction.go_on()
+        while self._copies_grads and len(self._reductions) >= MAX_REDUCTIONS:
+            self._reductions.pop(0).finish()
+        earlier = list(self._reductions)
         self._reductions.append(Reduction(flat, self.comm, self._reduce_dtype))
+        for reduction in earlier:
+            reduction.go_on()
 
     def check_stage(self, stage: int) -> None:
         """Hold that the sums of a stage's gradients are under way, now that its last microbatch is through."""
@@ -117,9 +115,8 @@ class Buffers:
         """Wait until every gradient is summed over its axes (the gradient rule), and over its holders."""
         for stage in {flat.stage for flat in self.flats}:
             self.check_stage(stage)
-        for reduction in self._reductions:
-            reduction.finish()
-        self._reductions.clear()
+        while self._reductions:
+            self._reductions.pop(0).finish()
         for flat in self.flats:
             if flat.kind.link is not None:
                 self.comm.add(flat.grad, flat.kind.link).wait()
@@ -130,12 +127,17 @@ class Buffers:
 
     def publish(self) -> None:
         """Give the network what the optimizer has updated: parts are gathered in the order in which they are used."""
+        self.settle()
         for flat in self.flats:
-            self._wait(flat)
             if self.sharding.params:
                 flat.forget()
             else:
                 self._gather(flat)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way to the network: then `main` may be written."""
+        for flat in self.flats:
+            self._wait(flat)
 
     def _gather(self, flat: Flat) -> None:
         flat.remember()

@@ -102,11 +102,11 @@ class Flat:
         self.kind, self.stage, self.block = place.kind, place.stage, place.block
         self.num_uses, self.sharding = num_uses, sharding
         self.spans: dict[str, tuple[int, int]] = {}
-        size = 0
+        self.size = 0
         for name, numel in sizes.items():
-            self.spans[name], size = (size, size + numel), size + numel
+            self.spans[name], self.size = (self.size, self.size + numel), self.size + numel
         ranks, index = mesh.size(sharding.axes), mesh.index(sharding.axes)
-        part = -(-size // ranks)
+        part = -(-self.size // ranks)
         self.mine, self.numel = slice(index * part, (index + 1) * part), ranks * part
         self.main_dtype = torch.promote_types(dtype, torch.float32)
         self.whole = torch.zeros(self.numel, dtype=dtype, device=device)
@@ -116,8 +116,8 @@ class Flat:
         self.main = self.whole[self.mine] if self.is_view else self._zeros(part)
         self.whole_grad = None if sharding.grads else self._zeros(self.numel)
         self.grad = self._zeros(part) if self.whole_grad is None else self.whole_grad[self.mine]
-        self.num_arrived, self.num_reduced, self.fresh = 0, 0, set(self.spans)
         self.gathering: Pending | None = None
+        self.begin_step()
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.main_dtype, device=self.whole.device)
@@ -127,12 +127,44 @@ class Flat:
         low, high = self.spans[name]
         return nn.Parameter(self.whole[low:high].view(*shape))
 
-    def whole_grad_of(self, name: str) -> Tensor:
-        """Where a parameter's gradient is summed before it is reduced."""
+    def begin_step(self) -> None:
+        """The next gradient of each parameter replaces that of the last step."""
+        self.num_arrived, self.num_reduced = 0, 0
+        if self.whole_grad is not None:
+            self._renew(self.whole_grad)
+
+    def _renew(self, whole_grad: Tensor) -> None:
+        self._missing = set(self.spans)
+        whole_grad[self.size :].zero_()  # a step that was not finite has left what it is there
+
+    def collect(self, name: str, grad: Tensor) -> None:
+        """Add a parameter's gradient of one microbatch."""
         if self.whole_grad is None:
-            self.whole_grad = self._zeros(self.numel)
+            self.whole_grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.whole.device)
+            self._renew(self.whole_grad)
         low, high = self.spans[name]
-        return self.whole_grad[low:high]
+        into = self.whole_grad[low:high].view(grad.shape)
+        (into.copy_ if name in self._missing else into.add_)(grad)
+        self._missing.discard(name)
+        self.num_arrived += 1
+
+    def give_grad(self) -> Tensor:
+        """All that was collected, to be reduced; where gradients are shared out the next one gets other memory."""
+        whole_grad = self.whole_grad
+        assert whole_grad is not None, "there is nothing to reduce"
+        for low, high in map(self.spans.__getitem__, self._missing):
+            whole_grad[low:high].zero_()
+        if self.sharding.grads:
+            self.whole_grad = None
+        return whole_grad
+
+    def take_sum(self, total: Tensor) -> None:
+        """Keep my part of the sum over ranks; with gradients shared out, of one sum after another."""
+        if self.sharding.grads and self.num_reduced:
+            self.grad.add_(total)
+        elif total.data_ptr() != self.grad.data_ptr():
+            self.grad.copy_(total)
+        self.num_reduced += 1
 
     def held(self, name: str) -> tuple[int, slice]:
         """The first of a parameter's elements that I update, and where they lie in `main` and `grad`."""
@@ -155,6 +187,7 @@ class Flat:
 
     def forget(self) -> None:
         """Give the memory of `whole` back."""
+        assert self.gathering is None, f"{', '.join(self.spans)} are forgotten while they are gathered"
         self.whole.untyped_storage().resize_(0)
 
     @property

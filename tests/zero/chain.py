@@ -1,0 +1,112 @@
+"""Scales behind each other whose parameters lie in flats, and a communicator that writes down what it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron3d.comm import Pending
+from megatron3d.layout import ParamSpec, Part
+from megatron3d.mesh import Axes, Mesh
+from megatron3d.zero import Block, Buffers, Sharding
+
+CPU = torch.device("cpu")
+MESH = Mesh((("pipeline", 1), ("replica", 1), ("data", 2), ("x", 2)))
+HYBRID = Mesh((("pipeline", 1), ("replica", 2), ("data", 2), ("x", 1)))
+
+
+class Echo:
+    """A communicator whose other ranks hold the same numbers; writes down when a transfer begins and ends."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.events: list[Any] = []
+
+    def _pending(self, what: str, axes: Axes, numel: int, result: Any) -> Pending:
+        live = self.mesh.nontrivial(axes)
+        if not live:
+            return Pending(result)
+        self.events.append((f"begin {what}", live, numel))
+
+        def finish() -> Tensor:
+            self.events.append((f"end {what}", live, numel))
+            total: Tensor = result()
+            return total
+
+        return Pending(finish)
+
+    def all_reduce(self, x: Tensor, axes: Axes) -> Pending:
+        return self._pending("sum", axes, x.numel(), lambda: x.mul_(self.mesh.size(axes)))
+
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        ranks = self.mesh.size(axes)
+        mine = x.chunk(ranks)[self.mesh.index(axes)] * ranks
+        return self._pending("scatter", axes, x.numel(), lambda: mine)
+
+    def fill(self, whole: Tensor, axes: Axes) -> Pending:
+        ranks = self.mesh.size(axes)
+        mine = whole.chunk(ranks)[self.mesh.index(axes)].clone()
+
+        def result() -> Tensor:
+            for part in whole.chunk(ranks):
+                part.copy_(mine)
+            return whole
+
+        return self._pending("gather", axes, whole.numel(), result)
+
+
+class Scale(nn.Module):
+    """x * weight, and a note when its forward and its backward begin."""
+
+    def __init__(self, size: int, name: str, events: list[Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, device="meta"))
+        self.name, self.events = name, events
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.events.append(f"forward of {self.name}")
+        y = x * self.weight
+        if y.requires_grad:
+            y.register_hook(lambda dy: self.events.append(f"backward of {self.name}"))
+        return y
+
+
+def spec(name: str, *shape: int, layout: tuple[Axes, ...] | None = None, **fields: Any) -> ParamSpec:
+    values = {"token_axes": ("replica", "data"), "layout": layout or ((),) * len(shape)} | fields
+    return ParamSpec((Part(name, shape, shape),), **values)
+
+
+def sharding(zero_stage: int) -> Sharding:
+    return Sharding.of_stage(zero_stage, ("data",))
+
+
+def chain(
+    count: int,
+    size: int,
+    zero_stage: int = 0,
+    mesh: Mesh = MESH,
+    bucket_bytes: float = 1,
+    dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
+) -> tuple[nn.Sequential, Buffers, Echo]:
+    """`count` scales, each a block whose backward needs its weight."""
+    comm: Any = Echo(mesh)
+    model = nn.Sequential(*(Scale(size, str(i), comm.events) for i in range(count)))
+    blocks = [Block(str(i), module, 0, in_backward=True) for i, module in enumerate(model)]
+    specs = {0: {f"{i}.weight": spec(str(i), size) for i in range(count)}}
+    shared = sharding(zero_stage)
+    return model, Buffers(model, specs, comm, dtype, CPU, bucket_bytes, shared, blocks, reduce_dtype), comm
+
+
+def parameters(count: int) -> nn.ParameterDict:
+    """Parameters without memory, named by their number."""
+    return nn.ParameterDict({str(i): nn.Parameter(torch.empty(0, device="meta")) for i in range(count)})
+
+
+def fill_main(buffers: Buffers, value: float) -> None:
+    """Every parameter becomes `value`, as far as this rank holds it, and the network is given it."""
+    for _, _, values in buffers.held("main"):
+        values.fill_(value)
+    buffers.publish()
