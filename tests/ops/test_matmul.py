@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron3d.comm import Comm, Pending
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.modes import MODES, build_mode
-from megatron3d.ops.matmul import linear
+from megatron3d.ops.matmul import Matmul, linear
 from megatron3d.plan import MatmulPlan
 from tests.pool import Pool
 from tests.shards import cut, error, every_group, normal, plan_comm, pretended_world
@@ -52,19 +52,18 @@ def cases() -> list[tuple[str, Mesh, MatmulPlan]]:
     return out + [(f"random plan {seed}: {random_plan(seed)}", MESH, random_plan(seed)) for seed in range(30)]
 
 
-def errors(plan: MatmulPlan, with_bias: bool, comm: Comm) -> dict[str, float]:
+def errors(matmul: Matmul, with_bias: bool) -> dict[str, float]:
     """Relative errors of Y and of the gradients, the latter summed as the gradient rule says."""
-    mesh = comm.mesh
+    plan, comm, mesh = matmul.plan, matmul.comm, matmul.comm.mesh
     x_MK, w_NK, b_N, dy_MN = normal(24, 40, seed=1), normal(56, 40, seed=2), normal(56, seed=3), normal(24, 56, seed=4)
     whole = [t.requires_grad_() for t in (x_MK, w_NK, b_N)]
     y_MN = F.linear(x_MK, w_NK, b_N if with_bias else None)
     y_MN.backward(dy_MN)
 
-    plan = plan.on(mesh)
     layouts = (plan.x_layout, plan.w_layout, plan.y_layout[1:])
     w_copies, b_copies = tuple(axis for axis in plan.m if axis not in plan.w), mesh.in_order(plan.y_layout[0])
     x, w, b = (cut(t.detach(), layout, mesh).requires_grad_() for t, layout in zip(whole, layouts, strict=True))
-    y = linear(x, w, b if with_bias else None, plan, comm)
+    y = matmul(x, w, b if with_bias else None)
     y.backward(cut(dy_MN, plan.y_layout, mesh))
     found = {"y": error(y, cut(y_MN.detach(), plan.y_layout, mesh))}
     sums: dict[str, tuple[Tensor, Axes]] = {"x": (x, ()), "w": (w, w_copies)} | (
@@ -81,7 +80,7 @@ def wrong(rank: int, world_size: int) -> list[str]:
     return [
         f"{name} on rank {rank}: {found}"
         for number, (name, mesh, plan) in enumerate(cases())
-        if not max((found := errors(plan, number % 3 != 0, comms[mesh])).values()) < 1e-13
+        if not max((found := errors(Matmul(plan.on(mesh), comms[mesh]), number % 3 != 0)).values()) < 1e-13
     ]
 
 
@@ -117,7 +116,7 @@ class Diary(TorchDispatchMode):
         self.comm, self.mesh, self.events = comm, comm.mesh, list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"):
+        if func.name() in ("aten::mm", "aten::addmm", "aten::addmm_", "mkldnn::_linear_pointwise"):
             self.events.append("multiply")
         return func(*args, **(kwargs or {}))
 
@@ -135,6 +134,9 @@ class Diary(TorchDispatchMode):
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         return self._note(f"scatter {'x'.join(axes)}", self.comm.reduce_scatter(x, axes, dim))
+
+    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
+        return self._note(f"sum {'x'.join(axes)}", self.comm.all_reduce(x, axes, op))
 
 
 def test_backward_communicates_beside_both_products() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron3d.comm import ProcessComm
 from megatron3d.mesh import Mesh
 from megatron3d.ops.matmul import linear
-from megatron3d.ops.product import product, uses_onednn
+from megatron3d.ops.product import add_product, product, uses_onednn
 from megatron3d.plan import MatmulPlan
 
 
@@ -50,3 +50,14 @@ def test_only_fp32_on_a_processor_leaves_torchs_path() -> None:
     assert not uses_onednn(torch.device("cpu"), torch.float64)
     assert not uses_onednn(torch.device("cpu"), torch.bfloat16)
     assert not uses_onednn(torch.device("meta"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_sums_of_products_of_slices_are_the_product(dtype: torch.dtype, tolerance: float) -> None:
+    """In bf16 as well as one product: the sum is kept in fp32.  Slices of columns are no contiguous memory."""
+    a, b = (torch.randn(size, 640, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (9, 5))
+    total = product(a[:, :10], b[:, :10])
+    for start in range(10, 640, 10):
+        total = add_product(total, a[:, start : start + 10], b[:, start : start + 10])
+    exact = a.double() @ b.double().T
+    assert (total.to(dtype).double() - exact).abs().max() < tolerance * exact.abs().max()
