@@ -1,4 +1,4 @@
-"""Fact: bf16 and fp16 train real text as fp32 does: over 200 iterations the loss of no 20 of them differs by over 1 %."""
+"""Fact: bf16 and fp16 train real text as fp32 does: over 200 iterations no loss (a mean of 20) is over 1 % away."""
 
 from __future__ import annotations
 
