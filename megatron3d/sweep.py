@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron3d.config.schema import ParallelConfig
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.plan import MatmulPlan, Move, moves, reductions
 
@@ -56,6 +57,17 @@ class Execution:
 
 
 AS_PLANNED = Execution()
+
+
+def execution_of(parallel: ParallelConfig) -> Execution:
+    """What a configuration asks for."""
+    return Execution(
+        parallel.tp_num_panels,
+        parallel.tp_comm_overlap_input_grad,
+        parallel.tp_comm_overlap_weight_grad,
+        parallel.tp_comm_overlap_weight_gather,
+        parallel.tp_keep_gathered_weights,
+    )
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,21 @@ class ParallelConfig(Section):
     num_distributed_optimizer_instances: int = Field(
         1, ge=1, description="groups of data-parallel ranks that each hold everything; ZeRO shares out inside of them"
     )
+    tp_comm_overlap_input_grad: bool = Field(
+        True, description="a linear's input gradient is reduced under the product of its weight's gradient"
+    )
+    tp_comm_overlap_weight_grad: bool = Field(
+        True, description="a linear's weight gradient is reduced under the backward of the next one"
+    )
+    tp_comm_overlap_weight_gather: bool = Field(
+        True, description="a linear's weight is gathered under the linear before, in forward and in backward"
+    )
+    tp_keep_gathered_weights: bool = Field(
+        False, description="weights that are gathered in forward stay for backward: fewer bytes move, more are held"
+    )
+    tp_num_panels: int = Field(
+        1, ge=1, description="pieces in which matmuls gather and reduce, each under the product of another; 1: whole"
+    )
 
 
 class TrainConfig(Section):

@@ -5,7 +5,7 @@ Letters: B sequences, S positions, M tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -18,15 +18,16 @@ from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.layout import ParamSpec
 from megatron3d.mesh import DATA, Axes, Mesh
-from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, LossHead, Norm, Pass, Target
+from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm, Pass, Target
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import rotary_tables
-from megatron3d.ops.overlap import WeightGrads
+from megatron3d.ops.overlap import GatheredWeight, WeightGrads, gather_ahead
 from megatron3d.ops.repeat import offloaded, repeated
 from megatron3d.plan import MatmulPlan, moves
 from megatron3d.recompute import KEEP_ALL, Recompute
+from megatron3d.sweep import AS_PLANNED, Execution
 from megatron3d.zero import Block
 
 
@@ -45,14 +46,16 @@ class GPT(nn.Module):
         pipeline: Pipeline,
         loss_chunk_tokens: int,
         recompute: Recompute = KEEP_ALL,
+        execution: Execution = AS_PLANNED,
     ) -> None:
         super().__init__()
         self.arch, self.mode, self.comm = arch, mode, comm
         rank = comm.mesh.coord("pipeline")
         self.stages: tuple[Stage, ...] = pipeline.mine(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, pipeline, rank)
-        self.weight_grads = WeightGrads() if pipeline.splits_backward else None
-        build = Build(arch, mode, comm, self.specs, self.weight_grads, recompute)
+        come_late = execution.overlap_weight_grad and bool(mode.expand.on(comm.mesh).w)
+        self.weight_grads = WeightGrads(come_late) if pipeline.splits_backward or come_late else None
+        build = Build(arch, mode, comm, self.specs, self.weight_grads, recompute, execution)
         self.recompute = recompute
         if self.stages[0].has_embedding:
             self.embedding = Embedding("embedding", build)
@@ -87,6 +90,27 @@ class GPT(nn.Module):
                 found.append(Block("final_norm", self.final_norm, index, in_backward=True))
                 found.append(Block(path, self.head, index, in_backward=False))
         return found
+
+    def _gathered_weights(self, stage: Stage) -> list[tuple[str, GatheredWeight]]:
+        """Block and weight of a stage's linears, in the order of the forward pass."""
+        linears = [
+            (f"layers.{n}", module)
+            for n in stage.layers
+            for module in self.layers[str(n)].modules()
+            if isinstance(module, Linear)
+        ]
+        return [(block, linear.gathered) for block, linear in linears if linear.gathered]
+
+    def gather_weights_ahead(self, make_whole: Callable[[str], None]) -> None:
+        """Gather each linear's weight under its neighbour; `make_whole` gives a block all parameters of this rank."""
+        for stage in self.stages:
+            gather_ahead([(weight, partial(make_whole, block)) for block, weight in self._gathered_weights(stage)])
+
+    def forget_gathered_weights(self) -> None:
+        """To be called when weights may have changed."""
+        for stage in self.stages:
+            for _, weight in self._gathered_weights(stage):
+                weight.forget()
 
     def zeros(self, *shape: int) -> Tensor:
         """What a rank without the last stage adds to a sum of losses or logits."""

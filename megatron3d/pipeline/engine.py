@@ -154,6 +154,8 @@ class Engine:
         assert mb is not None, f"{action} names no microbatch"
         x_MH, end = self._graphs.pop((stage, mb))
         torch.autograd.backward([end], [torch.ones_like(self._results[mb]) if dy is None else dy])
+        if self._weight_grads is not None:
+            self._weight_grads.flush()
         if x_MH is not None:
             assert x_MH.grad is not None, f"{action} gave its input no gradient"
             self._hand_on(action, x_MH.grad)
@@ -166,10 +168,11 @@ class Engine:
 
     @torch.no_grad()
     def _late_weight_grads(self, action: Action, _: None) -> None:
-        assert action.mb is not None, f"{action} names no microbatch"
+        assert self._weight_grads is not None and action.mb is not None, f"nothing puts off weight gradients: {action}"
         late = self._late.pop((action.stage, action.mb))[::-1]
         while late:
             late.pop()()
+        self._weight_grads.flush()
 
     def _hand_on(self, action: Action, x: Tensor) -> None:
         """To the SEND that follows, or to the neighbouring stage on this rank."""

@@ -65,6 +65,7 @@ class Flow:
         self, actions: Sequence[Action], passes: Sequence[Pass], reduce: Callable[[int], None] = lambda stage: None
     ) -> Engine:
         model, stages = self.model, self.pipeline.stages
+        model.forget_gathered_weights()
 
         def compute(stage: int, x_MH: Tensor | None, mb: int) -> Tensor:
             y: Tensor = model(stages[stage], x_MH, passes[mb])

@@ -23,6 +23,7 @@ from megatron3d.model.init import initialize
 from megatron3d.optim import Optimizer
 from megatron3d.precision import PRECISIONS, LossScale
 from megatron3d.recompute import recompute_of
+from megatron3d.sweep import execution_of
 from megatron3d.train.flow import Flow
 from megatron3d.zero import Buffers, Sharding
 
@@ -53,8 +54,8 @@ def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.de
     pipeline = make_pipeline(config, arch, comm.mesh)
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the host; use false, or a GPU")
-    recompute = recompute_of(config.train)
-    model = GPT(arch, tensor_mode(config.parallel), comm, pipeline, config.train.loss_chunk_tokens, recompute)
+    recompute, execution, mode = recompute_of(config.train), execution_of(config.parallel), tensor_mode(config.parallel)
+    model = GPT(arch, mode, comm, pipeline, config.train.loss_chunk_tokens, recompute, execution)
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,
@@ -70,5 +71,7 @@ def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.de
     for name, start, values in buffers.held("main"):
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
+    if execution.overlap_weight_gather:
+        model.gather_weights_ahead(buffers.make_whole)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale)
     return TrainState(model, buffers, optimizer, loss_scale, Flow(model, pipeline))

@@ -159,6 +159,11 @@ class Buffers:
         for flat in self._flats_of[path]:
             self._wait(flat)
 
+    def make_whole(self, path: str) -> None:
+        """Both."""
+        self.unshard(path)
+        self.wait(path)
+
     def reshard(self, path: str) -> None:
         """Forget what a block needed, where parameters are shared out."""
         for flat in self._flats_of[path] if self.sharding.params else ():
