@@ -94,7 +94,8 @@ def show_memory(run: Run, job: Job) -> None:
     needed = peak_memory_bytes(run.runtime.device) - run.baseline_bytes
     table = measured_table(job, run.state.model.comm, needed)
     if table:
-        print("\n".join(f"> {line}" for line in ("memory by arithmetic, and as measured in the first step:", *table)))
+        how = "tensors at most" if run.runtime.device.type != "cpu" else "what the whole process has grown by"
+        print("\n".join(f"> {line}" for line in (f"memory by arithmetic, and in the first step ({how}):", *table)))
 
 
 def record(run: Run) -> Recording | None:
