@@ -9,7 +9,9 @@ a collective.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -49,24 +51,18 @@ class Compiler:
         self.num_graphs, self.failures = 0, list[str]()
 
     def block(self, block: nn.Module) -> nn.Module:
-        """The same module, compiled at its second call; paths and parameters stay.
-
-        The first is as it was: what the module computes once and keeps would break the graph.
-        """
+        """The same module, compiled at its first call; paths and parameters stay."""
         import torch._dynamo.config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # where it would go on uncompiled with a mere warning
         for module in block.modules():
+            _compute_cached(module)
             if self._is_opaque(module):
                 self._keep_out(module)
         eager, compiled = block.forward, torch.compile(block.forward, backend=self._backend)
 
-        def first(*args: Any, **kwargs: Any) -> Any:
-            block.forward = later
-            return eager(*args, **kwargs)
-
-        def later(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 return compiled(*args, **kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -74,7 +70,7 @@ class Compiler:
                 block.forward = eager
             return eager(*args, **kwargs)
 
-        block.forward = first
+        block.forward = forward
         return block
 
     def _keep_out(self, module: nn.Module) -> None:
@@ -103,3 +99,11 @@ class Compiler:
             why = f" ({reason})" if self._rank == 0 else ""
             text = f"WARNING: rank {self._rank}: train.compile: a part of a layer is not compiled and runs slower{why}"
             print(text, flush=True)
+
+
+def _compute_cached(module: nn.Module) -> None:
+    """Have the cached properties of what a module holds: up to Python 3.11 computing one breaks the graph for good."""
+    for held in vars(module).values():
+        for name in dir(type(held)):
+            if isinstance(inspect.getattr_static(type(held), name), cached_property):
+                getattr(held, name)
