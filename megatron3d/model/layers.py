@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from megatron3d.ops.loss import Head, head_logits, head_loss
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import norm
 from megatron3d.ops.overlap import GatheredWeight, WeightGrads
+from megatron3d.ops.product import uses_onednn
 from megatron3d.ops.repeat import kept_as, repeated
 from megatron3d.plan import MatmulPlan
 from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
@@ -283,3 +285,17 @@ class LossHead(nn.Module):
         whole = head.comm.all_gather(head_logits(x_MH, w_VH, head), features, dim=1).wait()[:, : head.vocab_size]
         logits_BSV: Tensor = head.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, seq_length))
         return logits_BSV
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether a compiler leaves a module of a layer alone: it communicates, or does something else in every step."""
+    return any(isinstance(module, kind) and is_one(module) for kind, is_one in _OPAQUE.items())
+
+
+_OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
+    Linear: lambda m: not m.matmul.is_plain or uses_onednn(m.weight.device, m.weight.dtype),
+    Norm: lambda m: bool(m.axes),
+    HiddenDropout: lambda m: m.rate > 0,
+    Attention: lambda m: m.dropout > 0 or m.repeats_core or bool(m.heads.gather_axes),
+    MLP: lambda m: m.repeats_activation,
+}

@@ -47,12 +47,12 @@ class Matmul:
     ) -> None:
         self.plan, self.comm, self.execution, self.weight = plan, comm, execution, weight
         self.weight_grads = weight_grads or WeightGrads()
-        self._is_plain = not (plan.m or plan.k or plan.n or weight_grads)
+        self.is_plain = not (plan.m or plan.k or plan.n or weight_grads)
         self._sweeps: dict[tuple[Direction, int, int, int], Sweep] = {}
 
     def __call__(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Y[M, N] = X W^T + bias; every operand, and Y, as the plan stores them."""
-        if self._is_plain and not uses_onednn(x_MK.device, x_MK.dtype):
+        if self.is_plain and not uses_onednn(x_MK.device, x_MK.dtype):
             return F.linear(x_MK, w_NK, bias_N)
         y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self)
         return y_MN

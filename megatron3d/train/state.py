@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron3d.comm import Comm, ProcessComm
+from megatron3d.compile import Compiler
 from megatron3d.config.derive import (
     Architecture,
     architecture,
@@ -20,6 +21,7 @@ from megatron3d.errors import UserError
 from megatron3d.mesh import DATA
 from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
+from megatron3d.model.layers import is_opaque
 from megatron3d.optim import Optimizer
 from megatron3d.precision import PRECISIONS, LossScale
 from megatron3d.recompute import recompute_of
@@ -68,6 +70,10 @@ def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.de
         blocks=model.blocks(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
     )
+    if config.train.compile:
+        compiler = Compiler(comm.mesh.rank, is_opaque)
+        for layer in model.layers.values():
+            compiler.block(layer)
     for name, start, values in buffers.held("main"):
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()

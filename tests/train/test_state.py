@@ -1,0 +1,30 @@
+"""Fact: what the configuration asks of the layers reaches every one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron3d.config.schema import Config
+from megatron3d.errors import UserError
+from megatron3d.train.state import TrainState, build_state, connect
+
+MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+
+
+def build(**train: Any) -> TrainState:
+    config = Config.model_validate({"model": MODEL, "train": train})
+    return build_state(config, *connect(config, 61, 1, 0), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_each_layer_is_compiled_where_asked(compiled: bool) -> None:
+    layers = build(compile=compiled).model.layers.values()
+    assert ["forward" in vars(layer) for layer in layers] == [compiled] * 2
+
+
+def test_offloading_from_the_host_to_the_host_is_refused() -> None:
+    with pytest.raises(UserError, match="computes on the host; use false, or a GPU"):
+        build(cpu_offloading=True)
