@@ -24,9 +24,16 @@ from megatron3d.plan import MatmulPlan, moves
 from megatron3d.sweep import AS_PLANNED, Direction, Execution, Sweep, choose, stored_over
 
 
-def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: MatmulPlan, comm: Comm) -> Tensor:
-    """Y[M, N] = X W^T + bias under `plan`, which names no axis of size 1 (`MatmulPlan.on`), on its own."""
-    return Matmul(plan, comm)(x_MK, w_NK, bias_N)
+def linear(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None,
+    plan: MatmulPlan,
+    comm: Comm,
+    weight_grads: WeightGrads | None = None,
+) -> Tensor:
+    """Y[M, N] = X W^T + bias by a `Matmul` of its own."""
+    return Matmul(plan, comm, weight_grads=weight_grads)(x_MK, w_NK, bias_N)
 
 
 class Matmul:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from megatron3d.comm import Comm, Link, Pending
 from megatron3d.mesh import Axes, Mesh
-from megatron3d.ops.matmul import WeightGrads, linear
+from megatron3d.ops.matmul import linear
+from megatron3d.ops.overlap import WeightGrads
 from megatron3d.pipeline.actions import Action, Kind, Schedule, owners, predecessors, results
 from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
 from megatron3d.pipeline.lower import lower
