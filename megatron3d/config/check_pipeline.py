@@ -69,18 +69,41 @@ def _too_many(facts: Facts) -> str:
 
 
 def layout_problems(facts: Facts, where: Sequence[int]) -> Iterator[str]:
-    """Whether the layers of each stage are as many numbers as there are stages, with the sum of all layers."""
+    """Whether the layers of each stage are as many numbers as there are stages, with the sum of all layers, and leave
+    no rank without parameters."""
     layout, layers = facts.config.parallel.pipeline_model_parallel_layout, facts.config.model.num_layers
     assert layout is not None, "a layout that was not given has no problems"
-    vocab_size = facts.config.model.vocab_size or facts.vocab_size or 0
-    enough = divide(architecture(facts.config.model, vocab_size), len(where), where) if layers >= len(where) else None
-    example = show(enough or (*[1] * layers, *[0] * (len(where) - layers)))
+    between = sorted(set(where) - {where[0], where[-1]})
+    if len(between) > layers:
+        most = len(set(where)) - len(between) + layers
+        yield (
+            f"{facts.named(RANKS)}: {len(between)} ranks have neither the first nor the last stage, more than "
+            f"model.num_layers={layers}; use at most {most}, or model.num_layers {len(between)} or more"
+        )
+        return
+    example = show(_example(facts, where, between))
     if len(layout) != len(where):
         many = f"{len(layout)} number{'s' * (len(layout) != 1)} for {len(where)} stage{'s' * (len(where) != 1)}"
-        yield f"{facts.named(LAYOUT)}: {many} of model.num_layers={layers}; use such as {example}, or leave it out"
+        without = ", or leave it out" if layers >= len(where) else ""
+        yield f"{facts.named(LAYOUT)}: {many} of model.num_layers={layers}; use such as {example}{without}"
     elif sum(layout) != layers:
         total = " = ".join(dict.fromkeys(("+".join(map(str, layout)), str(sum(layout)))))
         yield f"{facts.named(LAYOUT)}: {total} is not model.num_layers={layers}; use such as {example}"
+    elif empty := [
+        rank for rank in between if not any(n for n, owner in zip(layout, where, strict=True) if owner == rank)
+    ]:
+        ranks = f"rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))}"
+        yield f"{facts.named(LAYOUT)}: {ranks} of the pipeline would hold no parameter; use such as {example}"
+
+
+def _example(facts: Facts, where: Sequence[int], between: Sequence[int]) -> tuple[int, ...]:
+    """Layers per stage that fit: by cost; fewer layers than stages go to the ranks `between` the ends first."""
+    layers, vocab_size = facts.config.model.num_layers, facts.config.model.vocab_size or facts.vocab_size or 0
+    if layers >= len(where):
+        return divide(architecture(facts.config.model, vocab_size), len(where), where)
+    needed = [where.index(rank) for rank in between]
+    chosen = [*needed, *(stage for stage in range(len(where)) if stage not in needed)][:layers]
+    return tuple(int(stage in chosen) for stage in range(len(where)))
 
 
 def file_problems(facts: Facts) -> Iterator[str]:

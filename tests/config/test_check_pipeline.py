@@ -77,7 +77,22 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {P: 8, LAYOUT: [6]},
         "parallel.pipeline_model_parallel_layout=[6]: 1 number for 8 stages of model.num_layers=6; use such as "
-        "[1,1,1,1,1,1,0,0], or leave it out",
+        "[0,1,1,1,1,1,1,0]",
+    ),
+    (
+        {P: 4, LAYOUT: [3, 0, 0, 3]},
+        "parallel.pipeline_model_parallel_layout=[3,0,0,3]: ranks 1, 2 of the pipeline would hold no parameter; use "
+        "such as [1,1,2,2]",
+    ),
+    (
+        {P: 3, SCHEDULE: "interleaved", LAYOUT: [2, 0, 2, 0, 0, 2]},
+        "parallel.pipeline_model_parallel_layout=[2,0,2,0,0,2]: rank 1 of the pipeline would hold no parameter; use "
+        "such as [1,1,1,1,1,1]",
+    ),
+    (
+        {P: 9, LAYOUT: [0, 1, 1, 1, 1, 1, 1, 0, 0]},
+        "parallel.pipeline_model_parallel_size=9: 7 ranks have neither the first nor the last stage, more than "
+        "model.num_layers=6; use at most 8, or model.num_layers 7 or more",
     ),
     (
         {P: 2, LAYOUT: [3, 4]},
