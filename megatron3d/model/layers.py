@@ -267,10 +267,8 @@ class LossHead(nn.Module):
         super().__init__()
         arch, plan = build.arch, build.plan(build.mode.expand)
         self.weight = build.optional(f"{name}.weight")
-        self.inner, self.head = (
-            build.mode.inner,
-            Head(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk_tokens),
-        )
+        self.inner = build.mode.inner
+        self.head = Head(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk_tokens)
 
     def forward(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
         """My share of the loss: the sum over my tokens divided by the target's; without a target the logits."""
