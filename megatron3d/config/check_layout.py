@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron3d.config.architecture import architecture
+from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.derive import SEQUENCE_PARALLEL
 from megatron3d.config.document import show
 from megatron3d.config.facts import Facts, describe_mode, near_divisors, near_multiples
-from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
 from megatron3d.mesh import Axes
 from megatron3d.modes import MODES
@@ -63,12 +62,11 @@ class Dimension:
     splits: tuple[Axes, ...]
 
 
-def feature_dimensions(config: Config, mode: Mode) -> Iterator[Dimension]:
+def feature_dimensions(arch: Architecture, mode: Mode) -> Iterator[Dimension]:
     """Features that the mode splits; heads stay whole in the inner stream and in the matrix that leads to it.
 
     Key/value groups need not: fewer of them than ranks that split heads are gathered where they are used.
     """
-    arch = architecture(config.model, vocab_size=1)
     up, down, embed = mode.expand, mode.contract, mode.embed
     hidden = (up.x_layout[1], up.w_layout[1], down.w_layout[0], down.y_layout[1], embed.w_layout[0], embed.y_layout[1])
     into, out_of = (up.w_layout[0], up.y_layout[1]), (down.x_layout[1], down.w_layout[1])
@@ -86,7 +84,7 @@ def feature_dimensions(config: Config, mode: Mode) -> Iterator[Dimension]:
 def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     """Every feature dimension that some axes do not divide."""
     given = facts.config.parallel.tensor_parallel_shape is not None or len(mode.axes) == 1
-    for dimension in feature_dimensions(facts.config, mode):
+    for dimension in feature_dimensions(architecture(facts.config.model, vocab_size=1), mode):
         for axes in _smallest_failing(mode, dimension):
             size, names = _size(mode, axes), "*".join(axes)
             lead = "" if given else "a parallel.tensor_parallel_shape with "

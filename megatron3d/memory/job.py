@@ -8,39 +8,14 @@ from dataclasses import dataclass, replace
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline, make_pipeline, tensor_mode
 from megatron3d.config.schema import Config
-from megatron3d.memory.work import KEEP_ALL, KERNELS, Kernels, Recompute, Work
+from megatron3d.memory.work import KERNELS, Kernels, Work
 from megatron3d.mesh import Mesh
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
+from megatron3d.recompute import KEEP_ALL, Recompute
 
 ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-
-
-@dataclass(frozen=True)
-class Zero:
-    """What the data axis splits: 0 nothing, 1 optimizer state and main weights, 2 gradients too, 3 weights too.
-
-    `group` neighbouring ranks of the axis split it among themselves, and groups are copies; None: the whole axis.
-    """
-
-    stage: int = 0
-    group: int | None = None
-
-    def __post_init__(self) -> None:
-        assert self.stage in range(4), f"ZeRO stage {self.stage} is none of 0, 1, 2 and 3"
-
-    def split(self, mesh: Mesh) -> Mesh:
-        """The mesh with the data axis in two: `groups`, and `data` inside one of them."""
-        data = mesh.sizes["data"]
-        group = data if self.group is None else self.group
-        assert data % group == 0, f"groups of {group} do not divide {data} data-parallel ranks"
-        axes = [pair for name, size in mesh.axes for pair in _split_axis(name, size, group)]
-        return Mesh(tuple(axes), mesh.rank)
-
-
-def _split_axis(name: str, size: int, group: int) -> list[tuple[str, int]]:
-    return [("groups", size // group), (name, group)] if name == "data" else [(name, size)]
 
 
 @dataclass(frozen=True)
@@ -51,6 +26,8 @@ class Job:
         schedule: name of the pipeline's schedule.
         lowered: what its ranks execute.
         moment_itemsizes: bytes of each of AdamW's two averages.
+        zero_stage: what the data axis shares out: 0 nothing, 1 optimizer state and main weights, 2 gradients too, 3
+            weights too.
     """
 
     work: Work
@@ -60,7 +37,7 @@ class Job:
     moment_itemsizes: tuple[int, int]
     loss_chunk_tokens: int
     bucket_bytes: float
-    zero: Zero = Zero()
+    zero_stage: int = 0
 
     def at(self, rank: int) -> Job:
         """The same on another rank."""
@@ -86,6 +63,15 @@ class Job:
         return self.lowered[self.coord]
 
     @property
+    def zero_ranks(self) -> int:
+        """Among how many ranks something is shared out."""
+        return self.work.mesh.sizes["data"] if self.zero_stage else 1
+
+    def shares(self, stage: int) -> bool:
+        """Whether what a stage of ZeRO shares out is shared out."""
+        return self.zero_stage >= stage and self.zero_ranks > 1
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of a step."""
         return len({action.mb for action in self.pipeline.schedule[self.coord]})
@@ -95,18 +81,18 @@ def make_job(
     config: Config,
     arch: Architecture,
     mesh: Mesh,
-    zero: Zero = Zero(),
     recompute: Recompute = KEEP_ALL,
     kernels: Kernels = KERNELS["cpu"],
 ) -> Job:
     """The job of a valid configuration on a rank."""
-    train, optimizer = config.train, config.optimizer
+    parallel, train, optimizer = config.parallel, config.train, config.optimizer
     itemsize = ITEMSIZES[train.precision]
-    work = Work(arch, tensor_mode(config.parallel), mesh, train.micro_batch_size, itemsize, recompute, kernels)
+    work = Work(arch, tensor_mode(parallel), mesh, train.micro_batch_size, itemsize, recompute, kernels)
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     first, second = (work.wide if name is None else ITEMSIZES[name] for name in moments)
     pipeline = make_pipeline(config, arch, mesh)
     bucket_bytes = train.bucket_mb * 2**20
-    schedule = config.parallel.pipeline_schedule
-    lowered = lower(pipeline.schedule)
-    return Job(work, pipeline, schedule, lowered, (first, second), train.loss_chunk_tokens, bucket_bytes, zero)
+    name, lowered = parallel.pipeline_schedule, lower(pipeline.schedule)
+    return Job(
+        work, pipeline, name, lowered, (first, second), train.loss_chunk_tokens, bucket_bytes, parallel.zero_stage
+    )

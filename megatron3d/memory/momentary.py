@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from megatron3d.memory.activations import layer_activations, recomputed_activations
 from megatron3d.memory.job import Job
-from megatron3d.memory.work import KEEP_ALL, Work
+from megatron3d.memory.work import Work
 from megatron3d.plan import MatmulPlan
+from megatron3d.recompute import KEEP_ALL
 
 # `ops/dropout.py` hashes indices in int64, three of them at one time for each element.
 _HASH_BYTES = 24
@@ -112,7 +113,8 @@ def head_moment(job: Job) -> int:
     """
     work, size = job.work, job.work.itemsize
     mesh, plan = work.mesh, work.mode.expand.on(work.mesh)
-    chunk = chunk_tokens(job)
+    rows, gathered = chunk_rows(job)
+    chunk = rows * gathered
     vocabulary, features = work.part(work.arch.padded_vocab_size, plan.n), work.part(work.arch.hidden_size, plan.k)
     logits = chunk * vocabulary // mesh.size(plan.dy)
     narrow = logits * size if size < work.wide else 0
@@ -121,12 +123,13 @@ def head_moment(job: Job) -> int:
     gathered_w = weights * size if plan.w else 0
     gathered_x = chunk * features * size if plan.x else 0
     gradients = logits * work.wide + max(narrow, gathered_dy)
-    sums = weights * (size + work.wide) + chunk * features * size
-    return work.residual + gathered_w + gathered_x + gradients + sums
+    is_first_sum = rows == work.tokens and not narrow
+    dw = weights * (work.wide if is_first_sum else size + work.wide)
+    return work.residual + gathered_w + gathered_x + gradients + dw + chunk * features * size
 
 
-def chunk_tokens(job: Job) -> int:
-    """Tokens whose logits this rank computes at one time, as `ops/loss.py` divides them."""
+def chunk_rows(job: Job) -> tuple[int, int]:
+    """Rows of a chunk of mine, as `ops/loss.py` divides them, and the ranks whose rows are gathered beside them."""
     work = job.work
     plan = work.mode.expand.on(work.mesh)
     gathered, scattered = (
@@ -134,7 +137,7 @@ def chunk_tokens(job: Job) -> int:
     )
     unit = scattered // math.gcd(gathered, scattered)
     rows = max(job.loss_chunk_tokens // (gathered * unit), 1) * unit
-    return min(rows, work.tokens) * gathered
+    return min(rows, work.tokens), gathered
 
 
 def embedding_moment(work: Work) -> int:

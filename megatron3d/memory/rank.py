@@ -9,9 +9,11 @@ when most microbatches are in flight.  What the allocator and libraries hold on 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 
+from megatron3d.layout import ParamSpec, num_copies
 from megatron3d.memory.activations import (
     embedding_activations,
     head_activations,
@@ -22,8 +24,7 @@ from megatron3d.memory.activations import (
 )
 from megatron3d.memory.job import Job
 from megatron3d.memory.momentary import embedding_moment, head_moment, layer_moments
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.model.params import DATA, stage_specs
+from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind, kept, owners
 
@@ -59,36 +60,50 @@ class Memory:
 
 def rank_memory(job: Job) -> Memory:
     """Of the rank at which the job's mesh is seen."""
-    work, zero = job.work, job.zero
-    whole, split = num_params(job, work.mesh, ()), num_params(job, zero.split(work.mesh), DATA)
-    main, gradients, weights = (split if zero.stage >= stage else whole for stage in (1, 2, 3))
+    work, ranks = job.work, job.zero_ranks
+    is_narrow = work.itemsize < work.wide
+    mine = sum(-(-size // ranks) for size in flat_sizes(job))
     activations, shards = held(job)
+    between_steps = (0 if is_narrow else mine) if job.shares(3) else ranks * mine
     return Memory(
-        weights=weights * work.itemsize,
-        main_weights=main * work.wide if work.itemsize < work.wide else 0,
-        gradients=gradients * work.wide,
-        optimizer=main * sum(job.moment_itemsizes),
+        weights=between_steps * work.itemsize,
+        main_weights=mine * work.wide if is_narrow else 0,
+        gradients=(mine if job.shares(2) else ranks * mine) * work.wide,
+        optimizer=mine * sum(job.moment_itemsizes),
         activations=activations,
         buffers=shards + sum(buffers(job).values()),
-        moments=moments(job) | _update(job, main, activations + shards),
+        moments=moments(job) | _update(job, activations + shards),
     )
 
 
-def num_params(job: Job, mesh: Mesh, also: Axes) -> int:
-    """Parameters that the rank holds when axes `also` split them further, along their first dimension."""
-    return sum(sum(sizes.values()) for sizes in _param_sizes(job, mesh, also).values())
+def flat_sizes(job: Job) -> list[int]:
+    """Elements of each flat piece of memory that my parameters lie in, which ZeRO cuts into equal parts and pads.
+
+    Parameters that are reduced alike share pieces of at least a bucket, or with ZeRO 3 of a block of the network.
+    """
+    mesh, is_by_block = job.work.mesh, job.shares(3)
+    others = tuple(axis for axis in mesh.names if axis != "pipeline")
+    least = math.inf if is_by_block else job.bucket_bytes / job.work.wide
+    groups: dict[object, list[int]] = {}
+    for block, stage, spec in _params(job):
+        alike = spec.reduce_axes(mesh), num_copies(spec.layout, mesh, others), spec.decay, spec.holders
+        groups.setdefault((alike, stage, block if is_by_block else ""), []).append(math.prod(spec.local_shape(mesh)))
+    return [size for sizes in groups.values() for size in _runs(sizes, least)]
 
 
-def _param_sizes(job: Job, mesh: Mesh, also: Axes = ()) -> dict[str, dict[str, int]]:
-    """Elements of each of my parameters by block (`layers.3`, `embedding`, ...) and path."""
-    blocks: dict[str, dict[str, int]] = {}
-    for specs in stage_specs(job.work.arch, job.work.mode, job.pipeline, job.coord).values():
+def _runs(sizes: list[int], least: float) -> list[int]:
+    """Sums of neighbours of at least `least`, closed from the end, where backward begins."""
+    sums = [0]
+    for size in reversed(sizes):
+        sums = [*sums, size] if sums[-1] >= least else [*sums[:-1], sums[-1] + size]
+    return sums
+
+
+def _params(job: Job) -> Iterator[tuple[str, int, ParamSpec]]:
+    """Block (`layers.3`, `embedding`, ...), stage and spec of each of my parameters."""
+    for stage, specs in stage_specs(job.work.arch, job.work.mode, job.pipeline, job.coord).items():
         for path, spec in specs.items():
-            first, *rest = spec.layout
-            shape = replace(spec, layout=((*first, *also), *rest)).local_shape(mesh)
-            block = ".".join(path.split(".")[:2]) if path.startswith("layers.") else path.partition(".")[0]
-            blocks.setdefault(block, {})[path] = math.prod(shape)
-    return blocks
+            yield ".".join(path.split(".")[: 2 if path.startswith("layers.") else 1]), stage, spec
 
 
 def stage_activations(job: Job, stage: Stage) -> int:
@@ -136,22 +151,22 @@ def held(job: Job) -> tuple[int, int]:
 
 
 def buffers(job: Job) -> dict[str, int]:
-    """Bytes of what is there all the time: the step's tokens, rotary tables, and what ZeRO brings together.
-
-    ZeRO 2 and 3 have two buckets of gradients at a time (one is filled while one is reduced), ZeRO 3 two whole blocks.
-    """
-    work, stage = job.work, job.zero.stage
+    """Bytes of what is there all the time: the step's tokens, rotary tables, and where weights are shared out two whole
+    blocks, one that computes and one that is gathered."""
+    work = job.work
     sequences = work.part(work.micro_batch_size, work.mode.batch_axes)
-    blocks = _param_sizes(job, work.mesh)
-    every = [size for sizes in blocks.values() for size in sizes.values()]
-    bucket = job.bucket_bytes + max(every, default=0) * work.wide
-    found = {
+    blocks = Counter[str]()
+    for block, _, spec in _params(job):
+        blocks[block] += math.prod(spec.local_shape(work.mesh))
+    return {
         "tokens": job.num_microbatches * sequences * work.arch.seq_length * _TOKEN_BYTES,
         "rotary tables": total(rotary_tables(work)),
-        "buckets of gradients": round(min(2 * bucket, sum(every) * work.wide)) if stage >= 2 else 0,
-        "whole blocks": sum(sorted(sum(sizes.values()) for sizes in blocks.values())[-2:]) * work.itemsize,
+        "whole blocks": _largest(2, blocks.values()) * work.itemsize if job.shares(3) else 0,
     }
-    return found if stage >= 3 else found | {"whole blocks": 0}
+
+
+def _largest(count: int, sizes: Iterable[int]) -> int:
+    return sum(sorted(sizes)[-count:])
 
 
 def waiting(job: Job) -> list[int]:
@@ -180,18 +195,25 @@ def _consumed(action: Action, num_stages: int) -> int:
 
 
 def moments(job: Job) -> dict[str, int]:
-    """Bytes of every moment on this rank by its name."""
-    work, stages = job.work, job.stages
+    """Bytes of every moment on this rank by its name.
+
+    Where gradients are shared out they are whole for a moment: the head's while the loss is computed; under backward
+    three pieces, one that is filled and two that are reduced.
+    """
+    work, stages, sizes = job.work, job.stages, flat_sizes(job)
     found = layer_moments(work) if any(stage.layers for stage in stages) else {}
     if any(stage.has_embedding for stage in stages):
         found["backward of the embedding"] = embedding_moment(work)
+    if job.shares(2):
+        found = {name: size + _largest(3, sizes) * work.wide for name, size in found.items()}
     if any(stage.has_head for stage in stages):
-        found["head and loss"] = head_moment(job)
+        found["head and loss"] = head_moment(job) + (_largest(1, sizes) * work.wide if job.shares(2) else 0)
     return found
 
 
-def _update(job: Job, num_main: int, is_over: int) -> dict[str, int]:
+def _update(job: Job, is_over: int) -> dict[str, int]:
     """AdamW's update with moments narrower than the weights, in pieces; what flowed through the pipeline is over."""
     if min(job.moment_itemsizes) == job.work.wide:
         return {}
-    return {"update": _UPDATE_BYTES * min(job.work.kernels.update_piece, num_main) - is_over}
+    piece = min(job.work.kernels.update_piece, -(-max(flat_sizes(job)) // job.zero_ranks))
+    return {"update": _UPDATE_BYTES * piece - is_over}

@@ -1,0 +1,163 @@
+"""What to change when memory does not suffice: each change with the bytes that it saves, the cheapest first.
+
+A change is the closed form of the changed job, not a rule of thumb.  Its price is the time that it adds to a step, as a
+part of it: operations that are done again, or a larger bubble, by arithmetic.  Changes that move other bytes or make
+smaller kernels have a nominal price, which only puts them in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron3d.config.architecture import Architecture
+from megatron3d.config.check_layout import feature_dimensions
+from megatron3d.config.derive import Pipeline, vocab_multiple
+from megatron3d.memory.job import Job
+from megatron3d.memory.rank import rank_memory
+from megatron3d.memory.work import Work
+from megatron3d.model.count import flops_per_token
+from megatron3d.model.stages import divide, layer_flops, make_stages, stage_flops
+from megatron3d.modes import MODES, build_mode
+from megatron3d.pipeline.actions import Kind, owners
+from megatron3d.pipeline.lower import lower
+from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
+from megatron3d.pipeline.simulate import Timeline, num_virtual, run
+from megatron3d.recompute import CORE_ATTN, MODULES, Recompute
+
+# Nominal prices.
+_FORM, _SHARE_STATE, _SHARE_GRADIENTS, _ELEMENTWISE, _SMALLER_KERNELS, _SHARE_WEIGHTS = (
+    0.0,
+    0.001,
+    0.01,
+    0.01,
+    0.04,
+    0.05,
+)
+
+# The least part of a rank's memory that is worth naming.
+_WORTH = 0.01
+
+Candidates = Iterator[tuple[str, float, Job]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that need less memory on a rank.
+
+    Attributes:
+        settings: as they are written on the command line.
+        price: of a step's time; only an order where it is nominal.
+        saves: bytes.
+        total: bytes that the rank then needs.
+    """
+
+    settings: str
+    price: float
+    saves: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.settings}: {self.saves / 2**20:,.0f} MiB less, {self.total / 2**20:,.0f} MiB on this rank"
+
+
+def cheaper(job: Job, missing: int = 0, count: int = 3) -> list[Change]:
+    """The cheapest changes, each of another kind: those that alone save `missing` bytes on the job's rank, by price;
+    then, where these are too few, those that save most."""
+    now = rank_memory(job).total
+
+    def order(change: Change) -> tuple[bool, float]:
+        return change.saves < missing, -change.saves if change.saves < missing else change.price
+
+    best = []
+    for candidates in (_recomputations, _zero_stages, _forms, _smaller_micro_batches, _schedules):
+        evaluated = [(settings, price, rank_memory(changed).total) for settings, price, changed in candidates(job)]
+        changes = [Change(settings, price, now - total, total) for settings, price, total in evaluated]
+        best += sorted((change for change in changes if change.saves >= _WORTH * now), key=order)[:1]
+    return sorted(best, key=order)[:count]
+
+
+def _recomputations(job: Job) -> Candidates:
+    arch, now = job.work.arch, job.work.recompute
+    whole = flops_per_token(arch)
+    forward = arch.num_layers * layer_flops(arch)[Kind.F] / whole
+    core = arch.num_layers * 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length / whole
+    selective = f"train.recompute_granularity=selective train.recompute_modules=[{', '.join(MODULES)}]"
+    steps = (
+        ("train.recompute_granularity=selective", core, Recompute("selective", frozenset({CORE_ATTN}))),
+        (selective, core + _ELEMENTWISE, Recompute("selective", frozenset(MODULES))),
+        ("train.recompute_granularity=full", forward, Recompute("full")),
+    )
+    for settings, price, recompute in steps:
+        if recompute != now:
+            yield settings, price, replace(job, work=replace(job.work, recompute=recompute))
+
+
+def _zero_stages(job: Job) -> Candidates:
+    prices = {1: _SHARE_STATE, 2: _SHARE_GRADIENTS, 3: _SHARE_WEIGHTS}
+    for stage, price in prices.items():
+        if stage > job.zero_stage:
+            yield f"parallel.zero_stage={stage}", price, replace(job, zero_stage=stage)
+
+
+def _forms(job: Job) -> Candidates:
+    """Other forms of the tensor-parallel mode at the same shape, such as sequence parallelism."""
+    mode = job.work.mode
+    shape = tuple(size for _, size in mode.axes)
+    for form in MODES[mode.name].forms:
+        other = build_mode(mode.name, form, shape)
+        changed = replace(job.work, mode=other)
+        if other != mode and fits(changed):
+            yield f"parallel.tensor_parallel_form={form}", _FORM, replace(job, work=changed)
+
+
+def _smaller_micro_batches(job: Job) -> Candidates:
+    size = job.work.micro_batch_size
+    changed = replace(job.work, micro_batch_size=size // 2)
+    if size % 2 == 0 and fits(changed) and job.schedule != FILE:
+        smaller = with_schedule(replace(job, work=changed), job.schedule, 2 * job.num_microbatches)
+        yield f"train.micro_batch_size={size // 2}", _SMALLER_KERNELS, smaller
+
+
+def _schedules(job: Job) -> Candidates:
+    if job.pipeline.num_ranks == 1:
+        return
+    now = makespan(job.pipeline, job.work.arch)
+    for name, entry in SCHEDULES.items():
+        if name != job.schedule and job.pipeline.num_ranks * entry.min_virtual <= job.work.arch.num_layers:
+            other = with_schedule(job, name, job.num_microbatches)
+            price = makespan(other.pipeline, job.work.arch) / now - 1
+            yield f"parallel.pipeline_schedule={name}", price, other
+
+
+def with_schedule(job: Job, name: str, num_microbatches: int) -> Job:
+    """The job under a schedule of this name; layers are divided anew where it has another number of stages."""
+    ranks, entry = job.pipeline.num_ranks, SCHEDULES[name]
+    virtual = num_virtual(job.pipeline.schedule)
+    takes = entry.min_virtual <= virtual <= (entry.max_virtual or virtual)
+    schedule = build_schedule(name, ranks, num_microbatches, virtual if takes else None)
+    where = tuple(owners(schedule).values())
+    counts = tuple(len(stage.layers) for stage in job.pipeline.stages)
+    if where != job.pipeline.owners:
+        counts = divide(job.work.arch, len(where), where)
+    return replace(job, pipeline=Pipeline(make_stages(counts), schedule, where), schedule=name, lowered=lower(schedule))
+
+
+def makespan(pipeline: Pipeline, arch: Architecture) -> float:
+    """Time of a step's computations in operations of the busiest rank, transfers being free."""
+    flops = [stage_flops(arch, stage) for stage in pipeline.stages]
+    spans = run(pipeline.schedule, lambda action: flops[action.stage][action.kind], 0.0)
+    return Timeline(tuple(spans)).makespan
+
+
+def fits(work: Work) -> bool:
+    """Whether the mode's axes divide all that they split."""
+    mode, mesh = work.mode, work.mesh
+    plans = (mode.expand, mode.contract, mode.embed)
+    tokens = [mesh.size(layout[0]) for plan in plans for layout in (plan.x_layout, plan.y_layout)]
+    return (
+        work.micro_batch_size % mesh.size(mode.inner[0]) == 0
+        and all(work.num_tokens % ranks == 0 for ranks in tokens)
+        and all(d.size % mesh.size(axes) == 0 for d in feature_dimensions(work.arch, mode) for axes in d.splits)
+        and work.arch.padded_vocab_size % vocab_multiple(mode) == 0
+    )

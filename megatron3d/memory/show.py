@@ -1,0 +1,103 @@
+"""The closed forms as text: a line per stage of the pipeline at the start, a line per rank beside what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from megatron3d.memory.job import Job
+from megatron3d.memory.rank import Memory, in_flight, rank_memory, stage_activations
+from megatron3d.model.params import stage_specs
+from megatron3d.model.stages import Stage, stage_flops
+from megatron3d.pipeline.actions import Kind
+
+BYTES: Mapping[str, float] = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+OPERATIONS: Mapping[str, float] = {"MFLOP": 1e6, "GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}
+
+
+def unit_for(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
+    """The largest unit of which there are at least ten, or the smallest one."""
+    fitting = [(name, size) for name, size in units.items() if largest >= 10 * size]
+    return fitting[-1] if fitting else next(iter(units.items()))
+
+
+def lines_of(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines of equally wide columns, the last column to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+
+
+def stage_table(job: Job) -> list[str]:
+    """What each stage is, does for a microbatch over all its ranks, and keeps on the rank at this place of the mesh.
+
+    Activations are what a microbatch keeps times the microbatches that are in flight when most is kept.
+    """
+    stages, tokens = job.pipeline.stages, job.work.num_tokens
+    ranks = [job.on_pipeline_rank(coord) for coord in range(job.pipeline.num_ranks)]
+    counts = {stage: count for rank in ranks for stage, count in in_flight(rank).items()}
+    mine = [ranks[job.pipeline.owners[stage.index]] for stage in stages]
+    flops = [sum(stage_flops(job.work.arch, stage)[kind] for kind in (Kind.F, Kind.B)) * tokens for stage in stages]
+    each = [stage_activations(rank, stage) for rank, stage in zip(mine, stages, strict=True)]
+    held = [counts[stage.index] * size for stage, size in zip(stages, each, strict=True)]
+    operations, per_operation = unit_for(max(flops), OPERATIONS)
+    name, size = unit_for(max(held), BYTES)
+    header = (
+        "stage",
+        "rank",
+        "layers",
+        "parameters",
+        f"{operations}/microbatch",
+        "in flight",
+        f"x {name}",
+        f"= {name}",
+        "",
+    )
+    rows = [
+        (
+            str(stage.index),
+            str(job.pipeline.owners[stage.index]),
+            str(len(stage.layers)),
+            f"{num_parameters(rank, stage):,}",
+            f"{flop / per_operation:,.1f}",
+            f"{counts[stage.index]:.3g}",
+            f"{one / size:,.1f}",
+            f"{all_of_them / size:,.1f}",
+            describe(stage),
+        )
+        for stage, rank, flop, one, all_of_them in zip(stages, mine, flops, each, held, strict=True)
+    ]
+    return lines_of([header, *rows])
+
+
+def describe(stage: Stage) -> str:
+    """What is in a stage."""
+    ends = stage.layers.start, stage.layers.stop - 1
+    runs = {0: [], 1: [f"layer {ends[0]}"]}.get(len(stage.layers), [f"layers {ends[0]} to {ends[1]}"])
+    return ", ".join(["embedding"] * stage.has_embedding + runs + ["head"] * stage.has_head)
+
+
+def num_parameters(job: Job, stage: Stage) -> int:
+    """Parameters of one of my stages over all ranks that share it, without padding."""
+    specs = stage_specs(job.work.arch, job.work.mode, job.pipeline, job.coord)[stage.index]
+    return sum(math.prod(part.shape) for spec in specs.values() for part in spec.parts)
+
+
+def memory_table(job: Job, measured: Sequence[int] | None = None) -> list[str]:
+    """Memory of the rank at this place in each part of the pipeline by category, and what it needed at most.
+
+    `measured` are the most bytes of tensors by pipeline rank, once a step has been made.
+    """
+    memories = [rank_memory(job.on_pipeline_rank(coord)) for coord in range(job.pipeline.num_ranks)]
+    name, size = unit_for(max(memory.total for memory in memories), BYTES)
+    header = ("rank", *memories[0].categories, f"total {name}", "measured", "largest moment")
+    rows = []
+    for coord, memory in enumerate(memories):
+        cells = [f"{value / size:,.1f}" for value in (*memory.categories.values(), memory.total)]
+        found = "-" if measured is None else f"{measured[coord] / size:,.1f}"
+        rows.append((str(coord), *cells, found, largest_moment(memory)))
+    return lines_of([header, *rows])
+
+
+def largest_moment(memory: Memory) -> str:
+    """The moment that needs most."""
+    return max(memory.moments, key=lambda name: memory.moments[name], default="")
