@@ -139,6 +139,18 @@ def traffic(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int)
     return forward + backward
 
 
+def crossing(stored: Layout, copies: Axes, mesh: Mesh, m: int, n: int, itemsize: int) -> list[Traffic]:
+    """Closed form of X[m, n] on its way to another rank of the pipeline, and back from it as a gradient.
+
+    Ranks along `copies` hold the same shard, send a part of it each, and join the parts at the other end (Narayanan et
+    al. 2021, arXiv:2104.04473, section 4.1); parts that do not come out even are filled up.
+    """
+    ranks = mesh.size(copies)
+    part = -(-m * n // (mesh.size(sum(stored, ())) * ranks)) * itemsize
+    sent = Traffic("send", ("pipeline",), part)
+    return [sent, Traffic("all_gather", mesh.nontrivial(copies), part * (ranks - 1))] if ranks > 1 else [sent]
+
+
 def _gathers(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Traffic]:
     """All-gathers that end at `whole_bytes`; the axes that were split last are gathered first."""
     out = []

@@ -1,19 +1,36 @@
 """Fact: what every mode's matmuls really move, forward and backward, is their closed form: the same collectives over
-the same axes with the same bytes, on real ranks and on any rank of a world that only pretends to exist.
+the same axes with the same bytes, on real ranks and on any rank of a world that only pretends to exist; and so is what
+a pipeline moves from stage to stage, whatever the mode and the schedule.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import given
 
 from megatron3d.comm import ProcessComm
+from megatron3d.config.check import check
+from megatron3d.config.schema import Config
+from megatron3d.data.loader import Loader
 from megatron3d.layout import box, box_shape
 from megatron3d.mesh import Mesh
 from megatron3d.modes import MODES, build_mode
 from megatron3d.ops.matmul import linear
-from megatron3d.plan import MatmulPlan, Traffic, traffic
+from megatron3d.pipeline.actions import RECEIVES, SENDS, Schedule, forwards, owners
+from megatron3d.pipeline.lower import crossings, lower
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.plan import MatmulPlan, Traffic, crossing, traffic
 from megatron3d.record import Recorder
+from megatron3d.train.evaluate import evaluate
+from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.step import Settings, train_step
+from megatron3d.verify import RandomSamples
+from tests.pipeline.test_lower import schedules
+from tests.pipeline.toy import HIDDEN, Pipeline, process_comm
 from tests.pool import Pool
 from tests.shards import plan_comm, pretended_world
 
@@ -106,3 +123,83 @@ def test_a_ring_sends_all_but_its_own_part() -> None:
         recorder.reduce_scatter(torch.ones(6), ("x",), 0).wait()
         recorder.all_reduce(torch.ones(6), ("x",)).wait()
     assert [call.wire_bytes for call in recorder.calls] == [16, 16, 32]
+
+
+def pipelined(place: int, mode: str, form: str) -> Config:
+    """A model of 8 layers in every schedule in turn, on 4 x 2 x 8 ranks."""
+    name = list(SCHEDULES)[place % len(SCHEDULES)]
+    model = {"num_layers": 8, "hidden_size": 48, "num_attention_heads": 8, "seq_length": 8}
+    parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_model_parallel_size": 8}
+    pipeline = {"pipeline_model_parallel_size": 4, "pipeline_schedule": name}
+    train = {"micro_batch_size": 8, "global_batch_size": 80, "precision": "bf16"}
+    sections = {"model": model, "parallel": parallel | pipeline, "train": train}
+    config = Config.model_validate(sections)
+    assert check(config, 64, 61) == []
+    return config
+
+
+def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState]:
+    """What crosses between ranks of the pipeline in one step and one evaluation on a rank of 64."""
+    arch, comm = connect(config, 61, 64, rank)
+    recorder, train = Recorder(comm), config.train
+    state = build_state(config, arch, recorder, torch.device("cpu"))
+    samples = RandomSamples(0, 61, arch.seq_length)
+    batch = (train.micro_batch_size, train.global_batch_size, torch.device("cpu"))
+    loader = Loader(samples, comm.mesh, state.model.mode.batch_axes, *batch)
+    recorder.calls.clear()
+    train_step(state, loader.step(0), 0.0, Settings(0, 80 * arch.seq_length, 80))
+    evaluate(state.flow, [loader.step(0)], 80 * arch.seq_length)
+    return [call for call in recorder.calls if call.collective == "send"], state
+
+
+@pytest.mark.parametrize(("place", "mode", "form"), [(place, *form) for place, form in enumerate(EVERY_FORM)])
+def test_a_shard_is_all_that_crosses_from_stage_to_stage(place: int, mode: str, form: str) -> None:
+    """Each rank sends its part of its shard as often as its stages border on other ranks'; evaluation sends forward
+    only.  Megatron without its scatter and gather sends every rank's whole shard, copies or not."""
+    config = pipelined(place, mode, form)
+    for rank in (0, 21, 63):
+        with pretended_world(rank, 64):
+            sends, state = sent_in_a_step(config, rank)
+        model, schedule, mesh = state.model, state.flow.pipeline.schedule, state.model.comm.mesh
+        whole = config.train.micro_batch_size * model.arch.seq_length, model.arch.hidden_size
+        once, *joined = crossing(model.mode.residual, model.mode.copies, mesh, *whole, itemsize=2)
+        counts = [crossings(each)[mesh.coord("pipeline")][0] for each in (schedule, forwards(schedule, 5))]
+        assert sends == [once] * sum(counts), f"{mode} {form} on rank {rank}"
+        assert once.wire_bytes == 2 * math.prod(whole) / 8, "all ranks together send the residual stream once"
+        shard_bytes = 2 * math.prod(box_shape(box(whole, model.mode.residual, mesh)))
+        assert shard_bytes == once.wire_bytes * mesh.size(model.mode.copies), "what Megatron would send"
+        assert bool(joined) == (shard_bytes > once.wire_bytes)
+
+
+@given(schedule=schedules())
+def test_crossings_are_borders_between_ranks_there_and_back(schedule: Schedule) -> None:
+    where = list(owners(schedule).values())
+    borders = sum(here != there for here, there in pairwise(where))
+    m = len({action.mb for action in schedule[0]})
+    sent, received = (sum(counts) for counts in zip(*crossings(schedule), strict=True))
+    assert sent == received == 2 * borders * m
+    forward = crossings(forwards(schedule, m))
+    assert sum(counts[0] for counts in forward) == borders * m
+    for counts, actions in zip(crossings(schedule), lower(schedule), strict=True):
+        assert counts == tuple(sum(action.kind in kinds for action in actions) for kinds in (SENDS, RECEIVES))
+
+
+def toy_traffic(rank: int, world_size: int, p: int, schedule: Schedule, tokens: int) -> list[Traffic]:
+    """Everything that moves in a pipeline of toys, whose stages communicate nothing."""
+    mesh = Mesh((("pipeline", p), ("x", world_size // p)), rank)
+    recorder = Recorder(process_comm(mesh, schedule, ("x",)))
+    Pipeline(schedule, recorder, ("x",), tokens).run()
+    return recorder.calls
+
+
+@pytest.mark.parametrize("tokens", [4, 1])
+def test_parts_of_equal_shards_are_joined_at_the_other_end(pool: Pool, tokens: int) -> None:
+    """Copies on four ranks, of 20 numbers, and of 5, which are filled up to 8."""
+    schedule = build_schedule("zb-v", 2, 3)
+    ranks = pool.run(toy_traffic, 8, 2, schedule, tokens)
+    for rank, calls in enumerate(ranks):
+        mesh = Mesh((("pipeline", 2), ("x", 4)), rank)
+        sent, joined = crossing(((), ()), ("x",), mesh, tokens, HIDDEN, itemsize=8)
+        sends, receives = crossings(schedule)[rank // 4]
+        assert sorted(calls) == [joined] * receives + [sent] * sends
+        assert sent.wire_bytes == 8 * (5 if tokens == 4 else 2) and joined.wire_bytes == 3 * sent.wire_bytes

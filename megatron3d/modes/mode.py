@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron3d.layout import Layout
+from megatron3d.layout import Layout, layout_axes
 from megatron3d.mesh import Axes
 from megatron3d.plan import MatmulPlan
 
@@ -30,6 +30,12 @@ class Mode:
     def residual(self) -> Layout:
         """Layout of the residual stream [tokens, hidden]."""
         return self.expand.x_layout
+
+    @property
+    def copies(self) -> Axes:
+        """Axes along which ranks hold the same shard of the residual stream."""
+        split = layout_axes(self.residual)
+        return tuple(name for name, _ in self.axes if name not in split)
 
     @property
     def inner(self) -> Layout:

@@ -12,6 +12,7 @@ it may then be posted `ahead` of further computations, but never of another tran
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -50,6 +51,14 @@ def peer(action: Action, where: Mapping[int, int]) -> int:
     step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
     assert action.kind in (*SENDS, *RECEIVES), f"{action} is no transfer"
     return where[action.stage + step]
+
+
+def crossings(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """How often each rank sends, and how often it receives, in a pass over all microbatches."""
+    where = owners(schedule)
+    moved = [found for actions in schedule for action in actions if (found := transfer(action, where))]
+    senders, receivers = (Counter(where[each[end].stage] for each in moved) for end in (0, 1))
+    return tuple((senders[rank], receivers[rank]) for rank in range(len(schedule)))
 
 
 def lower(schedule: Schedule, ahead: int = 1) -> Schedule:

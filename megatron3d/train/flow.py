@@ -78,6 +78,5 @@ class Flow:
         model, layout = self.model, self.model.mode.residual
         mesh, param = model.comm.mesh, next(model.parameters())
         whole = at.num_sequences * at.seq_length, model.arch.hidden_size
-        split = {axis for axes in layout for axis in axes}
-        copies = mesh.nontrivial(name for name, _ in model.mode.axes if name not in split)
+        copies = mesh.nontrivial(model.mode.copies)
         return Boundary(box_shape(box(whole, layout, mesh)), param.dtype, param.device, copies, model.comm)

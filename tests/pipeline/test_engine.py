@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.comm import Link, ProcessComm
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.mesh import Mesh
 from megatron3d.pipeline.actions import (
     COMPUTATIONS,
     RECEIVES,
@@ -34,7 +32,7 @@ from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
 from tests.memory.live import Live
-from tests.pipeline.toy import HIDDEN, Pipeline, ThreadComm, Wire, any_schedule, as_threads, reference
+from tests.pipeline.toy import HIDDEN, Pipeline, ThreadComm, Wire, any_schedule, as_threads, process_comm, reference
 from tests.pool import Pool
 from tests.shards import error
 
@@ -75,12 +73,6 @@ def test_any_valid_schedule_is_autograd(schedule: Schedule) -> None:
     results, peaks = zip(*as_threads(len(schedule), rank), strict=True)
     assert wrong(list(results), schedule) == []
     assert peaks == peak_activations(schedule)
-
-
-def process_comm(mesh: Mesh, schedule: Schedule, copies: Axes) -> ProcessComm:
-    """A communicator with a link for every two ranks with neighbouring stages."""
-    pairs = {tuple(sorted(pair)) for pair in pairwise(owners(schedule).values()) if len(set(pair)) > 1}
-    return ProcessComm(mesh, [copies], [Link("pipeline", *pair) for pair in pairs])
 
 
 def run_processes(rank: int, world_size: int, p: int, cases: list[Schedule], tokens: int) -> list[Any]:

@@ -9,12 +9,13 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Comm, Link, Pending
+from megatron3d.comm import Comm, Link, Pending, ProcessComm
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.ops.matmul import linear
 from megatron3d.ops.overlap import WeightGrads
@@ -124,6 +125,12 @@ def any_schedule(choose: random.Random, where: Sequence[int], m: int) -> Schedul
         done |= set(results(action))
         ranks[where[action.stage]].append(action)
     return tuple(map(tuple, ranks))
+
+
+def process_comm(mesh: Mesh, schedule: Schedule, copies: Axes) -> ProcessComm:
+    """A communicator with a link for every two ranks with neighbouring stages."""
+    pairs = {tuple(sorted(pair)) for pair in pairwise(owners(schedule).values()) if len(set(pair)) > 1}
+    return ProcessComm(mesh, [copies], [Link("pipeline", *pair) for pair in pairs])
 
 
 class Wire:
