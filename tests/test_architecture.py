@@ -140,7 +140,9 @@ def long_functions(tree: ast.Module) -> list[int]:
 
 
 # Benchmarks that time torch's own tensor and pipeline parallelism beside ours.
-PEERS = tuple(f"benchmarks.{name}" for name in ("dtensor_gpt", "dtensor_traffic", "pipeline", "tensor_parallel", "torch_flow"))
+PEERS = tuple(
+    f"benchmarks.{name}" for name in ("dtensor_gpt", "dtensor_traffic", "pipeline", "tensor_parallel", "torch_flow")
+)
 
 # Rule, modules that may, a line that breaks it.
 RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {

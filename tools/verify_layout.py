@@ -96,7 +96,8 @@ def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     model = shrink_model(config.model, parallel, mesh.size(mode.inner[1]), len(stage_owners(parallel)))
     sequences = math.prod(sizes[axis] for axis in mode.inner[0])
     micro = sequences * (2 if config.train.micro_batch_size > mesh.size(mode.inner[0]) else 1)
-    batch = micro * sizes["replica"] * sizes["data"] * (microbatches if is_file else min(microbatches, 2 * sizes["pipeline"]))
+    microbatches = microbatches if is_file else min(microbatches, 2 * sizes["pipeline"])
+    batch = micro * sizes["replica"] * sizes["data"] * microbatches
     train = config.train.model_copy(
         update={
             "micro_batch_size": micro,

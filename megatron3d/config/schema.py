@@ -147,7 +147,7 @@ class TrainConfig(Section):
     recompute_num_layers: int | None = Field(
         None, ge=1, description="with full: layers of a run, or recomputed ones of a stage; default: 1"
     )
-    cpu_offloading: bool = Field(False, description="what layers keep for backward lies in the host's memory; GPUs only")
+    cpu_offloading: bool = Field(False, description="what layers keep for backward lies in host memory; GPUs only")
     grad_reduce_in_bf16: bool = Field(False, description="gradients on their way; they are summed up in fp32")
     compile: bool = Field(False, description="torch.compile of each layer; eager, and said so, where that fails")
 

@@ -22,7 +22,7 @@ from megatron3d.memory.activations import (
 )
 from megatron3d.memory.work import Work
 from megatron3d.mesh import Mesh
-from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Norm, Pass
+from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Norm, Pass, Target
 from megatron3d.model.params import param_specs
 from megatron3d.modes import MODES, build_mode
 from megatron3d.ops.attention import rotary_tables
@@ -81,7 +81,7 @@ def kept(work: Work, comm: Any) -> dict[str, int]:
     rotary = tables if arch.position_embedding_type == "rope" else None
     sequences = work.part(work.micro_batch_size, mode.batch_axes)
     tokens = torch.zeros(sequences, arch.seq_length + 1, dtype=torch.long)
-    at = Pass(tokens[:, :-1].clone(), tokens[:, 1:].flatten(), 7, work.micro_batch_size, 0, (1, 2), rotary)
+    at = Pass(tokens[:, :-1].clone(), Target(tokens[:, 1:].flatten(), 7, 1.0), work.micro_batch_size, 0, (1, 2), rotary)
     layer, norm = filled(Layer("layers.0", build), dtype), filled(Norm("final_norm", mode.residual[1], build), dtype)
     embedding, dropout = filled(Embedding("embedding", build), dtype), HiddenDropout("embedding", build)
     out = {}
@@ -93,7 +93,7 @@ def kept(work: Work, comm: Any) -> dict[str, int]:
     out["layer"] = saved.num_bytes
     head = Head(mode.expand.on(comm.mesh), comm, arch.vocab_size, arch.padded_vocab_size, 12)
     with saved_beside([*norm.parameters(), embedding.weight]) as saved:
-        head_loss(norm(x), embedding.weight, at.labels_M, at.num_tokens, head)
+        head_loss(norm(x), embedding.weight, tokens[:, 1:].flatten(), 7, head)
     out["head"] = saved.num_bytes
     return out
 
