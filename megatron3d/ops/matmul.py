@@ -61,7 +61,8 @@ class Matmul:
         """Y[M, N] = X W^T + bias; every operand, and Y, as the plan stores them."""
         if self.is_plain and not uses_onednn(x_MK.device, x_MK.dtype):
             return F.linear(x_MK, w_NK, bias_N)
-        y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self)
+        will_return = x_MK.requires_grad and torch.is_grad_enabled()
+        y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self, will_return)
         return y_MN
 
     def sweep(self, at: Direction, x_MK: Tensor, w_NK: Tensor) -> Sweep:
@@ -86,13 +87,15 @@ class Matmul:
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, matmul: Matmul) -> Tensor:
+    def forward(
+        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, matmul: Matmul, will_return: bool
+    ) -> Tensor:
         # The leaf itself: what is saved comes back as another tensor where it is computed again.
         ctx.matmul, ctx.leaf = matmul, w_NK
         ctx.save_for_backward(x_MK, w_NK)
         plan, comm, sweep = matmul.plan, matmul.comm, matmul.sweep(Direction.FORWARD, x_MK, w_NK)
         x = operand(x_MK, plan.x, X_DIMS, comm, sweep)
-        w = matmul.weight_operand(Direction.FORWARD, w_NK, sweep, will_return=ctx.needs_input_grad[0])
+        w = matmul.weight_operand(Direction.FORWARD, w_NK, sweep, will_return)
         bias = None if bias_N is None or plan.k else operand(bias_N, {}, {"N": 0}, comm, sweep)
         y = Result(moves(plan.y), plan.dy, Y_DIMS, comm, sweep)
         for panel in range(sweep.num_panels):
@@ -133,7 +136,7 @@ class _Matmul(torch.autograd.Function):
             return dw.finish()
 
         dw_NK = grads.deliver(ctx.leaf, weight_grad) if needs_dw else None
-        return dx.finish().wait() if needs_dx else None, dw_NK.wait() if dw_NK else None, db_N, None
+        return dx.finish().wait() if needs_dx else None, dw_NK.wait() if dw_NK else None, db_N, None, None
 
 
 def _multiply_later(dw: Result, dys: list[Tensor], x: Operand) -> None:

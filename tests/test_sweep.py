@@ -1,0 +1,147 @@
+"""Fact: panels hold every index once and the same from every shard; a sweep goes where most moves; and whole training
+steps are those of one process however matmuls are carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron3d.config.check import check
+from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.mesh import Mesh
+from megatron3d.modes import MODES, build_mode
+from megatron3d.plan import MatmulPlan
+from megatron3d.sweep import (
+    AS_PLANNED,
+    TENSORS,
+    WHOLE,
+    Direction,
+    Execution,
+    Sweep,
+    choose,
+    execution_of,
+    panels,
+    stored_over,
+)
+from megatron3d.train.state import connect
+from megatron3d.verify import Trace, differences, trace
+from tests.pool import NUM_WORKERS as NUM_RANKS
+from tests.pool import Pool
+
+BOTH = tuple(Direction)
+UNEVEN = MatmulPlan(m=("r",), n=("c",), x={"c": "K"}, w={"r": "K"})
+UNEVEN_MESH = Mesh((("r", 2), ("c", 3)))
+
+
+def numbers(sweep: Sweep, size: int) -> list[list[int]]:
+    """The indices of each panel."""
+    width = size // sweep.cells
+    return [
+        [cell * width + start + i for cell in range(sweep.cells) for i in range(length)]
+        for start, length in sweep.slices
+    ]
+
+
+@pytest.mark.parametrize("num_panels", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("dim", "MNK")
+def test_every_shard_brings_as_much_into_a_panel(dim: str, num_panels: int) -> None:
+    """K=42 is stored in 3 parts by X and in 2 by W: six cells of seven."""
+    sweep = panels(UNEVEN, dim, 42, num_panels, UNEVEN_MESH)
+    assert sorted(index for panel in numbers(sweep, 42) for index in panel) == list(range(42))
+    assert sweep.num_panels <= num_panels
+    for name, table in (("x", UNEVEN.x), ("w", UNEVEN.w), ("y", UNEVEN.dy)):
+        if dim in TENSORS[name]:
+            ranks = UNEVEN_MESH.size(stored_over(table, dim))
+            for panel in numbers(sweep, 42):
+                owners = [index // (42 // ranks) for index in panel]
+                assert {owners.count(rank) for rank in range(ranks)} == {len(panel) // ranks}
+
+
+@pytest.mark.parametrize(
+    ("mode", "form", "sizes", "forward", "backward"),
+    [
+        ("1d", "replicated", {"M": 64, "N": 32, "K": 32}, "", "M"),
+        ("1d", "sequence_parallel", {"M": 64, "N": 32, "K": 32}, "M", "M"),
+        ("2d", "summa", {"M": 32, "N": 32, "K": 32}, "K", "K"),
+        ("grid", "all_reduce", {"M": 32, "N": 64, "K": 64}, "N", "K"),
+        ("3d", "heads", {"M": 4096, "N": 32, "K": 32}, "M", "M"),
+        ("3d", "heads", {"M": 4, "N": 32, "K": 256}, "K", "K"),
+    ],
+)
+def test_a_sweep_goes_where_most_moves(
+    mode: str, form: str, sizes: dict[str, int], forward: str, backward: str
+) -> None:
+    built = build_mode(mode, form, MODES[mode].default_shape(8))
+    mesh = Mesh(built.axes)
+    found = [choose(built.expand.on(mesh), at, sizes, Execution(2), mesh).dim for at in BOTH]
+    assert found == [forward, backward]
+    assert all(choose(built.expand.on(mesh), at, sizes, AS_PLANNED, mesh) == WHOLE for at in BOTH)
+
+
+def test_kept_weights_are_no_reason_for_a_sweep() -> None:
+    """They are gathered whole: with few tokens W is what moves most, and only X is left to be hidden."""
+    mesh, sizes = Mesh((("r", 2), ("c", 2))), {"M": 4, "N": 64, "K": 64}
+    executions = Execution(2), Execution(2, keep_gathered_weights=True)
+    found = [choose(UNEVEN, Direction.FORWARD, sizes, execution, mesh) for execution in executions]
+    assert [sweep.dim for sweep in found] == ["K", "M"]
+
+
+def test_a_configuration_says_how() -> None:
+    assert execution_of(ParallelConfig()) == AS_PLANNED
+    keys = {"tp_num_panels": 3, "tp_comm_overlap_input_grad": False, "tp_comm_overlap_weight_grad": False}
+    keys |= {"tp_comm_overlap_weight_gather": False, "tp_keep_gathered_weights": True}
+    assert execution_of(ParallelConfig.model_validate(keys)) == Execution(3, False, False, False, True)
+
+
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 8, "vocab_size": 61}
+TRAIN = {"precision": "fp64", "global_batch_size": 8, "micro_batch_size": 4, "loss_chunk_tokens": 12}
+OFF = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
+EXECUTIONS: dict[str, list[dict[str, Any]]] = {
+    "whole": [{}, {"tp_keep_gathered_weights": True}, OFF],
+    "panels": [{}, {"tp_keep_gathered_weights": True}, OFF, {"tp_comm_overlap_weight_gather": False}],
+}
+AROUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"tensor_model_parallel_size": 8}, {}),
+    ({"tensor_model_parallel_size": 4, "zero_stage": 3}, {"recompute_granularity": "full"}),
+    ({"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, {}),
+    ({"tensor_model_parallel_size": 4, "zero_stage": 1}, {}),
+]
+
+
+def configure(parallel: dict[str, Any], **train: Any) -> Config:
+    return Config.model_validate({"model": SIZES, "parallel": parallel, "train": TRAIN | train})
+
+
+def configurations(execution: str) -> Iterator[Config]:
+    """Every mode and form, in turn with what is around it."""
+    forms = [(mode, form) for mode, entry in MODES.items() for form in entry.forms]
+    for number, (mode, form) in enumerate(forms):
+        parallel, train = AROUND[number % len(AROUND)]
+        choices = EXECUTIONS[execution]
+        parallel = {**parallel, **choices[number % len(choices)]}
+        parallel |= {"tensor_parallel_mode": mode, "tensor_parallel_form": form}
+        parallel["tp_num_panels"] = 1 if execution == "whole" else 3
+        config = configure(parallel, **train)
+        assert check(config, NUM_RANKS, None) == []
+        yield config
+
+
+def run_traces(rank: int, world_size: int, configs: list[Config]) -> list[Trace | None]:
+    return [trace(config, *connect(config, 0, world_size, rank), num_steps=2) for config in configs]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_steps_are_those_of_one_process(pool: Pool, execution: str) -> None:
+    configs = list(configurations(execution))
+    (expected,) = run_traces(0, 1, [configure({}, micro_batch_size=8)])
+    assert expected is not None, "one process is rank 0"
+    traces = pool.run(run_traces, NUM_RANKS, configs)[0]
+    wrong = [
+        f"{config.parallel}: {difference}"
+        for config, got in zip(configs, traces, strict=True)
+        for difference in list(differences(expected, got, tolerance=1e-10))[:2]
+    ]
+    assert not wrong, "\n".join(wrong)
