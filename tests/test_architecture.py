@@ -141,7 +141,8 @@ def long_functions(tree: ast.Module) -> list[int]:
 
 # Benchmarks that time torch's own tensor and pipeline parallelism beside ours.
 PEERS = tuple(
-    f"benchmarks.{name}" for name in ("dtensor_gpt", "dtensor_traffic", "pipeline", "tensor_parallel", "torch_flow")
+    f"benchmarks.{name}"
+    for name in ("dtensor_gpt", "dtensor_traffic", "overlaps", "pipeline", "tensor_parallel", "torch_flow")
 )
 
 # Rule, modules that may, a line that breaks it.
