@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.memory.work import Work
-from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT
+from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Run
 
 _INDEX = 8
 
@@ -33,15 +33,24 @@ def total(items: tuple[Item, ...]) -> int:
 
 
 def layer_activations(work: Work) -> tuple[Item, ...]:
-    """Of one transformer layer."""
-    if work.recompute.granularity == "full":
-        return (Item("layer", "input", work.residual),)
+    """Of a transformer layer that is not computed again as a whole, though modules of it may be."""
     return tuple(_layer(work))
 
 
+def run_activations(work: Work, run: Run) -> int:
+    """Bytes of a run of layers; of those computed again the first one's input, of those offloaded nothing here."""
+    if run.is_offloaded or not run.layers:
+        return 0
+    return work.residual if run.is_repeated else len(run.layers) * total(layer_activations(work))
+
+
 def recomputed_activations(work: Work) -> int:
-    """Bytes that a layer does not keep, and that exist while its backward runs."""
-    return total(layer_activations(replace(work, recompute=KEEP_ALL))) - total(layer_activations(work))
+    """Most bytes that layers do not keep, and that exist while their backward runs."""
+    everything = total(layer_activations(replace(work, recompute=KEEP_ALL)))
+    runs = work.recompute.runs(range(work.arch.num_layers))
+    longest = max((len(run.layers) for run in runs if run.is_repeated), default=0)
+    again = longest * everything - work.residual if longest else everything - total(layer_activations(work))
+    return max(again, everything if work.recompute.offloads else 0)
 
 
 def embedding_activations(work: Work) -> tuple[Item, ...]:
@@ -187,7 +196,8 @@ def _input_and_output(work: Work) -> Iterator[Item]:
 
 
 def _output_only(work: Work) -> Iterator[Item]:
-    yield Item("mlp.fc2", "input", work.inner(work.ffn))
+    """fc2's input as well."""
+    yield Item("mlp.activation", "output", work.inner(work.ffn))
 
 
 def _gated(work: Work) -> Iterator[Item]:
@@ -197,8 +207,13 @@ def _gated(work: Work) -> Iterator[Item]:
 
 
 def _recomputed_activation(work: Work) -> Iterator[Item]:
+    """What the activation reads, and what its own gradient needs beside."""
     yield Item("mlp.fc1", "output", work.inner((2 if work.is_gated else 1) * work.ffn))
+    yield from (item for item in _ACTIVATIONS[work.arch.activation](work) if item.what in _OWN)
 
+
+# What an activation keeps of its own making; relu its result.
+_OWN = {"gate activated", "output"}
 
 # Which of them a rule of differentiation reads: relu's its output, the others' their input.
 _ACTIVATIONS: Mapping[str, Callable[[Work], Iterator[Item]]] = {

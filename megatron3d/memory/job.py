@@ -14,6 +14,7 @@ from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
 from megatron3d.recompute import KEEP_ALL, Recompute
+from megatron3d.sweep import execution_of
 
 ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -87,7 +88,8 @@ def make_job(
     """The job of a valid configuration on a rank."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
     itemsize = ITEMSIZES[train.precision]
-    work = Work(arch, tensor_mode(parallel), mesh, train.micro_batch_size, itemsize, recompute, kernels)
+    mode, execution = tensor_mode(parallel), execution_of(parallel)
+    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, execution, kernels)
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     first, second = (work.wide if name is None else ITEMSIZES[name] for name in moments)
     pipeline = make_pipeline(config, arch, mesh)

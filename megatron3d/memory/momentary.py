@@ -23,12 +23,13 @@ _NORM_COPIES = 6
 
 
 class Matmul(NamedTuple):
-    """A planned matmul as this rank stores its operands, in elements."""
+    """A planned matmul as this rank stores its operands, in elements; `whole_w` is W as it is multiplied."""
 
     plan: MatmulPlan
     x: int
     w: int
     y: int
+    whole_w: int
 
 
 def matmuls(work: Work) -> dict[str, Matmul]:
@@ -45,27 +46,47 @@ def matmuls(work: Work) -> dict[str, Matmul]:
 
     whole_qkv = whole_heads + 2 * arch.num_query_groups * arch.kv_channels
     whole_ffn = arch.ffn_hidden_size * (1 + work.is_gated)
+
+    def stored(plan: MatmulPlan, x: int, w: int, y: int) -> Matmul:
+        return Matmul(plan, x, w, y, w * mesh.size(plan.w))
+
     return {
-        "attention.qkv": Matmul(up, residual, weight(up, whole_qkv, arch.hidden_size), tokens * (queries + keys)),
-        "attention.proj": Matmul(down, tokens * queries, weight(down, arch.hidden_size, whole_heads), residual),
-        "mlp.fc1": Matmul(up, residual, weight(up, whole_ffn, arch.hidden_size), tokens * ffn),
-        "mlp.fc2": Matmul(down, tokens * work.ffn, weight(down, arch.hidden_size, arch.ffn_hidden_size), residual),
+        "attention.qkv": stored(up, residual, weight(up, whole_qkv, arch.hidden_size), tokens * (queries + keys)),
+        "attention.proj": stored(down, tokens * queries, weight(down, arch.hidden_size, whole_heads), residual),
+        "mlp.fc1": stored(up, residual, weight(up, whole_ffn, arch.hidden_size), tokens * ffn),
+        "mlp.fc2": stored(down, tokens * work.ffn, weight(down, arch.hidden_size, arch.ffn_hidden_size), residual),
     }
 
 
-def matmul_backward(work: Work, matmul: Matmul) -> int:
-    """Bytes of dY, of the gathered dY, X and W, and of dX and dW before they are reduced.
+# The linear before in the order of the forward pass: its W is gathered while this one's backward computes.
+_BEFORE = {
+    "mlp.fc2": "mlp.fc1",
+    "mlp.fc1": "attention.proj",
+    "attention.proj": "attention.qkv",
+    "attention.qkv": "mlp.fc2",
+}
+
+
+def matmul_backward(work: Work, site: str) -> int:
+    """Bytes of dY, of the gathered dY, X and W, of dX and dW before they are reduced; then of the W that is gathered
+    for the linear before, and of the dW that is reduced for the linear after.
 
     Collectives move a tensor's first dimension; along another one, what they move is copied into that order.
     """
-    mesh, plan = work.mesh, matmul.plan
+    mesh, linears = work.mesh, matmuls(work)
+    after = next(name for name, before in _BEFORE.items() if before == site)
+    matmul = linears[site]
+    plan, execution = matmul.plan, work.execution
     stored = ((matmul.x, plan.x, "M"), (matmul.w, plan.w, "N"), (matmul.y, plan.dy, "M"))
     whole_x, whole_w, whole_dy = (size * mesh.size(table) for size, table, _ in stored)
     gathered, reordered = [], [0]
     for whole, (_, table, first) in zip((whole_x, whole_w, whole_dy), stored, strict=True):
         gathered += [whole] if table else []
         reordered += [whole] if set(table.values()) - {first} else []
-    return (matmul.y + sum(gathered) + max(reordered) + whole_x + whole_w) * work.itemsize
+    ahead = linears[_BEFORE[site]].whole_w * (execution.overlap_weight_gather and not execution.keep_gathered_weights)
+    late = linears[after].whole_w * execution.overlap_weight_grad
+    overlapped = ahead + late if plan.w else 0
+    return (matmul.y + sum(gathered) + max(reordered) + whole_x + whole_w + overlapped) * work.itemsize
 
 
 # The modules of a layer in the order in which backward comes to them: what those before kept is given up by then, and
@@ -89,7 +110,7 @@ def layer_moments(work: Work) -> dict[str, int]:
     kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
     again = recomputed_activations(work)
     queries = work.num_queries * work.arch.kv_channels
-    inside = {site: matmul_backward(work, matmul) for site, matmul in matmuls(work).items()}
+    inside = {site: matmul_backward(work, site) for site in _BEFORE}
     inside["attention.core"] = work.inner(3 * queries + 4 * work.keys_width)
     inside["mlp.activation"] = work.inner((3 if work.is_gated else 2) * work.ffn)
     needed = {f"backward of {site}": (site, size + work.residual) for site, size in inside.items()}

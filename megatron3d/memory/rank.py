@@ -20,10 +20,11 @@ from megatron3d.memory.activations import (
     layer_activations,
     put_off_activations,
     rotary_tables,
+    run_activations,
     total,
 )
 from megatron3d.memory.job import Job
-from megatron3d.memory.momentary import embedding_moment, head_moment, layer_moments
+from megatron3d.memory.momentary import embedding_moment, head_moment, layer_moments, matmuls
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind, kept, owners
@@ -108,14 +109,14 @@ def _params(job: Job) -> Iterator[tuple[str, int, ParamSpec]]:
 
 def stage_activations(job: Job, stage: Stage) -> int:
     """Bytes that one microbatch keeps in a stage from forward to backward."""
-    work = job.work
-    pieces = [layer_activations(work)] * len(stage.layers)
-    if stage.has_embedding:
-        pieces.insert(0, embedding_activations(work))
-    if stage.has_head:
-        pieces.append(head_activations(work))
-    holds_input = stage.has_embedding or (pieces and pieces[0][0].what == "input")
-    return sum(map(total, pieces)) + (0 if holds_input else work.residual)
+    work, runs = job.work, job.work.recompute.runs(stage.layers)
+    embedding = embedding_activations(work) if stage.has_embedding else ()
+    head = head_activations(work) if stage.has_head else ()
+    first = next((run for run in runs if run.layers), None)
+    reader = head if first is None else () if first.is_offloaded else layer_activations(work)
+    holds_input = (first and first.is_repeated and not first.is_offloaded) or (reader and reader[0].what == "input")
+    own_input = 0 if stage.has_embedding or holds_input else work.residual
+    return own_input + total(embedding) + sum(run_activations(work, run) for run in runs) + total(head)
 
 
 def in_flight(job: Job) -> dict[int, float]:
@@ -151,8 +152,8 @@ def held(job: Job) -> tuple[int, int]:
 
 
 def buffers(job: Job) -> dict[str, int]:
-    """Bytes of what is there all the time: the step's tokens, rotary tables, and where weights are shared out two whole
-    blocks, one that computes and one that is gathered."""
+    """Bytes of what is there all the time: the step's tokens, rotary tables, gathered weights that stay until backward,
+    and where weights are shared out two whole blocks, one that computes and one that is gathered."""
     work = job.work
     sequences = work.part(work.micro_batch_size, work.mode.batch_axes)
     blocks = Counter[str]()
@@ -161,8 +162,17 @@ def buffers(job: Job) -> dict[str, int]:
     return {
         "tokens": job.num_microbatches * sequences * work.arch.seq_length * _TOKEN_BYTES,
         "rotary tables": total(rotary_tables(work)),
+        "gathered weights": gathered_weights(job),
         "whole blocks": _largest(2, blocks.values()) * work.itemsize if job.shares(3) else 0,
     }
+
+
+def gathered_weights(job: Job) -> int:
+    """Bytes of my layers' weights as they are multiplied, where these stay from forward to backward."""
+    if not job.work.execution.keep_gathered_weights:
+        return 0
+    layer = sum(matmul.whole_w for matmul in matmuls(job.work).values() if matmul.plan.w)
+    return layer * sum(len(stage.layers) for stage in job.stages) * job.work.itemsize
 
 
 def _largest(count: int, sizes: Iterable[int]) -> int:

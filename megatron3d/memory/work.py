@@ -1,4 +1,4 @@
-"""One microbatch on one rank: its local sizes, and what is computed again instead of kept."""
+"""One microbatch on one rank: local sizes, what is computed again, how matmuls are carried out, and which kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron3d.layout import span
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.modes.mode import Mode
 from megatron3d.recompute import KEEP_ALL, Recompute
+from megatron3d.sweep import AS_PLANNED, Execution
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Work:
     micro_batch_size: int
     itemsize: int
     recompute: Recompute = KEEP_ALL
+    execution: Execution = AS_PLANNED
     kernels: Kernels = KERNELS["cpu"]
 
     def part(self, size: int, axes: Axes) -> int:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron3d.comm import Comm
 from megatron3d.config.architecture import Architecture, architecture
+from megatron3d.config.derive import Pipeline
 from megatron3d.config.schema import ModelConfig
 from megatron3d.memory.activations import (
     Item,
@@ -18,16 +20,19 @@ from megatron3d.memory.activations import (
     head_activations,
     layer_activations,
     recomputed_activations,
+    run_activations,
     total,
 )
 from megatron3d.memory.work import Work
 from megatron3d.mesh import Mesh
-from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Norm, Pass, Target
-from megatron3d.model.params import param_specs
+from megatron3d.model.gpt import GPT
+from megatron3d.model.layers import Pass
+from megatron3d.model.stages import Stage, make_stages
 from megatron3d.modes import MODES, build_mode
-from megatron3d.ops.attention import rotary_tables
-from megatron3d.ops.loss import Head, head_loss
+from megatron3d.modes.mode import Mode
+from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.recompute import MODULES, Recompute
+from tests.memory.live import Live
 from tests.memory.saved import saved_beside
 from tests.pool import Pool
 from tests.shards import every_group
@@ -64,36 +69,32 @@ def arch_of(name: str) -> Architecture:
     return architecture(ModelConfig.model_validate(SMALL | MODELS[name]), vocab_size=61, vocab_multiple=64)
 
 
-def filled(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The module with memory for its parameters."""
-    module.to_empty(device="cpu").to(dtype)
-    for parameter in module.parameters():
+def build(work: Work, comm: Comm) -> tuple[GPT, Stage, Pass]:
+    """A model of one stage with memory for its parameters, and a microbatch."""
+    stages = make_stages([work.arch.num_layers])
+    pipeline = Pipeline(stages, build_schedule("1f1b", 1, 1), (0,))
+    model = GPT(work.arch, work.mode, comm, pipeline, loss_chunk_tokens=12, recompute=work.recompute)
+    model.to_empty(device="cpu").to(DTYPES[work.itemsize])
+    for parameter in model.parameters():
         nn.init.ones_(parameter)
-    return module
+    sequences = work.part(work.micro_batch_size, work.mode.batch_axes)
+    at = model.begin(torch.zeros(sequences, work.arch.seq_length + 1, dtype=torch.long), 7, 0, (1, 2))
+    return model, stages[0], replace(at, tokens_BS=at.tokens_BS.clone())
 
 
-def kept(work: Work, comm: Any) -> dict[str, int]:
+def kept(work: Work, comm: Comm) -> dict[str, int]:
     """Bytes that a forward of each piece saves."""
-    arch, mode, dtype = work.arch, work.mode, DTYPES[work.itemsize]
-    build = Build(arch, mode, comm, param_specs(arch, mode))
-    like = torch.zeros((), dtype=dtype)
-    tables = rotary_tables(arch.seq_length, arch.kv_channels, 1e4, like)
-    rotary = tables if arch.position_embedding_type == "rope" else None
-    sequences = work.part(work.micro_batch_size, mode.batch_axes)
-    tokens = torch.zeros(sequences, arch.seq_length + 1, dtype=torch.long)
-    at = Pass(tokens[:, :-1].clone(), Target(tokens[:, 1:].flatten(), 7, 1.0), work.micro_batch_size, 0, (1, 2), rotary)
-    layer, norm = filled(Layer("layers.0", build), dtype), filled(Norm("final_norm", mode.residual[1], build), dtype)
-    embedding, dropout = filled(Embedding("embedding", build), dtype), HiddenDropout("embedding", build)
+    model, _, at = build(work, comm)
+    shared = [*model.parameters(), *(at.rotary or ())]
     out = {}
-    with saved_beside(embedding.parameters()) as saved:
-        x = dropout(embedding(at), at)
+    with saved_beside(shared) as saved:
+        x = model.embedding_dropout(model.embedding(at), at)
     out["embedding"] = saved.num_bytes
-    with saved_beside([*layer.parameters(), *tables]) as saved:
-        x = layer(x, at)
+    with saved_beside(shared) as saved:
+        x = model.layers["0"](x, at)
     out["layer"] = saved.num_bytes
-    head = Head(mode.expand.on(comm.mesh), comm, arch.vocab_size, arch.padded_vocab_size, 12)
-    with saved_beside([*norm.parameters(), embedding.weight]) as saved:
-        head_loss(norm(x), embedding.weight, tokens[:, 1:].flatten(), 7, head)
+    with saved_beside(shared) as saved:
+        model.head(model.final_norm(x), model.head_weight, at)
     out["head"] = saved.num_bytes
     return out
 
@@ -110,13 +111,17 @@ def compare(rank: int, world_size: int, works: list[Work]) -> list[tuple[dict[st
     return [(kept(work, comms[work.mesh.axes]), expected(work)) for work in mine]
 
 
+def mesh_of(mode: Mode) -> Mesh:
+    return Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes))
+
+
 def settings(name: str) -> list[Work]:
     """Every mode and form with one model, in turn in fp32 and bf16."""
     works = []
     for mode, entry in MODES.items():
         for form in entry.forms:
             built = build_mode(mode, form, entry.default_shape(NUM_RANKS))
-            works += [Work(arch_of(name), built, Mesh(built.axes), MICRO_BATCH_SIZE, itemsize) for itemsize in (4, 2)]
+            works += [Work(arch_of(name), built, mesh_of(built), MICRO_BATCH_SIZE, itemsize) for itemsize in (4, 2)]
     return works
 
 
@@ -137,7 +142,7 @@ def test_one_rank_keeps_what_is_said(name: str, itemsize: int, micro_batch_size:
 
 def alone(name: str, micro_batch_size: int = MICRO_BATCH_SIZE, itemsize: int = 2) -> Work:
     mode = build_mode("1d", None, (1,))
-    return Work(arch_of(name), mode, Mesh(mode.axes), micro_batch_size, itemsize)
+    return Work(arch_of(name), mode, mesh_of(mode), micro_batch_size, itemsize)
 
 
 def named(items: tuple[Item, ...]) -> dict[tuple[str, str], int]:
@@ -151,27 +156,52 @@ def test_nothing_is_named_twice(name: str) -> None:
             assert len(named(items)) == len(items)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_selective_keeps_qkv_and_neither_the_core_nor_the_activation(name: str) -> None:
-    for work in settings(name):
-        everything = named(layer_activations(work))
-        core = named(layer_activations(replace(work, recompute=Recompute("selective"))))
-        assert not [what for site, what in core if site in ("attention.core", "attention.q_norm", "attention.k_norm")]
-        assert ("attention.qkv", "output") in core
-        assert {key: size for key, size in core.items() if key in everything}.items() <= everything.items()
-        both = named(layer_activations(replace(work, recompute=Recompute("selective", frozenset(MODULES)))))
-        assert {key for key in core if key not in both} <= {
-            ("mlp.activation", "input"),
-            ("mlp.activation", "gate and up"),
-            ("mlp.activation", "gate activated"),
-            ("mlp.fc2", "input"),
-        }
-        assert both[("mlp.fc1", "output")] == work.inner((2 if work.is_gated else 1) * work.ffn)
+RECOMPUTED = {
+    "core": Recompute("selective", frozenset({"core_attn"})),
+    "activation": Recompute("selective", frozenset({"mlp_act"})),
+    "core and activation": Recompute("selective", frozenset(MODULES)),
+    "every layer": Recompute("full"),
+    "layers by two": Recompute("full", num_layers=2),
+    "the first layer": Recompute("full", method="block"),
+}
+
+
+@pytest.mark.parametrize("name,recompute", list(product(MODELS, RECOMPUTED)))
+def test_what_is_left_by_recomputation(name: str, recompute: str) -> None:
+    """Of three layers, by all tensors that a forward leaves behind: recomputation keeps what no hook sees."""
+    work = replace(alone(name), recompute=RECOMPUTED[recompute])
+    work = replace(work, arch=replace(work.arch, num_layers=3))
+    model, stage, at = build(work, every_group(work.mesh))
+    assert at.target is not None, "a microbatch has labels"
+    with Live([*model.parameters(), at.tokens_BS, at.target.labels_M, *(at.rotary or ())]) as live:
+        before = live.now
+        loss = model(stage, None, at)
+        left = live.now - before - loss.untyped_storage().nbytes()
+    gradient = model.head_weight.grad
+    assert gradient is not None, "the head's gradient is there after the forward"
+    ends = total(embedding_activations(work)) + total(head_activations(work))
+    layers = sum(run_activations(work, run) for run in work.recompute.runs(stage.layers))
+    assert left - gradient.untyped_storage().nbytes() == ends + layers
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_full_keeps_the_input(name: str) -> None:
+def test_what_is_not_kept_is_there_again_for_a_moment(name: str) -> None:
+    """Of as many layers as are computed again at one time; a recomputed relu keeps its input beside its output."""
     for work in settings(name):
-        full = replace(work, recompute=Recompute("full"))
-        assert total(layer_activations(full)) == work.residual
-        assert recomputed_activations(full) == total(layer_activations(work)) - work.residual
+        work = replace(work, arch=replace(work.arch, num_layers=3))
+        everything = total(layer_activations(work))
+        for recompute in RECOMPUTED.values():
+            less = replace(work, recompute=recompute)
+            again, kept = recomputed_activations(less), total(layer_activations(less))
+            if recompute.granularity == "full":
+                assert again == recompute.num_layers * everything - work.residual
+            else:
+                assert again == max(everything - kept, 0)
+                assert again > 0 or work.arch.activation == "relu" or recompute == RECOMPUTED["core"]
+
+
+def test_offloaded_layers_keep_nothing_on_the_device() -> None:
+    work = replace(alone("llama"), recompute=Recompute(offloads=True))
+    (run,) = work.recompute.runs(range(3))
+    assert run_activations(work, run) == 0
+    assert recomputed_activations(work) == total(layer_activations(work))
