@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -162,6 +163,26 @@ def assert_refused(outcome: Outcome, here: Path, *problems: Words) -> None:
 def cut(path: Path, num_bytes: int) -> None:
     """Take bytes off the end of a file."""
     path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def launch_ranks(program: Sequence[str], num_ranks: int) -> list[subprocess.Popen[str]]:
+    """A program as several ranks on the CPU, without a launcher that ends the others when one dies."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return [
+        subprocess.Popen(
+            [sys.executable, *program],
+            cwd=ROOT,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
 
 
 def launch(program: Sequence[str], num_ranks: int = 1) -> subprocess.Popen[str]:

@@ -171,10 +171,10 @@ def wait_for(process: subprocess.Popen[str], words: str) -> None:
     raise AssertionError(f"it ended without {words!r}: {''.join(lines)}{finish(process)[2]}")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ctrl_c_in_a_terminal(config: Path, tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "axis"), [(1, "tensor"), (2, "tensor"), (2, "pipeline")])
+def test_ctrl_c_in_a_terminal(config: Path, tmp_path: Path, num_ranks: int, axis: str) -> None:
     """The terminal signals the launcher and all ranks; the launcher signals the ranks once more, and exits with 1."""
-    size = f"parallel.tensor_model_parallel_size={num_ranks}"
+    size = f"parallel.{axis}_model_parallel_size={num_ranks}"
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "optimizer.lr_decay_style=constant"]
     typed = ["pretrain_gpt.py", "--config", str(config), *settings, size, "train.train_iters=1000000"]
     process = launch(typed, num_ranks)
@@ -191,7 +191,10 @@ def test_ctrl_c_in_a_terminal(config: Path, tmp_path: Path, num_ranks: int) -> N
         assert got == pytest.approx(wanted, rel=TOLERANCE, abs=0)
 
 
-def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(config: Path, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(
+    config: Path, whole: Path, tmp_path: Path, axis: str
+) -> None:
     program = tmp_path / "victim.py"
     program.write_text(
         "import os, signal, sys\nfrom megatron3d import runtime\nfrom megatron3d.train import loop\n"
@@ -203,7 +206,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(config: Path
         "loop.train_step = train_step\nsys.exit(runtime.run_program(pretrain_gpt.main))\n"
     )
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]
-    typed = [str(program), "--config", str(config), *settings, "parallel.tensor_model_parallel_size=2"]
+    typed = [str(program), "--config", str(config), *settings, f"parallel.{axis}_model_parallel_size=2"]
     process = launch(typed, num_ranks=2)
     wait_for(process, "iteration        5/")
     began = time.monotonic()
