@@ -124,6 +124,9 @@ def configurations(execution: str) -> Iterator[Config]:
         parallel = {**parallel, **choices[number % len(choices)]}
         parallel |= {"tensor_parallel_mode": mode, "tensor_parallel_form": form}
         parallel["tp_num_panels"] = 1 if execution == "whole" else 3
+        built = build_mode(mode, form, MODES[mode].default_shape(parallel["tensor_model_parallel_size"]))
+        if not built.expand.on(Mesh(built.axes)).w:
+            parallel.pop("tp_keep_gathered_weights", None)
         config = configure(parallel, **train)
         assert check(config, NUM_RANKS, None) == []
         yield config

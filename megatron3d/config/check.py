@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron3d.config.architecture import architecture
-from megatron3d.config.check_layout import feature_problems, form_problems, token_problems
+from megatron3d.config.check_layout import execution_problems, feature_problems, form_problems, token_problems
 from megatron3d.config.check_pipeline import pipeline_problems
 from megatron3d.config.check_precision import precision_problems
 from megatron3d.config.derive import tensor_mode, tensor_size
@@ -43,6 +43,7 @@ def layout_problems(facts: Facts) -> Iterator[str]:
     if not _heads_unknown(facts.config):
         yield from feature_problems(facts, mode)
     yield from token_problems(facts, mode)
+    yield from execution_problems(facts, mode)
     yield from batch_problems(facts)
 
 

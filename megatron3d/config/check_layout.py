@@ -16,9 +16,10 @@ from megatron3d.config.derive import SEQUENCE_PARALLEL
 from megatron3d.config.document import show
 from megatron3d.config.facts import Facts, describe_mode, near_divisors, near_multiples
 from megatron3d.config.suggest import one_of
-from megatron3d.mesh import Axes
-from megatron3d.modes import MODES
+from megatron3d.mesh import Axes, Mesh
+from megatron3d.modes import MODES, build_mode
 from megatron3d.modes.mode import Mode
+from megatron3d.plan import traffic
 
 
 def form_problems(facts: Facts) -> Iterator[str]:
@@ -113,6 +114,19 @@ def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
             f"{facts.named('model.seq_length')}: micro_batch_size {rows} x {length} = {rows * length} tokens are not "
             f"a multiple of {axes}, {how} them; use {one_of(lengths)}"
         )
+
+
+def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:
+    """Keys that say how something moves that does not move."""
+    parallel, mesh = facts.config.parallel, Mesh(mode.axes)
+    plans = [plan.on(mesh) for plan in (mode.expand, mode.contract)]
+    if parallel.tp_keep_gathered_weights and not any(plan.w for plan in plans):
+        able = [name for name, entry in MODES.items() if build_mode(name, None, entry.default_shape(8)).expand.w]
+        where = facts.named("parallel.tp_keep_gathered_weights")
+        yield f"{where}: {describe_mode(parallel)} gathers no weights; use false, or mode {one_of(able)}"
+    if parallel.tp_num_panels > 1 and not any(traffic(plan, mesh, 1, 1, 1, 1) for plan in plans):
+        where = facts.named("parallel.tp_num_panels")
+        yield f"{where}: one rank multiplies without any other; use 1, or tensor_model_parallel_size 2 or more"
 
 
 def _common_step(mode: Mode, splits: tuple[Axes, ...]) -> tuple[int, str]:

@@ -257,6 +257,17 @@ BROKEN = [
         "data.tokenizer_model=x: ByteTokenizer has no model file; leave it out",
     ),
     (
+        {"parallel": {"tensor_model_parallel_size": 2, "tp_keep_gathered_weights": True}},
+        2,
+        "parallel.tp_keep_gathered_weights=true: 1d: t 2 gathers no weights; use false, or mode 2d, 2.5d, 3d or grid",
+    ),
+    (
+        {"parallel": {"tp_num_panels": 4}},
+        1,
+        "parallel.tp_num_panels=4: one rank multiplies without any other; use 1, or tensor_model_parallel_size 2 or "
+        "more",
+    ),
+    (
         {"train": {"recompute_modules": ["mlp_act"]}},
         1,
         "train.recompute_modules=[mlp_act]: not read with train.recompute_granularity=null; use selective, or leave "
