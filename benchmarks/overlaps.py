@@ -1,21 +1,21 @@
 """What the overlaps and panels of our matmul are worth: training steps of every mode with each of them on and off.
 
-python benchmarks/overlaps.py [--ranks 2 4 8] [--wire-gb-per-s 0.25] [--output benchmarks/results/overlaps.json]
+python benchmarks/overlaps.py [--ranks 2 4 8] [--wires-gb-per-s 0.1 0.3 1] [--output benchmarks/results/overlaps.json]
 
 Executions of a form take turns; a step's time is the slowest rank's.  Over gloo the processors that multiply also copy,
-so that there is little to hide behind.  `--wire-gb-per-s` adds a wire that needs no processor: one for each rank, on
-which transfers queue; `wait` sleeps until the transfer would be over.
+and there may be fewer processors than ranks, so that there is little to hide behind.  Hence each rank also reckons what
+the step would take on a processor of its own and a wire of its own that needs no processor: its clock is the processor
+time of the thread that computes, transfers queue on the wire, and a `wait` adds what is left of one by that clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +55,46 @@ OF_WEIGHTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Wire(Recorder):
-    """Passes everything on, and counts what is waited for; with a bandwidth, a transfer takes as long as on a wire."""
+@dataclass
+class Wire:
+    """One wire by the clock of a rank that it keeps waiting."""
 
-    def __init__(self, comm: Comm, bytes_per_s: float | None) -> None:
+    gb_per_s: float
+    free_at: float = 0.0
+    waited_s: float = 0.0
+
+    @property
+    def now(self) -> float:
+        """Processor time of this thread, and what it has waited."""
+        return time.thread_time() + self.waited_s
+
+    def send(self, num_bytes: float) -> float:
+        """When a transfer that begins now is over."""
+        self.free_at = max(self.now, self.free_at) + num_bytes / self.gb_per_s / 1e9
+        return self.free_at
+
+    def wait(self, until: float) -> None:
+        """Let the clock go on to the end of a transfer."""
+        self.waited_s += max(0.0, until - self.now)
+
+
+class Wires(Recorder):
+    """Passes everything on, and keeps the clocks of several wires."""
+
+    def __init__(self, comm: Comm, gb_per_s: Sequence[float]) -> None:
         super().__init__(comm)
-        self._bytes_per_s, self._free_at, self.waited_s = bytes_per_s, 0.0, 0.0
+        self.wires, self.waited_s = [Wire(each) for each in gb_per_s], 0.0
 
     def _timed(self, pending: Pending) -> Pending:
         """The last recorded call, on its way."""
-        now = time.perf_counter()
-        if self._bytes_per_s:
-            self._free_at = max(now, self._free_at) + self.calls[-1].wire_bytes / self._bytes_per_s
-        over_at = self._free_at
+        over = [wire.send(self.calls[-1].wire_bytes) for wire in self.wires]
 
         def finish() -> Tensor:
             start = time.perf_counter()
             out = pending.wait()
-            time.sleep(max(0.0, over_at - time.perf_counter()))
             self.waited_s += time.perf_counter() - start
+            for wire, until in zip(self.wires, over, strict=True):
+                wire.wait(until)
             return out
 
         return Pending(finish)
@@ -92,27 +113,31 @@ class Wire(Recorder):
 
 
 class Contestant:
-    """Our training step on this rank, over a wire.
+    """Our training step on this rank.
 
     Attributes:
-        waited_ms: of each step so far.
+        steps_ms: of each step so far, what was waited over gloo, and what it takes over each wire.
     """
 
-    def __init__(self, size: Size, config: Config, bytes_per_s: float | None) -> None:
+    def __init__(self, size: Size, config: Config, gb_per_s: Sequence[float]) -> None:
         arch, comm = connect(config, size.vocab_size, dist.get_world_size(), dist.get_rank())
-        self.wire = Wire(comm, bytes_per_s)
-        self.state = build_state(config, arch, self.wire, CPU)
+        self.comm = Wires(comm, gb_per_s)
+        self.state = build_state(config, arch, self.comm, CPU)
         rows = slice(*span(size.batch_size, tensor_mode(config.parallel).batch_axes, comm.mesh))
         self.batch = [Microbatch(size.tokens()[rows], 0)]
         self.settings = Settings(SEED, size.num_tokens, size.batch_size)
-        self.waited_ms: list[float] = []
+        self.steps_ms: list[list[float]] = []
+
+    def clocks(self) -> list[float]:
+        """Seconds waited over gloo, and the time over each wire."""
+        return [self.comm.waited_s, *(wire.now for wire in self.comm.wires)]
 
     def step(self) -> float:
         """The loss before the update."""
-        self.wire.calls.clear()
-        before = self.wire.waited_s
+        self.comm.calls.clear()
+        before = self.clocks()
         loss = float(train_step(self.state, self.batch, LR, self.settings).loss)
-        self.waited_ms.append(1e3 * (self.wire.waited_s - before))
+        self.steps_ms.append([1e3 * (new - old) for old, new in zip(before, self.clocks(), strict=True)])
         return loss
 
 
@@ -131,12 +156,13 @@ def forms(size: Size) -> Iterator[tuple[str, dict[str, Config]]]:
 
 def measure(name: str, configs: Mapping[str, Config], options: argparse.Namespace) -> list[Row]:
     """A row per execution, the same on all ranks."""
-    size, bandwidth = SIZES[options.size], options.wire_gb_per_s
-    contestants = {how: Contestant(size, each, bandwidth and bandwidth * 1e9) for how, each in configs.items()}
+    size, wires = SIZES[options.size], options.wires_gb_per_s
+    contestants = {how: Contestant(size, each, wires) for how, each in configs.items()}
     losses = {how: contestant.step() for how, contestant in contestants.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-4, f"{name}: the losses differ: {losses}"
-    steps = {how: partial(contestant.step) for how, contestant in contestants.items()}
+    steps = {how: contestant.step for how, contestant in contestants.items()}
     turns: Turns = slowest_rank(interleaved(steps, options.rounds, options.warmup, dist.barrier))
+    clocks = {how: medians(contestant.steps_ms[-options.rounds :]) for how, contestant in contestants.items()}
     return [
         {
             "ranks": dist.get_world_size(),
@@ -144,12 +170,21 @@ def measure(name: str, configs: Mapping[str, Config], options: argparse.Namespac
             "execution": how,
             "times_faster": times_faster(turns, how, NOTHING),
             **milliseconds(turns[how]),
-            "waited_ms": statistics.median(contestant.waited_ms[-options.rounds :]),
-            "collectives": len(contestant.wire.calls),
-            "sent_mb": sum(call.wire_bytes for call in contestant.wire.calls) / 1e6,
+            "waited_ms": clocks[how][0],
+            "collectives": len(contestant.comm.calls),
+            "sent_mb": sum(call.wire_bytes for call in contestant.comm.calls) / 1e6,
+            **{f"ms at {wire:g} GB/s": ms for wire, ms in zip(wires, clocks[how][1:], strict=True)},
         }
         for how, contestant in contestants.items()
     ]
+
+
+def medians(steps: Sequence[Sequence[float]]) -> list[float]:
+    """Of each clock over steps; the largest of any rank."""
+    found = torch.tensor(steps, dtype=torch.float64).median(0).values
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    values: list[float] = found.tolist()
+    return values
 
 
 def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace) -> None:
@@ -161,7 +196,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace
     for name, configs in forms(SIZES[options.size]):
         found = measure(name, configs, options)
         if rank == 0:
-            show(f"{options.size}, fp32, wire {options.wire_gb_per_s or 'gloo alone'}", found)
+            show(f"{options.size}, fp32, {num_ranks} ranks: {name}", [dict(list(row.items())[2:]) for row in found])
         rows += found
     if rank == 0:
         (Path(folder) / f"rows{num_ranks}").write_text(json.dumps(rows))
@@ -177,8 +212,7 @@ def main() -> None:
             spawn(run_rank, (num_ranks, folder, options), nprocs=num_ranks)
             rows += json.loads((Path(folder) / f"rows{num_ranks}").read_text())
     if options.output:
-        details = {"rounds": options.rounds, "wire_gb_per_s": options.wire_gb_per_s, "size": vars(SIZES[options.size])}
-        write(options.output, rows, **details)
+        write(options.output, rows, rounds=options.rounds, size=vars(SIZES[options.size]))
 
 
 def arguments() -> argparse.Namespace:
@@ -186,7 +220,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--size", choices=SIZES, default="3M")
-    parser.add_argument("--wire-gb-per-s", type=float, help="of the wire that is added; default: none")
+    parser.add_argument("--wires-gb-per-s", nargs="+", type=float, default=[0.1, 0.3, 1.0], help="to be reckoned with")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps per execution; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="see that it works")
