@@ -17,12 +17,15 @@ from torch import Tensor
 from megatron3d import runtime
 from megatron3d.checkpoint.store import resolve
 from megatron3d.config.check import check
-from megatron3d.config.derive import tensor_size
+from megatron3d.config.check_pipeline import file_problems
+from megatron3d.config.derive import schedule_file, tensor_size
+from megatron3d.config.facts import Facts
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.layout import span
+from megatron3d.pipeline.schedules import FILE, load_schedule, num_microbatches
 from megatron3d.train.flow import Flow
 from megatron3d.train.resume import load_weights
 from megatron3d.train.state import build_state, connect
@@ -68,11 +71,20 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int) -> Config:
     config = read_config(folder.parent / "config.yaml", overrides).config
     if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):
         config = config.model_copy(update={"parallel": ParallelConfig()})
-    rows = tensor_size(config.parallel)
-    batch = {"micro_batch_size": rows, "global_batch_size": rows * world_size}
-    config = config.model_copy(update={"train": config.train.model_copy(update=batch)})
+    parallel, rows = config.parallel, tensor_size(config.parallel)
+    step = rows * max(world_size // (rows * parallel.pipeline_model_parallel_size), 1)
+    config = with_batch(config, rows, step)
     UserError.collect(check(config, world_size))
+    if parallel.pipeline_schedule == FILE:  # it is for as many microbatches as it has, of which sampling uses one
+        config = with_batch(config, rows, step * num_microbatches(load_schedule(schedule_file(parallel))))
+        UserError.collect(file_problems(Facts(config, world_size)))
     return config
+
+
+def with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -> Config:
+    """The same with other batch sizes."""
+    batch = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
+    return config.model_copy(update={"train": config.train.model_copy(update=batch)})
 
 
 def load_model(config: Config, tokenizer: Tokenizer, folder: Path, here: runtime.Runtime) -> Flow:

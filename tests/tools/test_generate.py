@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from hypothesis import strategies as st
 from megatron3d import runtime
 from megatron3d.data.tokenizer import ByteTokenizer
 from megatron3d.modes import MODES
+from megatron3d.pipeline.check import write_schedule
+from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
 from tests.end_to_end import run, write_config
+from tests.pipeline.toy import any_schedule
 from tests.pool import Pool
 from tools import generate
 
@@ -28,12 +32,16 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+def trained(folder: Path, *settings: str) -> Path:
+    """A run in float64 whose odd length no tensor axis divides."""
+    settings = ("model.seq_length=15", "train.precision=fp64", "train.train_iters=40", *settings)
+    assert run(write_config(folder), *settings).code == 0
+    return folder / "run"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in float64 whose odd length no tensor axis divides."""
-    config = write_config(tmp_path_factory.mktemp("generate"))
-    assert run(config, "model.seq_length=15", "train.precision=fp64", "train.train_iters=40").code == 0
-    return config.parent / "run"
+    return trained(tmp_path_factory.mktemp("generate"))
 
 
 def text(folder: Path, capsys: pytest.CaptureFixture[str], typed: list[str]) -> str:
@@ -70,10 +78,33 @@ def test_every_layout_says_the_same(
         for mode, entry in MODES.items()
         for form in entry.forms
     ]
+    assert_the_same(folder, pool, capsys, typed, layouts)
+
+
+def assert_the_same(
+    folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str], typed: list[str], layouts: list[list[str]]
+) -> None:
+    """As one process says, on each of 8 ranks."""
     alone = text(folder, capsys, typed)
     assert len(alone) > len(PROMPT) + 5
     for found in pool.run(texts, 8, folder, typed, layouts):
         assert [layout for layout, said in zip(layouts, found, strict=True) if said != alone] == []
+
+
+def test_every_pipeline_says_the_same(pool: Pool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On 2 and 4 ranks, beside tensor and data parallelism; a schedule from a file is for three microbatches."""
+    mine = tmp_path / "mine.csv"
+    write_schedule(any_schedule(random.Random(0), [0, 1, 1, 0], 3), mine)
+    files = dict.fromkeys(SCHEDULES, "null") | {FILE: str(mine)}
+    layouts = []
+    for place, (name, file) in enumerate(files.items()):
+        ranks = 2 if file != "null" or SCHEDULES[name].min_virtual > 1 or place % 2 else 4
+        mode, entry = list(MODES.items())[place % len(MODES)]
+        shape = list(entry.default_shape(8 // ranks // (1 + place // 4)))
+        layout = {"tensor_parallel_mode": mode, "tensor_parallel_shape": shape, "pipeline_model_parallel_size": ranks}
+        layout |= {"pipeline_schedule": name, "pipeline_schedule_file": file}
+        layouts.append([f"parallel.{key}={value}" for key, value in layout.items()])
+    assert_the_same(trained(tmp_path, "model.num_layers=5"), pool, capsys, GREEDY, layouts)
 
 
 def test_the_seed_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +144,14 @@ BAD: dict[str, tuple[list[str], str]] = {
         "saved with tokenizer=",
     ),
     "a layout without its ranks": (["parallel.tensor_model_parallel_size=2"], "world_size 1: fewer than TP 2"),
+    "a schedule that is not there": (
+        [f"parallel.{key}" for key in ("pipeline_schedule=file", "pipeline_schedule_file=nowhere.csv")],
+        "nowhere.csv: cannot be read",
+    ),
+    "a schedule for more ranks": (
+        [f"parallel.{key}" for key in ("pipeline_schedule=file", "pipeline_schedule_file={two}")],
+        "is for 2 ranks, not parallel.pipeline_model_parallel_size=1",
+    ),
     "an impossible layout": (["parallel.tensor_parallel_shape=[1,1]"], "mode 1d has 1 axes (t), not 2"),
 }
 
@@ -121,7 +160,8 @@ BAD: dict[str, tuple[list[str], str]] = {
 def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     typed, words = BAD[name]
     (tmp_path / "chars.json").write_text(json.dumps([chr(97 + number) for number in range(257)]))
-    typed = [part.format(chars=tmp_path / "chars.json") for part in typed]
+    write_schedule(build_schedule("1f1b", 2, 3), tmp_path / "two.csv")
+    typed = [part.format(chars=tmp_path / "chars.json", two=tmp_path / "two.csv") for part in typed]
     code = runtime.run_program(lambda: generate.main(["--load", str(folder), "--prompt", "a", *typed]))
     shown = capsys.readouterr()
     assert (code, shown.out) == (runtime.EXIT_USER_ERROR, "")
