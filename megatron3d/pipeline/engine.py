@@ -67,6 +67,7 @@ class Boundary:
 
         return Pending(finish)
 
+
 # Sends under way at one time: gloo never says that one is over, and each keeps its tensor.
 MAX_LEAVING = 4
 
