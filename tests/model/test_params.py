@@ -1,20 +1,28 @@
 """Fact: a parameter's entry in the table is enough to know where it lives: whole heads and whole gate/up pairs stay
-together, and every rank's share of the fused matrix is its share of each part.
+together, and every rank's share of the fused matrix is its share of each part; and the stages of a pipeline share the
+table out, each entry to the ranks that use it.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron3d.config.derive import Architecture, architecture, vocab_multiple
+from megatron3d.config.derive import Architecture, Pipeline, architecture, vocab_multiple
 from megatron3d.config.schema import ModelConfig
 from megatron3d.layout import ParamSpec, box_shape, layout_axes, num_copies
 from megatron3d.mesh import Mesh
-from megatron3d.model.params import param_specs
+from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
+from megatron3d.model.stages import make_stages
 from megatron3d.modes import MODES, build_mode
 from megatron3d.modes.mode import Mode
+from tests.pipeline.toy import any_schedule
 
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
 
@@ -81,3 +89,44 @@ def test_only_matrices_decay(family: str, tied: bool) -> None:
         assert ("head.weight" in specs) != tied
         for path, spec in specs.items():
             assert spec.decay == (len(spec.layout) == 2), path
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    """Up to eight stages of no to two layers, on up to four ranks in any order."""
+    ranks = draw(st.integers(1, 4))
+    where = draw(st.permutations([*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), max_size=4))]))
+    counts = draw(st.lists(st.integers(0, 2), min_size=len(where), max_size=len(where)))
+    return Pipeline(make_stages(counts), any_schedule(random.Random(0), where, 1), tuple(where))
+
+
+@given(pipeline=pipelines(), tied=st.booleans())
+def test_every_parameter_is_where_it_is_used(pipeline: Pipeline, tied: bool) -> None:
+    num_layers = pipeline.stages[-1].layers.stop
+    _, mode, _, arch, _ = tables("gpt2", num_layers=max(num_layers, 1), tie_embeddings=tied)[-1]
+    whole = param_specs(arch, mode)
+    if not num_layers:
+        whole = {path: spec for path, spec in whole.items() if not path.startswith("layers.")}
+    first, last = pipeline.owners[0], pipeline.owners[-1]
+    found: dict[tuple[int, str], ParamSpec] = {}
+    for rank in range(pipeline.num_ranks):
+        stages = stage_specs(arch, mode, pipeline, rank)
+        assert list(stages) == [stage.index for stage in pipeline.mine(rank)]
+        for index, specs in stages.items():
+            for path, spec in specs.items():
+                assert (rank, path) not in found, f"{path} is in two stages of rank {rank}"
+                found[rank, path] = spec
+                layer = int(path.split(".")[1]) if path.startswith("layers.") else None
+                assert layer is None or layer in pipeline.stages[index].layers
+    apart = tied and first != last
+    copies = {(last, HEAD)} if apart else set()
+    assert {path for place, path in found if (place, path) not in copies} == whole.keys()
+    assert len(found) == len(whole) + len(copies), "a parameter is on a rank that does not use it"
+    for (rank, path), spec in found.items():
+        original = whole[EMBEDDING if (rank, path) in copies else path]
+        is_matrix = spec.parts[0].name == EMBEDDING
+        holders = (first, last) if apart and is_matrix else (rank,)
+        uses = 2 if tied and is_matrix and not apart else 1
+        assert spec == replace(original, holders=holders, uses=uses), f"{path} on rank {rank}"
+    writers = Counter(part.name for (rank, _), spec in found.items() for part in spec.parts if spec.holders[0] == rank)
+    assert set(writers.values()) == {1}, "each logical tensor has one rank of the pipeline that writes it"
