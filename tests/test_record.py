@@ -23,6 +23,7 @@ from megatron3d.ops.matmul import linear
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Schedule, forwards, owners
 from megatron3d.pipeline.lower import crossings, lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.simulate import peak_activations
 from megatron3d.plan import MatmulPlan, Traffic, crossing, traffic
 from megatron3d.record import Recorder
 from megatron3d.train.evaluate import evaluate
@@ -169,6 +170,7 @@ def test_a_shard_is_all_that_crosses_from_stage_to_stage(place: int, mode: str, 
         shard_bytes = 2 * math.prod(box_shape(box(whole, model.mode.residual, mesh)))
         assert shard_bytes == once.wire_bytes * mesh.size(model.mode.copies), "what Megatron would send"
         assert bool(joined) == (shard_bytes > once.wire_bytes)
+        assert state.flow.peak_in_flight == peak_activations(schedule)[mesh.coord("pipeline")]
 
 
 @given(schedule=schedules())
