@@ -110,6 +110,39 @@ def test_only_one_rank_of_those_that_do_the_same_counts() -> None:
     assert counted == [(0, 0), (4, 1)]
 
 
+class Event:
+    """A device's clock, whose events happen long after they were noted, one a second."""
+
+    now_s = 0.0
+    calls: list[str]
+
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert enable_timing and device.type == "meta"
+
+    def record(self) -> None:
+        Event.now_s, self.at_s = Event.now_s + 1, Event.now_s
+        Event.calls.append("record")
+
+    def synchronize(self) -> None:
+        Event.calls.append("synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+def test_on_a_device_events_are_read_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", Event)
+    Event.calls = []
+    recording = Recording(ALONE, torch.device("meta"))
+    actions = [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]
+    for action in actions:
+        with recording.watch(action):
+            pass
+    assert Event.calls == ["record"] * 5
+    assert recording.spans() == [(0, actions[0], 1000, 2000), (0, actions[1], 3000, 4000)]
+    assert "synchronize" in Event.calls
+
+
 class NoBarrier(ProcessComm):
     """A rank whose neighbours are only thought of."""
 
