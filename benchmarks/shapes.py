@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.comm import ProcessComm
-from megatron3d.config.derive import Architecture, architecture, make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.derive import Architecture, architecture, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
 from megatron3d.layout import span
-from megatron3d.model.gpt import axis_sets
+from megatron3d.pipeline.engine import Watch, unwatched
 from megatron3d.record import Recorder
-from megatron3d.train.state import TrainState, build_state
+from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
 
 CPU = torch.device("cpu")
@@ -25,7 +24,7 @@ LR, SEED = 1e-4, 1234
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2 without dropout and the batch of one step."""
+    """A GPT-2 without dropout, and the batch of one step, of `num_microbatches` equal parts."""
 
     num_layers: int
     hidden_size: int
@@ -33,6 +32,7 @@ class Size:
     vocab_size: int
     seq_length: int
     batch_size: int
+    num_microbatches: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +47,8 @@ class Size:
             "num_attention_heads": self.num_attention_heads,
             "seq_length": self.seq_length,
         }
-        train = {"micro_batch_size": self.batch_size, "global_batch_size": self.batch_size, "precision": precision}
+        micro_batch_size = self.batch_size // self.num_microbatches
+        train = {"micro_batch_size": micro_batch_size, "global_batch_size": self.batch_size, "precision": precision}
         optimizer = {"lr": LR, "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.01, "clip_grad": 1.0}
         parallel = dict(parallel or {})
         return Config.model_validate({"model": model, "train": train, "optimizer": optimizer, "parallel": parallel})
@@ -73,16 +74,21 @@ class Ours:
     """megatron3d's training step, on one process or many, as `pretrain_gpt.py` calls it."""
 
     def __init__(self, size: Size, config: Config, world_size: int = 1, rank: int = 0) -> None:
-        mesh, mode = make_mesh(config.parallel, world_size, rank), tensor_mode(config.parallel)
-        arch = size.architecture(config)
-        self.recorder = Recorder(ProcessComm(mesh, axis_sets(arch, mode, mesh)))
+        arch, comm = connect(config, size.vocab_size, world_size, rank)
+        self.recorder = Recorder(comm)
         self.state: TrainState = build_state(config, arch, self.recorder, CPU)
         self.settings = Settings(SEED, size.num_tokens, size.batch_size)
-        self.rows = slice(*span(size.batch_size, mode.batch_axes, mesh))
+        axes = tensor_mode(config.parallel).batch_axes
+        self.parts = [
+            (slice(first + low, first + high), first)
+            for first in range(0, size.batch_size, config.train.micro_batch_size)
+            for low, high in [span(config.train.micro_batch_size, axes, comm.mesh)]
+        ]
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, watch: Watch = unwatched) -> Tensor:
         """Loss before the update; `tokens` are those of the whole batch."""
-        return train_step(self.state, [Microbatch(tokens[self.rows], 0)], LR, self.settings).loss
+        batch = [Microbatch(tokens[rows], first) for rows, first in self.parts]
+        return train_step(self.state, batch, LR, self.settings, watch=watch).loss
 
     def weights(self) -> dict[str, Tensor]:
         """Whole parameters by their path; of a world of one process."""
