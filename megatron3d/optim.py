@@ -77,14 +77,15 @@ class Optimizer:
             return clipping
         return scale.reciprocal() if clipping is None else clipping / scale
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> tuple[Group, Group]:
         """What is decayed, and what is not."""
-        groups = {True: Group(self.config.weight_decay), False: Group(0.0)}
+        groups = Group(self.config.weight_decay), Group(0.0)
         for flat, moments in zip(self.buffers.flats, self._moments, strict=True):
-            group = groups[flat.kind.decay]
-            for tensors, tensor in zip(group.lists, (flat.grad, flat.main, *moments), strict=True):
-                tensors.append(tensor)
-        return list(groups.values())
+            for group, where in zip(groups, flat.decayed_and_not, strict=True):
+                if where.start < where.stop:
+                    for tensors, tensor in zip(group.lists, (flat.grad, flat.main, *moments), strict=True):
+                        tensors.append(tensor[where])
+        return groups
 
 
 def choose_update(config: OptimizerConfig, flats: Sequence[Flat]) -> Update:

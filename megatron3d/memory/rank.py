@@ -87,7 +87,7 @@ def flat_sizes(job: Job) -> list[int]:
     least = math.inf if is_by_block else job.bucket_bytes / job.work.wide
     groups: dict[object, list[int]] = {}
     for block, stage, spec in _params(job):
-        alike = spec.reduce_axes(mesh), num_copies(spec.layout, mesh, others), spec.decay, spec.holders
+        alike = spec.reduce_axes(mesh), num_copies(spec.layout, mesh, others), spec.holders
         groups.setdefault((alike, stage, block if is_by_block else ""), []).append(math.prod(spec.local_shape(mesh)))
     return [size for sizes in groups.values() for size in _runs(sizes, least)]
 
@@ -208,14 +208,14 @@ def moments(job: Job) -> dict[str, int]:
     """Bytes of every moment on this rank by its name.
 
     Where gradients are shared out they are whole for a moment: the head's while the loss is computed; under backward
-    three pieces, one that is filled and two that are reduced.
+    two pieces, one that is filled and one that is reduced.
     """
     work, stages, sizes = job.work, job.stages, flat_sizes(job)
     found = layer_moments(work) if any(stage.layers for stage in stages) else {}
     if any(stage.has_embedding for stage in stages):
         found["backward of the embedding"] = embedding_moment(work)
     if job.shares(2):
-        found = {name: size + _largest(3, sizes) * work.wide for name, size in found.items()}
+        found = {name: size + _largest(2, sizes) * work.wide for name, size in found.items()}
     if any(stage.has_head for stage in stages):
         found["head and loss"] = head_moment(job) + (_largest(1, sizes) * work.wide if job.shares(2) else 0)
     return found

@@ -69,10 +69,10 @@ def head_loss(
     loss, and gives the gradients of `scale` times it.
     """
     training = torch.is_grad_enabled()
-    loss, dw_VH = _HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, training)
-    if dw_VH is not None and w_VH.requires_grad:
-        accumulate(w_VH, dw_VH)
-    return cast(Tensor, loss)
+    results = list(_HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, training))
+    if training and w_VH.requires_grad:
+        accumulate(w_VH, results.pop())  # held by nothing else
+    return cast(Tensor, results[0])
 
 
 def head_logits(x_MH: Tensor, w_VH: Tensor, head: Head) -> Tensor:

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +75,25 @@ class WeightGrads:
 
 
 def accumulate(w: Tensor, dw: Tensor) -> None:
-    """Add to a leaf's gradient what was computed outside of autograd's own pass; its hooks run."""
-    torch.autograd.backward([w], [dw])
+    """Add to a leaf's gradient what was computed outside of autograd's own pass; its hooks run.
+
+    A gradient that nobody else holds becomes the leaf's; autograd would copy one that is handed to it from outside.
+    """
+    handed = [dw]
+    del dw
+    with torch.enable_grad():
+        _HandOver.apply(w, handed).backward()
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, handed: list[Tensor]) -> Tensor:
+        ctx.handed = handed
+        return w.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.handed.pop(), None
 
 
 class GatheredWeight:

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from megatron3d.comm import Comm
 from megatron3d.layout import ParamSpec
+from megatron3d.mesh import DATA
 from megatron3d.zero.blocks import wait_for_blocks, watch_blocks
 from megatron3d.zero.flat import Block, Flat, Sharding, make_flats
 from megatron3d.zero.reduction import Reduction
 
-# At one time, where each has memory of its own.
-MAX_REDUCTIONS = 2
 EVERYTHING = Sharding()
 
 
@@ -59,8 +58,9 @@ class Buffers:
         block_of = {name: block.path for block in blocks for name in self.specs if block.has(name)}
         assert not sharding.axes or block_of.keys() == self.specs.keys(), "some parameters are in no block"
         self.flats = make_flats(stage_specs, block_of, sharding, comm.mesh, dtype, device, bucket_bytes)
-        # What is reduced in memory of its own: then few at a time.
-        self._copies_grads = sharding.grads or reduce_dtype is not None
+        # A sum waits for the one before where it has memory of its own, or where a second transfer follows the first.
+        is_grouped = bool(sharding.axes) and comm.mesh.sizes[DATA[0]] > 1
+        self._takes_turns = sharding.grads or reduce_dtype is not None or is_grouped
         self._num_microbatches = 1
         self._reductions: list[Reduction] = []
         for flat in self.flats:
@@ -98,12 +98,13 @@ class Buffers:
         """Begin to reduce when gradients are complete: of all microbatches, or of one where they are shared out."""
         if flat.num_arrived % (flat.num_uses * (1 if self.sharding.grads else self._num_microbatches)):
             return
-        while self._copies_grads and len(self._reductions) >= MAX_REDUCTIONS:
-            self._reductions.pop(0).finish()
-        earlier = list(self._reductions)
+        if self._takes_turns:
+            self._advance()
         self._reductions.append(Reduction(flat, self.comm, self._reduce_dtype))
-        for reduction in earlier:
-            reduction.go_on()
+
+    def _advance(self) -> None:
+        """Take each sum that is under way one transfer further."""
+        self._reductions = [reduction for reduction in self._reductions if not reduction.advance()]
 
     def check_stage(self, stage: int) -> None:
         """Hold that the sums of a stage's gradients are under way, now that its last microbatch is through."""
@@ -116,7 +117,7 @@ class Buffers:
         for stage in {flat.stage for flat in self.flats}:
             self.check_stage(stage)
         while self._reductions:
-            self._reductions.pop(0).finish()
+            self._advance()
         for flat in self.flats:
             if flat.kind.link is not None:
                 self.comm.add(flat.grad, flat.kind.link).wait()

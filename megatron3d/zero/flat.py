@@ -10,6 +10,7 @@ from, and to, a range of the same memory.  (Rajbhandari et al. 2020, arXiv:1910.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,6 @@ class Kind:
 
     reduce_axes: Axes
     copies: int
-    decay: bool
     link: Link | None
 
 
@@ -85,26 +85,27 @@ class Flat:
     Attributes:
         whole: padded so that all parts are equally long; without memory while parameters are shared out and not in use.
         main: my part, a view of `whole` (`is_view`) where that is kept in the same type.
-        grad: my part of the gradient.
-        spans: where each parameter lies in `whole`.
+        grad: my part of the gradient; where gradients are shared out, of the last step until the next one begins.
+        spans: where each parameter lies in `whole`: first what weight decay applies to, then the others.
     """
 
     def __init__(
         self,
         place: Place,
-        sizes: Mapping[str, int],
-        num_uses: int,
+        specs: Mapping[str, ParamSpec],
         sharding: Sharding,
         mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.kind, self.stage, self.block = place.kind, place.stage, place.block
-        self.num_uses, self.sharding = num_uses, sharding
+        self.kind, self.stage, self.block, self.sharding = place.kind, place.stage, place.block, sharding
+        self.num_uses = sum(spec.uses for spec in specs.values())
         self.spans: dict[str, tuple[int, int]] = {}
-        self.size = 0
-        for name, numel in sizes.items():
-            self.spans[name], self.size = (self.size, self.size + numel), self.size + numel
+        self.size, self._num_decayed = 0, 0
+        for name, spec in sorted(specs.items(), key=lambda item: not item[1].decay):
+            start, self.size = self.size, self.size + local_numel(spec, mesh)
+            self.spans[name] = start, self.size
+            self._num_decayed = self.size if spec.decay else self._num_decayed
         ranks, index = mesh.size(sharding.axes), mesh.index(sharding.axes)
         part = -(-self.size // ranks)
         self.mine, self.numel = slice(index * part, (index + 1) * part), ranks * part
@@ -117,7 +118,7 @@ class Flat:
         self.whole_grad = None if sharding.grads else self._zeros(self.numel)
         self.grad = self._zeros(part) if self.whole_grad is None else self.whole_grad[self.mine]
         self.gathering: Pending | None = None
-        self.begin_step()
+        self._renew()
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.main_dtype, device=self.whole.device)
@@ -129,19 +130,22 @@ class Flat:
 
     def begin_step(self) -> None:
         """The next gradient of each parameter replaces that of the last step."""
-        self.num_arrived, self.num_reduced = 0, 0
-        if self.whole_grad is not None:
-            self._renew(self.whole_grad)
+        if self.sharding.grads:
+            self.grad = self.grad.new_empty(0)
+        self._renew()
 
-    def _renew(self, whole_grad: Tensor) -> None:
+    def _renew(self) -> None:
+        self.num_arrived, self.num_reduced = 0, 0
         self._missing = set(self.spans)
-        whole_grad[self.size :].zero_()  # a step that was not finite has left what it is there
+        if self.whole_grad is not None:
+            self.whole_grad[self.size :].zero_()  # a step that was not finite has left what it is there
 
     def collect(self, name: str, grad: Tensor) -> None:
         """Add a parameter's gradient of one microbatch."""
         if self.whole_grad is None:
             self.whole_grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.whole.device)
-            self._renew(self.whole_grad)
+            self.whole_grad[self.size :].zero_()
+            self._missing = set(self.spans)
         low, high = self.spans[name]
         into = self.whole_grad[low:high].view(grad.shape)
         (into.copy_ if name in self._missing else into.add_)(grad)
@@ -160,11 +164,21 @@ class Flat:
 
     def take_sum(self, total: Tensor) -> None:
         """Keep my part of the sum over ranks; with gradients shared out, of one sum after another."""
-        if self.sharding.grads and self.num_reduced:
+        if not self.sharding.grads:
+            if total.data_ptr() != self.grad.data_ptr():
+                self.grad.copy_(total)
+        elif self.num_reduced:
             self.grad.add_(total)
-        elif total.data_ptr() != self.grad.data_ptr():
-            self.grad.copy_(total)
+        else:
+            self.grad = total.to(self.main_dtype)
         self.num_reduced += 1
+
+    @property
+    def decayed_and_not(self) -> tuple[slice, slice]:
+        """Where in my part weight decay applies, and where it does not."""
+        part = len(self.main)
+        cut = min(max(self._num_decayed - self.mine.start, 0), part)
+        return slice(0, cut), slice(cut, part)
 
     def held(self, name: str) -> tuple[int, slice]:
         """The first of a parameter's elements that I update, and where they lie in `main` and `grad`."""
@@ -218,41 +232,37 @@ def make_flats(
         for name, spec in each.items():
             block = block_of[name] if sharding.params else None
             groups.setdefault(Place(_kind(spec, sharding, mesh), stage, block), []).append(name)
-    sizes = {name: torch.Size(spec.local_shape(mesh)).numel() for name, spec in specs.items()}
-    itemsize = torch.promote_types(dtype, torch.float32).itemsize
+    least = bucket_bytes / torch.promote_types(dtype, torch.float32).itemsize
     runs = [
         (place, run)
         for place, names in groups.items()
-        for run in ([names] if sharding.params else _runs(names, sizes, bucket_bytes / itemsize))
+        for run in ([names] if sharding.params else _runs(names, specs, mesh, least))
     ]
     order = {name: index for index, name in enumerate(specs)}
     return [
-        Flat(
-            place,
-            {name: sizes[name] for name in run},
-            sum(specs[name].uses for name in run),
-            sharding,
-            mesh,
-            dtype,
-            device,
-        )
+        Flat(place, {name: specs[name] for name in run}, sharding, mesh, dtype, device)
         for place, run in sorted(runs, key=lambda each: order[each[1][0]])
     ]
+
+
+def local_numel(spec: ParamSpec, mesh: Mesh) -> int:
+    """Elements of a parameter on this rank."""
+    return math.prod(spec.local_shape(mesh))
 
 
 def _kind(spec: ParamSpec, sharding: Sharding, mesh: Mesh) -> Kind:
     shared = tuple(axis for axis in mesh.names if axis not in ("pipeline", *sharding.axes))
     copies = num_copies(spec.layout, mesh, shared) * len(spec.holders)
     link = Link("pipeline", *sorted(spec.holders)) if len(spec.holders) > 1 else None
-    return Kind(spec.reduce_axes(mesh), copies, spec.decay, link)
+    return Kind(spec.reduce_axes(mesh), copies, link)
 
 
-def _runs(names: Sequence[str], sizes: Mapping[str, int], least: float) -> Iterator[list[str]]:
+def _runs(names: Sequence[str], specs: Mapping[str, ParamSpec], mesh: Mesh, least: float) -> Iterator[list[str]]:
     """Neighbouring names of at least so many elements together, closed from the end."""
     run: list[str] = []
     for name in reversed(names):
         run.insert(0, name)
-        if sum(sizes[each] for each in run) >= least:
+        if sum(local_numel(specs[each], mesh) for each in run) >= least:
             yield run
             run = []
     if run:

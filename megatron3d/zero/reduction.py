@@ -9,7 +9,7 @@ from megatron3d.zero.flat import Flat
 
 
 class Reduction:
-    """Begins when it is made; `go_on` begins a second sum where there is one, `finish` waits for the last."""
+    """Begins when it is made."""
 
     def __init__(self, flat: Flat, comm: Comm, dtype: torch.dtype | None) -> None:
         self._flat, self._comm = flat, comm
@@ -18,12 +18,11 @@ class Reduction:
         sent = flat.give_grad().to(dtype or flat.main_dtype)
         self._pending = comm.reduce_scatter(sent, axes, dim=0) if axes else comm.all_reduce(sent, reduced)
 
-    def go_on(self) -> None:
-        """Begin to sum my part over the axes that hold copies of it; waits for the first sum."""
-        if self._rest:
-            self._pending, self._rest = self._comm.all_reduce(self._pending.wait(), self._rest), ()
-
-    def finish(self) -> None:
-        """Put the sum where the optimizer finds it."""
-        self.go_on()
-        self._flat.take_sum(self._pending.wait())
+    def advance(self) -> bool:
+        """Wait for what is under way; begin to sum my part over its holders, or keep the sum and return True."""
+        total, rest = self._pending.wait(), self._rest
+        if rest:
+            self._pending, self._rest = self._comm.all_reduce(total, rest), ()
+        else:
+            self._flat.take_sum(total)
+        return not rest

@@ -201,11 +201,11 @@ def test_each_stage_of_zero_needs_less() -> None:
 
 
 def test_pieces_are_closed_from_the_end() -> None:
-    """A norm of 48 weights and 48 biases is undecayed and alone; of matrices, pieces of at least a bucket."""
+    """Of at least a bucket of 9000 elements; a norm has 48 weights and 48 biases."""
     mine = job({"num_layers": 1}, {}, global_batch_size=32, bucket_mb=4 * 9000 / 2**20)
-    fc2, fc1, proj, qkv, positions, words = 48 * 192, 48 * 192, 48 * 64, 48 * 192, 24 * 48, 512 * 48
-    undecayed = 3 * 96 + 192 + 48 + 192 + 48
-    assert flat_sizes(mine) == [fc2, fc1, proj + qkv, positions + words, undecayed]
+    norm, fc2, fc1, proj, qkv = 2 * 48, 48 * 192 + 48, 48 * 192 + 192, 48 * 64 + 48, 48 * 192 + 192
+    positions, words = 24 * 48, 512 * 48
+    assert flat_sizes(mine) == [fc2 + norm, fc1, qkv + proj + norm, words + positions + norm]
 
 
 def test_the_update_goes_in_the_pieces_that_are_counted() -> None:

@@ -54,20 +54,21 @@ class Echo:
                 part.copy_(mine)
             return whole
 
-        return self._pending("gather", axes, whole.numel(), result)
+        return self._pending("gather", axes, whole.numel(), result if ranks > 1 else lambda: whole)
 
 
 class Scale(nn.Module):
-    """x * weight, and a note when its forward and its backward begin."""
+    """x * weight, or x + weight whose backward does not need it; and a note when forward and backward begin."""
 
-    def __init__(self, size: int, name: str, events: list[Any]) -> None:
+    def __init__(self, size: int, name: str, events: list[Any], adds: bool = False) -> None:
         super().__init__()
+        self.adds = adds
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
         self.name, self.events = name, events
 
     def forward(self, x: Tensor) -> Tensor:
         self.events.append(f"forward of {self.name}")
-        y = x * self.weight
+        y = x + self.weight if self.adds else x * self.weight
         if y.requires_grad:
             y.register_hook(lambda dy: self.events.append(f"backward of {self.name}"))
         return y

@@ -58,6 +58,21 @@ def test_ranks_hold_every_element_once(
     assert all((count == copies).all() for count in times.values())
 
 
+@settings(deadline=None)
+@given(shapes=SHAPES, decay=st.lists(st.booleans(), min_size=8, max_size=8), ranks=st.integers(1, 5))
+def test_weight_decay_applies_to_its_parameters(shapes: list[tuple[int, int]], decay: list[bool], ranks: int) -> None:
+    specs = {str(i): spec(str(i), *s, decay=d) for i, (s, d) in enumerate(zip(shapes, decay, strict=False))}
+    mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", ranks)))
+    for rank in range(ranks):
+        (flat,) = build(specs, mesh.at(rank), 1, bucket_bytes=1e6).flats
+        applies = torch.full((len(flat.main),), torch.nan)
+        for where, value in zip(flat.decayed_and_not, (1.0, 0.0), strict=True):
+            applies[where] = value
+        assert not applies.isnan().any()
+        for name in flat.spans:
+            assert (applies[flat.held(name)[1]] == decay[int(name[-1])]).all()
+
+
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), bucket_bytes=st.floats(1, 800))
 def test_all_but_the_first_flat_fill_a_bucket(sizes: list[int], bucket_bytes: float) -> None:
     specs = {str(i): spec(str(i), size) for i, size in enumerate(sizes)}
@@ -86,23 +101,24 @@ def test_a_part_may_be_padding_only() -> None:
     assert buffers.flats[0].main.shape == (2,) and buffers.square_norm() == 0
 
 
-def test_kinds_differ_in_sums_copies_decay_and_links() -> None:
+def test_kinds_differ_in_sums_copies_and_links() -> None:
     mesh = Mesh((("pipeline", 3), ("replica", 1), ("data", 2), ("x", 2)))
     specs = {
         "matrix": spec("matrix", 4, 4, layout=(("x",), ())),
         "norm": spec("norm", 4, decay=False, token_axes=("data", "x")),
-        "bias": spec("bias", 4, decay=False),
+        "bias": spec("bias", 4, decay=False, layout=(("x",),)),
+        "position": spec("position", 4),
         "other matrix": spec("other matrix", 2, 4, layout=((), ("x",))),
         "tied": spec("tied", 4, 4, layout=(("x",), ()), holders=(0, 2)),
     }
     flats = build(specs, mesh, 0).flats
-    names = [["all.matrix", "all.other matrix"], ["all.norm"], ["all.bias"], ["all.tied"]]
+    names = [["all.matrix", "all.other matrix", "all.bias"], ["all.norm"], ["all.position"], ["all.tied"]]
     wide = build(specs, mesh, 0, bucket_bytes=1e6).flats
     assert [list(flat.spans) for flat in wide] == names
     assert [flat.kind.reduce_axes for flat in wide] == [("data",), ("data", "x"), ("data",), ("data",)]
     assert [flat.kind.copies for flat in wide] == [2, 4, 4, 4]
     assert [flat.kind.link for flat in wide] == [None, None, None, Link("pipeline", 0, 2)]
-    assert len(flats) == 5, "a bucket of one byte is one parameter"
+    assert len(flats) == 6, "a bucket of one byte is one parameter"
 
 
 def test_shared_out_elements_have_no_copies_along_their_axes() -> None:
