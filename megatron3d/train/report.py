@@ -56,11 +56,11 @@ def _lines(state: TrainState, peak: Peak | None, config: Config) -> Iterator[str
         f"padded to {arch.padded_vocab_size}"
     )
     local = sum(high - low for flat in flats for low, high in flat.spans.values())
-    yield f"parameters: {num_parameters(arch):,} in the model, as counted over the world; {local:,} on each rank"
+    yield f"parameters: {num_parameters(arch):,} in the model, as counted over the world; {local:,} on rank 0"
     parts = {name: sum(flat.nbytes[name] for flat in flats) for name in ("weights", "gradients")}
     parts["optimizer"] = state.optimizer.num_bytes
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
-    yield f"memory per rank before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
+    yield f"memory of rank 0 before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
     if uses_onednn(whole.device, whole.dtype):
         yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
