@@ -23,7 +23,7 @@ from megatron3d.pipeline.actions import Kind, owners
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, num_virtual, run
-from megatron3d.recompute import CORE_ATTN, MODULES, Recompute
+from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MODULES, Recompute
 
 # Nominal prices.
 _FORM, _SHARE_STATE, _SHARE_GRADIENTS, _ELEMENTWISE, _SMALLER_KERNELS, _SHARE_WEIGHTS = (
@@ -82,15 +82,19 @@ def _recomputations(job: Job) -> Candidates:
     whole = flops_per_token(arch)
     forward = arch.num_layers * layer_flops(arch)[Kind.F] / whole
     core = arch.num_layers * 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length / whole
-    selective = f"train.recompute_granularity=selective train.recompute_modules=[{', '.join(MODULES)}]"
+    both = f"selective train.recompute_modules=[{','.join(MODULES)}]"
     steps = (
-        ("train.recompute_granularity=selective", core, Recompute("selective", frozenset({CORE_ATTN}))),
-        (selective, core + _ELEMENTWISE, Recompute("selective", frozenset(MODULES))),
-        ("train.recompute_granularity=full", forward, Recompute("full")),
+        ("selective", core, Recompute("selective", frozenset({CORE_ATTN}), offloads=now.offloads)),
+        (both, core + _ELEMENTWISE, Recompute("selective", frozenset(MODULES), offloads=now.offloads)),
+        ("full", forward, Recompute("full", offloads=now.offloads)),
     )
+    undone = " train.recompute_method=null train.recompute_num_layers=null" if now.granularity == "full" else ""
+    modules = " train.recompute_modules=null" if now.modules != KEEP_ALL.modules else ""
     for settings, price, recompute in steps:
         if recompute != now:
-            yield settings, price, replace(job, work=replace(job.work, recompute=recompute))
+            rest = undone + (modules if settings != both else "")
+            changed = replace(job, work=replace(job.work, recompute=recompute))
+            yield f"train.recompute_granularity={settings}{rest}", price, changed
 
 
 def _zero_stages(job: Job) -> Candidates:
@@ -120,27 +124,34 @@ def _smaller_micro_batches(job: Job) -> Candidates:
 
 
 def _schedules(job: Job) -> Candidates:
-    if job.pipeline.num_ranks == 1:
+    ranks, arch = job.pipeline.num_ranks, job.work.arch
+    if ranks == 1:
         return
-    now = makespan(job.pipeline, job.work.arch)
+    now, counts = makespan(job.pipeline, arch), [len(stage.layers) for stage in job.pipeline.stages]
+    undone = " parallel.pipeline_schedule_file=null" if job.schedule == FILE else ""
+    if tuple(counts) != divide(arch, len(counts), job.pipeline.owners):
+        undone += " parallel.pipeline_model_parallel_layout=null"
     for name, entry in SCHEDULES.items():
-        if name != job.schedule and job.pipeline.num_ranks * entry.min_virtual <= job.work.arch.num_layers:
+        if name != job.schedule and ranks * entry.min_virtual <= arch.num_layers:
             other = with_schedule(job, name, job.num_microbatches)
-            price = makespan(other.pipeline, job.work.arch) / now - 1
-            yield f"parallel.pipeline_schedule={name}", price, other
+            settings = f"parallel.pipeline_schedule={name}{undone}"
+            if num_virtual(other.pipeline.schedule) != num_virtual(job.pipeline.schedule):
+                settings += f" parallel.virtual_pipeline_model_parallel_size={num_virtual(other.pipeline.schedule)}"
+            yield settings, makespan(other.pipeline, arch) / now - 1, other
 
 
 def with_schedule(job: Job, name: str, num_microbatches: int) -> Job:
-    """The job under a schedule of this name; layers are divided anew where it has another number of stages."""
+    """The job under a schedule of this name; under another one, layers are divided anew."""
     ranks, entry = job.pipeline.num_ranks, SCHEDULES[name]
     virtual = num_virtual(job.pipeline.schedule)
     takes = entry.min_virtual <= virtual <= (entry.max_virtual or virtual)
     schedule = build_schedule(name, ranks, num_microbatches, virtual if takes else None)
     where = tuple(owners(schedule).values())
     counts = tuple(len(stage.layers) for stage in job.pipeline.stages)
-    if where != job.pipeline.owners:
+    if name != job.schedule:
         counts = divide(job.work.arch, len(where), where)
-    return replace(job, pipeline=Pipeline(make_stages(counts), schedule, where), schedule=name, lowered=lower(schedule))
+    pipeline = Pipeline(make_stages(counts), schedule, where)
+    return replace(job, pipeline=pipeline, schedule=name, lowered=lower(schedule))
 
 
 def makespan(pipeline: Pipeline, arch: Architecture) -> float:

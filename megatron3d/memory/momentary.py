@@ -69,24 +69,27 @@ _BEFORE = {
 
 def matmul_backward(work: Work, site: str) -> int:
     """Bytes of dY, of the gathered dY, X and W, of dX and dW before they are reduced; then of the W that is gathered
-    for the linear before, and of the dW that is reduced for the linear after.
-
-    Collectives move a tensor's first dimension; along another one, what they move is copied into that order.
-    """
+    for the linear before, and of the dW that is reduced for the linear after."""
     mesh, linears = work.mesh, matmuls(work)
     after = next(name for name, before in _BEFORE.items() if before == site)
     matmul = linears[site]
     plan, execution = matmul.plan, work.execution
-    stored = ((matmul.x, plan.x, "M"), (matmul.w, plan.w, "N"), (matmul.y, plan.dy, "M"))
-    whole_x, whole_w, whole_dy = (size * mesh.size(table) for size, table, _ in stored)
-    gathered, reordered = [], [0]
-    for whole, (_, table, first) in zip((whole_x, whole_w, whole_dy), stored, strict=True):
-        gathered += [whole] if table else []
-        reordered += [whole] if set(table.values()) - {first} else []
+    whole_x, whole_w, whole_dy = matmul.x * mesh.size(plan.x), matmul.whole_w, matmul.y * mesh.size(plan.dy)
+    gathered, reordered = _gathered(plan, whole_x, whole_w, whole_dy)
     ahead = linears[_BEFORE[site]].whole_w * (execution.overlap_weight_gather and not execution.keep_gathered_weights)
     late = linears[after].whole_w * execution.overlap_weight_grad
     overlapped = ahead + late if plan.w else 0
-    return (matmul.y + sum(gathered) + max(reordered) + whole_x + whole_w + overlapped) * work.itemsize
+    return (matmul.y + gathered + reordered + whole_x + whole_w + overlapped) * work.itemsize
+
+
+def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
+    """Of these sizes: the sum of what is gathered, and the largest of that which has to be put in order then.
+
+    Collectives move a tensor's first dimension; along another one, what they bring is copied into its order.
+    """
+    tables = ((x, plan.x, "M"), (w, plan.w, "N"), (dy, plan.dy, "M"))
+    gathered = sum(size for size, table, _ in tables if table)
+    return gathered, max(size if set(table.values()) - {first} else 0 for size, table, first in tables)
 
 
 # The modules of a layer in the order in which backward comes to them: what those before kept is given up by then, and
@@ -127,26 +130,25 @@ def layer_moments(work: Work) -> dict[str, int]:
     return {name: size + again - gone[at] for name, (at, size) in needed.items()}
 
 
-def head_moment(job: Job) -> int:
-    """Bytes beside what is kept while the last chunk of logits becomes gradients.
+def head_moments(job: Job) -> dict[str, int]:
+    """Bytes beside what is kept while the last chunk of logits becomes gradients, and when dW is handed over.
 
-    The norm's output; W and the chunk's X, gathered; logits in fp32 and in the network's type; dX, dW and dW's sum.
+    The norm's output; W, the chunk's X and dY, gathered; logits in fp32 and in the network's type; dX, dW and dW's sum.
+    Then that sum, dW in the network's type, and the copy that autograd makes of it.
     """
     work, size = job.work, job.work.itemsize
-    mesh, plan = work.mesh, work.mode.expand.on(work.mesh)
-    rows, gathered = chunk_rows(job)
-    chunk = rows * gathered
+    plan, narrow = work.mode.expand.on(work.mesh), size if size < work.wide else 0
+    rows, ranks = chunk_rows(job)
     vocabulary, features = work.part(work.arch.padded_vocab_size, plan.n), work.part(work.arch.hidden_size, plan.k)
-    logits = chunk * vocabulary // mesh.size(plan.dy)
-    narrow = logits * size if size < work.wide else 0
-    gathered_dy = chunk * vocabulary * size if plan.dy else 0
-    weights = vocabulary * features
-    gathered_w = weights * size if plan.w else 0
-    gathered_x = chunk * features * size if plan.x else 0
-    gradients = logits * work.wide + max(narrow, gathered_dy)
-    is_first_sum = rows == work.tokens and not narrow
-    dw = weights * (work.wide if is_first_sum else size + work.wide)
-    return work.residual + gathered_w + gathered_x + gradients + dw + chunk * features * size
+    x, w, dy = rows * ranks * features, vocabulary * features, rows * ranks * vocabulary
+    gathered, reordered = _gathered(plan, x, w, dy)
+    logits = dy // work.mesh.size(plan.dy) * (work.wide + (0 if plan.dy else narrow))
+    is_only_chunk = rows == work.tokens
+    product = w * (size + (work.wide if is_only_chunk and narrow else 0)) + x * size
+    before = 0 if is_only_chunk else w * work.wide
+    chunk = work.residual + gathered * size + logits + before + max(product, reordered * size)
+    arrival = 2 * work.residual + w * (2 * size + (work.wide if narrow else 0))
+    return {"head and loss": chunk, "gradient of the head": arrival}
 
 
 def chunk_rows(job: Job) -> tuple[int, int]:

@@ -24,15 +24,15 @@ from megatron3d.memory.activations import (
     total,
 )
 from megatron3d.memory.job import Job
-from megatron3d.memory.momentary import embedding_moment, head_moment, layer_moments, matmuls
+from megatron3d.memory.momentary import embedding_moment, head_moments, layer_moments, matmuls
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind, kept, owners
 
 # Of a microbatch: a token's index, in the batch and among its labels.
 _TOKEN_BYTES = 2 * 8
-# Of an element: both moments, their ratio and a random number in fp32 or int32, and one of them in bf16.
-_UPDATE_BYTES = 30
+# Of an element: what AdamW holds when it rounds a moment, when it computes, and of the piece before.
+_ROUNDED_BYTES, _COMPUTED_BYTES, _LEFT_BYTES = 30, 20, 18
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,11 @@ def _largest(count: int, sizes: Iterable[int]) -> int:
 
 def waiting(job: Job) -> list[int]:
     """Residual shards that lie on this rank after each action: received, handed on to another stage, or sent."""
-    where, keeps_sent = owners(job.pipeline.schedule), job.work.kernels.keeps_sent
+    where, most = owners(job.pipeline.schedule), job.work.kernels.num_leaving
     lying, sent, counts = 0, 0, []
     for action in job.actions:
         lying += _arrivals(action, where) - _consumed(action, len(where))
-        sent = sent + (action.kind in SENDS) if keeps_sent else int(action.kind in SENDS)
+        sent = min(sent + (action.kind in SENDS), most)
         counts.append(lying + sent)
     return counts
 
@@ -207,17 +207,19 @@ def _consumed(action: Action, num_stages: int) -> int:
 def moments(job: Job) -> dict[str, int]:
     """Bytes of every moment on this rank by its name.
 
-    Where gradients are shared out they are whole for a moment: the head's while the loss is computed; under backward
-    two pieces, one that is filled and one that is reduced.
+    Gradients that are shared out are whole for a moment: two pieces while they are reduced, and under the backward of
+    earlier layers, when a layer at least has given up what it kept, one more that is filled.
     """
     work, stages, sizes = job.work, job.stages, flat_sizes(job)
     found = layer_moments(work) if any(stage.layers for stage in stages) else {}
     if any(stage.has_embedding for stage in stages):
         found["backward of the embedding"] = embedding_moment(work)
-    if job.shares(2):
-        found = {name: size + _largest(2, sizes) * work.wide for name, size in found.items()}
     if any(stage.has_head for stage in stages):
-        found["head and loss"] = head_moment(job) + (_largest(1, sizes) * work.wide if job.shares(2) else 0)
+        found |= head_moments(job)
+    if job.shares(2):
+        third = _largest(2, sizes) - _largest(2, sizes)
+        filled = max(third * work.wide - total(layer_activations(work)), 0)
+        found = {name: size + _largest(2, sizes) * work.wide + filled for name, size in found.items()}
     return found
 
 
@@ -225,5 +227,7 @@ def _update(job: Job, is_over: int) -> dict[str, int]:
     """AdamW's update with moments narrower than the weights, in pieces; what flowed through the pipeline is over."""
     if min(job.moment_itemsizes) == job.work.wide:
         return {}
-    piece = min(job.work.kernels.update_piece, -(-max(flat_sizes(job)) // job.zero_ranks))
-    return {"update": _UPDATE_BYTES * piece - is_over}
+    most, parts = job.work.kernels.update_piece, [-(-size // job.zero_ranks) for size in flat_sizes(job)]
+    pieces = [min(most, part - start) for part in parts for start in range(0, min(part, 2 * most), most)]
+    first, second = sorted([*pieces, 0])[-1:-3:-1]
+    return {"update": max(_ROUNDED_BYTES * first, _COMPUTED_BYTES * first + _LEFT_BYTES * second) - is_over}

@@ -22,19 +22,19 @@ class Kernels:
     Attributes:
         narrow_statistics: LayerNorm's mean and scale are of its input's dtype, not fp32.
         fused_rms_norm: RMSNorm keeps its input and a number per row; else what each of its operations keeps.
-        keeps_sent: what is sent along the pipeline stays until the step ends: gloo does not say when it is gone.
+        num_leaving: most shards that were sent and are not known to be gone; gloo does not say when they are.
         update_piece: elements that AdamW updates at one time where its moments are narrower than the weights.
     """
 
     narrow_statistics: bool
     fused_rms_norm: bool
-    keeps_sent: bool
+    num_leaving: int
     update_piece: int
 
 
 KERNELS: Mapping[str, Kernels] = {
-    "cpu": Kernels(narrow_statistics=True, fused_rms_norm=False, keeps_sent=True, update_piece=2**18),
-    "gpu": Kernels(narrow_statistics=False, fused_rms_norm=True, keeps_sent=False, update_piece=2**22),
+    "cpu": Kernels(narrow_statistics=True, fused_rms_norm=False, num_leaving=4, update_piece=2**18),
+    "gpu": Kernels(narrow_statistics=False, fused_rms_norm=True, num_leaving=1, update_piece=2**22),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ class Live(TorchDispatchMode):
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         for t in existing:
             self._add(t)
         self.peak = self.now
@@ -37,10 +38,11 @@ class Live(TorchDispatchMode):
 
     def _add(self, t: Tensor) -> None:
         storage = t.untyped_storage()
-        self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages[storage._cdata] = StorageWeakRef(storage)
 
     @property
     def now(self) -> int:
-        """Bytes of the storages that still exist."""
-        self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
-        return sum(num_bytes for _, num_bytes in self._storages.values())
+        """Bytes of the storages that still exist, which may have been resized."""
+        alive = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._storages.items()}
+        self._storages = {key: self._storages[key] for key, storage in alive.items() if storage is not None}
+        return sum(storage.nbytes() for storage in alive.values() if storage is not None)

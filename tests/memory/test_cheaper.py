@@ -1,0 +1,144 @@
+"""Fact: what is suggested when memory does not suffice can be set as it is written, saves what it says and comes
+cheapest first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron3d.config.architecture import architecture
+from megatron3d.config.check import check
+from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.read import read_config
+from megatron3d.config.schema import Config
+from megatron3d.memory.cheaper import cheaper, fits, makespan
+from megatron3d.memory.job import Job, make_job
+from megatron3d.memory.rank import rank_memory
+from megatron3d.modes import MODES, build_mode
+from megatron3d.recompute import recompute_of
+
+NUM_RANKS, VOCAB_SIZE = 8, 500
+SECTIONS = {
+    "model": {"num_layers": 12, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 128},
+    "train": {"micro_batch_size": 4, "global_batch_size": 64, "precision": "bf16"},
+}
+CONFIGS: dict[str, list[str]] = {
+    "data parallel": [],
+    "tensor parallel": ["parallel.tensor_model_parallel_size=4"],
+    "a grid": ["parallel.tensor_parallel_mode=grid", "parallel.tensor_model_parallel_size=8"],
+    "a pipeline": ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"],
+    "a pipeline that was divided": [
+        "parallel.pipeline_model_parallel_size=2",
+        "parallel.pipeline_schedule=interleaved",
+        "parallel.virtual_pipeline_model_parallel_size=3",
+        "parallel.pipeline_model_parallel_layout=[1,2,3,2,2,2]",
+    ],
+    "recomputed partly": [
+        "train.recompute_granularity=selective",
+        "train.recompute_modules=[mlp_act]",
+        "parallel.zero_stage=1",
+    ],
+    "some layers recomputed": ["train.recompute_granularity=full", "train.recompute_method=block"],
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("configs") / "config.yaml"
+    path.write_text(yaml.safe_dump(SECTIONS))
+    return path
+
+
+def job_of(config: Config) -> Job:
+    assert check(config, NUM_RANKS, VOCAB_SIZE) == []
+    arch = architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
+    return make_job(config, arch, make_mesh(config.parallel, NUM_RANKS), recompute_of(config.train))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_change_is_the_closed_form_of_the_changed_configuration(name: str, path: Path) -> None:
+    job = job_of(read_config(path, CONFIGS[name]).config)
+    now, changes = rank_memory(job).total, cheaper(job, count=10)
+    assert len(changes) >= 2
+    for change in changes:
+        changed = rank_memory(job_of(read_config(path, [*CONFIGS[name], *change.settings.split()]).config)).total
+        assert (change.total, change.saves) == (changed, now - changed), change.settings
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_cheapest_come_first_and_those_that_suffice_before_others(name: str, path: Path) -> None:
+    job = job_of(read_config(path, CONFIGS[name]).config)
+    assert len(cheaper(job)) <= 3
+    prices = [change.price for change in cheaper(job, count=10)]
+    assert prices == sorted(prices)
+    missing = rank_memory(job).total // 4
+    enough = [change.saves >= missing for change in cheaper(job, missing, count=10)]
+    assert enough == sorted(enough, reverse=True)
+    most = [change.saves for change in cheaper(job, 2**60, count=10)]
+    assert most == sorted(most, reverse=True)
+
+
+def test_every_kind_of_change_is_suggested_somewhere(path: Path) -> None:
+    keys = {
+        setting.partition("=")[0]
+        for overrides in CONFIGS.values()
+        for missing in (0, 2**60)
+        for change in cheaper(job_of(read_config(path, overrides).config), missing, count=10)
+        for setting in change.settings.split()
+    }
+    assert keys >= {
+        "parallel.zero_stage",
+        "parallel.tensor_parallel_form",
+        "parallel.pipeline_schedule",
+        "train.micro_batch_size",
+        "train.recompute_granularity",
+    }
+
+
+def test_a_change_in_words(path: Path) -> None:
+    (first, *_) = cheaper(job_of(read_config(path, CONFIGS["tensor parallel"]).config))
+    assert str(first).startswith("parallel.tensor_parallel_form=sequence_parallel: ")
+    assert str(first).endswith(" MiB on this rank") and " MiB less, " in str(first)
+
+
+def test_what_does_not_divide_is_not_suggested(path: Path) -> None:
+    """Three sequences of 7 tokens are not split over 4 ranks, nor in half."""
+    job = job_of(read_config(path, CONFIGS["tensor parallel"]).config)
+    odd = replace(job.work, micro_batch_size=3, arch=replace(job.work.arch, seq_length=7))
+    settings = " ".join(change.settings for change in cheaper(replace(job, work=odd), count=10))
+    assert "zero_stage" in settings and "form" not in settings and "micro_batch" not in settings
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fits_is_the_rule_of_the_check(mode: str, path: Path) -> None:
+    for form, micro_batch_size, hidden_size in (
+        (f, b, h) for f in MODES[mode].forms for b in (1, 2, 8) for h in (64, 72)
+    ):
+        overrides = [
+            f"parallel.tensor_parallel_mode={mode}",
+            f"parallel.tensor_parallel_form={form}",
+            "parallel.tensor_model_parallel_size=8",
+            f"train.micro_batch_size={micro_batch_size}",
+            f"model.hidden_size={hidden_size}",
+            "model.kv_channels=8",
+        ]
+        config = read_config(path, overrides).config
+        arch = architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
+        work = make_job(config, arch, make_mesh(config.parallel, NUM_RANKS)).work
+        assert work.mode == build_mode(mode, form, MODES[mode].default_shape(8))
+        assert fits(work) == (check(config, NUM_RANKS, VOCAB_SIZE) == [])
+
+
+def test_a_bubble_is_a_price(path: Path) -> None:
+    """GPipe takes as long as 1F1B; interleaving with two stages per rank halves the bubble."""
+    times = {}
+    for name in ("gpipe", "1f1b", "interleaved"):
+        overrides = [f"parallel.pipeline_schedule={name}", "parallel.pipeline_model_parallel_size=4"]
+        job = job_of(read_config(path, overrides).config)
+        times[name] = makespan(job.pipeline, replace(job.work.arch, vocab_size=0))
+    assert times["gpipe"] == pytest.approx(times["1f1b"])
+    assert times["interleaved"] < times["1f1b"]
