@@ -54,10 +54,11 @@ def wait_for_blocks(shards: Shards, blocks: Sequence[Block]) -> None:
 
 def watch_blocks(shards: Shards, blocks: Sequence[Block]) -> None:
     """Have each block gathered when it is needed, and forgotten after."""
+    passing_back: set[str] = set()
     for turn in _turns(blocks):
-        _watch_forward(shards, turn)
+        _watch_forward(shards, turn, passing_back)
         if turn.block.in_backward:
-            _watch_backward(shards, turn)
+            _watch_backward(shards, turn, passing_back)
 
 
 def _turns(blocks: Sequence[Block]) -> Iterator[Turn]:
@@ -82,21 +83,33 @@ def _use(shards: Shards, block: Block, following: Sequence[Block]) -> None:
         shards.unshard(other.path)
 
 
-def _watch_forward(shards: Shards, turn: Turn) -> None:
+def _watch_forward(shards: Shards, turn: Turn, passing_back: set[str]) -> None:
+    path = turn.block.path
+
     def before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
-        _use(shards, turn.block, [*turn.after, *(turn.backward if torch.is_grad_enabled() else [])])
+        is_repeated = path in passing_back
+        backward = turn.backward if torch.is_grad_enabled() else []
+        _use(shards, turn.block, [] if is_repeated else [*turn.after, *backward])
 
     def after_forward(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-        shards.reshard(turn.block.path)
+        if path not in passing_back:  # else backward repeats this forward, and goes on with the block
+            shards.reshard(path)
 
     turn.block.module.register_forward_pre_hook(before_forward)
     turn.block.module.register_forward_hook(after_forward)
 
 
-def _watch_backward(shards: Shards, turn: Turn) -> None:
+def _watch_backward(shards: Shards, turn: Turn, passing_back: set[str]) -> None:
+    path = turn.block.path
+
+    def after_backward(path: str) -> None:
+        passing_back.discard(path)
+        shards.reshard(path)
+
     def before_backward(_: Tensor) -> None:
         for through in turn.after:
-            shards.reshard(through.path)
+            after_backward(through.path)
+        passing_back.add(path)
         _use(shards, turn.block, turn.before)
 
     def hook_y(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
@@ -106,7 +119,7 @@ def _watch_backward(shards: Shards, turn: Turn) -> None:
     def hook_x(module: nn.Module, args: tuple[Any, ...]) -> None:
         x = next((arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad), None)
         if x is not None and torch.is_grad_enabled():
-            x.register_hook(lambda _: shards.reshard(turn.block.path))
+            x.register_hook(lambda _: after_backward(path))
 
     turn.block.module.register_forward_hook(hook_y)
     if not turn.before:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron3d.comm import Pending
 from megatron3d.mesh import Axes
+from megatron3d.ops.repeat import repeated
 from megatron3d.zero import Block, Buffers
 from tests.zero.chain import CPU, MESH, Echo, Scale, chain, fill_main, sharding, spec
 
@@ -95,6 +96,35 @@ def test_evaluation_gathers_each_block_once() -> None:
     assert [event for event in shown(comm.events) if event.startswith("begin")] == [
         f"begin gather {i}" for i in range(4)
     ]
+    assert whole_bytes(buffers) == []
+
+
+def test_a_forward_that_backward_repeats_gathers_nothing_more() -> None:
+    model, buffers, comm = uneven_chain(3)
+    fill_main(buffers, 1.0)
+    x = torch.ones((), requires_grad=True)
+    for block in model:
+        x = repeated(block, x.mean())
+    comm.events.clear()
+    buffers.begin_step(1)
+    x.sum().backward()
+    assert shown(comm.events) == [
+        "backward of 2", "begin gather 2", "end gather 2", "begin gather 1", "forward of 2",
+        "backward of 1", "end gather 1", "begin gather 0", "forward of 1",
+        "backward of 0", "end gather 0", "forward of 0",
+    ]  # fmt: skip
+    assert whole_bytes(buffers) == []
+
+
+def test_a_run_of_blocks_that_is_repeated_ends_with_all_forgotten() -> None:
+    model, buffers, _ = uneven_chain(4)
+    fill_main(buffers, 2.0)
+    x = torch.ones((), requires_grad=True)
+    loss = repeated(lambda x: run(model[2:], x), repeated(lambda x: run(model[:2], x), x))
+    buffers.begin_step(1)
+    loss.backward()
+    buffers.reduce_grads()
+    assert loss == 6 * 10 * 2**4 and x.grad == loss
     assert whole_bytes(buffers) == []
 
 
