@@ -92,4 +92,6 @@ class Ours:
 
     def weights(self) -> dict[str, Tensor]:
         """Whole parameters by their path; of a world of one process."""
-        return {name: value.detach() for name, _, value in self.state.buffers.named("main")}
+        buffers = self.state.buffers
+        shapes = {name: spec.local_shape(self.recorder.mesh) for name, spec in buffers.specs.items()}
+        return {name: values.detach().view(shapes[name]) for name, _, values in buffers.held("main")}
