@@ -122,21 +122,41 @@ class Traffic(NamedTuple):
     wire_bytes: float
 
 
-def traffic(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> list[Traffic]:
-    """Closed form of one matmul's collectives, forward and then backward, for global sizes m, n, k.
+class Flows(NamedTuple):
+    """One matmul's collectives by what they move; backward gathers X and W again, since only shards are kept."""
+
+    gather_x: list[Traffic]
+    gather_w: list[Traffic]
+    reduce_y: list[Traffic]
+    gather_dy: list[Traffic]
+    reduce_dx: list[Traffic]
+    reduce_dw: list[Traffic]
+
+
+def flows(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> Flows:
+    """Closed form of one matmul's collectives for global sizes m, n, k.
 
     A gather or a scatter over p ranks sends (p-1)/p of the whole, an all-reduce twice that (Thakur et al. 2005).
-    Backward gathers X and W again, since only shards are kept.
     """
     plan = plan.on(mesh)
     x = m * k / mesh.size(plan.m + plan.k) * itemsize
     w = n * k / mesh.size(plan.n + plan.k) * itemsize
     y = m * n / mesh.size(plan.m + plan.n) * itemsize
-    gather_x, gather_w = _gathers(moves(plan.x), x, mesh), _gathers(moves(plan.w), w, mesh)
-    forward = gather_x + gather_w + reductions(moves(plan.y), y, mesh)
-    reduce_dw = reductions(moves(plan.w), w, mesh)
-    backward = _gathers(moves(plan.dy), y, mesh) + gather_w + gather_x + reductions(plan.dx_moves, x, mesh) + reduce_dw
-    return forward + backward
+    return Flows(
+        _gathers(moves(plan.x), x, mesh),
+        _gathers(moves(plan.w), w, mesh),
+        reductions(moves(plan.y), y, mesh),
+        _gathers(moves(plan.dy), y, mesh),
+        reductions(plan.dx_moves, x, mesh),
+        reductions(moves(plan.w), w, mesh),
+    )
+
+
+def traffic(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> list[Traffic]:
+    """Closed form of one matmul's collectives, forward and then backward, for global sizes m, n, k."""
+    flow = flows(plan, mesh, m, n, k, itemsize)
+    forward = flow.gather_x + flow.gather_w + flow.reduce_y
+    return forward + flow.gather_dy + flow.gather_w + flow.gather_x + flow.reduce_dx + flow.reduce_dw
 
 
 def crossing(stored: Layout, copies: Axes, mesh: Mesh, m: int, n: int, itemsize: int) -> list[Traffic]:

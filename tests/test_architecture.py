@@ -34,6 +34,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.model.params",
         "megatron3d.memory",
         "megatron3d.model.stages",
+        "megatron3d.cost",
     ),
     "tensors": (
         "megatron3d.comm",

@@ -1,0 +1,1 @@
+"""How long a training step takes, before it runs: rooflines of kernels, links of a network, a simulated pipeline."""

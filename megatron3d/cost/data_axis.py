@@ -1,0 +1,104 @@
+"""The data axis: what a rank's parameters cost once per step, or with ZeRO 2 and 3 once per microbatch.
+
+stage 0   all-reduce                          stage 1   reduce-scatter, then gather of the updated parts
+stage 2   reduce-scatter per microbatch       stage 3   and gathers for every forward and every backward
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron3d.config.architecture import Architecture
+from megatron3d.cost.layer import Machine
+from megatron3d.cost.times import TAX, Times, waiting
+from megatron3d.mesh import DATA, Axes, Mesh
+from megatron3d.model.params import EMBEDDING, param_specs
+from megatron3d.model.stages import Stage
+from megatron3d.modes.mode import Mode
+from megatron3d.plan import Traffic
+
+Counts = Mapping[Axes, int]
+
+
+class Held(NamedTuple):
+    """Parameters of a rank by the axes over which their gradients are summed: of a layer, and of both ends."""
+
+    layer: Counts
+    embedding: Counts
+    head: Counts
+
+    @staticmethod
+    def of(arch: Architecture, mode: Mode, mesh: Mesh) -> Held:
+        """Of a model on a mesh."""
+        tables: dict[str, Counter[Axes]] = {"layers": Counter(), "embedding": Counter(), "head": Counter()}
+        for path, spec in param_specs(replace(arch, num_layers=1), mode).items():
+            part = path.partition(".")[0]
+            tables[part if part in tables else "head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
+            if path == EMBEDDING and arch.tie_embeddings:
+                tables["head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
+        return Held(tables["layers"], tables["embedding"], tables["head"])
+
+    def on_rank(self, arch: Architecture, stages: Sequence[Stage]) -> Counts:
+        """Of a rank that has these stages; what is tied and here twice is here once."""
+        total: Counter[Axes] = Counter()
+        for axes, count in self.layer.items():
+            total[axes] += count * sum(len(stage.layers) for stage in stages)
+        first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
+        if last:
+            total.update(self.head)
+        if first and not (last and arch.tie_embeddings):
+            total.update(self.embedding)
+        return total
+
+
+class Exchange(NamedTuple):
+    """Seconds of the sums of gradients and of the gathers of weights, all of a step, and of their last pieces."""
+
+    sums: Times
+    gathers: Times
+    tail_s: float
+
+
+def exchange(
+    counts: Counts, mesh: Mesh, machine: Machine, zero_stage: int, repeats: tuple[int, int], bucket_bytes: float
+) -> Exchange:
+    """Of a rank's parameters; `repeats` are how often a step sums gradients and gathers weights."""
+    wide = max(machine.device.itemsize, 4)
+    itemsize, sums, tail = machine.practice.reduce_itemsize or wide, Times(), 0.0
+    shared = mesh.nontrivial(DATA[1:]) if zero_stage else ()
+    for axes, count in counts.items():
+        rest = tuple(axis for axis in axes if axis not in shared)
+        pieces, whole = _pieces(shared, rest, count * itemsize, mesh), Times()
+        for call in pieces:
+            whole = whole.plus(waiting(call.axes, machine.network.seconds(call, mesh)))
+        sums = sums.plus(whole.times(repeats[0]))
+        tail += whole.total / max(1.0, count * wide / bucket_bytes)
+    total, ranks = sum(counts.values()), mesh.size(shared)
+    gather = Traffic("all_gather", shared, total * machine.device.itemsize * (ranks - 1) / ranks)
+    gathers = waiting(shared, repeats[1] * machine.network.seconds(gather, mesh)) if shared else Times()
+    return Exchange(sums, gathers, tail)
+
+
+def _pieces(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> list[Traffic]:
+    """The collectives that sum so many bytes of gradients."""
+    calls = []
+    if shared:
+        ranks = mesh.size(shared)
+        calls.append(Traffic("reduce_scatter", shared, num_bytes * (ranks - 1) / ranks))
+        num_bytes /= ranks
+    if rest:
+        ranks = mesh.size(rest)
+        calls.append(Traffic("all_reduce", rest, 2 * num_bytes * (ranks - 1) / ranks))
+    return calls
+
+
+def exposed(times: Times, waits_s: float, tax: float) -> Times:
+    """What a step waits for, so many seconds of it, and what the rest takes from the computation that hides it."""
+    if not times:
+        return times
+    share = min(waits_s / times.total, 1.0)
+    return times.times(share).plus(Times({TAX: (1 - share) * times.total * tax}))

@@ -1,0 +1,78 @@
+"""Time of one kernel: a product as waves of tiles over the multiprocessors, everything else as bytes through memory.
+
+    product    max(waves (K + ramp) tile / (share of the peak of a unit), bytes / bandwidth)
+    pass       bytes / bandwidth
+
+The best of the tile sizes counts, as a library picks it.  (Williams, Waterman and Patterson 2009 for the roofline;
+"Matrix Multiplication Background User's Guide" of NVIDIA for tiles and waves.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron3d.cost.hardware import Accelerator, Kernels
+from megatron3d.errors import UserError
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator in one precision.
+
+    Attributes:
+        peak: FLOP/s.
+        slowdown: by how much ranks that share its units are slower than one alone.
+    """
+
+    kernels: Kernels
+    peak: float
+    itemsize: int
+    slowdown: float = 1.0
+
+    def product_s(self, m: float, n: float, k: float, batch: float = 1) -> float:
+        """Seconds of `batch` products Y[m, n] = X[m, k] W[k, n]."""
+        if not min(m, n, k, batch):
+            return 0.0
+        kernels = self.kernels
+        unit = self.peak * kernels.matmul_fraction / kernels.num_units
+        compute = min(
+            _waves(math.ceil(m / rows) * math.ceil(n / columns) * batch, kernels.num_units)
+            * (2 * rows * columns * (k + kernels.ramp_k) / (unit * fraction))
+            for rows, columns, fraction in kernels.tiles
+        )
+        moved = (m * k + k * n + m * n) * batch * self.itemsize / kernels.bytes_per_s
+        return self.launched(max(compute, moved))
+
+    def pass_s(self, num_bytes: float, kernels: int = 1) -> float:
+        """Seconds of so many kernels that together move so many bytes."""
+        return self.launched(num_bytes / self.kernels.bytes_per_s, kernels) if num_bytes else 0.0
+
+    def attention_s(self, flops: float, backward: bool) -> float:
+        """Seconds of fused attention of so many operations."""
+        if not flops:
+            return 0.0
+        return self.launched(flops / (self.peak * self.kernels.attention_fractions[backward]))
+
+    def launched(self, seconds: float, kernels: int = 1) -> float:
+        """With what it takes to start so many kernels."""
+        launch = kernels * self.kernels.launch_us * 1e-6
+        return self.slowdown * (seconds + launch if self.kernels.adds_launch else max(seconds, launch))
+
+    @property
+    def comm_tax(self) -> float:
+        """Time that computation loses for each second of communication that is hidden under it."""
+        return self.kernels.comm_units / self.kernels.num_units
+
+
+def _waves(num_tiles: float, num_units: int) -> int:
+    return math.ceil(num_tiles / num_units)
+
+
+def device(accelerator: Accelerator, precision: str, itemsize: int, slowdown: float = 1.0) -> Device:
+    """The accelerator in a training precision; UserError where it has none such."""
+    if precision not in accelerator.peak_tflops:
+        known = ", ".join(accelerator.peak_tflops)
+        raise UserError(f"train.precision={precision}: {accelerator.device_names} does not compute in it; use {known}")
+    assert accelerator.kernels is not None, "load_accelerator gives accelerators whose kernels are known"
+    return Device(accelerator.kernels, accelerator.peak_tflops[precision] * 1e12, itemsize, slowdown)

@@ -1,0 +1,73 @@
+"""Time of a collective: latency per step and bytes over the slowest level that its ring crosses.
+
+    ring over n ranks    steps alpha + sent bytes / min over crossed levels of (members per unit below x link per rank)
+
+Groups that run side by side share a node's links, and each rank's share of these is what counts; a group with several
+members in a node leaves it by the links of all of them.  (Thakur, Rabenseifner and Gropp 2005; NCCL's rings.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron3d.cost.hardware import Cluster
+from megatron3d.mesh import Axes, Mesh
+from megatron3d.plan import Traffic
+
+
+@dataclass(frozen=True)
+class Network:
+    """A cluster's links under the ranks of a mesh, which follow each other from node to node.
+
+    Attributes:
+        slowdown: by how much communication is slower where ranks share processors.
+    """
+
+    cluster: Cluster
+    slowdown: float = 1.0
+
+    def seconds(self, call: Traffic, mesh: Mesh) -> float:
+        """Of one collective of a mesh, or of a transfer to a neighbour."""
+        if call.collective in ("send", "add"):
+            return self.transfer_s(call.wire_bytes, mesh, call.axes)
+        members = members_by_level(self.cluster, mesh, call.axes)
+        ranks = members[-1]
+        if ranks == 1:
+            return 0.0
+        rounds = 2 if call.collective == "all_reduce" else 1
+        return self.slowdown * (self._latency_s(members, rounds) + call.wire_bytes / self._ring_bytes_per_s(members))
+
+    def transfer_s(self, num_bytes: float, mesh: Mesh, axes: Axes) -> float:
+        """From a rank to its neighbour along an axis, all ranks doing the same."""
+        members = members_by_level(self.cluster, mesh, axes)
+        # The neighbour that is farthest away counts: some rank has it.
+        crossed = [level for level, count in zip(self.cluster.levels, members, strict=True) if count > 1]
+        level = (crossed or self.cluster.levels)[-1]
+        return self.slowdown * (level.latency_us * 1e-6 + num_bytes / (level.gb_s * 1e9))
+
+    def _latency_s(self, members: list[int], rounds: int) -> float:
+        """Of a ring inside of the innermost level, and a tree, or a ring where that is shorter, over units."""
+        total, below = 0.0, 1
+        for level, count in zip(self.cluster.levels, members, strict=True):
+            units = count // below
+            steps = units - 1 if rounds == 1 else min(units - 1, math.ceil(math.log2(units))) if units > 1 else 0
+            total += rounds * steps * level.latency_us * 1e-6
+            below = count
+        return total
+
+    def _ring_bytes_per_s(self, members: list[int]) -> float:
+        below, slowest = 1, math.inf
+        for level, count in zip(self.cluster.levels, members, strict=True):
+            if count > below:
+                links = count - 1 if level.is_pairwise else below
+                slowest = min(slowest, links * level.gb_s * 1e9)
+            below = count
+        return slowest
+
+
+def members_by_level(cluster: Cluster, mesh: Mesh, axes: Axes) -> list[int]:
+    """How many ranks of a group are in one unit of each level, the last level holding all."""
+    group = sorted(mesh.at(0).ranks(axes))
+    counts = [sum(rank < level.ranks for rank in group) for level in cluster.levels[:-1]]
+    return [*counts, len(group)]

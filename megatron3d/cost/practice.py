@@ -1,0 +1,110 @@
+"""What a program does beside the products that a layout prescribes: passes over memory, and what overlaps what.
+
+A pass reads or writes each element of a tensor once.  Programs whose published times the model is held against differ
+from ours in these numbers alone, and each is counted from the kernels that the program ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class Passes(NamedTuple):
+    """How often memory is passed over per element, forward and backward, and by how many kernels."""
+
+    forward: float
+    backward: float
+    num_kernels: int = 1
+
+
+NONE, TWO_AND_THREE, THREE, COPIES = Passes(0, 0), Passes(2, 3), Passes(3, 3), Passes(2, 2, 2)
+
+
+@dataclass(frozen=True)
+class Practice:
+    """A program's habits.
+
+    Attributes:
+        fuses_attention: no score reaches memory; else passes over scores, in the elements of the network's type.
+        norm, add, activation: of a norm's, a residual's and an activation's elements.
+        dropout: of the residual, beside `add`.
+        layout: of q, k and v and attention's output: cutting, turning and copying them.
+        bias_grad: passes over the outputs of a linear for the gradient of its bias.
+        grad_bytes: per weight and microbatch, to add a gradient to the sum of those before.
+        logit_bytes: per logit, for loss and gradient, beside the products.
+        optimizer_bytes: per parameter that a rank updates: norm, clipping, update, and the copy for the network.
+        reduce_itemsize: bytes of a gradient on its way over the data axis; None: of the sum.
+        overlaps_reduction: gradients are summed over the data axis under the last backward.
+        overlaps_gather: parts of weights are gathered under the forward.
+        overlaps_pipeline: transfers between stages run under computation; else both ends wait for them.
+        scatters_pipeline: what ranks hold copies of is sent once, in parts, and gathered at the other end.
+        overlaps_input_grad: a linear's input gradient is summed under the product of its weight's gradient.
+        ring_panels: linears move their operands in as many panels as ranks, under their products.
+    """
+
+    name: str
+    fuses_attention: bool = True
+    scores: Passes = NONE
+    norm: Passes = TWO_AND_THREE
+    add: Passes = THREE
+    dropout: Passes = NONE
+    activation: Passes = TWO_AND_THREE
+    layout: Passes = COPIES
+    bias_grad: float = 1.0
+    grad_bytes: float = 10.0
+    logit_bytes: float = 48.0
+    optimizer_bytes: float = 40.0
+    reduce_itemsize: int | None = None
+    overlaps_reduction: bool = True
+    overlaps_gather: bool = True
+    overlaps_pipeline: bool = True
+    scatters_pipeline: bool = True
+    ring_panels: bool = False
+    overlaps_input_grad: bool = True
+
+
+# This program.  grad_bytes: read the gradient (2), add it to an fp32 sum (4 + 4).  logit_bytes: to fp32 (2 + 4),
+# largest (4), subtract and exponentiate (16), sum (4), scale (8), to the network's type (4 + 2).  optimizer_bytes:
+# norm (4), AdamW (16 + 12), copy to the network's type (4 + 2).
+OURS = Practice("megatron3d", logit_bytes=44.0, optimizer_bytes=38.0)
+
+# Megatron-LM as Narayanan et al. 2021 (arXiv:2104.04473, section 4.2) describe it: fused bias with gelu, fused bias,
+# dropout and addition, fused scale, mask and softmax; everything else as torch does it.  Scores, in passes of fp16:
+# forward softmax (reads the causal half, writes all) 1.5, dropout 2 and a mask of a byte 0.5; backward dropout 2.5,
+# softmax 3, both on all.  Sums of gradients in fp16, so that one takes 2 + 2 + 2 bytes.  optimizer_bytes: copy to fp32
+# (2 + 4), unscale and look for infinities (8), norm (4), clip (8), Adam (16 + 12), copy back (4 + 2).
+MEGATRON_2021 = Practice(
+    "Megatron-LM, 2021",
+    fuses_attention=False,
+    scores=Passes(4.0, 5.5, 2),
+    dropout=Passes(0.5, 2.5),
+    layout=Passes(4, 4, 2),
+    grad_bytes=6.0,
+    logit_bytes=50.0,
+    optimizer_bytes=60.0,
+    reduce_itemsize=2,
+    overlaps_reduction=False,
+    overlaps_gather=False,
+    overlaps_pipeline=False,
+    overlaps_input_grad=False,
+)
+
+# The same a year later (Korthikanti et al. 2022, arXiv:2205.05198): with sequence parallelism, and with the sum of the
+# input's gradient under the product of the weight's.
+MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM, 2022", overlaps_input_grad=True)
+
+# Megatron-Core 0.8 with Transformer Engine: fused attention, sums of gradients in fp32 as part of the product (reads
+# and writes 4 bytes), `--tp-comm-overlap`, `--overlap-grad-reduce`, `--overlap-param-gather`; sums over the data axis
+# are of the fp32 gradients.
+MEGATRON_CORE = Practice(
+    "Megatron-Core 0.8",
+    grad_bytes=8.0,
+    layout=NONE,
+    logit_bytes=54.0,
+    optimizer_bytes=46.0,
+    ring_panels=True,
+)
+
+PRACTICES: Mapping[str, Practice] = {each.name: each for each in (OURS, MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE)}

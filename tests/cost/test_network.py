@@ -1,0 +1,72 @@
+"""Fact: a ring is as fast as the links by which its members leave each unit, shared with the groups beside it; and that
+is what AxoNN's authors measured on Perlmutter and on Frontier."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.cost.hardware import Cluster, Level, load_cluster
+from megatron3d.cost.network import Network, members_by_level
+from megatron3d.mesh import Mesh
+from megatron3d.plan import Traffic
+
+GIB = 1e9
+# Ranks inside, ranks of the group, GB/s: axonn-ai/Megatron-AxoNN, examples/comm_model.py at 885d2e7, for Perlmutter.
+MEASURED = ((1, 2, 76), (1, 4, 225), (1, 8, 80), (1, 64, 80), (2, 2, 76), (2, 4, 40), (4, 4, 20), (8, 16, 20))
+
+
+def mesh(inside: int, ranks: int) -> Mesh:
+    return Mesh((("outside", 2), ("group", ranks), ("inside", inside)))
+
+
+@pytest.mark.parametrize(("inside", "ranks", "gb_s"), MEASURED)
+def test_bandwidth_on_perlmutter(inside: int, ranks: int, gb_s: float) -> None:
+    network, here = Network(load_cluster("perlmutter")), mesh(inside, ranks)
+    seconds = [network.seconds(Traffic("all_gather", ("group",), n * GIB), here) for n in (10, 110)]
+    assert 100 / (seconds[1] - seconds[0]) == pytest.approx(gb_s, rel=0.02)
+
+
+def frontier() -> Cluster:
+    """8 dies a node, 4 adapters of 25 GB/s; the bandwidths between nodes alone."""
+    node = Level(name="node", ranks=8, gb_s=135, latency_us=3)
+    network = Level(name="network", ranks=9408, gb_s=5, latency_us=10)
+    return Cluster(name="Frontier", accelerator="none", levels=(node, network), source="comm_model.py")
+
+
+@pytest.mark.parametrize(("inside", "ranks", "gb_s"), [(1, 16, 40), (2, 8, 20), (4, 4, 10), (8, 4, 5)])
+def test_bandwidth_between_nodes_of_frontier(inside: int, ranks: int, gb_s: float) -> None:
+    seconds = [
+        Network(frontier()).seconds(Traffic("all_gather", ("group",), n * GIB), mesh(inside, ranks)) for n in (10, 110)
+    ]
+    assert 100 / (seconds[1] - seconds[0]) == pytest.approx(gb_s, rel=0.02)
+
+
+def test_members_of_a_group_by_level() -> None:
+    longhorn = load_cluster("longhorn")
+    assert members_by_level(longhorn, Mesh((("t", 8),)), ("t",)) == [2, 4, 8]
+    assert members_by_level(longhorn, mesh(2, 8), ("group",)) == [1, 2, 8]
+    assert members_by_level(longhorn, mesh(4, 8), ("group",)) == [1, 1, 8]
+
+
+@given(ranks=st.integers(2, 64), inside=st.integers(1, 16), num_bytes=st.floats(0, 1e10))
+def test_all_reduce_takes_as_long_as_scatter_and_gather_or_less(ranks: int, inside: int, num_bytes: float) -> None:
+    network, here = Network(load_cluster("selene")), mesh(inside, ranks)
+    gather, scatter, both = (
+        network.seconds(Traffic(name, ("group",), sent), here)
+        for name, sent in (("all_gather", num_bytes), ("reduce_scatter", num_bytes), ("all_reduce", 2 * num_bytes))
+    )
+    assert gather == scatter > 0
+    assert both <= gather + scatter + 1e-9
+
+
+@given(num_bytes=st.floats(0, 1e10), factor=st.integers(2, 8))
+def test_farther_is_never_faster(num_bytes: float, factor: int) -> None:
+    network = Network(load_cluster("selene"))
+    near, far = (network.transfer_s(num_bytes, mesh(inside, 2), ("group",)) for inside in (1, 8 * factor))
+    assert near <= far
+
+
+def test_groups_of_one_rank_move_nothing() -> None:
+    assert Network(load_cluster("selene")).seconds(Traffic("all_reduce", ("group",), 0.0), mesh(4, 1)) == 0
