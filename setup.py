@@ -27,6 +27,7 @@ setup(
         "PyYAML",
         "rich",
         "safetensors",
+        "xxhash>=3",
         "sentencepiece",
         "tokenizers",
         "matplotlib",

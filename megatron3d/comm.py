@@ -81,13 +81,25 @@ def matchings(links: Iterable[Link]) -> list[list[Link]]:
     return rounds
 
 
-class Comm(Protocol):
-    """Collectives over a mesh."""
+class Objects(Protocol):
+    """Small Python values over a mesh."""
 
     @property
     def mesh(self) -> Mesh:
         """The ranks, seen from this one."""
         ...
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Every rank's small Python value, in rank order, on rank 0; None elsewhere."""
+        ...
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's small Python value on every rank."""
+        ...
+
+
+class Comm(Objects, Protocol):
+    """Collectives over a mesh."""
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         """The pieces of all ranks along `axes`, joined along `dim`, the first axis slowest."""
@@ -119,14 +131,6 @@ class Comm(Protocol):
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        ...
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        """Every rank's small Python value, in rank order, on rank 0; None elsewhere."""
-        ...
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's small Python value on every rank."""
         ...
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.state import param_pieces, writes
+from megatron3d.checkpoint.state import param_pieces, written
 from megatron3d.comm import Comm
 from megatron3d.config.derive import Architecture, num_microbatches, tensor_mode
 from megatron3d.config.schema import Config
@@ -66,12 +66,12 @@ def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Tra
 def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, Tensor]:
     """Whole tensors on rank 0, put together from the pieces that the save rule selects."""
     prefix = {"grad": "gradient", "main": "parameter"}[which]
-    buffers = state.buffers
+    mine = written(state.buffers)
     pieces = [
         piece
-        for name, start, values in buffers.held(which)
-        if writes(buffers.specs[name], comm.mesh, buffers.sharding.axes)
-        for piece in param_pieces(prefix, buffers.specs[name], values, comm.mesh, start)
+        for name, start, values in state.buffers.held(which)
+        for _, spec, low, high in [mine[name]]
+        for piece in param_pieces(prefix, spec, values[low - start : high - start], comm.mesh, low)
     ]
     gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.numpy().copy()) for p in pieces])
     whole: dict[str, Tensor] = {}

@@ -19,6 +19,8 @@ from megatron3d.checkpoint.index import FILE_NAME
 from megatron3d.config.check_files import TRACKER
 from megatron3d.errors import UserError
 
+NON_PERSISTENT = "non_persistent"
+
 
 def iteration_folder(root: Path, iteration: int) -> Path:
     """Where a finished checkpoint lies."""
@@ -95,10 +97,23 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint of a run; None where the run has none yet.
+    """The newest complete checkpoint of a run, permanent or not; None where the run has none yet.
 
-    Raises UserError where the tracker is damaged or names a checkpoint that is not there.
+    Raises UserError where a tracker is damaged or names a checkpoint that is not there.
     """
+    found = [
+        (iteration, _named(place, iteration)) for place in _places(root) if (iteration := tracked(place)) is not None
+    ]
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _places(root: Path) -> tuple[Path, Path]:
+    """Where a run's permanent checkpoints are, and its others."""
+    return root, root / NON_PERSISTENT
+
+
+def tracked(root: Path) -> int | None:
+    """The iteration that the tracker names; None without a tracker, UserError where it is damaged."""
     tracker = root / TRACKER
     try:
         written = tracker.read_text().strip()
@@ -108,11 +123,42 @@ def latest(root: Path) -> Path | None:
         raise UserError(f"{tracker} cannot be read: {error}") from error
     if not re.fullmatch("[0-9]{1,18}", written):
         raise UserError(f"{tracker} holds {written[:40]!r}, not the number of an iteration")
-    folder = iteration_folder(root, int(written))
+    return int(written)
+
+
+def _named(root: Path, iteration: int) -> Path:
+    """A checkpoint that a tracker names."""
+    folder = iteration_folder(root, iteration)
     found = next((path for path in (folder, _replaced(folder)) if path.is_dir()), None)
     if found is None:
-        raise UserError(f"{tracker} names {folder.name}, which is not there; {_available(root)}")
+        raise UserError(f"{root / TRACKER} names {folder.name}, which is not there; {_available(root)}")
     return found
+
+
+def candidates(root: Path) -> list[tuple[Path, str | None]]:
+    """Every finished checkpoint of a run, newest first, and why it is not to be continued; permanent ones first.
+
+    With a damaged tracker none is refused.
+    """
+    found: list[tuple[int, int, Path, str | None]] = []
+    for place, order in zip(_places(root), (1, 0), strict=True):
+        try:
+            last = tracked(place)
+        except UserError:
+            last = None
+        for iteration, folder in finished(place).items():
+            beyond = last is not None and iteration > last
+            refusal = f"{TRACKER} names {last}: a later save was not finished, or the run went back" if beyond else None
+            found.append((iteration, order, folder, refusal))
+    return [(folder, refusal) for _, _, folder, refusal in sorted(found, key=lambda each: each[:2], reverse=True)]
+
+
+def finished(root: Path) -> dict[int, Path]:
+    """The folders of a run's checkpoints by iteration, also one that another was about to replace."""
+    patterns = (r"\.iter_([0-9]{7,})\.old", r"iter_([0-9]{7,})")
+    names = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    matches = [(match, name) for pattern in patterns for name in names if (match := re.fullmatch(pattern, name))]
+    return {int(match[1]): root / name for match, name in matches}
 
 
 def resolve(load: Path) -> Path:

@@ -1,8 +1,13 @@
 """`index.json`: which file of a checkpoint holds which box of which logical tensor, and what describes the run.
 
-{"format": ..., "version": 1, "iteration": 100, "meta": {...},
+{"format": ..., "version": 2, "iteration": 100, "meta": {...},
  "tensors": {"model.wte": {"shape": [8, 4], "dtype": "float32",
-                           "boxes": [{"box": [[0, 8], [0, 4]], "file": "rank_00000.safetensors", "key": ...}]}}}
+                           "boxes": [{"box": [[0, 8], [0, 4]], "file": "rank_00000.safetensors", "key": ...,
+                                      "checksum": "62f2ef4a9a2b4b9d"}]}},
+ "checksum": of all that stands before, written in this order without spaces}
+
+Whatever is read here was perhaps written by somebody who means harm: nothing in it is executed, names no file outside
+of the folder, or has memory taken for it before it agrees with what is there.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from megatron3d.checkpoint.boxes import flaw
@@ -18,7 +24,10 @@ from megatron3d.layout import Box, Shape
 
 FILE_NAME = "index.json"
 FORMAT = "megatron3d checkpoint"
-VERSION = 1
+VERSION = 2
+# Largest index that is read: that of a trillion parameters on ten thousand ranks has some hundred megabytes.
+MAX_BYTES = 2**30
+CHECKSUM = "^[0-9a-f]{16}$"
 
 
 class _Record(BaseModel):
@@ -31,6 +40,7 @@ class StoredBox(_Record):
     box: Box
     file: str = Field(pattern=r"^rank_[0-9]{5,}\.safetensors$")
     key: str
+    checksum: str = Field(pattern=CHECKSUM)
 
 
 class StoredTensor(_Record):
@@ -60,6 +70,12 @@ class Index(_Record):
     iteration: int
     meta: dict[str, JsonValue]
     tensors: dict[str, StoredTensor]
+    checksum: str | None = Field(None, pattern=CHECKSUM)
+
+    def sealed(self) -> Index:
+        """The same with its checksum."""
+        content = self.model_dump_json(exclude={"checksum"}).encode()
+        return self.model_copy(update={"checksum": xxhash.xxh3_64_hexdigest(content)})
 
 
 def merge(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
@@ -82,15 +98,8 @@ def merge(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint; raises UserError where it is absent, foreign, newer or damaged."""
-    path = folder / FILE_NAME
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        what = f"is not a {FORMAT}: it has no {FILE_NAME}" if folder.is_dir() else "does not exist"
-        raise UserError(f"checkpoint {folder} {what}; give the folder of a run or one of its iter_ folders") from None
-    except OSError as error:
-        raise UserError(f"checkpoint {folder}: {FILE_NAME} cannot be read: {error.strerror}") from error
+    """The index of a checkpoint; raises UserError where it is absent, foreign, of another version or damaged."""
+    content = _content(folder)
     try:
         header = _Header.model_validate_json(content)
         if header.format != FORMAT:
@@ -98,9 +107,27 @@ def read_index(folder: Path) -> Index:
         if header.version != VERSION:
             written = f"checkpoint {folder} is of version {header.version}, this megatron3d reads {VERSION}"
             raise UserError(f"{written}; use the megatron3d that wrote it")
-        return Index.model_validate_json(content)
+        index = Index.model_validate_json(content)
     except ValidationError as error:
         raise UserError(*(f"checkpoint {folder}: {FILE_NAME} is damaged: {text}" for text in _causes(error))) from error
+    if index.sealed().checksum != index.checksum:
+        raise UserError(f"checkpoint {folder}: {FILE_NAME} is damaged: it is not what its checksum was taken of")
+    return index
+
+
+def _content(folder: Path) -> bytes:
+    path = folder / FILE_NAME
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"checkpoint {folder}: {FILE_NAME} is not a file; give the folder of another checkpoint")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise UserError(f"checkpoint {folder}: {FILE_NAME} has {size} bytes, more than any index ({MAX_BYTES})")
+        return path.read_bytes()
+    except FileNotFoundError:
+        what = f"is not a {FORMAT}: it has no {FILE_NAME}" if folder.is_dir() else "does not exist"
+        raise UserError(f"checkpoint {folder} {what}; give the folder of a run or one of its iter_ folders") from None
+    except OSError as error:
+        raise UserError(f"checkpoint {folder}: {FILE_NAME} cannot be read: {error.strerror}") from error
 
 
 def _causes(error: ValidationError) -> list[str]:

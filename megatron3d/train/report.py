@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron3d.checkpoint.state import writes
+from megatron3d.checkpoint.state import written
 from megatron3d.config.derive import GATED
 from megatron3d.config.schema import Config
 from megatron3d.hardware import Peak, describe_peak
@@ -21,12 +21,12 @@ from megatron3d.train.state import TrainState
 def check_built(state: TrainState) -> None:
     """Count layers and parameters over the world; raises RuntimeError where they are not the configuration's."""
     model, mesh = state.model, state.model.comm.mesh
-    buffers = state.buffers
+    mine = written(state.buffers)
     held = sum(
         view.numel()
-        for name, start, values in buffers.held("main")
-        if writes(buffers.specs[name], mesh, buffers.sharding.axes)
-        for _, _, view in part_views(buffers.specs[name], values, mesh, start)
+        for name, start, values in state.buffers.held("main")
+        for _, spec, low, high in [mine[name]]
+        for _, _, view in part_views(spec, values[low - start : high - start], mesh, low)
     )
     is_first = all(mesh.coord(axis) == 0 for axis in mesh.names if axis != "pipeline")
     gathered = model.comm.gather_object((held, len(model.layers) * is_first))

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.state import param_pieces, writes
+from megatron3d.checkpoint.state import param_pieces, written
 from megatron3d.checkpoint.together import together
 from megatron3d.errors import UserError
 from megatron3d.optim import MOMENTS
@@ -39,8 +39,7 @@ def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue])
         optimizer_steps=state.optimizer.num_steps.item(),
         loss_scale={name: value.item() for name, value in state.loss_scale.state().items()},
     )
-    pieces = (piece for piece, written in _pieces(state) if written)
-    return store.save(root, state.iteration, pieces, meta.model_dump(), state.model.comm)
+    return store.save(root, state.iteration, _pieces(state, mine=True), meta.model_dump(), state.model.comm)
 
 
 def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:
@@ -52,7 +51,7 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
     def load() -> None:
         meta = _read_same(folder, state, identity)
         state.buffers.settle()
-        store.load(folder, [piece for piece, _ in _pieces(state)])
+        store.load(folder, _pieces(state))
         state.buffers.publish()
         state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
         state.optimizer.set_num_steps(meta.optimizer_steps)
@@ -76,7 +75,7 @@ def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonVal
     def load() -> None:
         _read_same(folder, state, identity)
         state.buffers.settle()
-        store.load(folder, [piece for piece, _ in _pieces(state) if piece.name.startswith("model.")])
+        store.load(folder, (piece for piece in _pieces(state) if piece.name.startswith("model.")))
         state.buffers.publish()
 
     together(state.model.comm, load)
@@ -100,9 +99,10 @@ def _architecture(state: TrainState) -> dict[str, JsonValue]:
     return {name: value for name, value in asdict(state.model.arch).items() if name not in LAYOUT_FIELDS}
 
 
-def _pieces(state: TrainState) -> Iterator[tuple[store.Piece, bool]]:
-    """Every piece that this rank holds of weights and moments, and whether it is the one to write it."""
+def _pieces(state: TrainState, mine: bool = False) -> Iterator[store.Piece]:
+    """Every piece of weights and moments that this rank holds, or those that are its own to write."""
     buffers, mesh = state.buffers, state.model.comm.mesh
+    shares = written(buffers)
     flats = [("model", flat, flat.main) for flat in buffers.flats] + [
         (f"optimizer.{moment}", flat, state.optimizer.moment(flat, moment))
         for moment in MOMENTS
@@ -110,6 +110,8 @@ def _pieces(state: TrainState) -> Iterator[tuple[store.Piece, bool]]:
     ]
     for prefix, flat, memory in flats:
         for name in flat.spans:
-            spec, (start, where) = buffers.specs[name], flat.held(name)
-            for piece in param_pieces(prefix, spec, memory[where], mesh, start):
-                yield piece, writes(spec, mesh, buffers.sharding.axes)
+            start, where = flat.held(name)
+            values, (_, spec, low, high) = memory[where], shares[name]
+            if mine:
+                start, values = low, values[low - start : high - start]
+            yield from param_pieces(prefix, spec, values, mesh, start)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from megatron3d.checkpoint.index import Index
+from megatron3d.checkpoint.index import Index, read_index
 from megatron3d.checkpoint.store import Piece, load, read_meta
 from megatron3d.errors import UserError
 
@@ -22,11 +23,14 @@ def problems_of(action, *arguments):
 
 
 def edit(folder, change):
-    """Change the index as JSON."""
+    """Change the index as JSON, and its checksum, as who means harm would."""
     path = folder / "index.json"
     index = json.loads(path.read_text())
     change(index)
-    path.write_text(json.dumps(index))
+    try:
+        path.write_text(Index.model_validate(index, strict=False).sealed().model_dump_json())
+    except ValidationError:
+        path.write_text(json.dumps(index))
 
 
 json_values = st.recursive(
@@ -73,7 +77,11 @@ def _lead_out(index):
         (_lead_out, "index.json is damaged: tensors.w.boxes.0.file String should match pattern"),
         (lambda index: index.pop("meta"), "index.json is damaged: meta Field required"),
         (lambda index: index.update(more=1), "index.json is damaged: more Extra inputs are not permitted"),
-        (lambda index: index.update(version=2, more=1), "is of version 2, this megatron3d reads 1"),
+        (lambda index: index.update(version=3, more=1), "is of version 3, this megatron3d reads 2"),
+        (
+            lambda index: index.update(version=1),
+            "is of version 1, this megatron3d reads 2; use the",
+        ),
         (lambda index: index.update(format="zarr"), "is a 'zarr', not a 'megatron3d checkpoint'"),
     ],
 )
@@ -91,3 +99,16 @@ def test_truncated_and_foreign_index(saved):
     index.unlink()
     assert "is not a megatron3d checkpoint: it has no index.json" in problems_of(read_meta, saved)[0]
     assert "does not exist" in problems_of(read_meta, saved / "absent")[0]
+
+
+def test_every_byte_of_the_index_counts(saved):
+    """Whatever is changed in it, the index is refused, or says the same."""
+    path = saved / "index.json"
+    content = path.read_bytes()
+    before = Index.model_validate_json(content)
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        try:
+            assert read_index(saved) == before, f"byte {place}"
+        except UserError as error:
+            assert f"checkpoint {saved}" in str(error)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.checkpoint.state import param_pieces, writes
+from megatron3d.checkpoint.state import Held, param_pieces, shares
 from megatron3d.checkpoint.store import load, save
 from megatron3d.layout import ParamSpec, Part
 from megatron3d.mesh import Mesh
@@ -61,7 +61,8 @@ def test_any_layout_to_any_other(run_ranks, rows, columns, source, target):
         local = torch.full(spec.local_shape(mesh), float("nan"), dtype=torch.float64)
         for part, box, view in part_views(spec, local, mesh):
             view.copy_(logical(part.name, part.shape)[tuple(slice(*ends) for ends in box)])
-        pieces = param_pieces("model", spec, local, mesh) if writes(spec, mesh) else []
+        ((_, _, low, high),) = shares([Held("w", spec, 0, local.numel())], mesh)
+        pieces = param_pieces("model", spec, local.view(-1)[low:high], mesh, low)
         return save(root, 7, pieces, {}, comm)
 
     with tempfile.TemporaryDirectory() as name:
@@ -86,13 +87,41 @@ def test_names():
     assert [piece.name for piece in pieces] == ["optimizer.exp_avg.q", "optimizer.exp_avg.k"]
 
 
-@pytest.mark.parametrize("layout", [((), ()), (("x",), ()), (("x", "data"), ("y",))])
-@pytest.mark.parametrize("holders", [(0,), (1,), (0, 1), (1, 0)])
-def test_every_box_has_one_writer(layout, holders):
+@pytest.mark.parametrize("shared_out", [(), ("data",)])
+@pytest.mark.parametrize("holders", [(0,), (1,), (0, 1)])
+def test_every_element_has_one_writer_and_the_holders_write_equally_much(holders, shared_out):
+    """Of parameters that differ in layout; ZeRO's ranks hold a half each, cut anywhere."""
     mesh = Mesh((("pipeline", 2), ("data", 2), ("x", 2), ("y", 3)))
-    spec = ParamSpec((Part("w", (12, 12), (12, 12)),), layout, token_axes=(), holders=holders)
-    split = {axis for axes in layout for axis in axes}
-    writers = [mesh.at(rank) for rank in range(mesh.world_size) if writes(spec, mesh.at(rank))]
-    held = {(here.coord("pipeline"), *(here.coord(axis) for axis in sorted(split))) for here in writers}
-    assert len(held) == len(writers) == mesh.size(split)
-    assert {here.coord("pipeline") for here in writers} == {holders[0]}
+    layouts = [((), ()), (("x",), ()), ((), ("y",)), (("x",), ("y",)), ((), ())]
+    specs = [
+        ParamSpec((Part(f"w{i}", (n, 12), (n, 12)),), layout, token_axes=(), holders=holders)
+        for i, (layout, n) in enumerate(zip(layouts, (12, 24, 60, 120, 60), strict=True))
+    ]
+    times = {f"m.w{i}": torch.zeros(spec.parts[0].shape) for i, spec in enumerate(specs)}
+    written = []
+    for here in map(mesh.at, range(mesh.world_size)):
+        if here.coord("pipeline") not in holders:
+            continue
+        held = []
+        for i, spec in enumerate(specs):
+            numel = torch.Size(spec.local_shape(here)).numel()
+            edges = (0, numel // 2 - 1, numel) if shared_out else (0, numel)
+            at = here.coord("data") if shared_out else 0
+            held.append(Held(f"w{i}", spec, edges[at], edges[at + 1]))
+        mine = list(shares(held, here, shared_out))
+        assert [each.name for each in sorted(mine)] == [f"w{i}" for i in range(len(specs))]
+        for _, spec, start, stop in mine:
+            for piece in param_pieces("m", spec, torch.zeros(stop - start), here, start):
+                times[piece.name][tuple(slice(*ends) for ends in piece.box)] += 1
+        written.append(sum(stop - start for _, _, start, stop in mine))
+    assert all((count == 1).all() for count in times.values())
+    if len(holders) == 1 or not shared_out:  # else the halves of holders may fall together with ZeRO's
+        assert max(written) - min(written) <= 12 * 2 * 5, f"a row at each edge and holder of each group: {written}"
+
+
+def test_who_writes_less_than_a_row():
+    """More ranks than rows: some write nothing, none writes a part of a row."""
+    mesh = Mesh((("pipeline", 1), ("data", 5)))
+    spec = ParamSpec((Part("w", (3, 4), (3, 4)),), ((), ()), token_axes=())
+    found = [next(shares([Held("w", spec, 0, 12)], mesh.at(rank))) for rank in range(5)]
+    assert [(low, high) for _, _, low, high in found] == [(0, 0), (0, 4), (4, 4), (4, 8), (8, 12)]

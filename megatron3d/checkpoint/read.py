@@ -1,0 +1,148 @@
+"""Reading boxes: what a file holds is compared with the index before it is used, and box by box with its checksum.
+
+A box that is read whole is compared with its checksum.  Of one that is read in part the file's header is compared with
+the index, and the file's length with its header; `verify` reads all.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron3d.checkpoint.boxes import overlap, within
+from megatron3d.checkpoint.index import FILE_NAME, Index, StoredBox, StoredTensor, read_index
+from megatron3d.checkpoint.piece import Piece, checksum, dtype_name
+from megatron3d.errors import UserError
+from megatron3d.layout import Box, box_shape
+
+Wanted = tuple[Box, Piece]
+
+
+def read_meta(path: Path) -> dict[str, JsonValue]:
+    """What was saved beside the tensors of the checkpoint `path`."""
+    return read_index(path).meta
+
+
+def load(path: Path, pieces: Iterable[Piece]) -> None:
+    """Fill each piece's tensor in place from the checkpoint `path`, converting its dtype.
+
+    Reads only what the pieces need, one box at a time.  Raises UserError with all differences between the pieces
+    and the checkpoint, before anything is filled, or with all files that are damaged.
+    """
+    wanted = [piece for piece in pieces if piece.tensor.numel() > 0]
+    index = read_index(path)
+    UserError.collect(f"checkpoint {path}: {difference}" for difference in _differences(index, wanted))
+    damages = (found for file, boxes in _by_file(index, wanted) for found in _fill(path / file, index, boxes))
+    UserError.collect(f"checkpoint {path}: {damage}; load another checkpoint of the run" for damage in damages)
+
+
+def damages(path: Path, index: Index, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+    """What is wrong with the numbers of a checkpoint, a sentence each; all of them are read, box by box.
+
+    Args:
+        share: (i, n) reads every n-th file from the i-th on, so that n ranks together read all.
+    """
+    for name, tensor in index.tensors.items() if share[0] == 0 else ():
+        if found := tensor.flaw():
+            yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
+    files: dict[str, list[tuple[str, StoredBox]]] = {}
+    for name, tensor in index.tensors.items():
+        for stored in tensor.boxes:
+            files.setdefault(stored.file, []).append((name, stored))
+    for file in sorted(files)[share[0] :: share[1]]:
+        with Boxes(path / file) as boxes:
+            for name, stored in files[file]:
+                box = boxes.read(stored, index.tensors[name])
+                if box is not None and checksum(box) != stored.checksum:
+                    boxes.flaws.append(_flipped(path / file, stored))
+        yield from boxes.flaws
+
+
+class Boxes:
+    """One file, while entered; what is wrong with it is collected in `flaws` instead of raised."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.flaws = path, list[str]()
+        self._file: Any = None
+
+    def __enter__(self) -> Boxes:
+        try:
+            if not stat.S_ISREG(self._path.stat().st_mode):
+                raise OSError("not a file")
+            self._file = safe_open(self._path, framework="pt").__enter__()
+        except (OSError, SafetensorError) as error:
+            self.flaws.append(f"{self._path.name} is missing or damaged: {error}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+
+    def read(self, stored: StoredBox, tensor: StoredTensor) -> Tensor | None:
+        """A box, lying in the file until it is used; None where the file has something else."""
+        if self._file is None:
+            return None
+        try:
+            view = self._file.get_slice(stored.key)
+            found, wanted = list(view.get_shape()), list(box_shape(stored.box))
+            if found != wanted:
+                self.flaws.append(f"{self._path.name}: {stored.key} is {found}, not {wanted}")
+                return None
+            box: Tensor = self._file.get_tensor(stored.key)
+        except SafetensorError as error:
+            self.flaws.append(f"{self._path.name} is missing or damaged: {error}")
+            return None
+        if dtype_name(box.dtype) != tensor.dtype:
+            self.flaws.append(f"{self._path.name}: {stored.key} is {dtype_name(box.dtype)}, not {tensor.dtype}")
+            return None
+        return box
+
+
+def _flipped(path: Path, stored: StoredBox) -> str:
+    return f"{path.name}: {stored.key} is damaged: its bytes are not those that its checksum was taken of"
+
+
+def _differences(index: Index, pieces: Iterable[Piece]) -> Iterator[str]:
+    """What keeps the pieces from being filled, a sentence for each tensor."""
+    for name, shape in dict.fromkeys((piece.name, piece.shape) for piece in pieces):
+        stored = index.tensors.get(name)
+        if stored is None:
+            yield f"tensor {name} is not in it; this run needs it with shape {list(shape)}"
+        elif stored.shape != shape:
+            yield f"tensor {name} has shape {list(stored.shape)}, this run needs {list(shape)}"
+        elif found := stored.flaw():
+            yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
+
+
+def _by_file(index: Index, pieces: Sequence[Piece]) -> list[tuple[str, Mapping[StoredBox, list[Wanted]]]]:
+    """What of which stored box goes into which pieces, file by file."""
+    files: dict[str, dict[StoredBox, list[Wanted]]] = {}
+    for piece in pieces:
+        for stored in index.tensors[piece.name].boxes:
+            common = overlap(stored.box, piece.box)
+            if common is not None:
+                files.setdefault(stored.file, {}).setdefault(stored, []).append((common, piece))
+    return sorted(files.items())
+
+
+def _fill(path: Path, index: Index, parts: Mapping[StoredBox, Sequence[Wanted]]) -> list[str]:
+    """Fill the pieces from one file; a sentence for each damage."""
+    with Boxes(path) as boxes:
+        for stored, wanted in parts.items():
+            box = boxes.read(stored, index.tensors[wanted[0][1].name])
+            if box is None:
+                continue
+            is_whole = sum(math.prod(box_shape(common)) for common, _ in wanted) >= box.numel()
+            if is_whole and checksum(box) != stored.checksum:
+                boxes.flaws.append(_flipped(path, stored))
+                continue
+            for common, piece in wanted:
+                piece.tensor.detach()[within(common, piece.box)].copy_(box[within(common, stored.box)])
+    return boxes.flaws

@@ -1,0 +1,68 @@
+"""One rank's file of boxes, written box by box: a safetensors file that never exists in memory.
+
+8 bytes: length of the header | header: {"w[0:2,0:4]": {"dtype", "shape", "data_offsets"}, ...} | bytes of the boxes
+(https://github.com/huggingface/safetensors, "Format"; little-endian, boxes without holes between them)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from megatron3d.checkpoint.folder import sync
+from megatron3d.checkpoint.index import StoredBox, StoredTensor
+from megatron3d.checkpoint.piece import DTYPES, PIECE_BYTES, Piece, dtype_name, raw_bytes
+
+ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
+
+
+def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
+    """Write the pieces that are not empty to a new file, and have it reach the disk; what it holds, by tensor.
+
+    Needs memory for one box where pieces are not contiguous on the host, else none; makes no file of nothing.
+    Raises OSError where the file cannot be written.
+    """
+    full = sorted((piece for piece in pieces if piece.tensor.numel()), key=lambda piece: ORDER[piece.tensor.dtype])
+    keys = [piece.key for piece in full]
+    assert len(set(keys)) == len(keys), f"{path.name} was given twice: {[key for key in keys if keys.count(key) > 1]}"
+    if not full:
+        return {}
+    with path.open("xb") as file:
+        file.write(_header(full))
+        checksums = [_write(file, piece) for piece in full]
+    sync(path)
+    stored: dict[str, StoredTensor] = {}
+    for piece, checksum in zip(full, checksums, strict=True):
+        box = StoredBox(box=piece.box, file=path.name, key=piece.key, checksum=checksum)
+        before = stored[piece.name].boxes if piece.name in stored else ()
+        dtype = dtype_name(piece.tensor.dtype)
+        stored[piece.name] = StoredTensor(shape=piece.shape, dtype=dtype, boxes=(*before, box))
+    return stored
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    """Padded with spaces, so that the first box begins at a multiple of 8 bytes."""
+    assert sys.byteorder == "little", "safetensors files are little-endian"
+    table, end = {}, 0
+    for piece in pieces:
+        begin, end = end, end + piece.tensor.nbytes
+        entry = {"dtype": DTYPES[piece.tensor.dtype], "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
+        table[piece.key] = entry
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(file: BinaryIO, piece: Piece) -> str:
+    """Write a box; its checksum, taken of each part while that is in the processor's cache."""
+    content, digest = raw_bytes(piece.tensor), xxhash.xxh3_64()
+    for start in range(0, len(content), PIECE_BYTES):
+        part = content[start : start + PIECE_BYTES]
+        digest.update(part)
+        file.write(part)
+    return digest.hexdigest()
