@@ -35,6 +35,9 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.memory",
         "megatron3d.model.stages",
         "megatron3d.cost",
+        "megatron3d.convert.dialect",
+        "megatron3d.convert.settings",
+        "megatron3d.convert.names",
     ),
     "tensors": (
         "megatron3d.comm",
@@ -49,11 +52,16 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.optim",
         "megatron3d.data",
         "megatron3d.checkpoint",
+        "megatron3d.convert.files",
+        "megatron3d.convert.plain",
+        "megatron3d.convert.shards",
+        "megatron3d.convert.tokenizer",
+        "megatron3d.convert.weights",
         "megatron3d.metrics",
         "megatron3d.hardware",
     ),
     "model": ("megatron3d.model",),
-    "train": ("megatron3d.train", "megatron3d.runtime", "megatron3d.verify"),
+    "train": ("megatron3d.train", "megatron3d.runtime", "megatron3d.verify", "megatron3d.convert"),
     "programs": ("pretrain_gpt", "tools", "benchmarks"),
 }
 WITHOUT_TORCH = ("megatron3d.runtime", "megatron3d.metrics")

@@ -1,0 +1,1 @@
+"""Checkpoints to and from Hugging Face folders: config.json, safetensors shards and tokenizer files."""

@@ -1,0 +1,112 @@
+"""Logits of a checkpoint beside those of a Hugging Face folder, on stored inputs, with weights rounded alike.
+
+Our GPT runs as a pipeline with one layer per stage, stages one after another in this process, so that a layer and a
+matrix of the vocabulary are in memory, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron3d.checkpoint import store
+from megatron3d.checkpoint.state import param_pieces
+from megatron3d.comm import ProcessComm
+from megatron3d.config.architecture import Architecture
+from megatron3d.config.derive import Pipeline
+from megatron3d.convert.plain import PLAIN, Weights
+from megatron3d.convert.settings import Settings
+from megatron3d.mesh import Mesh
+from megatron3d.model.gpt import GPT
+from megatron3d.model.stages import make_stages
+from megatron3d.modes import MODES, build_mode
+
+NUM_SEQUENCES, MAX_POSITIONS = 2, 24
+# Relative to the largest logit; transformers normalizes and rotates in fp32 in every precision.
+PLAIN_TOLERANCE, TRANSFORMERS_TOLERANCE = 1e-9, 1e-4
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the logits of two models are apart."""
+
+    witness: str
+    largest_difference: float
+    largest_logit: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether they are equal but for rounding."""
+        return self.largest_difference <= self.tolerance * self.largest_logit
+
+    def __str__(self) -> str:
+        return (
+            f"against {self.witness}: largest difference {self.largest_difference:.1e} of a largest logit "
+            f"{self.largest_logit:.3g} (at most {self.tolerance:.0e} of it)"
+        )
+
+
+def stored_inputs(vocab_size: int, max_positions: int) -> Tensor:
+    """The same tokens [B, S] for every conversion of such a vocabulary, its first and last token among them."""
+    shape = NUM_SEQUENCES, min(MAX_POSITIONS, max_positions)
+    tokens = np.random.default_rng(1234).integers(vocab_size, size=shape)
+    tokens[0, 0], tokens[-1, 0] = 0, vocab_size - 1
+    return torch.from_numpy(tokens)
+
+
+@torch.no_grad()
+def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] of our GPT in float64, its weights rounded to a data type first."""
+    num_stages = arch.num_layers
+    pipeline = Pipeline(make_stages([1] * num_stages), ((),) * num_stages, tuple(range(num_stages)))
+    mode = build_mode(next(iter(MODES)), None, (1,))
+    axes = (("pipeline", num_stages), ("replica", 1), ("data", 1), *mode.axes)
+    x_MH: Tensor | None = None
+    for stage in pipeline.stages:
+        comm = ProcessComm(Mesh(axes, stage.index), ())
+        model = GPT(arch, mode, comm, pipeline, loss_chunk_tokens=1).to_empty(device="cpu").double()
+        pieces = [
+            piece
+            for name, param in model.named_parameters()
+            for piece in param_pieces("model", model.specs[name], param.data.fill_(0.0), comm.mesh)
+        ]
+        store.load(checkpoint, pieces)
+        for param in model.parameters():
+            param.data.copy_(param.to(rounded))
+        x_MH = model(stage, x_MH, model.begin_sampling(tokens_BS))
+    assert x_MH is not None, "a model has a layer"
+    return x_MH
+
+
+@torch.no_grad()
+def compare(ours_BSV: Tensor, hf: Settings, weights: Weights, rounded: torch.dtype, tokens_BS: Tensor) -> Agreement:
+    """Our logits against a plain forward in float64 of a file's tensors, rounded to a data type."""
+    theirs = PLAIN[str(hf["model_type"])](hf, lambda name: weights(name).to(rounded).double(), tokens_BS)
+    return _agreement("a plain forward of the files' tensors in float64", ours_BSV, theirs, PLAIN_TOLERANCE)
+
+
+def has_transformers() -> bool:
+    """Whether Hugging Face's own models can be run."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+@torch.no_grad()
+def compare_transformers(ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor) -> Agreement:
+    """Our logits against those of transformers' model of a folder in fp32; the whole model is in memory."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    theirs = model.to(rounded).float().eval()(tokens_BS, use_cache=False).logits.double()
+    return _agreement(f"transformers {transformers.__version__} in fp32", ours_BSV, theirs, TRANSFORMERS_TOLERANCE)
+
+
+def _agreement(witness: str, ours: Tensor, theirs: Tensor, tolerance: float) -> Agreement:
+    assert ours.shape == theirs.shape, f"logits are {ours.shape} and {theirs.shape}"
+    return Agreement(witness, (ours - theirs).abs().max().item(), theirs.abs().max().item(), tolerance)

@@ -1,0 +1,55 @@
+"""A folder that appears whole or not at all, and the JSON files in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from megatron3d.errors import UserError
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `target` at the end, or vanishes; raises UserError where there is one."""
+    if target.exists():
+        raise UserError(f"--output {target}: exists already; name a new folder, or remove it")
+    folder = target.with_name(f".{target.name}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
+        yield folder
+        folder.rename(target)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"--output {target}: cannot be written: {reason}; use a folder that you own, on a disk with room"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, JsonValue]:
+    """A JSON object of a file; raises UserError where there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); give a folder that save_pretrained wrote"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}); copy or download it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is not a JSON object; copy or download it again")
+    return value
+
+
+def write_json(path: Path, value: object) -> None:
+    """A readable JSON file."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,248 @@
+"""A Hugging Face folder to a run's folder and back, tensor by tensor, into a folder that appears when all is proven.
+
+from: config.json, *.safetensors, tokenizer     to: config.yaml, iter_0000000/, tokenizer, conversion.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from megatron3d.checkpoint import store
+from megatron3d.checkpoint.index import read_index
+from megatron3d.checkpoint.store import Piece
+from megatron3d.comm import ProcessComm
+from megatron3d.config.architecture import Architecture, architecture
+from megatron3d.config.read import Resolved, read_config
+from megatron3d.config.report import write_resolved
+from megatron3d.config.schema import Config, DataConfig
+from megatron3d.config.suggest import SECTIONS
+from megatron3d.convert import compare
+from megatron3d.convert.compare import Agreement
+from megatron3d.convert.files import new_folder, read_json, write_json
+from megatron3d.convert.names import FileTensor, file_tensors
+from megatron3d.convert.settings import Settings, dialect_of, read_settings, write_settings
+from megatron3d.convert.shards import divide, num_bytes, write_shards
+from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer
+from megatron3d.convert.weights import DTYPES, HubWeights
+from megatron3d.errors import UserError
+from megatron3d.mesh import Mesh
+from megatron3d.train.resume import LAYOUT_FIELDS, Meta, read_meta
+
+_PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is converted into what.
+
+    Attributes:
+        dtype: of the weights that are written; as they are where None.
+        max_shard_bytes: of a safetensors file, on the way to Hugging Face.
+        seq_length: of training, on the way from there.
+    """
+
+    source: Path
+    target: Path
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = 5 * 10**9
+    seq_length: int | None = None
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    with_transformers: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done: a sentence each."""
+
+    notes: tuple[str, ...]
+    agreements: tuple[Agreement, ...] = field(default=())
+
+
+class Disagreement(RuntimeError):
+    """Both models were run and compute different logits; nothing was written."""
+
+
+def from_hub(request: Request) -> Report:
+    """A run's folder with the weights of a Hugging Face folder; raises UserError, or Disagreement."""
+    settings = read_json(request.source / "config.json")
+    model = read_settings(settings, request.seq_length)
+    assert model.vocab_size is not None, "config.json has a vocabulary"
+    arch, model_type = architecture(model, model.vocab_size), dialect_of(settings)
+    table = file_tensors(arch, model_type)
+    weights = HubWeights(request.source, table, model_type, arch.tie_embeddings)
+    with new_folder(request.target) as folder:
+        tokenizer, kind, name = import_tokenizer(
+            request.source, folder, request.tokenizer_type, request.tokenizer_model
+        )
+        if tokenizer.vocab_size > model.vocab_size:
+            raise UserError(
+                f"{request.source}: the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size="
+                f"{model.vocab_size}; name the model's own tokenizer with --tokenizer-type and --tokenizer-model"
+            )
+        plain = {key: value for key, value in asdict(arch).items() if key not in LAYOUT_FIELDS}
+        meta = Meta(
+            model=plain,
+            identity={"tokenizer": tokenizer.fingerprint},
+            iteration=0,
+            consumed_samples=0,
+            optimizer_steps=0.0,
+        )
+        pieces = _pieces(table, weights, request.dtype, folder)
+        checkpoint = store.save(folder, 0, pieces, meta.model_dump(), _alone())
+        stored = [request.dtype] if request.dtype else list(weights.dtypes)
+        precision = _PRECISIONS[stored[0]] if len(stored) == 1 else "fp32"
+        data = DataConfig.model_validate(
+            {"tokenizer_type": kind, "tokenizer_model": str(request.target.absolute() / name) if name else None}
+        )
+        train = Config().train.model_copy(update={"precision": precision})
+        config = Config(model=model, train=train, data=data)
+        write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
+        agreements = _agree(checkpoint, arch, settings, weights, request, request.source)
+        _record(folder, request, agreements, arch)
+    return Report((f"{len(table)} tensors of {len(weights.files)} files",), agreements)
+
+
+def to_hub(request: Request) -> Report:
+    """A Hugging Face folder with the weights of a checkpoint; raises UserError, or Disagreement."""
+    checkpoint = store.resolve(request.source)
+    arch = read_architecture(checkpoint)
+    model_type, settings, unsaid = write_settings(arch)
+    table = file_tensors(arch, model_type)
+    dtype = request.dtype or _stored_dtype(checkpoint, table)
+    data = _data_section(request, checkpoint)
+    with new_folder(request.target) as folder:
+        tokenizer, notes = export_tokenizer(data, folder, arch.max_position_embeddings)
+        ends: dict[str, JsonValue] = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+        settings |= {**ends, "torch_dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+        write_json(folder / "config.json", settings)
+        if not (folder / "generation_config.json").exists():
+            write_json(folder / "generation_config.json", ends)
+        shards = divide(table, dtype, request.max_shard_bytes)
+        write_shards(folder, shards, dtype, _values(checkpoint, table, dtype))
+        weights = HubWeights(folder, table, model_type, arch.tie_embeddings)
+        agreements = _agree(checkpoint, arch, settings, weights, request, folder)
+        _record(folder, request, agreements, arch)
+    return Report((f"{len(table)} tensors into {len(shards)} files", *unsaid, *notes), agreements)
+
+
+def _agree(
+    checkpoint: Path, arch: Architecture, settings: Settings, weights: HubWeights, request: Request, hub: Path
+) -> tuple[Agreement, ...]:
+    """Run both models on the stored inputs; raises Disagreement."""
+    tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
+    rounded = request.dtype or torch.float64
+    ours = compare.our_logits(checkpoint, arch, rounded, tokens)
+    found = [compare.compare(ours, settings, weights.tensor, rounded, tokens)]
+    if request.with_transformers and compare.has_transformers():
+        found.append(compare.compare_transformers(ours, hub, rounded, tokens))
+    wrong = [agreement for agreement in found if not agreement.holds]
+    if wrong:
+        raise Disagreement(
+            f"the converted model computes other logits; nothing was written: {'; '.join(map(str, wrong))}"
+        )
+    return tuple(found)
+
+
+def _pieces(
+    table: Sequence[FileTensor], weights: HubWeights, dtype: torch.dtype | None, scratch: Path
+) -> Iterator[Piece]:
+    """The logical tensors, as views of the mapped files, or of files of their own where their type is converted."""
+    for tensor in table:
+        values = _converted(weights.tensor(tensor.name), dtype, scratch)
+        joined = values.T if tensor.is_transposed else values
+        rows = [shape[0] for _, shape in tensor.parts]
+        for (name, shape), part in zip(tensor.parts, joined.split(rows), strict=True):
+            yield Piece(f"model.{name}", shape, tuple((0, size) for size in shape), part)
+
+
+def _converted(values: Tensor, dtype: torch.dtype | None, scratch: Path) -> Tensor:
+    """The values in another type, in memory that a file without a name backs, so that the system may page it out."""
+    if dtype is None or values.dtype == dtype:
+        return values
+    path = scratch / "scratch"
+    mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=dtype)
+    path.unlink()
+    return mapped.view(values.shape).copy_(values)
+
+
+def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """The tensors of the files, read from a checkpoint in runs that are no larger than the largest one."""
+    budget = max(num_bytes(tensor, dtype) for tensor in table)
+    run: list[FileTensor] = []
+    for tensor in (*table, None):
+        if tensor is None or sum(num_bytes(each, dtype) for each in (*run, tensor)) > budget:
+            yield from _read(checkpoint, run, dtype)
+            run = []
+        run += [tensor] if tensor else []
+
+
+def _read(checkpoint: Path, run: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    joined = [torch.empty(tensor.joined_shape, dtype=dtype) for tensor in run]
+    pieces = []
+    for tensor, whole in zip(run, joined, strict=True):
+        parts = whole.split([shape[0] for _, shape in tensor.parts])
+        for (name, shape), part in zip(tensor.parts, parts, strict=True):
+            pieces.append(Piece(f"model.{name}", shape, tuple((0, size) for size in shape), part))
+    store.load(checkpoint, pieces)
+    for tensor, whole in zip(run, joined, strict=True):
+        yield whole.T if tensor.is_transposed else whole
+
+
+def read_architecture(checkpoint: Path) -> Architecture:
+    """The model that a checkpoint is of; raises UserError where another version wrote it."""
+    said = read_meta(checkpoint).model
+    try:
+        return Architecture(**said, padded_vocab_size=said["vocab_size"])  # type: ignore[arg-type]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint}: its model is not described as this megatron3d does ({error})") from error
+
+
+def _stored_dtype(checkpoint: Path, table: Sequence[FileTensor]) -> torch.dtype:
+    tensors = read_index(checkpoint).tensors
+    names = {f"model.{name}" for tensor in table for name, _ in tensor.parts}
+    found = sorted({tensors[name].dtype for name in names if name in tensors})
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    if len(found) == 1 and found[0] in known:
+        return known[found[0]]
+    raise UserError(f"{checkpoint}: weights of {' and '.join(found) or 'no'} type; choose one with --dtype")
+
+
+def _data_section(request: Request, checkpoint: Path) -> DataConfig:
+    """Which tokenizer: the one that was named, or the run's."""
+    if request.tokenizer_type is not None:
+        named = {"tokenizer_type": request.tokenizer_type, "tokenizer_model": request.tokenizer_model}
+        return DataConfig.model_validate(named)
+    path = checkpoint.parent / "config.yaml"
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist, which would name the tokenizer; name it with --tokenizer-type and "
+            "--tokenizer-model"
+        )
+    return read_config(path).config.data
+
+
+def _record(folder: Path, request: Request, agreements: Sequence[Agreement], arch: Architecture) -> None:
+    """What was compared, so that anyone can do it again."""
+    tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
+    compared = [asdict(agreement) for agreement in agreements]
+    source = {"source": str(request.source), "dtype": request.dtype and _PRECISIONS[request.dtype]}
+    write_json(folder / "conversion.json", {**source, "tokens": tokens.tolist(), "logits": compared})
+
+
+def _origins(source: Path) -> dict[str, str]:
+    """Where the values of a configuration come from."""
+    by_section = {"model": f"{source / 'config.json'}", "data": f"{source}"}
+    return {
+        f"{section}.{name}": by_section.get(section, "default") for section, names in SECTIONS.items() for name in names
+    }
+
+
+def _alone() -> ProcessComm:
+    return ProcessComm(Mesh((("pipeline", 1), ("replica", 1), ("data", 1)), 0), ())

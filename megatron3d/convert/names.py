@@ -1,0 +1,113 @@
+"""Which logical tensors a tensor of a Hugging Face file holds, by name: a table per model type, then arithmetic.
+
+    transformer.h.0.attn.c_attn.weight [H, 3H]  =  (layers.0.attention.q | .k | .v [H, H], one below the other)^T
+
+GPT-2's linears are `Conv1D`, y = x W + b, whose W is our weight transposed; Llama's are as ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron3d.config.architecture import Architecture
+from megatron3d.convert.dialect import DIALECTS
+from megatron3d.layout import Shape
+from megatron3d.model.params import param_specs
+from megatron3d.modes import MODES, build_mode
+
+# Module there: modules here whose tensors are joined; {n} is the layer.  A * marks a Conv1D.
+_GPT2 = {
+    "transformer.wte": ("embedding",),
+    "transformer.wpe": ("embedding.position",),
+    "transformer.h.{n}.ln_1": ("layers.{n}.input_norm",),
+    "transformer.h.{n}.attn.c_attn*": ("layers.{n}.attention.q", "layers.{n}.attention.k", "layers.{n}.attention.v"),
+    "transformer.h.{n}.attn.c_proj*": ("layers.{n}.attention.proj",),
+    "transformer.h.{n}.ln_2": ("layers.{n}.post_attention_norm",),
+    "transformer.h.{n}.mlp.c_fc*": ("layers.{n}.mlp.up",),
+    "transformer.h.{n}.mlp.c_proj*": ("layers.{n}.mlp.fc2",),
+    "transformer.ln_f": ("final_norm",),
+    "lm_head": ("head",),
+}
+_LLAMA = {
+    "model.embed_tokens": ("embedding",),
+    "model.layers.{n}.input_layernorm": ("layers.{n}.input_norm",),
+    "model.layers.{n}.self_attn.q_proj": ("layers.{n}.attention.q",),
+    "model.layers.{n}.self_attn.k_proj": ("layers.{n}.attention.k",),
+    "model.layers.{n}.self_attn.v_proj": ("layers.{n}.attention.v",),
+    "model.layers.{n}.self_attn.o_proj": ("layers.{n}.attention.proj",),
+    "model.layers.{n}.post_attention_layernorm": ("layers.{n}.post_attention_norm",),
+    "model.layers.{n}.mlp.gate_proj": ("layers.{n}.mlp.gate",),
+    "model.layers.{n}.mlp.up_proj": ("layers.{n}.mlp.up",),
+    "model.layers.{n}.mlp.down_proj": ("layers.{n}.mlp.fc2",),
+    "model.norm": ("final_norm",),
+    "lm_head": ("head",),
+}
+_MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"gpt2": _GPT2, "llama": _LLAMA}
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file: the logical tensors that it holds joined along dim 0, with their shapes, then transposed."""
+
+    name: str
+    parts: tuple[tuple[str, Shape], ...]
+    is_transposed: bool
+
+    @property
+    def joined_shape(self) -> Shape:
+        """Before transposition."""
+        return (sum(shape[0] for _, shape in self.parts), *self.parts[0][1][1:])
+
+    @property
+    def shape(self) -> Shape:
+        """As in the file."""
+        return self.joined_shape[::-1] if self.is_transposed else self.joined_shape
+
+
+def logical_shapes(arch: Architecture) -> dict[str, Shape]:
+    """Every logical tensor of the model, in the order of the forward pass."""
+    mode = build_mode(next(iter(MODES)), None, (1,))
+    return {part.name: part.shape for spec in param_specs(arch, mode).values() for part in spec.parts}
+
+
+def file_tensors(arch: Architecture, model_type: str) -> tuple[FileTensor, ...]:
+    """The tensors of a model's files; together they hold every logical tensor once."""
+    logical = logical_shapes(arch)
+    found = tuple(_tensors(_MODULES[model_type], arch.num_layers, logical))
+    held = [part for tensor in found for part, _ in tensor.parts]
+    assert sorted(held) == sorted(logical), f"not once: {set(held) ^ set(logical)}"
+    return found
+
+
+def _tensors(
+    modules: Mapping[str, tuple[str, ...]], num_layers: int, logical: Mapping[str, Shape]
+) -> Iterator[FileTensor]:
+    inside = {theirs: ours for theirs, ours in modules.items() if "{n}" in theirs}
+    position = list(modules).index(next(iter(inside)))
+    outside = [item for item in modules.items() if item[0] not in inside]
+    for theirs, ours in outside[:position]:
+        yield from _module(theirs, ours, logical)
+    for n in range(num_layers):
+        for theirs, ours in inside.items():
+            yield from _module(theirs.format(n=n), tuple(name.format(n=n) for name in ours), logical)
+    for theirs, ours in outside[position:]:
+        yield from _module(theirs, ours, logical)
+
+
+def _module(theirs: str, ours: tuple[str, ...], logical: Mapping[str, Shape]) -> Iterator[FileTensor]:
+    """Weight and bias of a module, as far as our model has them."""
+    is_conv, theirs = theirs.endswith("*"), theirs.rstrip("*")
+    if ours[0] in logical:  # a parameter by itself, which is a module there
+        yield FileTensor(f"{theirs}.weight", ((ours[0], logical[ours[0]]),), is_transposed=False)
+    for suffix in ("weight", "bias"):
+        names = [f"{name}.{suffix}" for name in ours]
+        if names[0] in logical:
+            parts = tuple((name, logical[name]) for name in names)
+            yield FileTensor(f"{theirs}.{suffix}", parts, is_conv and suffix == "weight")
+
+
+def without_body(name: str, model_type: str) -> str:
+    """The name in a file that the bare body wrote, as those of the first GPT-2 models are."""
+    return name.removeprefix(DIALECTS[model_type].body)

@@ -1,0 +1,111 @@
+"""The models of Hugging Face as their papers write them, straight from a file's tensors: slow, obvious, in float64.
+
+GPT-2 (Radford et al. 2019) and Llama (Touvron et al. 2023, arXiv:2302.13971).  It shares nothing with our model and
+with the table of names, so that it is a witness against both; a layer's tensors are in memory at one time.
+Letters: B sequences, S positions, H hidden, N heads, D features of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.convert.settings import Settings
+
+Weights = Callable[[str], Tensor]
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+
+
+def _causal(q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt D) v over earlier positions, heads joined: [B, S, N * D]."""
+    seq, size = q_BNSD.shape[-2:]
+    scores = q_BNSD @ k_BNSD.transpose(-1, -2) / size**0.5
+    future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    y_BNSD: Tensor = scores.masked_fill(future, float("-inf")).softmax(-1) @ v_BNSD
+    return y_BNSD.transpose(1, 2).flatten(2)
+
+
+def gpt2_logits(hf: Settings, weights: Weights, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] of GPT-2."""
+    hidden, heads, eps = _int(hf, "n_embd", 768), _int(hf, "n_head", 12), _float(hf, "layer_norm_epsilon", 1e-5)
+    activation = _ACTIVATIONS[str(hf.get("activation_function", "gelu_new"))]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (hidden,), weights(f"{name}.weight"), weights(f"{name}.bias"), eps)
+
+    def conv(x: Tensor, name: str) -> Tensor:
+        return x @ weights(f"{name}.weight") + weights(f"{name}.bias")
+
+    table = "transformer.wte.weight"
+    x = F.embedding(tokens_BS, weights(table)) + weights("transformer.wpe.weight")[: tokens_BS.shape[1]]
+    for layer in range(_int(hf, "n_layer", 12)):
+        name = f"transformer.h.{layer}"
+        qkv = conv(norm(x, f"{name}.ln_1"), f"{name}.attn.c_attn").split(hidden, dim=2)
+        q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv)
+        x = x + conv(_causal(q, k, v), f"{name}.attn.c_proj")
+        x = x + conv(activation(conv(norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc")), f"{name}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ weights(table if hf.get("tie_word_embeddings", True) else "lm_head.weight").T
+
+
+def llama_logits(hf: Settings, weights: Weights, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] of Llama."""
+    hidden, heads, eps = (
+        _int(hf, "hidden_size", 4096),
+        _int(hf, "num_attention_heads", 32),
+        _float(hf, "rms_norm_eps", 1e-6),
+    )
+    groups, size = _int(hf, "num_key_value_heads", heads), _int(hf, "head_dim", hidden // heads)
+    activation = _ACTIVATIONS[str(hf.get("hidden_act", "silu"))]
+    rope = hf.get("rope_parameters")
+    base = _float(rope if isinstance(rope, dict) and "rope_theta" in rope else hf, "rope_theta", 10000.0)
+    rates = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.outer(torch.arange(tokens_BS.shape[1]), rates))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weights(f"{name}.weight")
+
+    def linear(x: Tensor, name: str, has_bias: bool) -> Tensor:
+        return F.linear(x, weights(f"{name}.weight"), weights(f"{name}.bias") if has_bias else None)
+
+    def rotated(x_BNSD: Tensor) -> Tensor:
+        """Channel i and channel i + D/2 as real and imaginary part."""
+        turned = torch.complex(*x_BNSD.chunk(2, dim=-1)) * turn
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    x = F.embedding(tokens_BS, weights("model.embed_tokens.weight"))
+    in_attention, in_mlp = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
+    for layer in range(_int(hf, "num_hidden_layers", 32)):
+        name = f"model.layers.{layer}"
+        y = norm(x, f"{name}.input_layernorm")
+        parts = (linear(y, f"{name}.self_attn.{part}_proj", in_attention) for part in "qkv")
+        q, k, v = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
+        k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
+        x = x + linear(_causal(rotated(q), rotated(k), v), f"{name}.self_attn.o_proj", in_attention)
+        y = norm(x, f"{name}.post_attention_layernorm")
+        y = activation(linear(y, f"{name}.mlp.gate_proj", in_mlp)) * linear(y, f"{name}.mlp.up_proj", in_mlp)
+        x = x + linear(y, f"{name}.mlp.down_proj", in_mlp)
+    tied = hf.get("tie_word_embeddings", False)
+    return norm(x, "model.norm") @ weights("model.embed_tokens.weight" if tied else "lm_head.weight").T
+
+
+PLAIN: Mapping[str, Callable[[Settings, Weights, Tensor], Tensor]] = {"gpt2": gpt2_logits, "llama": llama_logits}
+
+
+def _int(hf: Settings, name: str, default: int) -> int:
+    value = hf.get(name)
+    return value if isinstance(value, int) else default
+
+
+def _float(hf: Settings, name: str, default: float) -> float:
+    value = hf.get(name)
+    return float(value) if isinstance(value, int | float) else default

@@ -1,0 +1,82 @@
+"""Safetensors files written tensor by tensor, so that only one is in memory: the sizes are known before the values.
+
+    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the tensors' bytes, end to end
+
+The format is that of https://github.com/huggingface/safetensors; files of several are named and indexed as transformers
+does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron3d.convert.names import FileTensor
+from megatron3d.convert.weights import INDEX, SINGLE
+
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file and what is in it."""
+
+    name: str
+    tensors: tuple[FileTensor, ...]
+
+
+def num_bytes(tensor: FileTensor, dtype: torch.dtype) -> int:
+    """Size of a tensor's values."""
+    return torch.Size(tensor.shape).numel() * dtype.itemsize
+
+
+def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> tuple[Shard, ...]:
+    """Files of at most `max_bytes` in the order of the tensors; a larger tensor has one of its own."""
+    groups: list[list[FileTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = num_bytes(tensor, dtype)
+        if groups[-1] and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    if len(groups) == 1:
+        return (Shard(SINGLE, tuple(groups[0])),)
+    names = (f"model-{place:05d}-of-{len(groups):05d}.safetensors" for place in range(1, len(groups) + 1))
+    return tuple(Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True))
+
+
+def write_shards(folder: Path, shards: Sequence[Shard], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
+    """Write the files, and the index where there are several; `values` come in the order of the shards' tensors."""
+    for shard in shards:
+        _write(folder / shard.name, shard.tensors, dtype, values)
+    if len(shards) > 1:
+        total = sum(num_bytes(tensor, dtype) for shard in shards for tensor in shard.tensors)
+        named = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(named.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(path: Path, tensors: Sequence[FileTensor], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + num_bytes(tensor, dtype)
+        header[tensor.name] = {"dtype": _CODES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            value = next(values).contiguous()
+            assert (tuple(value.shape), value.dtype) == (tensor.shape, dtype), f"{tensor.name} is {value.shape}"
+            file.write(value.view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())

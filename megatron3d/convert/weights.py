@@ -1,0 +1,149 @@
+"""The tensors of a Hugging Face folder: found, checked before anything is read, and mapped into memory one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron3d.convert.names import TIED_HEAD, FileTensor, without_body
+from megatron3d.errors import UserError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+_NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+# What old versions saved beside the weights: causal masks and rotary frequencies.
+_CONSTANTS = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+MAX_PROBLEMS = 8
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class HubWeights:
+    """The tensors of a folder by the names that a table gives them.
+
+    Raises UserError with every problem where files are missing, damaged or foreign, or tensors other than the table's.
+    """
+
+    def __init__(self, folder: Path, tensors: Sequence[FileTensor], model_type: str, is_tied: bool) -> None:
+        self._handles: dict[Path, Any] = {}
+        self.files = find_files(folder)
+        found = {tensor.name: tensor for path in self.files for tensor in self._open(path)}
+        found = {name: tensor for name, tensor in found.items() if not _CONSTANTS.search(name)}
+        bare = {without_body(tensor.name, model_type): tensor.name for tensor in tensors}
+        self._stored = {bare.get(name, name): tensor for name, tensor in found.items()}
+        head = self._stored.pop(TIED_HEAD, None) if is_tied else None
+        _raise(folder, _differences(self._stored, tensors))
+        if head is not None and not torch.equal(self._read(head), self.tensor(tensors[0].name)):
+            raise UserError(
+                f"{folder}: config.json ties the embedding and the head, but {TIED_HEAD} differs from "
+                f"{tensors[0].name}; set tie_word_embeddings to false there if the model was trained so"
+            )
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Those of all tensors."""
+        return frozenset(tensor.dtype for tensor in self._stored.values())
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored, mapped from the file."""
+        return self._read(self._stored[name])
+
+    def _read(self, stored: Stored) -> Tensor:
+        try:
+            tensor: Tensor = self._handles[stored.file].get_tensor(stored.name)
+        except (OSError, SafetensorError) as error:
+            raise _damaged(stored.file, error) from error
+        return tensor
+
+    def _open(self, path: Path) -> Iterator[Stored]:
+        try:
+            self._handles[path] = handle = safe_open(path, framework="pt")
+            for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+                part = handle.get_slice(name)
+                dtype = _NAMES.get(part.get_dtype())
+                if dtype is None:
+                    raise UserError(
+                        f"{path}: {name} is of type {part.get_dtype()}, not one of {', '.join(_NAMES)}; convert the "
+                        "model before quantization"
+                    )
+                yield Stored(path, name, tuple(part.get_shape()), dtype)
+        except (OSError, SafetensorError) as error:
+            raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is no whole safetensors file ({error}); copy or download it again")
+
+
+def find_files(folder: Path) -> tuple[Path, ...]:
+    """The weight files of a folder; raises UserError where they are absent, pickles, or some are missing."""
+    if (folder / INDEX).is_file():
+        names = sorted(set(_weight_map(folder / INDEX).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{folder}: {len(missing)} of {len(names)} files that {INDEX} names are not there: "
+                f"{', '.join(missing[:MAX_PROBLEMS])}; copy or download them"
+            )
+        return tuple(folder / name for name in names)
+    if (folder / SINGLE).is_file():
+        return (folder / SINGLE,)
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{folder}: {pickles[0]} is a pickle, which can run any program when it is read, and is never opened here; "
+            "give a folder with safetensors, such as transformers' save_pretrained writes"
+        )
+    raise UserError(f"{folder}: there is neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote")
+
+
+def _weight_map(path: Path) -> Mapping[str, str]:
+    try:
+        named = json.loads(path.read_bytes())["weight_map"]
+        is_map = isinstance(named, dict) and all(isinstance(file, str) for file in named.values())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: no weight_map can be read ({error!r}); copy or download it again") from error
+    if not is_map or not named or any(Path(file).name != file for file in named.values()):
+        raise UserError(f"{path}: its weight_map is not from tensors to files beside it; copy or download it again")
+    return dict(named)
+
+
+def _differences(stored: Mapping[str, Stored], tensors: Iterable[FileTensor]) -> Iterator[str]:
+    """What keeps the files from being the model that config.json describes."""
+    wanted = {tensor.name: tensor.shape for tensor in tensors}
+    for name, shape in wanted.items():
+        if name not in stored:
+            yield f"tensor {name} {list(shape)} of the model that config.json describes is in no file"
+        elif stored[name].shape != shape:
+            found = list(stored[name].shape)
+            yield f"tensor {name} is {found}, and {list(shape)} in the model that config.json describes"
+    for name in stored:
+        if name not in wanted:
+            yield f"tensor {name} {list(stored[name].shape)} is not in the model that config.json describes"
+
+
+def _raise(folder: Path, problems: Iterator[str]) -> None:
+    found = [f"{folder}: {problem}" for problem in problems]
+    more = [f"{folder}: and {len(found) - MAX_PROBLEMS} more tensors"] if len(found) > MAX_PROBLEMS else []
+    UserError.collect(found[:MAX_PROBLEMS] + more)

@@ -1,0 +1,92 @@
+"""Random tiny models of Hugging Face, as folders that transformers itself has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from hypothesis import strategies as st
+from tokenizers import models
+
+transformers.logging.disable_progress_bar()
+_VOCAB_SIZES = st.integers(5, 70)
+
+
+@st.composite
+def gpt2_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """GPT-2 with any number of heads, tied or not, with or without an inner size."""
+    heads, size = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    return {
+        "model_type": "gpt2",
+        "vocab_size": draw(_VOCAB_SIZES),
+        "n_positions": draw(st.integers(2, 30)),
+        "n_embd": heads * size,
+        "n_layer": draw(st.integers(1, 3)),
+        "n_head": heads,
+        "n_inner": draw(st.none() | st.integers(1, 40)),
+        "activation_function": draw(st.sampled_from(["gelu_new", "gelu", "relu", "gelu_pytorch_tanh"])),
+        "resid_pdrop": (rate := draw(st.sampled_from([0.0, 0.1]))),
+        "embd_pdrop": rate,
+        "layer_norm_epsilon": draw(st.sampled_from([1e-5, 1e-3])),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+
+
+@st.composite
+def llama_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Llama with grouped queries, heads of any even size, biases or not, tied or not."""
+    groups, share = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads, size = groups * share, 2 * draw(st.integers(1, 4))
+    bias = draw(st.booleans())
+    return {
+        "model_type": "llama",
+        "vocab_size": draw(_VOCAB_SIZES),
+        "max_position_embeddings": draw(st.integers(2, 30)),
+        "hidden_size": heads * draw(st.integers(1, 6)),
+        "intermediate_size": draw(st.integers(1, 40)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": size,
+        "hidden_act": draw(st.sampled_from(["silu", "gelu"])),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
+        "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([10000.0, 500000.0]))},
+        "attention_bias": bias,
+        "mlp_bias": bias,
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 37, "n_positions": 16, "n_embd": 15, "n_layer": 2, "n_head": 3}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 37,
+    "max_position_embeddings": 16,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+def write_hub(folder: Path, settings: dict[str, Any], seed: int = 0, max_shard_size: str = "5GB") -> Path:
+    """The folder of a model with random weights, biases and scales among them, and a tokenizer of two words."""
+    torch.manual_seed(seed)
+    settings = {"bos_token_id": None, "eos_token_id": None, **settings}
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for param in model.parameters():
+        param.data.normal_(std=0.4)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer.json of four tokens."""
+    words = {"[UNK]": 0, "a": 1, "b": 2, "<|endoftext|>": 3}
+    tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))

@@ -1,0 +1,87 @@
+"""Checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --input FOLDER --output FOLDER`.
+
+Tensors go one by one.  Before success is printed our GPT and the other side's model have computed the same logits for
+stored inputs.  Exit code 0: converted, 1: the logits differ, 2: wrong input; then nothing has been written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron3d.cli import run_tool
+from megatron3d.convert.compare import has_transformers
+from megatron3d.convert.hub import Disagreement, Request, from_hub, to_hub
+from megatron3d.convert.weights import DTYPES
+from megatron3d.data.tokenizer import TOKENIZER_TYPES
+
+_DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+DIFFERENT = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert, compare, say what was done."""
+    try:
+        return run_tool(convert, make_parser(), argv)
+    except Disagreement as error:
+        print(f"DIFFERENT: {error}", file=sys.stderr)
+        return DIFFERENT
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Two directions with one set of options."""
+    parser = argparse.ArgumentParser("convert_checkpoint.py", description=__doc__.split(":")[0], allow_abbrev=False)
+    parser.add_argument("direction", choices=_DIRECTIONS)
+    parser.add_argument("--input", type=Path, required=True, help="a Hugging Face folder; or a run, or its checkpoint")
+    parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights that are written; default: as they are")
+    parser.add_argument(
+        "--max-shard-size", type=_size, default="5GB", help="of a safetensors file, such as 500MB; with to-hf"
+    )
+    parser.add_argument("--seq-length", type=int, help="of later training; with from-hf; default: the model's longest")
+    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the input's")
+    parser.add_argument("--tokenizer-model", help="file of the tokenizer named by --tokenizer-type")
+    parser.add_argument(
+        "--without-transformers",
+        action="store_true",
+        help="do not run transformers' own model, which is in memory whole; a plain forward of the files is always run",
+    )
+    return parser
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+) ?(KB|MB|GB)", text.upper())
+    if found is None or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def convert(args: argparse.Namespace) -> None:
+    """One conversion."""
+    request = Request(
+        source=args.input,
+        target=args.output,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        max_shard_bytes=args.max_shard_size,
+        seq_length=args.seq_length,
+        tokenizer_type=args.tokenizer_type,
+        tokenizer_model=args.tokenizer_model,
+        with_transformers=not args.without_transformers,
+    )
+    report = _DIRECTIONS[args.direction](request)
+    for note in report.notes:
+        print(f"> {note}")
+    if not args.without_transformers and not has_transformers():
+        print("> transformers is not installed, so that its own model was not run")
+    print("> logits for the stored inputs of conversion.json, weights rounded alike:")
+    for agreement in report.agreements:
+        print(f">   {agreement}")
+    print(f"EQUAL: {args.output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
