@@ -106,16 +106,16 @@ def configure(model: dict[str, Any], parallel: Mapping[str, Any], **train: Any) 
     return Config.model_validate({"model": model, "parallel": parallel, "train": TRAIN | train, "optimizer": OPTIMIZER})
 
 
-def run_traces(rank: int, world_size: int, configs: list[Config]) -> list[Trace | None]:
-    """The steps of several configurations, one after another."""
-    return [trace(config, *connect(config, VOCAB_SIZE, world_size, rank), NUM_STEPS) for config in configs]
+def run_trace(rank: int, world_size: int, config: Config) -> Trace | None:
+    """The steps of a configuration."""
+    return trace(config, *connect(config, VOCAB_SIZE, world_size, rank), NUM_STEPS)
 
 
 @cache
 def reference(name: str, num_layers: int, batch: int) -> Trace:
     """What one process computes, the whole batch in one microbatch."""
     model = {**MODELS[name], "num_layers": num_layers}
-    (values,) = run_traces(0, 1, [configure(model, {}, micro_batch_size=batch, global_batch_size=batch)])
+    values = run_trace(0, 1, configure(model, {}, micro_batch_size=batch, global_batch_size=batch))
     assert values is not None, "one process is rank 0"
     return values
 
@@ -213,7 +213,7 @@ def random_owners(ranks: int, choose: random.Random) -> list[int]:
 @pytest.mark.parametrize("turn", range(NUM_TURNS))
 def test_every_layout_equals_one_process(pool: Pool, name: str, turn: int) -> None:
     cases = [(name, config) for config in matrix(name)[turn::NUM_TURNS]]
-    traces = pool.run(run_traces, NUM_RANKS, [config for _, config in cases])[0]
+    traces = [pool.run(run_trace, NUM_RANKS, config)[0] for _, config in cases]
     assert not (lines := wrong(cases, traces)), lines
 
 
@@ -221,7 +221,7 @@ def test_every_layout_equals_one_process(pool: Pool, name: str, turn: int) -> No
 def test_every_pipeline_equals_one_process(pool: Pool, tmp_path: Path, turn: int) -> None:
     cases = pipeline_matrix(turn, tmp_path)
     assert [check(config, NUM_RANKS, VOCAB_SIZE) for _, config in cases] == [[]] * len(cases)
-    traces = pool.run(run_traces, NUM_RANKS, [config for _, config in cases])[0]
+    traces = [pool.run(run_trace, NUM_RANKS, config)[0] for _, config in cases]
     assert not (lines := wrong(cases, traces)), lines
 
 

@@ -132,16 +132,16 @@ def configurations(execution: str) -> Iterator[Config]:
         yield config
 
 
-def run_traces(rank: int, world_size: int, configs: list[Config]) -> list[Trace | None]:
-    return [trace(config, *connect(config, 0, world_size, rank), num_steps=2) for config in configs]
+def run_trace(rank: int, world_size: int, config: Config) -> Trace | None:
+    return trace(config, *connect(config, 0, world_size, rank), num_steps=2)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_steps_are_those_of_one_process(pool: Pool, execution: str) -> None:
     configs = list(configurations(execution))
-    (expected,) = run_traces(0, 1, [configure({}, micro_batch_size=8)])
+    expected = run_trace(0, 1, configure({}, micro_batch_size=8))
     assert expected is not None, "one process is rank 0"
-    traces = pool.run(run_traces, NUM_RANKS, configs)[0]
+    traces = [pool.run(run_trace, NUM_RANKS, config)[0] for config in configs]
     wrong = [
         f"{config.parallel}: {difference}"
         for config, got in zip(configs, traces, strict=True)

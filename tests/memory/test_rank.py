@@ -80,23 +80,19 @@ def num_bytes(tensors: list[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def lasting(rank: int, world_size: int, configs: list[Config]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that a rank holds between steps, measured and expected."""
-    out = []
-    for config in configs:
-        arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
-        tensors = states(build_state(config, arch, comm, CPU))
-        measured = {name: num_bytes(of_category) for name, of_category in tensors.items()}
-        expected = rank_memory(make_job(config, arch, comm.mesh)).categories
-        out.append((measured, {name: expected[name] for name in measured}))
-    return out
+    arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
+    tensors = states(build_state(config, arch, comm, CPU))
+    measured = {name: num_bytes(of_category) for name, of_category in tensors.items()}
+    expected = rank_memory(make_job(config, arch, comm.mesh)).categories
+    return measured, {name: expected[name] for name in measured}
 
 
 @pytest.mark.parametrize("turn", range(3))
 def test_what_lasts_is_exact_in_every_mode(pool: Pool, turn: int) -> None:
-    configs = layouts()[turn::3]
-    for rank, results in enumerate(pool.run(lasting, NUM_RANKS, configs)):
-        for config, (measured, expected) in zip(configs, results, strict=True):
+    for config in layouts()[turn::3]:
+        for rank, (measured, expected) in enumerate(pool.run(lasting, NUM_RANKS, config)):
             assert measured == expected, f"rank {rank}: {config.parallel}"
 
 
