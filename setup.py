@@ -10,6 +10,9 @@ from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
 
+# Further kinds of input: parquet, gzip and zstd; datasets of the hub; a tokenizer; sentences.
+DATA = ["pyarrow", "datasets", "tiktoken", "nltk"]
+
 setup(
     name="megatron3d",
     version="0.1.0",
@@ -34,8 +37,8 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "transformers", "wandb"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "transformers", "wandb", *DATA],
+        "data": DATA,
         "wandb": ["wandb"],
-        "datasets": ["datasets"],
     },
 )

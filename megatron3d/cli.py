@@ -35,19 +35,20 @@ def run_tool(
         for problem in error.problems:
             print(f"{parser.prog}: {problem}", file=sys.stderr)
         return USER_ERROR
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: stopped; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"{parser.prog}: stopped; {' '.join(map(str, stop.args)) or 'nothing was written'}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def byte_progress() -> Progress:
-    """A bar of bytes with its speed, on standard error; drawn only on a terminal."""
+def byte_progress(*more: str) -> Progress:
+    """A bar of bytes with its speed and time left, and columns of more; on standard error, drawn only on a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
+        *map(TextColumn, more),
         TimeRemainingColumn(),
         console=Console(stderr=True),
     )

@@ -25,8 +25,9 @@ import pretrain_gpt
 from megatron3d import runtime
 from megatron3d.checkpoint.index import read_index
 from megatron3d.config.cli import resolve
-from megatron3d.data.indexed import IndexedWriter, token_dtype
+from megatron3d.data.indexed import token_dtype
 from megatron3d.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron3d.data.writer import IndexedWriter
 from megatron3d.metrics.journal import read_journal
 from megatron3d.train.build import build_run
 from megatron3d.train.loop import train

@@ -3,92 +3,180 @@
     python tools/preprocess_data.py --input data/stdlib.jsonl --output-prefix data/stdlib \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/stdlib.model --append-eod --workers 2
 
-A line of a .jsonl file is a document, and so is a whole .txt file.  The bytes do not depend on the number of workers.
+A line of a .jsonl file is a document, and so is a row of a .parquet file or a dataset, and a whole .txt file.  The
+bytes depend neither on the number of workers, nor on how often the tool was killed (the same command goes on), nor on
+the number of tasks that share the work with --shard i/n (tools/merge_datasets.py joins what they wrote).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import contextmanager
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from megatron3d.cli import byte_progress, run_tool
-from megatron3d.data.documents import TEXT_KEY, find_inputs, read_records
-from megatron3d.data.encode import Encoded, Encoder, encode
-from megatron3d.data.files import with_suffix
-from megatron3d.data.indexed import IndexedWriter, token_dtype
+from megatron3d.data.cut import cutter
+from megatron3d.data.documents import TEXT_KEY
+from megatron3d.data.encode import Encoder
+from megatron3d.data.hub import PREFIX, num_shards
+from megatron3d.data.indexed import token_dtype
+from megatron3d.data.ledger import Entry
+from megatron3d.data.pieces import Piece, find_inputs, parse_part, part_of, shuffled, split_files
+from megatron3d.data.preprocess import Job, Watch, run
+from megatron3d.data.readers import Reading
 from megatron3d.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
+
+TOLD_FAULTS = 10
 
 
 def preprocess(arguments: argparse.Namespace) -> None:
     """Encode every document, publish the token files of every key, and say what they hold."""
+    job = make_job(arguments)
+    if job.is_done:
+        print(f"{job.stem}: this part is done already")
+        return
+    total = sum(piece.num_bytes for piece in job.pieces)
+    with reported(total, arguments.log_interval) as watch:
+        try:
+            written = run(job, arguments.workers, arguments.ledger_interval, arguments.restart, watch)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the same command goes on where it was, or anew where nothing was kept") from None
+    dtype = token_dtype(job.tokenizer.vocab_size)
+    for prefix, counts in zip(job.prefixes, written, strict=True):
+        print(f"{prefix}: {counts.num_documents} documents, {counts.num_tokens} tokens, {dtype.name}")
+
+
+def make_job(arguments: argparse.Namespace) -> Job:
+    """The job that the arguments mean; raises UserError."""
+    UserError.collect(
+        f"{flag} {value:g}: must be {least:g} or more"
+        for flag, value, least in (
+            ("--workers", arguments.workers, 1),
+            ("--piece-mb", arguments.piece_mb, 1e-6),
+            ("--max-record-mb", arguments.max_record_mb, 1e-6),
+            ("--ledger-interval", arguments.ledger_interval, 0),
+            ("--log-interval", arguments.log_interval, 1),
+        )
+        if value < least
+    )
     tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
     if arguments.append_eod and tokenizer.eod is None:
         raise UserError(
             f"--append-eod: {arguments.tokenizer_type} {arguments.tokenizer_model or ''} has no end-of-document token; "
             "leave --append-eod out, or use a tokenizer that has one"
         )
-    if arguments.workers < 1:
-        raise UserError(f"--workers {arguments.workers}: must be 1 or more")
-    paths = find_inputs(arguments.input)
+    part = parse_part(arguments.shard) if arguments.shard else None
+    pieces = shuffled(find_pieces(arguments), arguments.shuffle_seed)
     keys = tuple(arguments.json_keys)
-    encoder = Encoder(
-        arguments.tokenizer_type, arguments.tokenizer_model, tokenizer.fingerprint, keys, arguments.append_eod
+    return Job(
+        encoder=Encoder(
+            arguments.tokenizer_type,
+            arguments.tokenizer_model,
+            tokenizer.fingerprint,
+            keys,
+            arguments.append_eod,
+            arguments.split_sentences,
+            arguments.on_bad_record == "skip",
+        ),
+        tokenizer=tokenizer,
+        reading=Reading(keys, cutter(tokenizer.encode), int(arguments.max_record_mb * 1e6)),
+        pieces=tuple(part_of(pieces, part) if part else pieces),
+        output_prefix=arguments.output_prefix,
+        identity=identity(arguments, tokenizer.fingerprint, pieces),
+        part=part,
     )
-    prefixes = [with_suffix(arguments.output_prefix, f"_{key}_document") for key in keys]
-    dtype = token_dtype(tokenizer.vocab_size)
-    with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-        batches = stack.enter_context(closing(encode(encoder, read_records(paths), arguments.workers)))
-        num_bytes = sum(path.stat().st_size for path in paths)
-        for batch in reported(batches, num_bytes, arguments.log_interval):
-            for writer, (tokens, lengths) in zip(writers, batch.columns, strict=True):
-                writer.add(tokens, lengths)
-        UserError.collect(
-            f"--input {' '.join(arguments.input)}: no text under the key {key!r}"
-            for key, writer in zip(keys, writers, strict=True)
-            if not writer.num_documents
-        )
-        for prefix, writer in zip(prefixes, writers, strict=True):
-            writer.finish(tokenizer)
-            print(f"{prefix}: {writer.num_documents} documents, {writer.num_tokens} tokens, {dtype.name}")
 
 
-def reported(batches: Iterator[Encoded], num_bytes: int, log_interval: int) -> Iterator[Encoded]:
-    """The same batches; a bar on a terminal, elsewhere a line every `log_interval` documents."""
-    began, documents, done_bytes, reports = time.monotonic(), 0, 0, 0
-    with byte_progress() as progress:
-        task = progress.add_task("encoding", total=num_bytes)
-        for batch in batches:
-            yield batch
-            documents, done_bytes = documents + batch.num_documents, done_bytes + batch.num_bytes
-            progress.update(task, completed=done_bytes)
-            if not progress.console.is_terminal and documents // log_interval > reports:
-                reports = documents // log_interval
-                speed = done_bytes / 1e6 / (time.monotonic() - began)
-                print(f"{documents} documents, {done_bytes / 1e6:.1f} of {num_bytes / 1e6:.1f} MB, {speed:.1f} MB/s")
+def find_pieces(arguments: argparse.Namespace) -> list[Piece]:
+    """All of the input, in the order of the arguments."""
+    pieces: list[Piece] = []
+    for name in arguments.input:
+        if name.startswith(PREFIX):
+            count = num_shards(name)
+            pieces += [Piece("dataset", name, number, count, 0) for number in range(count)]
+        else:
+            pieces += split_files(find_inputs([name]), max(1, int(arguments.piece_mb * 2**20)))
+    return pieces
+
+
+def identity(arguments: argparse.Namespace, fingerprint: str, pieces: Sequence[Piece]) -> dict[str, JsonValue]:
+    """What decides the bytes: the same for a command that goes on."""
+    files = sorted({piece.path for piece in pieces if piece.kind != "dataset"})
+    return {
+        "--input": hashlib.sha256("\n".join(map(str, pieces)).encode()).hexdigest(),
+        "content of --input": hashlib.sha256("\n".join(map(stamp, files)).encode()).hexdigest(),
+        "--tokenizer-model": fingerprint,
+        "--json-keys": list(arguments.json_keys),
+        "--append-eod": arguments.append_eod,
+        "--split-sentences": arguments.split_sentences,
+        "--max-record-mb": arguments.max_record_mb,
+    }
+
+
+def stamp(path: str) -> str:
+    """What changes with a file."""
+    status = Path(path).stat()
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
+@contextmanager
+def reported(num_bytes: int, log_interval: int) -> Iterator[Watch]:
+    """What to tell of each batch: a bar on a terminal, elsewhere a line every `log_interval` documents."""
+    began, first, reports, told = time.monotonic(), None, 0, 0
+    with byte_progress("{task.fields[speed]}") as progress:
+        task = progress.add_task("encoding", total=num_bytes or None, speed="")
+
+        def watch(entry: Entry, faults: tuple[str, ...]) -> None:
+            nonlocal first, reports, told
+            for fault in faults[: max(0, TOLD_FAULTS - told)]:
+                progress.console.print(f"left out: {fault}", soft_wrap=True, markup=False, highlight=False)
+                told += 1
+            tokens = sum(written.num_tokens for written in entry.written)
+            first = (tokens, entry.num_bytes) if first is None else first
+            seconds = max(time.monotonic() - began, 1e-9)
+            speed = f"{(tokens - first[0]) / seconds:,.0f} tokens/s"
+            progress.update(task, completed=entry.num_bytes, speed=speed)
+            if not progress.console.is_terminal and entry.num_documents // log_interval > reports:
+                reports = entry.num_documents // log_interval
+                rate = (entry.num_bytes - first[1]) / 1e6 / seconds
+                left = (num_bytes - entry.num_bytes) / 1e6 / max(rate, 1e-9)
+                print(
+                    f"{entry.num_documents} documents ({entry.num_bad} left out), {entry.num_bytes / 1e6:.1f} of "
+                    f"{num_bytes / 1e6:.1f} MB, {rate:.1f} MB/s, {speed}, {max(left, 0):.0f} s left",
+                    flush=True,
+                )
+
+        yield watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the tool."""
     parser = argparse.ArgumentParser(prog="preprocess_data", description=__doc__.partition("\n")[0])
-    parser.add_argument("--input", nargs="+", required=True, help="files or globs, .jsonl or .txt")
-    parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a .jsonl line that hold text")
-    parser.add_argument("--output-prefix", type=Path, required=True)
-    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
-    parser.add_argument("--tokenizer-model", help="model file; none for ByteTokenizer")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: every core")
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end every document with the tokenizer's token for it"
-    )
-    parser.add_argument(
-        "--log-interval", type=int, default=1000, help="documents between lines where there is no terminal"
-    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help=f"files, folders, globs, or {PREFIX}NAME_OR_FOLDER[@CONFIG][:SPLIT]")
+    add("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a line, columns of a row, that hold text")
+    add("--output-prefix", type=Path, required=True)
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
+    add("--tokenizer-model", help="model file; none for ByteTokenizer")
+    add("--append-eod", action="store_true", help="end every document with the tokenizer's token for it")
+    add("--split-sentences", action="store_true", help="make every sentence a sequence of its document")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: every core")
+    add("--shard", help="i/n: do the i-th of n parts, i from 0, as one task of a SLURM array")
+    add("--shuffle-seed", type=int, help="shuffle pieces of the input (files, ranges, row groups); default: in order")
+    add("--piece-mb", type=float, default=64.0, help="size of the pieces that plain .jsonl files are cut into")
+    add("--max-record-mb", type=float, default=64.0, help="longest line of JSON")
+    add("--on-bad-record", choices=("stop", "skip"), default="stop", help="skip: leave it out, and count it")
+    add("--restart", action="store_true", help="drop what an unfinished job has done")
+    add("--ledger-interval", type=float, default=5.0, help="seconds of work that a kill may cost")
+    add("--log-interval", type=int, default=1000, help="documents between lines where there is no terminal")
     return run_tool(preprocess, parser, argv)
 
 

@@ -17,8 +17,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from megatron3d.cli import run_tool, waiting
-from megatron3d.data.documents import TEXT_KEY, find_inputs
+from megatron3d.data.documents import TEXT_KEY
 from megatron3d.data.files import replacing, with_suffix
+from megatron3d.data.pieces import find_inputs
 from megatron3d.data.tokenizer import build_tokenizer
 from megatron3d.data.vocabulary import Source, collect_characters, select, train_sentencepiece
 from megatron3d.errors import UserError

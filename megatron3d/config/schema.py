@@ -180,9 +180,9 @@ class DataConfig(Section):
 
     data_path: str | None = Field(None, description="prefix of .bin and .idx")
     split: str = Field("969,30,1", description="weights of train, valid and test")
-    tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "CharTokenizer"] = (
-        "SentencePieceTokenizer"
-    )
+    tokenizer_type: Literal[
+        "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer", "CharTokenizer"
+    ] = "SentencePieceTokenizer"
     tokenizer_model: str | None = Field(None, description="file of the tokenizer; none for ByteTokenizer")
 
 

@@ -1,90 +1,80 @@
-"""Raw text as documents: a line of a .jsonl file is one, or a whole .txt file."""
+"""A document as it was read: a line of JSON, a row, or a part of a text; what is wrong is said with its place."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from megatron3d.data.pieces import Piece
 from megatron3d.errors import UserError
 
 TEXT_KEY = "text"
-_JSON, _TEXT = (".jsonl", ".json"), (".txt",)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
-    """An undecoded document and where it stands; `line` is None for a whole file."""
+    """An undecoded document, or a part of one.
 
-    path: Path
-    line: int | None
-    content: bytes
+    Attributes:
+        position: where in its piece it begins: a byte, or the number of a row.
+        after: where the one behind it begins.
+        content: a line of JSON, a text, or the fields of a row; what is wrong where it could not be read.
+        num_bytes: how much of the input it is.
+        ends: whether its document ends here.
+    """
+
+    piece: Piece
+    position: int
+    after: int
+    content: bytes | str | Mapping[str, object] | UserError
+    num_bytes: int
+    ends: bool = True
 
     @property
     def place(self) -> str:
-        """File and line."""
-        return str(self.path) if self.line is None else f"{self.path}:{self.line}"
+        """File and line, or row; lines are counted now, since that is needed for errors only."""
+        return self.piece.place(self.position)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a document by itself; a part of one cannot be left out."""
+        return self.ends and (self.position == 0 or self.piece.kind != "text")
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """The text under each key; raises UserError that names file and line."""
-        try:
-            if self.line is None:
-                fields: object = {TEXT_KEY: self.content.decode()}
-            else:
-                fields = json.loads(self.content.decode())
-        except ValueError as error:
-            raise self._wrong(f"not {'JSON' if self.line else 'UTF-8 text'} ({error})") from error
-        if not isinstance(fields, dict):
-            raise self._wrong(f"a JSON {type(fields).__name__}, not an object with the key {keys[0]!r}")
+        if isinstance(self.content, UserError):
+            raise self._wrong(str(self.content))
+        if isinstance(self.content, bytes):
+            fields = self._parsed(self.content)
+        else:
+            fields = {TEXT_KEY: self.content} if isinstance(self.content, str) else self.content
         return [self._text(fields, key) for key in keys]
 
-    def _text(self, fields: dict[str, object], key: str) -> str:
+    def _parsed(self, line: bytes) -> Mapping[str, object]:
+        try:
+            fields: object = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            raise self._wrong(f"not JSON ({error})") from error
+        if not isinstance(fields, dict):
+            raise self._wrong(f"a JSON {type(fields).__name__}, not an object with a text under a key")
+        return fields
+
+    def _text(self, fields: Mapping[str, object], key: str) -> str:
         if key not in fields:
             raise self._wrong(f"no key {key!r}; it has {', '.join(map(repr, fields)) or 'none'}, see --json-keys")
         text = fields[key]
         if not isinstance(text, str):
             raise self._wrong(f"{key!r} holds a {type(text).__name__}, not a string")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise self._wrong(f"{key!r} is not valid Unicode ({error.reason} at character {error.start})") from error
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                why = f"{error.reason} at character {error.start}"
+                raise self._wrong(f"{key!r} is not valid Unicode ({why})") from error
         return text
 
     def _wrong(self, problem: str) -> UserError:
-        return UserError(f"{self.place}: {problem}; correct it or remove it")
-
-
-def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Files that names and globs mean, a glob's in sorted order; raises UserError for a missing or unknown file."""
-    paths = [path for pattern in patterns for path in _expand(pattern)]
-    known = _JSON + _TEXT
-    UserError.collect(
-        [f"--input {path}: no such file" for path in paths if not path.is_file()]
-        + [
-            f"--input {path}: unknown kind {path.suffix!r}; name it .jsonl (a document per line) or .txt (one document)"
-            for path in paths
-            if path.is_file() and path.suffix not in known
-        ]
-    )
-    return paths
-
-
-def _expand(pattern: str) -> list[Path]:
-    path = Path(pattern)
-    if path.exists():
-        return [path]
-    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) or [path]
-
-
-def read_records(paths: Sequence[Path]) -> Iterator[Record]:
-    """Every document in order; blank lines of a .jsonl file hold none."""
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                if path.suffix in _TEXT:
-                    yield Record(path, None, file.read())
-                else:
-                    yield from (Record(path, line, text) for line, text in enumerate(file, 1) if text.strip())
-        except OSError as error:
-            raise UserError(f"--input {path}: cannot be read ({error.strerror})") from error
+        return UserError(
+            f"{self.place}: {problem}; correct it or remove it, or leave such out with --on-bad-record skip"
+        )

@@ -5,23 +5,30 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron3d.data.cut import Cut, cutter, parts, sentence_splitter
 from megatron3d.data.documents import Record
 from megatron3d.data.indexed import Tokens, token_dtype
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.data.writer import CONTINUES, ENDS_DOCUMENT, ENDS_SEQUENCE
 from megatron3d.errors import UserError
 
 BATCH_BYTES = 1 << 18
 """Text per task: large against the cost of sending it, small against memory."""
 TASKS_PER_WORKER = 3
+KEPT_FAULTS = 5
+"""Bad records of a batch that are told of one by one; finding their lines takes time."""
+Ints = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -33,34 +40,67 @@ class Encoder:
     fingerprint: str
     keys: tuple[str, ...]
     append_eod: bool
+    split_sentences: bool = False
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of documents: per key their tokens one after another and the length of each; empty texts are left out."""
+    """A batch of documents.
+
+    Attributes:
+        columns: per key all tokens, the length of each run of tokens, and how it ends; empty texts are left out.
+        num_bad: records that were left out, and `faults` of some.
+    """
 
     num_documents: int
     num_bytes: int
-    columns: tuple[tuple[Tokens, npt.NDArray[np.int32]], ...]
+    columns: tuple[tuple[Tokens, Ints, Ints], ...]
+    num_bad: int
+    faults: tuple[str, ...]
 
 
-def encode(encoder: Encoder, records: Iterable[Record], num_workers: int) -> Generator[Encoded, None, None]:
-    """Batches of encoded documents in the order of `records`; raises UserError that names a bad document."""
+Batch = tuple[Encoded, int, int]
+"""What was encoded, the number of the piece that its last record is of, and where in it the next one begins."""
+
+
+def encode(encoder: Encoder, records: Iterable[tuple[int, Record]], num_workers: int) -> Generator[Batch, None, None]:
+    """Batches of encoded documents in the order of `records`, each with the number of its piece.
+
+    Raises UserError that names a bad document.
+    """
     if num_workers == 1:
-        for batch in _batches(records):
-            yield _encode_batch(encoder, batch)
+        for number, batch in _batches(records):
+            yield _encode_batch(encoder, batch), number, batch[-1].after
         return
     with ExitStack() as stack:
         pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"))
         stack.callback(pool.shutdown, cancel_futures=True)
-        pending: deque[Future[Encoded]] = deque()
-        for batch in _batches(records):
+        pending: deque[tuple[Future[Encoded], int, int, int]] = deque()
+        for number, batch in _batches(records):
             with _deferred_interrupts():  # a task may start a worker
-                pending.append(pool.submit(_encode_batch, encoder, batch))
-            if len(pending) == TASKS_PER_WORKER * num_workers:
-                yield pending.popleft().result()
+                future = pool.submit(_encode_batch, encoder, batch)
+            pending.append((future, number, batch[-1].after, sum(map(_size, batch))))
+            while len(pending) > 1 and _is_full(pending, num_workers):
+                yield _result(pending)
         while pending:
-            yield pending.popleft().result()
+            yield _result(pending)
+
+
+def _is_full(pending: Sequence[tuple[Future[Encoded], int, int, int]], num_workers: int) -> bool:
+    tasks = TASKS_PER_WORKER * num_workers
+    return len(pending) >= tasks or sum(size for *_, size in pending) > 2 * tasks * BATCH_BYTES
+
+
+def _result(pending: deque[tuple[Future[Encoded], int, int, int]]) -> Batch:
+    future, number, after, _ = pending.popleft()
+    try:
+        return future.result(), number, after
+    except BrokenProcessPool as error:
+        raise UserError(
+            "--workers: a worker process was killed, by the system where memory ran out; use fewer, or a smaller "
+            "--max-record-mb"
+        ) from error
 
 
 @contextmanager
@@ -81,51 +121,111 @@ def _deferred_interrupts() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+def _size(record: Record) -> int:
+    content = record.content
+    if isinstance(content, bytes | str):
+        return len(content)
+    return 0 if isinstance(content, UserError) else sum(len(v) for v in content.values() if isinstance(v, str))
+
+
+def _batches(records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, list[Record]]]:
+    """Records of about BATCH_BYTES, all of one piece or of neighbours, with the number of the last one's."""
     batch: list[Record] = []
-    num_bytes = 0
-    for record in records:
+    num_bytes, last = 0, 0
+    for last, record in records:
         batch.append(record)
-        num_bytes += len(record.content)
+        num_bytes += _size(record) + 256
         if num_bytes >= BATCH_BYTES:
-            yield batch
+            yield last, batch
             batch, num_bytes = [], 0
     if batch:
-        yield batch
+        yield last, batch
+
+
+@dataclass
+class _Tools:
+    """What a worker makes once."""
+
+    tokenizer: Tokenizer
+    cut: Cut
+    split: Callable[[str], Sequence[str]]
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(encoder: Encoder) -> Tokenizer:
+def _tools(encoder: Encoder) -> _Tools:
     tokenizer = build_tokenizer(encoder.tokenizer_type, encoder.tokenizer_model)
     if tokenizer.fingerprint != encoder.fingerprint:
         raise UserError(f"--tokenizer-model {encoder.tokenizer_model}: changed while it was in use; start again")
-    return tokenizer
+    split = sentence_splitter() if encoder.split_sentences else lambda text: (text,)
+    return _Tools(tokenizer, cutter(tokenizer.encode), split)
+
+
+@dataclass
+class _Column:
+    """The runs of tokens of one key."""
+
+    runs: list[Tokens] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+
+    def packed(self, dtype: np.dtype[Any]) -> tuple[Tokens, Ints, Ints]:
+        """All tokens, lengths, marks."""
+        lengths = np.array([len(run) for run in self.runs], np.int64)
+        return np.concatenate([np.empty(0, dtype), *self.runs]), lengths, np.array(self.marks, np.int8)
 
 
 def _encode_batch(encoder: Encoder, batch: list[Record]) -> Encoded:
-    tokenizer = _tokenizer(encoder)
-    dtype = token_dtype(tokenizer.vocab_size)
-    columns: list[list[Tokens]] = [[] for _ in encoder.keys]
+    tools = _tools(encoder)
+    columns = tuple(_Column() for _ in encoder.keys)
+    faults: list[str] = []
+    num_bad = 0
     for record in batch:
-        for column, text in zip(columns, record.texts(encoder.keys), strict=True):
-            if text:
-                column.append(np.array(_encode_text(encoder, tokenizer, record, text), dtype))
+        try:
+            texts = record.texts(encoder.keys)
+            runs = [_encode_text(encoder, tools, record, text) for text in texts]
+        except UserError as error:
+            if not encoder.skip_bad or not record.is_whole:
+                raise
+            num_bad += 1
+            faults += [str(error)] if len(faults) < KEPT_FAULTS else []
+            continue
+        for column, (arrays, marks) in zip(columns, runs, strict=True):
+            column.runs += arrays
+            column.marks += marks
     return Encoded(
-        num_documents=len(batch),
-        num_bytes=sum(len(record.content) for record in batch),
-        columns=tuple(
-            (np.concatenate([np.empty(0, dtype), *column]), np.array([len(ids) for ids in column], np.int32))
-            for column in columns
-        ),
+        num_documents=sum(record.ends for record in batch) - num_bad,
+        num_bytes=sum(record.num_bytes for record in batch),
+        columns=tuple(column.packed(token_dtype(tools.tokenizer.vocab_size)) for column in columns),
+        num_bad=num_bad,
+        faults=tuple(faults),
     )
 
 
-def _encode_text(encoder: Encoder, tokenizer: Tokenizer, record: Record, text: str) -> list[int]:
+def _encode_text(encoder: Encoder, tools: _Tools, record: Record, text: str) -> tuple[list[Tokens], list[int]]:
+    """Runs of tokens and how each ends; an empty text has none."""
+    arrays: list[Tokens] = []
+    marks: list[int] = []
+    for part in parts(text, tools.cut) if text else ():
+        for sentence in tools.split(part):
+            arrays.append(_ids(tools.tokenizer, record, sentence))
+            marks.append(ENDS_SEQUENCE)
+        marks[-1] = CONTINUES
+    if arrays and record.ends:
+        marks[-1] = ENDS_DOCUMENT
+        if encoder.append_eod:
+            assert tools.tokenizer.eod is not None, "--append-eod was accepted for a tokenizer without such a token"
+            arrays[-1] = np.append(arrays[-1], arrays[-1].dtype.type(tools.tokenizer.eod))
+    return arrays, marks
+
+
+def _ids(tokenizer: Tokenizer, record: Record, text: str) -> Tokens:
+    dtype = token_dtype(tokenizer.vocab_size)
     try:
-        ids = tokenizer.encode(text)
+        ids = np.array(tokenizer.encode(text), np.int64)
     except UserError as error:
         raise UserError(f"{record.place}: {error}") from error
-    if encoder.append_eod:
-        assert tokenizer.eod is not None, "--append-eod was accepted for a tokenizer without such a token"
-        ids.append(tokenizer.eod)
-    return ids
+    if ids.size and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
+        raise UserError(
+            f"{record.place}: the tokenizer gives id {ids.max()}, but says that it has {tokenizer.vocab_size} tokens; "
+            "its model file is damaged, make it again"
+        )
+    return ids.astype(dtype)

@@ -4,6 +4,7 @@
            length of each sequence i32 | its byte offset i64 | documents as ranges of sequences i64 | [mode i8 each]
 
 Everything little endian, from Megatron-LM's megatron/core/datasets/indexed_dataset.py.  `prefix.manifest.json` is ours.
+Opening takes the same time for any size: of a large index some runs of entries are checked, all of them by `verify`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.files import PARTIAL, open_for_writing, replacing, with_suffix
-from megatron3d.data.manifest import Manifest, read_manifest, write_manifest
-from megatron3d.data.tokenizer import Tokenizer
+from megatron3d.data.files import checksum, with_suffix
+from megatron3d.data.manifest import Manifest, read_manifest
 from megatron3d.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -26,12 +26,14 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 BLOCK = 1 << 20
 """Entries of the index handled at one time."""
+RUNS, RUN = 64, 1024
+"""Of an index with more entries than these runs hold, so many are checked on opening."""
 
 Tokens = npt.NDArray[Any]
 
 
 class IndexedDataset:
-    """A memory-mapped token file, checked completely against its index when it is opened.
+    """A memory-mapped token file, checked against its index when it is opened.
 
     Raises:
         UserError: a file is missing, empty, cut short, foreign, or disagrees with the other.
@@ -44,12 +46,19 @@ class IndexedDataset:
             self._require_content(path)
         dtype, num_sequences, document_entries = self._read_header()
         self.dtype = np.dtype(dtype)
-        self.num_documents = document_entries - 1
+        self.num_sequences, self.num_documents = num_sequences, document_entries - 1
         self._check_index_size(num_sequences, document_entries)
-        self.num_tokens = self._check_sequences(num_sequences)
-        self._check_documents(num_sequences, document_entries)
+        self._lengths = self._map("<i4", HEADER.size, num_sequences)
+        self._offsets = self._map("<i8", HEADER.size + 4 * num_sequences, num_sequences)
+        self._documents = self._map("<i8", HEADER.size + 12 * num_sequences, document_entries)
+        self.num_tokens = self._count_tokens()
+        for start in _sample(num_sequences):
+            self._check_sequences(start, min(start + RUN, num_sequences))
+        for start in _sample(document_entries):
+            self._check_documents(start, min(start + RUN, document_entries))
         self.manifest: Manifest | None = read_manifest(self.prefix)
         self._check_manifest()
+        self._stamp = self._stamped()
         self._tokens: Tokens = np.asarray(np.memmap(self._bin, self.dtype, "r"))
 
     def tokens(self, start: int, stop: int) -> Tokens:
@@ -58,8 +67,56 @@ class IndexedDataset:
         return self._tokens[start:stop]
 
     def windows(self, offsets: npt.NDArray[np.int64], length: int) -> Tokens:
-        """[offsets, length]: a window of tokens from each offset."""
+        """[offsets, length]: a window of tokens from each offset; raises UserError if the file has changed."""
+        if self._stamped() != self._stamp:
+            raise self._fail(self._bin, "the file has changed since it was opened")
         return np.lib.stride_tricks.sliding_window_view(self._tokens, length)[offsets]
+
+    def sequences(self, document: int) -> list[Tokens]:
+        """The sequences (sentences, or one) of a document."""
+        assert 0 <= document < self.num_documents, f"document {document} of {self.num_documents}"
+        first, last = int(self._documents[document]), int(self._documents[document + 1])
+        starts = (int(offset) // self.dtype.itemsize for offset in self._offsets[first:last])
+        lengths = (int(length) for length in self._lengths[first:last])
+        return [self.tokens(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+
+    def length_blocks(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Lengths of all sequences, some at a time."""
+        for start in range(0, self.num_sequences, BLOCK):
+            yield self._lengths[start : start + BLOCK].astype(np.int64)
+
+    def document_blocks(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Sequences up to the end of each document, some at a time."""
+        for start in range(1, self.num_documents + 1, BLOCK):
+            yield self._documents[start : start + BLOCK].astype(np.int64)
+
+    def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Tokens of all documents, some at a time."""
+        size, end, before = self.dtype.itemsize, self.num_tokens, 0
+        for ends in self.document_blocks():
+            inside = np.minimum(ends, self.num_sequences - 1)
+            places = np.where(ends < self.num_sequences, self._offsets[inside] // size, end)
+            yield np.diff(places, prepend=before)
+            before = int(places[-1])
+
+    def verify(self) -> None:
+        """Check every entry of the index, and the checksums where a manifest has them; raises UserError."""
+        for start in range(0, self.num_sequences, BLOCK):
+            self._check_sequences(start, min(start + BLOCK, self.num_sequences))
+        for start in range(0, len(self._documents), BLOCK):
+            self._check_documents(start, min(start + BLOCK, len(self._documents)))
+        made = self.manifest
+        for path, promised in ((self._bin, made and made.bin_sha256), (self._idx, made and made.idx_sha256)):
+            if promised and (found := checksum(path)) != promised:
+                raise self._fail(path, f"its sha256 is {found[:16]}..., but its manifest says {promised[:16]}...")
+
+    def _stamped(self) -> tuple[int, int] | None:
+        """What changes with the file, None where it is gone."""
+        try:
+            status = self._bin.stat()
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns
 
     def _fail(self, path: Path, problem: str) -> UserError:
         return UserError(f"{path}: {problem}; make the corpus again with tools/preprocess_data.py")
@@ -103,38 +160,37 @@ class IndexedDataset:
                 self._idx, f"{size} bytes where {num_sequences} sequences need {wanted}, cut short or damaged"
             )
 
-    def _blocks(self, dtype: str, first_byte: int, count: int) -> Iterator[Tokens]:
-        array = np.asarray(np.memmap(self._idx, dtype, "r", offset=first_byte, shape=(count,)))
-        for start in range(0, count, BLOCK):
-            yield array[start : start + BLOCK].astype(np.int64)
+    def _map(self, dtype: str, first_byte: int, count: int) -> Tokens:
+        return np.asarray(np.memmap(self._idx, dtype, "r", offset=first_byte, shape=(count,)))
 
-    def _check_sequences(self, num_sequences: int) -> int:
-        num_tokens, number, size = 0, 0, self.dtype.itemsize
-        offsets = self._blocks("<i8", HEADER.size + 4 * num_sequences, num_sequences)
-        for lengths, places in zip(self._blocks("<i4", HEADER.size, num_sequences), offsets, strict=True):
-            ends = num_tokens + np.cumsum(lengths)
-            wrong = (lengths < 0) | (places != (ends - lengths) * size)
-            if wrong.any():
-                raise self._fail(
-                    self._idx, f"sequence {number + int(wrong.argmax())} does not begin where the one before ends"
-                )
-            num_tokens, number = int(ends[-1]), number + len(lengths)
-        bin_bytes = self._bin.stat().st_size
-        if bin_bytes != num_tokens * size:
+    def _count_tokens(self) -> int:
+        size, bin_bytes = self.dtype.itemsize, self._bin.stat().st_size
+        end = int(self._offsets[-1]) + int(self._lengths[-1]) * size
+        if end != bin_bytes:
             raise self._fail(
                 self._bin,
-                f"{bin_bytes} bytes where the index counts {num_tokens} tokens of {size} bytes, cut short or foreign",
+                f"{bin_bytes} bytes where the index counts {end // size} tokens of {size} bytes, cut short or foreign",
             )
-        return num_tokens
+        return end // size
 
-    def _check_documents(self, num_sequences: int, document_entries: int) -> None:
-        last = 0
-        for block in self._blocks("<i8", HEADER.size + 12 * num_sequences, document_entries):
-            if (np.diff(block, prepend=last) < 0).any():
-                raise self._fail(self._idx, "the document array decreases")
-            last = int(block[-1])
-        if last != num_sequences:
-            raise self._fail(self._idx, f"the document array ends at sequence {last} of {num_sequences}")
+    def _check_sequences(self, start: int, stop: int) -> None:
+        """Each sequence begins where the one before ends."""
+        lengths, places = self._lengths[start:stop].astype(np.int64), self._offsets[start:stop].astype(np.int64)
+        after = np.append(places[1:], self._offsets[stop] if stop < self.num_sequences else self._bin.stat().st_size)
+        wrong = (lengths < 0) | (places + lengths * self.dtype.itemsize != after)
+        if start == 0 and places[0] != 0:
+            wrong[0] = True
+        if wrong.any():
+            first = start + int(wrong.argmax())
+            raise self._fail(self._idx, f"sequence {first} does not end where the next one, or the file, does")
+
+    def _check_documents(self, start: int, stop: int) -> None:
+        """Documents are ranges of sequences that follow each other."""
+        block = self._documents[max(start - 1, 0) : stop].astype(np.int64)
+        if (np.diff(block, prepend=0 if start == 0 else block[0]) < 0).any() or (start == 0 and block[0] != 0):
+            raise self._fail(self._idx, "the document array decreases, or does not begin at 0")
+        if stop == self.num_documents + 1 and block[-1] != self.num_sequences:
+            raise self._fail(self._idx, f"the document array ends at sequence {block[-1]} of {self.num_sequences}")
 
     def _check_manifest(self) -> None:
         if self.manifest is None:
@@ -148,74 +204,13 @@ class IndexedDataset:
             )
 
 
+def _sample(count: int) -> list[int]:
+    """Where the runs of entries begin that are checked on opening: all of a small index, the ends of any."""
+    if count <= RUNS * RUN:
+        return list(range(0, count, RUN))
+    return [int(start) for start in np.linspace(0, count - RUN, RUNS)]
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type that Megatron stores tokens of a vocabulary in."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
-
-
-class IndexedWriter:
-    """Writes a corpus with bounded memory; nothing has its final name before `finish`, nothing is left without it."""
-
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
-        self._prefix = Path(prefix)
-        self._dtype = dtype
-        self._bin = open_for_writing(with_suffix(self._prefix, ".bin" + PARTIAL))
-        self._lengths = open_for_writing(with_suffix(self._prefix, ".lengths" + PARTIAL))
-        self.num_documents = 0
-        self.num_tokens = 0
-        self._max_token_id = 0
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in (self._bin, self._lengths):
-            file.close()
-            Path(file.name).unlink(missing_ok=True)
-
-    def add(self, tokens: Tokens, lengths: npt.NDArray[np.int32]) -> None:
-        """Append documents: their tokens one after another, and the length of each."""
-        assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
-        assert int(lengths.sum()) == len(tokens), f"lengths add up to {lengths.sum()}, not to {len(tokens)} tokens"
-        self._bin.write(tokens.tobytes())
-        self._lengths.write(lengths.astype("<i4").tobytes())
-        self.num_documents += len(lengths)
-        self.num_tokens += len(tokens)
-        self._max_token_id = max(self._max_token_id, int(tokens.max(initial=0)))
-
-    def finish(self, tokenizer: Tokenizer) -> None:
-        """Publish the corpus; the index comes last, so that a reader never sees a mixture with an older corpus."""
-        assert self.num_documents > 0, "a corpus needs a document"
-        manifest = Manifest(
-            type(tokenizer).__name__,
-            tokenizer.vocab_size,
-            tokenizer.fingerprint,
-            self.num_documents,
-            self.num_tokens,
-            self._max_token_id,
-        )
-        idx = with_suffix(self._prefix, ".idx")
-        with replacing(idx) as file:
-            self._write_index(file)
-            idx.unlink(missing_ok=True)
-            self._bin.close()
-            Path(self._bin.name).replace(with_suffix(self._prefix, ".bin"))
-            write_manifest(self._prefix, manifest)
-
-    def _write_index(self, file: BinaryIO) -> None:
-        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self._dtype)
-        file.write(HEADER.pack(MAGIC, 1, code, self.num_documents, self.num_documents + 1))
-        for lengths in self._length_blocks():
-            file.write(lengths.tobytes())
-        end = 0
-        for lengths in self._length_blocks():
-            ends = end + np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
-            file.write((ends - lengths.astype(np.int64) * self._dtype.itemsize).astype("<i8").tobytes())
-            end = int(ends[-1])
-        for start in range(0, self.num_documents + 1, BLOCK):
-            file.write(np.arange(start, min(start + BLOCK, self.num_documents + 1), dtype="<i8").tobytes())
-
-    def _length_blocks(self) -> Iterator[npt.NDArray[np.int32]]:
-        self._lengths.seek(0)
-        while block := self._lengths.read(4 * BLOCK):
-            yield np.frombuffer(block, "<i4")

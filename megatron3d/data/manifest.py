@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron3d.data.files import replacing, with_suffix
 from megatron3d.errors import UserError
@@ -12,9 +13,16 @@ from megatron3d.errors import UserError
 SUFFIX = ".manifest.json"
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The tokenizer and the counts of a corpus."""
+class Manifest(BaseModel):
+    """The tokenizer, the counts and the checksums of a corpus.
+
+    Attributes:
+        bin_sha256: of the token file, None in corpora made before there were checksums; so is `idx_sha256`.
+        job: what a part of a corpus is a part of; None for whole ones.
+        part: which part it is, such as "2/3".
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     tokenizer_type: str
     vocab_size: int
@@ -22,24 +30,27 @@ class Manifest:
     num_documents: int
     num_tokens: int
     max_token_id: int
+    bin_sha256: str | None = None
+    idx_sha256: str | None = None
+    job: str | None = None
+    part: str | None = None
 
 
 def write_manifest(prefix: Path, manifest: Manifest) -> None:
     """Write it beside the token files."""
     with replacing(with_suffix(prefix, SUFFIX)) as file:
-        file.write((json.dumps(asdict(manifest), indent=2) + "\n").encode())
+        file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
 
 
 def read_manifest(prefix: Path) -> Manifest | None:
     """The manifest of a corpus, None if there is none; raises UserError if it is damaged."""
     path = with_suffix(prefix, SUFFIX)
     try:
-        values = json.loads(path.read_bytes())
+        return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); make the corpus again") from error
-    types = {name: str if name in ("tokenizer_type", "fingerprint") else int for name in Manifest.__annotations__}
-    if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != types:
-        raise UserError(f"{path}: must have exactly {', '.join(types)}; make the corpus again")
-    return Manifest(**values)
+    except ValidationError as error:
+        details = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{path}: damaged ({details}); make the corpus again") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); make the corpus again") from error

@@ -1,10 +1,11 @@
-"""Text to token ids and back: SentencePiece, a Hugging Face tokenizer.json, bytes, or characters.
+"""Text to token ids and back: SentencePiece, a Hugging Face tokenizer.json, tiktoken, bytes, or characters.
 
 The fingerprint, sha256 of the type and the model's bytes, says which tokenizer made a corpus.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import sentencepiece
 import tokenizers
 
 from megatron3d.errors import UserError
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "[EOS]")
 
 
 class Tokenizer(Protocol):
@@ -95,8 +98,6 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json, or a local folder that holds one; `eod` is the first known end token in its vocabulary."""
 
-    _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "[EOS]")
-
     def __init__(self, tokenizer_model: str | None) -> None:
         path, model = _read_model("HuggingFaceTokenizer", tokenizer_model)
         try:
@@ -107,7 +108,7 @@ class HuggingFaceTokenizer:
         if not ids:
             raise _foreign(path, "HuggingFaceTokenizer", "a tokenizer with any token")
         self.vocab_size = max(ids.values()) + 1
-        self.eod: int | None = next((ids[name] for name in self._END_TOKENS if name in ids), None)
+        self.eod: int | None = next((ids[name] for name in END_TOKENS if name in ids), None)
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", model)
 
     def encode(self, text: str) -> list[int]:
@@ -116,6 +117,43 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(token) for token in ids]))
+
+
+class TikTokenizer:
+    """OpenAI's tiktoken, from a JSON file that says what a file of ranks leaves open.
+
+        {"ranks": "cl100k_base.tiktoken", "pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}
+
+    `ranks` lies beside it: a line per token, its bytes in base 64 and its id.
+    """
+
+    _KEYS = ("ranks", "pattern", "special_tokens")
+
+    def __init__(self, tokenizer_model: str | None) -> None:
+        path, model = _read_model("TikTokenizer", tokenizer_model)
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise UserError("data.tokenizer_type=TikTokenizer: needs the package tiktoken; pip install it") from error
+        try:
+            values = json.loads(model)
+            ranks_file, pattern, special = (values[key] for key in self._KEYS)
+            ranks = (path.parent / ranks_file).read_bytes()
+            ids = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in ranks.splitlines())}
+            self._model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
+        except OSError as error:
+            raise UserError(f"data.tokenizer_model={path}: cannot read its ranks {error.filename}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise _foreign(path, "TikTokenizer", f"a JSON object with {', '.join(self._KEYS)}") from error
+        self.vocab_size = int(self._model.max_token_value) + 1
+        self.eod: int | None = next((special[name] for name in END_TOKENS if name in special), None)
+        self.fingerprint = _fingerprint("TikTokenizer", model + b"\0" + ranks)
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(token) for token in ids], errors="replace")
 
 
 class ByteTokenizer:
@@ -175,9 +213,12 @@ def _is_alphabet(value: object) -> bool:
     return all(isinstance(item, str) and len(item) == 1 for item in value) and len(set(value)) == len(value)
 
 
-_TYPES: dict[str, type[SentencePieceTokenizer | HuggingFaceTokenizer | ByteTokenizer | CharTokenizer]] = {
+_TYPES: dict[
+    str, type[SentencePieceTokenizer | HuggingFaceTokenizer | TikTokenizer | ByteTokenizer | CharTokenizer]
+] = {
     "SentencePieceTokenizer": SentencePieceTokenizer,
     "HuggingFaceTokenizer": HuggingFaceTokenizer,
+    "TikTokenizer": TikTokenizer,
     "ByteTokenizer": ByteTokenizer,
     "CharTokenizer": CharTokenizer,
 }

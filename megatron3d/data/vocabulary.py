@@ -14,7 +14,8 @@ from pathlib import Path
 
 import sentencepiece
 
-from megatron3d.data.documents import read_records
+from megatron3d.data.pieces import split_files
+from megatron3d.data.readers import Reading, read_pieces
 from megatron3d.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -45,7 +46,7 @@ class Source:
         return UserError(f"--input {' '.join(map(str, self.paths))}: no text under {', '.join(map(repr, self.keys))}")
 
     def _texts(self) -> Iterator[str]:
-        for record in read_records(self.paths):
+        for record in read_pieces(split_files(self.paths), Reading(self.keys)):
             yield from record.texts(self.keys)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus import open_corpus
-from megatron3d.data.indexed import IndexedWriter
 from megatron3d.data.tokenizer import ByteTokenizer, CharTokenizer
+from megatron3d.data.writer import IndexedWriter
 from megatron3d.errors import UserError
 
 NUM_TOKENS = 200

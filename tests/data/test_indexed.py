@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype
+from megatron3d.data.indexed import HEADER, IndexedDataset, token_dtype
 from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.data.writer import IndexedWriter
 from megatron3d.errors import UserError
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
@@ -91,18 +92,19 @@ DAMAGE: list[tuple[str, Callable[[bytes], bytes], str]] = [
     (".idx", patch(9, b"\x02"), "version 2"),
     (".idx", patch(17, b"\x07"), "dtype code 7"),
     (".idx", patch(17, b"\x63"), "dtype code 99"),
-    (".idx", patch(17, b"\x04"), "sequence 1 does not begin"),
+    (".idx", patch(17, b"\x04"), "16 bytes where the index counts 6 tokens of 4 bytes"),
     (".idx", patch(18, b"\x00"), "no documents"),
     (".idx", patch(18, b"\xff" * 8), "damaged"),
-    (".idx", patch(LENGTHS, struct.pack("<i", -3)), "sequence 0 does not begin"),
+    (".idx", patch(LENGTHS, struct.pack("<i", -3)), "sequence 0 does not end where"),
     (".idx", patch(LENGTHS + 8, struct.pack("<i", 5)), "the index counts 9 tokens"),
-    (".idx", patch(OFFSETS + 8, struct.pack("<q", 4)), "sequence 1 does not begin"),
+    (".idx", patch(OFFSETS + 8, struct.pack("<q", 4)), "sequence 0 does not end where"),
     (".idx", patch(STARTS, struct.pack("<q", -1)), "document array decreases"),
     (".idx", patch(STARTS + 8, struct.pack("<q", 3)), "document array decreases"),
     (".idx", patch(STARTS + 24, struct.pack("<q", 2)), "document array ends at sequence 2 of 3"),
-    (".manifest.json", lambda old: b"{", "cannot be read"),
-    (".manifest.json", lambda old: b"[]", "must have exactly"),
-    (".manifest.json", lambda old: old.replace(b'"num_tokens": 8', b'"num_tokens": "8"'), "must have exactly"),
+    (".idx", patch(OFFSETS, struct.pack("<q", 2)), "sequence 0 does not end where"),
+    (".manifest.json", lambda old: b"{", "damaged"),
+    (".manifest.json", lambda old: b"[]", "damaged"),
+    (".manifest.json", lambda old: old.replace(b'"num_tokens": 8', b'"num_tokens": "8"'), "damaged (num_tokens"),
     (".manifest.json", lambda old: old.replace(b'"num_tokens": 8', b'"num_tokens": 9'), "manifest says (3, 9)"),
 ]
 

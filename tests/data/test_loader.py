@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.data.corpus import Samples
-from megatron3d.data.indexed import IndexedDataset, IndexedWriter
+from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.loader import Loader
 from megatron3d.data.samples import Split
 from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.data.writer import IndexedWriter
 from megatron3d.layout import span
 from megatron3d.mesh import Mesh
 

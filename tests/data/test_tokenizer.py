@@ -1,5 +1,6 @@
 """A tokenizer gives back the text it was given, is named by its fingerprint, and refuses a foreign model."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -35,7 +36,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     library.train_from_iterator([CODE], trainer)
     library.save(str(folder / "tokenizer.json"))
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"  ": 256, b"in": 257, b"def": 258, b"de": 259}
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    (folder / "ranks.tiktoken").write_text("".join(lines))
+    described = {"ranks": "ranks.tiktoken", "pattern": r"\w+|\W+", "special_tokens": {"<|endoftext|>": 300}}
+    (folder / "tik.json").write_text(json.dumps(described))
     return {
+        "TikTokenizer": str(folder / "tik.json"),
         "SentencePieceTokenizer": str(folder / "code.model"),
         "HuggingFaceTokenizer": str(folder / "tokenizer.json"),
         "CharTokenizer": str(folder / "code.json"),
@@ -50,7 +57,9 @@ def test_source_code_survives(models: dict[str, str], tokenizer_type: str) -> No
     assert min(ids) >= 0 and max(ids) < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer"])
+@pytest.mark.parametrize(
+    "tokenizer_type", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer"]
+)
 @settings(deadline=None)
 @given(text=NO_SPACE_MARK)
 def test_any_text_survives(models: dict[str, str], tokenizer_type: str, text: str) -> None:

@@ -153,7 +153,11 @@ BYTES = {"--input": "{}/a.txt", "--output-prefix": "{}/out", "--tokenizer-type":
 BAD_ARGUMENTS: list[tuple[dict[str, str | None], str]] = [
     ({"--input": "{}/missing.txt"}, "missing.txt: no such file"),
     ({"--input": "{}/*.jsonl"}, "*.jsonl: no such file"),
-    ({"--input": "{}/a.parquet"}, "unknown kind '.parquet'"),
+    ({"--input": "{}/a.parquet"}, "a.parquet: no parquet file"),
+    ({"--input": "{}/a.csv"}, "unknown kind '.csv'"),
+    ({"--input": "{}/folder"}, "a folder without .jsonl, "),
+    ({"--shard": "3/3"}, "--shard 3/3: not i/n"),
+    ({"--piece-mb": "0"}, "--piece-mb 0: must be"),
     ({"--input": "{}/empty.txt"}, "no text under the key 'text'"),
     ({"--input": "{}/latin.txt"}, "not UTF-8 text"),
     ({"--json-keys": "body"}, "no key 'body'; it has 'text'"),
@@ -172,7 +176,8 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
     (tmp_path / "c.json").write_text('["e", "t", "x"]')
-    for name in ("a.parquet", "empty.txt"):
+    (tmp_path / "folder").mkdir()
+    for name in ("a.parquet", "a.csv", "empty.txt"):
         (tmp_path / name).touch()
     before = names(tmp_path)
     words = [word for pair in (BYTES | changes).items() for word in pair if word is not None]

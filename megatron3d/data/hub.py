@@ -1,0 +1,62 @@
+"""Hugging Face datasets, by name or in a local folder, read as streams: rows of one shard from any row on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron3d.errors import UserError
+
+PREFIX = "hf:"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """`hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]`; the split is `train` where none is given."""
+
+    name: str
+    config: str | None
+    split: str
+
+    @classmethod
+    def parse(cls, text: str) -> HubName:
+        """The parts of a name; raises UserError."""
+        name, _, split = text.removeprefix(PREFIX).partition(":")
+        name, _, config = name.partition("@")
+        if not text.startswith(PREFIX) or not name:
+            raise UserError(f"{text}: not a dataset; write {PREFIX}NAME_OR_FOLDER, then @CONFIG and :SPLIT if needed")
+        return cls(name, config or None, split or "train")
+
+
+@lru_cache(maxsize=1)
+def open_dataset(text: str) -> Any:
+    """The stream of a dataset that is downloaded, in a folder, or on the hub; raises UserError."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{text}: needs the package datasets; pip install datasets") from error
+    name = HubName.parse(text)
+    try:
+        if (Path(name.name) / "state.json").is_file() or (Path(name.name) / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(name.name)
+            saved = saved[name.split] if isinstance(saved, datasets.DatasetDict) else saved
+            return saved.to_iterable_dataset(num_shards=max(1, min(len(saved), 64)))
+        return datasets.load_dataset(name.name, name.config, split=name.split, streaming=True)
+    except (ValueError, OSError, KeyError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{text}: cannot be opened ({reason}); name a folder with data files, or a dataset") from error
+
+
+def num_shards(text: str) -> int:
+    """How many pieces a dataset comes in."""
+    return int(open_dataset(text).num_shards)
+
+
+def open_shard(text: str, number: int, count: int, first_row: int) -> Iterator[Mapping[str, Any]]:
+    """Rows of a shard from `first_row` on."""
+    shard = open_dataset(text)
+    shard = shard.shard(count, number) if count > 1 else shard
+    yield from shard.skip(first_row) if first_row else shard

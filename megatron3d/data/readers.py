@@ -1,0 +1,154 @@
+"""Reads the documents of a piece from any position on, with memory for one document at a time."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from megatron3d.data.cut import LONG, Cut, cut_at_newline
+from megatron3d.data.documents import Record
+from megatron3d.data.hub import open_shard
+from megatron3d.data.pieces import Piece, open_parquet, open_stream
+from megatron3d.errors import UserError
+
+SKIP_BYTES = 1 << 20
+ROWS = 256
+DEFAULT_RECORD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read.
+
+    Attributes:
+        keys: fields of a row that are wanted.
+        cut: where a long text may be cut.
+        max_record_bytes: longest line of JSON that is taken into memory.
+    """
+
+    keys: tuple[str, ...]
+    cut: Cut = cut_at_newline
+    max_record_bytes: int = DEFAULT_RECORD_BYTES
+
+
+def read_piece(piece: Piece, reading: Reading, position: int | None = None) -> Iterator[Record]:
+    """The records of a piece, from a position that an earlier record was followed by, or from the start."""
+    try:
+        yield from _READERS[piece.kind](piece, reading, position)
+    except OSError as error:
+        raise UserError(f"--input {piece.path}: cannot be read ({error.strerror or error})") from error
+
+
+def read_pieces(pieces: Sequence[Piece], reading: Reading) -> Iterator[Record]:
+    """The records of all pieces."""
+    for piece in pieces:
+        yield from read_piece(piece, reading)
+
+
+def _lines(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:
+    limit = reading.max_record_bytes
+    with open_stream(piece.path, piece.kind) as file:
+        place = _first_line(file, piece) if position is None else _skip(file, piece, position)
+        while place < piece.stop and (line := file.readline(limit + 1)):
+            content: bytes | UserError = line
+            after = place + len(line)
+            if len(line) > limit:
+                after += _rest_of_line(file, line)
+                content = UserError(f"longer than --max-record-mb {limit / 1e6:g}")
+            if not line.isspace():
+                yield Record(piece, place, after, content, after - place)
+            place = after
+
+
+def _first_line(file: BinaryIO, piece: Piece) -> int:
+    """Go to the first line that begins in the piece."""
+    if piece.start == 0:
+        return 0
+    file.seek(piece.start - 1)
+    return piece.start - 1 + _rest_of_line(file, b"")
+
+
+def _rest_of_line(file: BinaryIO, line: bytes) -> int:
+    """Bytes up to the end of a line that has begun with `line`, passed over."""
+    skipped = 0
+    while not line.endswith(b"\n") and (line := file.readline(SKIP_BYTES)):
+        skipped += len(line)
+    return skipped
+
+
+def _skip(file: BinaryIO, piece: Piece, position: int) -> int:
+    if piece.kind == "lines":
+        return file.seek(position)
+    rest = position
+    while rest and (block := file.read(min(rest, SKIP_BYTES))):
+        rest -= len(block)
+    if rest:
+        raise UserError(f"--input {piece.path}: shorter than it was; start again with --restart")
+    return position
+
+
+def _text(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:
+    """A whole file is one document: of a long one come parts, cut where that changes no token."""
+    place = position or 0
+    if position is None and (problem := _not_text(piece)):
+        yield Record(piece, 0, piece.num_bytes, problem, piece.num_bytes)
+        return
+    with open_stream(piece.path, piece.kind) as file:
+        file.seek(place)
+        decoder, text, more = codecs.getincrementaldecoder("utf-8")(), "", True
+        while more or text:
+            while more and len(text) <= LONG:
+                block = file.read(SKIP_BYTES)
+                text, more = text + decoder.decode(block), bool(block)
+            end, following = reading.cut(text) if len(text) > LONG else (len(text), len(text))
+            after = place + len(text[:following].encode())
+            if text:
+                yield Record(piece, place, after, text[:end], after - place, ends=following == len(text))
+            place, text = after, text[following:]
+
+
+def _not_text(piece: Piece) -> UserError | None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_stream(piece.path, piece.kind) as file:
+        try:
+            while block := file.read(SKIP_BYTES):
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            return UserError(f"not UTF-8 text ({error.reason})")
+    return None
+
+
+def _rows(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:
+    file, first = open_parquet(piece.path), position or 0
+    columns = [key for key in reading.keys if key in file.schema_arrow.names]
+    if missing := [key for key in reading.keys if key not in columns]:
+        names = ", ".join(map(repr, file.schema_arrow.names)) or "none"
+        raise UserError(f"{piece.path}: no column {missing[0]!r}; it has {names}, see --json-keys")
+    row, count = 0, max(file.metadata.row_group(piece.start).num_rows, 1)
+    for batch in file.iter_batches(ROWS, row_groups=[piece.start], columns=columns, use_threads=False):
+        if row + batch.num_rows > first:
+            for number, fields in enumerate(batch.to_pylist(), row):
+                if number >= first:
+                    yield Record(piece, number, number + 1, fields, piece.num_bytes // count)
+        row += batch.num_rows
+
+
+def _dataset(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:
+    first = position or 0
+    rows: Iterator[Mapping[str, Any]] = open_shard(piece.path, piece.start, piece.stop, first)
+    for number, fields in enumerate(rows, first):
+        wanted = {key: fields[key] for key in reading.keys if key in fields}
+        yield Record(piece, number, number + 1, wanted or dict(fields), 0)
+
+
+_READERS: Mapping[str, Callable[[Piece, Reading, int | None], Iterator[Record]]] = {
+    "lines": _lines,
+    "gzip": _lines,
+    "zstd": _lines,
+    "text": _text,
+    "rows": _rows,
+    "dataset": _dataset,
+}

@@ -1,0 +1,71 @@
+"""A long text that is encoded in parts gives the tokens of the whole, whatever the tokenizer does at its ends."""
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.data import cut
+from megatron3d.data.cut import cutter, parts, sentence_splitter
+from megatron3d.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+
+TEXT = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, options in (("plain", {"add_dummy_prefix": False}), ("prefixed", {"add_dummy_prefix": True})):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXT.splitlines()),
+            model_prefix=str(folder / name),
+            vocab_size=400,
+            byte_fallback=True,
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+            model_type="bpe",
+            **options,
+        )
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(
+        [TEXT], tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    library.save(str(folder / "tokenizer.json"))
+    return {
+        "plain": SentencePieceTokenizer(str(folder / "plain.model")),
+        "prefixed": SentencePieceTokenizer(str(folder / "prefixed.model")),
+        "byte level": HuggingFaceTokenizer(str(folder / "tokenizer.json")),
+        "bytes": ByteTokenizer(None),
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "prefixed", "byte level", "bytes"])
+def test_parts_give_the_tokens_of_the_whole(
+    models: dict[str, Tokenizer], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for constant, value in (("LONG", 900), ("PART", 500), ("SEARCH", 200), ("AROUND", 100)):
+        monkeypatch.setattr(cut, constant, value)
+    encode = models[name].encode
+    text = " ".join(TEXT.split())  # with runs of spaces only few places would do for a model with a space in front
+    pieces = list(parts(text, cutter(encode)))
+    assert len(pieces) > 10 and max(map(len, pieces)) <= 900
+    assert [token for piece in pieces for token in encode(piece)] == encode(text)
+
+
+@given(text=st.text(alphabet="ab. !?\n", max_size=200))
+def test_sentences_joined_are_the_text(text: str) -> None:
+    assert "".join(sentence_splitter()(text)) == text
+
+
+def test_a_text_without_any_good_place_is_cut_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut, "LONG", 2 * cut.SEARCH)
+    monkeypatch.setattr(cut, "PART", cut.SEARCH)
+    text = "x" * (5 * cut.SEARCH)
+    pieces = list(parts(text, cutter(lambda text: [0])))
+    assert "".join(pieces) == text and len(pieces) == 4

@@ -1,0 +1,101 @@
+"""Joins token files, in the order in which they are named: the parts of `preprocess_data.py --shard i/n`, or any.
+
+    python tools/merge_datasets.py --input 'data/web_shard-*_text_document' --output-prefix data/web_text_document
+
+Parts of one job become the very bytes that one task would have made; with a part missing, they are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron3d.cli import byte_progress, run_tool
+from megatron3d.data.files import with_suffix
+from megatron3d.data.indexed import IndexedDataset
+from megatron3d.data.manifest import Manifest, read_manifest
+from megatron3d.data.writer import IndexedWriter, manifest_of, publish
+from megatron3d.errors import UserError
+
+
+def merge(arguments: argparse.Namespace) -> None:
+    """Join and say what came out."""
+    prefixes = find_prefixes(arguments.input)
+    if arguments.output_prefix in prefixes:
+        raise UserError(f"--output-prefix {arguments.output_prefix}: also an --input; name another")
+    made = [read_manifest(prefix) for prefix in prefixes]
+    UserError.collect(manifest_problems(prefixes, made))
+    filled = [prefix for prefix, m in zip(prefixes, made, strict=True) if m is None or m.num_documents]
+    parts = [IndexedDataset(prefix) for prefix in filled]
+    UserError.collect(
+        f"--input {part.prefix}: its tokens are {part.dtype.name}, but those of {parts[0].prefix} {parts[0].dtype.name}"
+        "; join corpora of one tokenizer only"
+        for part in parts
+        if part.dtype != parts[0].dtype
+    )
+    if not parts:
+        raise UserError(f"--input {' '.join(arguments.input)}: no documents in any of them; name others")
+    with IndexedWriter(arguments.output_prefix, parts[0].dtype) as writer, byte_progress() as progress:
+        task = progress.add_task("joining", total=sum(part.num_tokens * part.dtype.itemsize for part in parts))
+        for part in parts:
+            writer.copy(part)
+            progress.advance(task, part.num_tokens * part.dtype.itemsize)
+        writer.close()
+        first = made[0] or Manifest(
+            tokenizer_type="", vocab_size=0, fingerprint="", num_documents=0, num_tokens=0, max_token_id=0
+        )
+        manifest = manifest_of(writer.written, first.tokenizer_type, first.vocab_size, first.fingerprint)
+        publish(arguments.output_prefix, parts[0].dtype, writer.written, manifest)
+    if made[0] is None:  # of corpora that Megatron made nobody knows the tokenizer
+        with_suffix(arguments.output_prefix, ".manifest.json").unlink()
+    counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens"
+    print(f"{arguments.output_prefix}: {counts} of {len(parts)} corpora")
+
+
+def find_prefixes(patterns: Sequence[str]) -> list[Path]:
+    """Prefixes that names, globs and folders mean, those of a glob or a folder sorted; raises UserError."""
+    found: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if with_suffix(path, ".idx").is_file():
+            found.append(path)
+            continue
+        folder, name = (path, "*") if path.is_dir() else (path.parent, path.name)
+        matches = sorted(idx.with_name(idx.name.removesuffix(".idx")) for idx in folder.glob(f"{name}.idx"))
+        if not matches:
+            raise UserError(f"--input {pattern}: no .idx file there; name prefixes of .bin and .idx, globs or folders")
+        found += matches
+    return found
+
+
+def manifest_problems(prefixes: Sequence[Path], made: Sequence[Manifest | None]) -> Iterator[str]:
+    """What is wrong with joining these: other tokenizers, other jobs, parts out of order or missing."""
+    first = made[0]
+    for prefix, manifest in zip(prefixes, made, strict=True):
+        if (manifest and manifest.fingerprint) != (first and first.fingerprint):
+            yield f"--input {prefix}: made with another tokenizer than {prefixes[0]}; join those of one only"
+        elif manifest and first and manifest.job != first.job:
+            yield f"--input {prefix}: a part of another job than {prefixes[0]}; join all parts of one job only"
+    if first and first.job and first.part:
+        found, count = [m.part for m in made if m], int(first.part.partition("/")[2])
+        wanted = [f"{number}/{count}" for number in range(count)]
+        if found != wanted:
+            missing = [part for part in wanted if part not in found]
+            what = f"part {', '.join(missing)} is missing" if missing else "parts are not in order"
+            yield f"--input: {what} of the {count} that {prefixes[0]} is of; name all, in order"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the tool."""
+    parser = argparse.ArgumentParser(prog="merge_datasets", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="prefixes of .bin and .idx, globs of them, or folders"
+    )
+    parser.add_argument("--output-prefix", type=Path, required=True)
+    return run_tool(merge, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
