@@ -1,16 +1,10 @@
-"""Fact: panels hold every index once and the same from every shard; a sweep goes where most moves; and whole training
-steps are those of one process however matmuls are carried out.
-"""
+"""Fact: panels hold every index once and the same from every shard, and a sweep goes where most moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
-from megatron3d.config.check import check
-from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.config.schema import ParallelConfig
 from megatron3d.mesh import Mesh
 from megatron3d.modes import MODES, build_mode
 from megatron3d.plan import MatmulPlan
@@ -26,10 +20,6 @@ from megatron3d.sweep import (
     panels,
     stored_over,
 )
-from megatron3d.train.state import connect
-from megatron3d.verify import Trace, differences, trace
-from tests.pool import NUM_WORKERS as NUM_RANKS
-from tests.pool import Pool
 
 BOTH = tuple(Direction)
 UNEVEN = MatmulPlan(m=("r",), n=("c",), x={"c": "K"}, w={"r": "K"})
@@ -94,57 +84,3 @@ def test_a_configuration_says_how() -> None:
     keys = {"tp_num_panels": 3, "tp_comm_overlap_input_grad": False, "tp_comm_overlap_weight_grad": False}
     keys |= {"tp_comm_overlap_weight_gather": False, "tp_keep_gathered_weights": True}
     assert execution_of(ParallelConfig.model_validate(keys)) == Execution(3, False, False, False, True)
-
-
-SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 8, "vocab_size": 61}
-TRAIN = {"precision": "fp64", "global_batch_size": 8, "micro_batch_size": 4, "loss_chunk_tokens": 12}
-OFF = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
-EXECUTIONS: dict[str, list[dict[str, Any]]] = {
-    "whole": [{}, {"tp_keep_gathered_weights": True}, OFF],
-    "panels": [{}, {"tp_keep_gathered_weights": True}, OFF, {"tp_comm_overlap_weight_gather": False}],
-}
-AROUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"tensor_model_parallel_size": 8}, {}),
-    ({"tensor_model_parallel_size": 4, "zero_stage": 3}, {"recompute_granularity": "full"}),
-    ({"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, {}),
-    ({"tensor_model_parallel_size": 4, "zero_stage": 1}, {}),
-]
-
-
-def configure(parallel: dict[str, Any], **train: Any) -> Config:
-    return Config.model_validate({"model": SIZES, "parallel": parallel, "train": TRAIN | train})
-
-
-def configurations(execution: str) -> Iterator[Config]:
-    """Every mode and form, in turn with what is around it."""
-    forms = [(mode, form) for mode, entry in MODES.items() for form in entry.forms]
-    for number, (mode, form) in enumerate(forms):
-        parallel, train = AROUND[number % len(AROUND)]
-        choices = EXECUTIONS[execution]
-        parallel = {**parallel, **choices[number % len(choices)]}
-        parallel |= {"tensor_parallel_mode": mode, "tensor_parallel_form": form}
-        parallel["tp_num_panels"] = 1 if execution == "whole" else 3
-        built = build_mode(mode, form, MODES[mode].default_shape(parallel["tensor_model_parallel_size"]))
-        if not built.expand.on(Mesh(built.axes)).w:
-            parallel.pop("tp_keep_gathered_weights", None)
-        config = configure(parallel, **train)
-        assert check(config, NUM_RANKS, None) == []
-        yield config
-
-
-def run_trace(rank: int, world_size: int, config: Config) -> Trace | None:
-    return trace(config, *connect(config, 0, world_size, rank), num_steps=2)
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_steps_are_those_of_one_process(pool: Pool, execution: str) -> None:
-    configs = list(configurations(execution))
-    expected = run_trace(0, 1, configure({}, micro_batch_size=8))
-    assert expected is not None, "one process is rank 0"
-    traces = [pool.run(run_trace, NUM_RANKS, config)[0] for config in configs]
-    wrong = [
-        f"{config.parallel}: {difference}"
-        for config, got in zip(configs, traces, strict=True)
-        for difference in list(differences(expected, got, tolerance=1e-10))[:2]
-    ]
-    assert not wrong, "\n".join(wrong)
