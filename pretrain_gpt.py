@@ -36,8 +36,7 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
         try:
             return train(run, stop)
         finally:
-            if run.metrics:
-                run.metrics.close()
+            run.close()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -134,7 +135,41 @@ class Comm(Objects, Protocol):
         ...
 
 
-class ProcessComm:
+class ObjectComm:
+    """Small Python values over all ranks, by the group of the world or another group of everyone."""
+
+    def __init__(self, mesh: Mesh, everyone: dist.ProcessGroup | None = None) -> None:
+        self.mesh, self._everyone = mesh, everyone
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        if self.mesh.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.mesh.world_size if self.mesh.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._everyone)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        if self.mesh.world_size == 1:
+            return value
+        values = [value]
+        device = torch.device("cpu") if dist.get_backend(self._everyone) == "gloo" else None
+        dist.broadcast_object_list(values, src=0, group=self._everyone, device=device)
+        return values[0]
+
+
+def aside(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectComm:
+    """All ranks over connections of their own, through host memory, for a thread beside the one that trains.
+
+    Every rank calls this at the same place; a value that one waits for longer than `timeout_s` raises RuntimeError.
+    """
+    if mesh.world_size == 1:
+        return ObjectComm(mesh)
+    ranks, timeout = list(range(mesh.world_size)), timedelta(seconds=timeout_s)
+    group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True, group_desc="aside")
+    return ObjectComm(mesh, group)
+
+
+class ProcessComm(ObjectComm):
     """Collectives of one process among `mesh.world_size`, over groups made once in the order of `axis_sets`, and
     then of `links`, all along one axis.
 
@@ -143,7 +178,7 @@ class ProcessComm:
     """
 
     def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = ()) -> None:
-        self.mesh = mesh
+        super().__init__(mesh)
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
         self._orders: dict[Axes, list[int] | None] = {}
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
@@ -257,17 +292,3 @@ class ProcessComm:
     def barrier(self) -> None:
         if self.mesh.world_size > 1:
             dist.barrier()
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        if self.mesh.world_size == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.mesh.world_size if self.mesh.rank == 0 else None
-        dist.gather_object(value, values)
-        return values
-
-    def broadcast_object(self, value: Any) -> Any:
-        if self.mesh.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
-        return values[0]

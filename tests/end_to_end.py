@@ -98,8 +98,7 @@ def _train(here: runtime.Runtime, config: Path, overrides: list[str]) -> int:
     try:
         return train(built, runtime.StopSignal())
     finally:
-        if built.metrics:
-            built.metrics.close()
+        built.close()
 
 
 def in_run(name: str) -> list[str]:

@@ -4,13 +4,21 @@ no traceback, and not a byte is written.
 
 from __future__ import annotations
 
+import errno
+import os
+import pickle
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from megatron3d import runtime
+from megatron3d.checkpoint import store
+from megatron3d.checkpoint.index import StoredTensor
+from megatron3d.checkpoint.piece import Piece
+from megatron3d.checkpoint.verify import newest_good, verify
 from tests.end_to_end import Words, cut, in_run, launch, refuse, run, tree, write_config
 
 Damage = Callable[[Path], object]
@@ -175,6 +183,20 @@ def test_folders_that_cannot_be_written(config: Path, key: str, folder: str) -> 
     refuse(config, ["checkpoint.load=null", f"{key}={place}"], (f"{key}={place}", "use "))
 
 
+def flip(path: Path) -> None:
+    """Change the last bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """Replace text that is there once."""
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
 OTHER_MODEL = ["model.num_layers=3", "model.hidden_size=64", "model.ffn_hidden_size=128"]
 LOADS: dict[str, tuple[Damage, list[str], list[Words]]] = {
     "absent": (lambda run: shutil.rmtree(run), [], [("checkpoint.load", "no such folder", "null")]),
@@ -210,6 +232,35 @@ LOADS: dict[str, tuple[Damage, list[str], list[Words]]] = {
         lambda run: (run / "iter_0000008/rank_00000.safetensors").unlink(),
         [],
         [("rank_00000.safetensors is missing or damaged", "load another checkpoint")],
+    ),
+    "a flipped bit": (
+        lambda run: flip(run / "iter_0000008/rank_00000.safetensors"),
+        [],
+        [("rank_00000.safetensors: optimizer.", "is damaged", "checksum", "load another checkpoint")],
+    ),
+    "a flipped bit in the index": (
+        lambda run: edit(run / "iter_0000008/index.json", '"consumed_samples":128', '"consumed_samples":129'),
+        [],
+        [("iter_0000008: index.json is damaged", "checksum")],
+    ),
+    "a pickle": (
+        lambda run: (run / "iter_0000008/rank_00000.safetensors").write_bytes(pickle.dumps([print] * 9)),
+        [],
+        [("rank_00000.safetensors is missing or damaged", "load another checkpoint")],
+    ),
+    "Megatron's": (
+        lambda run: (
+            shutil.rmtree(run / "iter_0000008"),
+            (run / "iter_0000008/mp_rank_00").mkdir(parents=True),
+            (run / "iter_0000008/mp_rank_00/model_optim_rng.pt").write_bytes(b"PK"),
+        ),
+        [],
+        [("iter_0000008 is not a megatron3d checkpoint: it has no index.json",)],
+    ),
+    "of an older format": (
+        lambda run: edit(run / "iter_0000008/index.json", '"version":2', '"version":1'),
+        [],
+        [("iter_0000008 is of version 1, this megatron3d reads 2", "use the megatron3d that wrote it")],
     ),
     "another model": (
         lambda run: None,
@@ -267,3 +318,60 @@ def test_two_ranks_say_it_once(config: Path, trained: Path, name: str) -> None:
     said = [line for line in err.splitlines() if all(word in line for word in words)]
     assert len(said) == 1 and "rank 1]" not in said[0], err
     assert err.count("Traceback") == err.count("ChildFailedError(")
+
+
+ANOTHER_STEP = ["checkpoint.save_interval=1", "train.train_iters=10"]
+
+
+def fails_once(patch: pytest.MonkeyPatch, error: OSError) -> None:
+    """Have the first file of boxes fail, after a part of it was written."""
+    errors, write = [error], store.write_boxes
+
+    def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
+        if errors:
+            path.write_bytes(b"a part")
+            raise errors.pop()
+        return write(path, pieces)
+
+    patch.setattr(store, "write_boxes", write_boxes)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_a_disk_that_fails_in_a_save(config: Path, trained: Path, code: int, in_background: str) -> None:
+    """What was saved before is as it was.  In the foreground the run ends; in the background it says so and goes on."""
+    there = config.parent / "run"
+    shutil.copytree(trained, there)
+    before = tree(there / "iter_0000008")
+    with pytest.MonkeyPatch.context() as patch:
+        fails_once(patch, OSError(code, os.strerror(code)))
+        outcome = run(config, *ANOTHER_STEP, f"checkpoint.async_save={in_background}")
+    words = (
+        f"checkpoint.save={there}: iter_0000009 cannot be written: {os.strerror(code)}; earlier checkpoints are intact"
+    )
+    assert tree(there / "iter_0000008") == before and verify(there / "iter_0000008") == ()
+    names = {path.name for path in there.iterdir() if "iter" in path.name and path.is_dir()}
+    if in_background == "true":
+        assert outcome.code == runtime.EXIT_DONE and "> not saved, training goes on" in outcome.out
+        assert words in outcome.out and names == {"iter_0000008", "iter_0000010"}
+    else:
+        assert outcome.code == runtime.EXIT_USER_ERROR and outcome.err.startswith(words)
+        assert len(outcome.err.splitlines()) == 1 and names == {"iter_0000008"}
+        assert newest_good(there) == (there / "iter_0000008", [])
+    assert run(config, *ANOTHER_STEP).code == runtime.EXIT_DONE
+    assert newest_good(there) == (there / "iter_0000010", [])
+
+
+def test_a_disk_that_is_really_full(config: Path, trained: Path) -> None:
+    """As the operating system says it: files cannot become as long as one rank's."""
+    there = config.parent / "run"
+    shutil.copytree(trained, there)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        outcome = run(config, *ANOTHER_STEP)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert outcome.code == runtime.EXIT_USER_ERROR and "iter_0000009 cannot be written: File too large" in outcome.err
+    assert newest_good(there) == (there / "iter_0000008", [])
+    assert not [path.name for path in there.iterdir() if path.name.startswith(".iter")]

@@ -69,7 +69,8 @@ def test_it_learns(trained: Path) -> None:
 def test_the_folder_holds_what_is_promised(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     checkpoints = {"iter_0000025", "iter_0000050", "iter_0000060"}
-    assert names == {"config.yaml", "metrics.jsonl", "latest_checkpointed_iteration.txt", "wandb", *checkpoints}
+    files = {"config.yaml", "metrics.jsonl", "latest_checkpointed_iteration.txt", ".lock"}
+    assert names == {*files, "wandb", *checkpoints}
     assert (trained / "latest_checkpointed_iteration.txt").read_text() == "60\n"
 
 

@@ -2,6 +2,7 @@
 
 .iter_0000100.tmp  --rename-->  iter_0000100      then latest_checkpointed_iteration.txt is replaced
 iter_0000100       --rename-->  .iter_0000100.old     just before, where that iteration had been saved already
+iter_0000050       --rename-->  .iter_0000050.gone    before it is removed
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 
+def removed(folder: Path) -> Path:
+    """Where a checkpoint is while it is removed."""
+    return folder.with_name(f".{folder.name}.gone")
+
+
 def begin(folder: Path) -> None:
     """Make the temporary folder, after clearing away what a killed run left."""
     root = folder.parent
@@ -46,7 +52,7 @@ def begin(folder: Path) -> None:
             shutil.rmtree(old)
         else:
             old.rename(whole)
-    for leftover in sorted(root.glob(".iter_*.tmp")):
+    for leftover in [*root.glob(".iter_*.tmp"), *root.glob(".*.gone")]:
         shutil.rmtree(leftover)
     temporary(folder).mkdir()
 
@@ -110,6 +116,11 @@ def latest(root: Path) -> Path | None:
 def _places(root: Path) -> tuple[Path, Path]:
     """Where a run's permanent checkpoints are, and its others."""
     return root, root / NON_PERSISTENT
+
+
+def is_short_lived(folder: Path) -> bool:
+    """Whether a checkpoint is not one of the permanent ones of its run."""
+    return folder.parent.name == NON_PERSISTENT
 
 
 def tracked(root: Path) -> int | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -28,6 +29,8 @@ VERSION = 2
 # Largest index that is read: that of a trillion parameters on ten thousand ranks has some hundred megabytes.
 MAX_BYTES = 2**30
 CHECKSUM = "^[0-9a-f]{16}$"
+# Of a tensor: what a terminal shows as it is.
+Name = Annotated[str, Field(pattern="^[!-~]{1,500}$")]
 
 
 class _Record(BaseModel):
@@ -69,7 +72,7 @@ class Index(_Record):
     version: int = VERSION
     iteration: int
     meta: dict[str, JsonValue]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[Name, StoredTensor]
     checksum: str | None = Field(None, pattern=CHECKSUM)
 
     def sealed(self) -> Index:

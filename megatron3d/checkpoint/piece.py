@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,16 @@ PIECE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a logical global tensor of `shape`; `tensor` has the box's shape and may be any view."""
+    """A box of a logical global tensor of `shape`; `tensor` has the box's shape and may be any view.
+
+    With `make`, `tensor` only says type and shape, and the numbers are made when they are written.
+    """
 
     name: str
     shape: Shape
     box: Box
     tensor: Tensor
+    make: Callable[[], Tensor] | None = None
 
     def __post_init__(self) -> None:
         held, wanted = tuple(self.tensor.shape), box_shape(self.box)

@@ -36,8 +36,12 @@ def load(path: Path, pieces: Iterable[Piece]) -> None:
     Reads only what the pieces need, one box at a time.  Raises UserError with all differences between the pieces
     and the checkpoint, before anything is filled, or with all files that are damaged.
     """
+    fill(path, read_index(path), pieces)
+
+
+def fill(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
+    """`load` with an index that was read before."""
     wanted = [piece for piece in pieces if piece.tensor.numel() > 0]
-    index = read_index(path)
     UserError.collect(f"checkpoint {path}: {difference}" for difference in _differences(index, wanted))
     damages = (found for file, boxes in _by_file(index, wanted) for found in _fill(path / file, index, boxes))
     UserError.collect(f"checkpoint {path}: {damage}; load another checkpoint of the run" for damage in damages)

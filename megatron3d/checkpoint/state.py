@@ -57,9 +57,19 @@ def shares(held: Iterable[Held], mesh: Mesh, shared_out: Axes = ()) -> Iterator[
     for each in held:
         split = layout_axes(each.spec.layout) | {"pipeline", *shared_out}
         copies = tuple(axis for axis in mesh.names if axis not in split)
-        groups.setdefault(copies, []).append(_of_holder(each, mesh))
+        groups.setdefault(copies, []).append(_of_holder(_without_padding(each, mesh), mesh))
     for copies, group in groups.items():
         yield from _part(group, mesh.index(copies), mesh.size(copies), mesh)
+
+
+def _without_padding(held: Held, mesh: Mesh) -> Held:
+    """Without the rows at the end that are padding of a parameter's only part, as the vocabulary's are."""
+    spec = held.spec
+    if len(spec.parts) > 1 or spec.blocks > 1:
+        return held
+    ((low, _), *_), (rows, *others) = spec.part_boxes(mesh)[0], spec.local_shape(mesh)
+    real = min(max(spec.parts[0].shape[0] - low, 0), rows) * math.prod(others)
+    return held._replace(start=min(held.start, real), stop=min(held.stop, real))
 
 
 def _of_holder(held: Held, mesh: Mesh) -> Held:

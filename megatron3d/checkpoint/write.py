@@ -60,7 +60,8 @@ def _header(pieces: Sequence[Piece]) -> bytes:
 
 def _write(file: BinaryIO, piece: Piece) -> str:
     """Write a box; its checksum, taken of each part while that is in the processor's cache."""
-    content, digest = raw_bytes(piece.tensor), xxhash.xxh3_64()
+    content, digest = raw_bytes(piece.make() if piece.make else piece.tensor), xxhash.xxh3_64()
+    assert len(content) == piece.tensor.nbytes, f"{piece.key} has {len(content)} bytes, not {piece.tensor.nbytes}"
     for start in range(0, len(content), PIECE_BYTES):
         part = content[start : start + PIECE_BYTES]
         digest.update(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron3d.config.architecture import architecture
+from megatron3d.config.check_checkpoint import checkpoint_problems
 from megatron3d.config.check_layout import execution_problems, feature_problems, form_problems, token_problems
 from megatron3d.config.check_pipeline import pipeline_problems
 from megatron3d.config.check_precision import precision_problems
@@ -125,8 +126,7 @@ def unused_problems(facts: Facts) -> Iterator[str]:
         yield f"{where}: not read with {style}; use WSD, or leave it out"
     if config.data.tokenizer_model and config.data.tokenizer_type == "ByteTokenizer":
         yield f"{facts.named('data.tokenizer_model')}: ByteTokenizer has no model file; leave it out"
-    if config.checkpoint.save_interval and not config.checkpoint.save:
-        yield f"{facts.named('checkpoint.save_interval')}: nowhere to save; set checkpoint.save, or leave it out"
+    yield from checkpoint_problems(facts)
     if logging.trace_iterations and not config.checkpoint.save:
         where = facts.named("logging.trace_iterations")
         yield f"{where}: nowhere to write the traces; set checkpoint.save, or leave it out"

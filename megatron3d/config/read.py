@@ -137,6 +137,8 @@ def _words(kind: Mapping[str, Any], given: object) -> str:
         near = nearest(str(given).lower(), kind["enum"])
         return one_of(sorted(kind["enum"], key=lambda value: value != near))
     if kind["type"] == "array":
+        if "enum" in kind["items"]:
+            return f"a list of {one_of(kind['items']['enum'])}, such as [{kind['items']['enum'][0]}]"
         return f"a list of whole numbers of at least {kind['items']['minimum']}, such as [2,2,2]"
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "and below"}
     limits = "".join(f" {words} {kind[bound]:g}" for bound, words in bounds.items() if bound in kind)

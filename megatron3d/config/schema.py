@@ -192,6 +192,21 @@ class CheckpointConfig(Section):
     save: str | None = None
     load: str | None = Field(None, description="equal to save: resume if something is there")
     save_interval: int | None = Field(None, ge=1, description="default: only at the end")
+    non_persistent_save_interval: int | None = Field(
+        None, ge=1, description="short-lived checkpoints between these, in `non_persistent` of save; default: none"
+    )
+    keep_latest_k: int | None = Field(
+        None, ge=1, description="older permanent checkpoints are removed; default: all stay"
+    )
+    save_retain_interval: int | None = Field(
+        None, ge=1, description="checkpoints of its multiples stay for ever, beside the newest keep_latest_k, or 1"
+    )
+    async_save: bool = Field(False, description="training waits only until its state is copied to host memory")
+    finetune: bool = Field(False, description="load weights only: iteration, optimizer and data begin anew")
+    no_load_optim: bool = Field(False, description="load without the optimizer's moments and the loss scale")
+    accept_changed: tuple[Literal["tokenizer", "corpus", "data.split", "train.seed"], ...] = Field(
+        (), strict=False, description="what may differ from the run that is continued; its samples are then others"
+    )
 
 
 class LoggingConfig(Section):

@@ -6,9 +6,14 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from megatron3d.checkpoint.folder import is_short_lived
+from megatron3d.checkpoint.keep import Keep
+from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.saver import Saver
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.checkpoint.together import together
-from megatron3d.comm import Comm
+from megatron3d.comm import Comm, aside
+from megatron3d.config.check_checkpoint import is_own
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.schema import Config
@@ -22,7 +27,7 @@ from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.runtime import Phases, Runtime
 from megatron3d.train.loop import Run
 from megatron3d.train.report import check_built, startup_report
-from megatron3d.train.resume import load_state
+from megatron3d.train.resume import Loading, load_state
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.trace import trace_folder
 
@@ -44,7 +49,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         check_built(state)
     identity = identity_of(config, tokenizer, corpus)
     with phases("checkpoint"):
-        resume(config, state, identity, comm)
+        saver = make_saver(config, comm)
+        resume(config, state, identity, comm, saver)
     if state.iteration == 0 and corpus.dataset.manifest is None:
         with phases("token ids of the corpus, which has no manifest"):
             check_token_ids(corpus, state)
@@ -57,13 +63,16 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         train, batch_axes = config.train, state.model.mode.batch_axes
         return Loader(samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device)
 
+    lock, metrics = open_outputs(resolved, comm, state)
     return Run(
         config,
         runtime,
         state,
         loader(corpus.train),
         loader(corpus.valid) if corpus.valid else None,
-        open_outputs(resolved, comm, state),
+        metrics,
+        saver,
+        lock,
         identity,
         peak.flops if peak else None,
         baseline_bytes,
@@ -80,23 +89,41 @@ def identity_of(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[st
     }
 
 
-def resume(config: Config, state: TrainState, identity: dict[str, JsonValue], comm: Comm) -> None:
+def make_saver(config: Config, comm: Comm) -> Saver | None:
+    """What writes checkpoints; in the background with connections of its own."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return None
+
+    def tell(line: str) -> None:
+        if comm.mesh.rank == 0:
+            print(f"> {line}", flush=True)
+
+    objects = aside(comm.mesh) if checkpoint.async_save else comm
+    return Saver(Path(checkpoint.save), objects, Keep.of(checkpoint), checkpoint.async_save, tell)
+
+
+def resume(
+    config: Config, state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: Saver | None = None
+) -> None:
     """Continue from `checkpoint.load`; only where it is the folder of this very run may there be nothing yet."""
-    load, save = config.checkpoint.load, config.checkpoint.save
+    load = config.checkpoint.load
     if load is None:
         return
-    own = save is not None and Path(load).absolute() == Path(save).absolute()
 
     def find(root: Path) -> Path | None:
-        is_new = own and latest(root) is None and not any(root.glob("iter_*"))
+        is_new = is_own(config) and latest(root) is None and not any(root.glob("iter_*"))
         return None if is_new else resolve(root)
 
     found = together(comm, lambda: find(Path(load)))
     folder = comm.broadcast_object(found[0] if found else None)
     if folder is not None:
-        load_state(folder, state, identity)
+        load_state(folder, state, identity, Loading.of(config.checkpoint))
+    if folder is not None and saver is not None and not is_short_lived(folder):
+        saver.saved_at = state.iteration
     if comm.mesh.rank == 0:
-        print(f"> continuing from {folder}" if folder else f"> {load} has no checkpoint yet: starting anew", flush=True)
+        how = "continuing from" if not config.checkpoint.finetune else "beginning with the weights of"
+        print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting anew", flush=True)
 
 
 def check_token_ids(corpus: Corpus, state: TrainState) -> None:
@@ -117,25 +144,33 @@ def check_token_ids(corpus: Corpus, state: TrainState) -> None:
         )
 
 
-def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> MetricsWriter | None:
-    """Rank 0's metrics, beside the resolved configuration; None on other ranks.  All ranks raise where that fails."""
+def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[FolderLock | None, MetricsWriter | None]:
+    """Rank 0's hold on the folder, and its metrics, beside the resolved configuration; None on other ranks.
+
+    All ranks raise where that fails.
+    """
     config = resolved.config
     save = Path(config.checkpoint.save) if config.checkpoint.save else None
+    locks: list[FolderLock] = []
     opened: list[MetricsWriter] = []
 
     def write() -> None:
-        for key, folder in (
-            ("logging.tensorboard_dir", config.logging.tensorboard_dir),
-            ("checkpoint.save", config.checkpoint.save),
-            ("checkpoint.save", str(trace_folder(save)) if save and config.logging.trace_iterations else None),
-        ):
-            make_folder(key, folder)
+        make_folder("logging.tensorboard_dir", config.logging.tensorboard_dir)
+        make_folder("checkpoint.save", config.checkpoint.save)
+        if save is not None:
+            locks.append(FolderLock(save))
+        make_folder("checkpoint.save", str(trace_folder(save)) if save and config.logging.trace_iterations else None)
         opened.append(MetricsWriter(save, config, state.iteration))
         if save is not None:
             write_resolved(resolved, save / "config.yaml", state.model.arch.vocab_size)
 
-    together(comm, lambda: write() if comm.mesh.rank == 0 else None)
-    return opened[0] if opened else None
+    try:
+        together(comm, lambda: write() if comm.mesh.rank == 0 else None)
+    except Exception:
+        for lock in locks:
+            lock.release()
+        raise
+    return locks[0] if locks else None, opened[0] if opened else None
 
 
 def make_folder(key: str, folder: str | None) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
+from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.saver import Saver
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
 from megatron3d.memory.job import Job
@@ -20,7 +22,7 @@ from megatron3d.pipeline.engine import unwatched
 from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, Runtime, StopSignal
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.memory import explained, job_of, measured_table
-from megatron3d.train.resume import save_state
+from megatron3d.train.resume import describe, source_of
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import Settings, StepResult, train_step
 from megatron3d.train.trace import Recording, report
@@ -32,6 +34,8 @@ class Run:
 
     Attributes:
         metrics: on rank 0, None elsewhere.
+        saver: writes checkpoints; None where the run has no folder.
+        lock: of that folder, on rank 0.
         identity: what a later run must share to continue this one.
         peak_flops: of one device, None where unknown.
         baseline_bytes: peak memory before the model was built.
@@ -43,6 +47,8 @@ class Run:
     train_data: Loader
     valid_data: Loader | None
     metrics: MetricsWriter | None
+    saver: Saver | None
+    lock: FolderLock | None
     identity: Mapping[str, JsonValue]
     peak_flops: float | None
     baseline_bytes: int
@@ -54,12 +60,18 @@ class Run:
         num_tokens = train.global_batch_size * self.config.model.seq_length
         return Settings(train.seed, num_tokens, train.global_batch_size)
 
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self.metrics:
+            self.metrics.close()
+        if self.lock:
+            self.lock.release()
+
 
 def train(run: Run, stop: StopSignal) -> int:
     """Train to the end, or until something asks to stop; saves before it returns the exit code."""
     config, state, settings = run.config, run.state, run.settings
     meter, clock = Meter(run), Clock(config)
-    saved_at = state.iteration
     previous: StepResult | None = None
     stopping = False
     job, first = job_of(config, state.model, run.runtime.device), state.iteration + 1
@@ -81,11 +93,10 @@ def train(run: Run, stop: StopSignal) -> int:
             meter.restart()
         stopping = clock.leaves_after(state.iteration) or (previous is not None and bool(previous.stop_requests > 0))
         previous = result
-        if _due(state.iteration, config.checkpoint.save_interval):
-            saved_at = save(run)
+        if save(run):
             meter.restart()
-    if saved_at < state.iteration:
-        save(run)
+    if run.saver:
+        run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, config))
     return EXIT_STOPPED if state.iteration < config.train.train_iters else EXIT_DONE
 
 
@@ -122,13 +133,14 @@ def validate(run: Run) -> None:
         run.metrics.evaluation(run.state.iteration, loss)
 
 
-def save(run: Run) -> int:
-    """Save if the run has a folder; returns the iteration."""
-    if run.config.checkpoint.save is not None:
-        folder = save_state(Path(run.config.checkpoint.save), run.state, run.identity)
-        if run.runtime.rank == 0:
-            print(f"> saved {folder}", flush=True)
-    return run.state.iteration
+def save(run: Run) -> bool:
+    """Save, or begin to, if that is due; returns whether it was."""
+    state, checkpoint = run.state, run.config.checkpoint
+    is_permanent = _due(state.iteration, checkpoint.save_interval)
+    is_due = is_permanent or _due(state.iteration, checkpoint.non_persistent_save_interval)
+    if run.saver and is_due:
+        run.saver.save(state.iteration, source_of(state), describe(state, run.identity, run.config), is_permanent)
+    return is_due
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from pydantic import BaseModel, JsonValue, ValidationError
+from torch import Tensor
 
+from megatron3d import __version__
 from megatron3d.checkpoint import store
+from megatron3d.checkpoint.saver import Source
 from megatron3d.checkpoint.state import param_pieces, written
 from megatron3d.checkpoint.together import together
+from megatron3d.config.schema import CheckpointConfig, Config
 from megatron3d.errors import UserError
 from megatron3d.optim import MOMENTS
 from megatron3d.train.state import TrainState
@@ -19,7 +25,7 @@ LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
 
 
 class Meta(BaseModel):
-    """What a checkpoint says beside its tensors."""
+    """What a checkpoint says beside its tensors; `config` and `mesh` are those of the run that wrote it."""
 
     model: dict[str, JsonValue]
     identity: dict[str, JsonValue]
@@ -27,35 +33,83 @@ class Meta(BaseModel):
     consumed_samples: int
     optimizer_steps: float
     loss_scale: dict[str, float] = {}
+    config: dict[str, JsonValue] = {}
+    mesh: dict[str, int] = {}
+    versions: dict[str, str] = {}
 
 
-def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Path:
-    """Write a checkpoint with all ranks; `identity` names what a run that continues it must share."""
-    meta = Meta(
+@dataclass(frozen=True)
+class Loading:
+    """How much of a checkpoint is loaded: everything, or less.
+
+    Attributes:
+        progress: iteration and position in the data.
+        optimizer: moments, count of updates and loss scale.
+        accept: parts of the run's identity that may differ.
+    """
+
+    progress: bool = True
+    optimizer: bool = True
+    accept: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(config: CheckpointConfig) -> Loading:
+        """What a configuration asks for."""
+        whole = not config.finetune
+        return Loading(whole, whole and not config.no_load_optim, frozenset(config.accept_changed))
+
+
+EXACT, WEIGHTS = Loading(), Loading(progress=False, optimizer=False)
+# What only the order of samples depends on, which who begins anew may change.
+ORDER_OF_SAMPLES = frozenset({"corpus", "data.split", "train.seed"})
+
+
+def source_of(state: TrainState) -> Source:
+    """What this rank writes of a state, every tensor passed through a function first."""
+    return lambda copy: _pieces(state, copy)
+
+
+def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Config | None = None) -> Mapping[str, Any]:
+    """What a checkpoint of this state says beside its tensors; `identity` names what who continues it must share."""
+    return Meta(
         model=_architecture(state),
         identity=dict(identity),
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         optimizer_steps=state.optimizer.num_steps.item(),
         loss_scale={name: value.item() for name, value in state.loss_scale.state().items()},
-    )
-    return store.save(root, state.iteration, _pieces(state, mine=True), meta.model_dump(), state.model.comm)
+        config={} if config is None else config.model_dump(mode="json"),
+        mesh=state.model.comm.mesh.sizes,
+        versions={"megatron3d": __version__, "torch": str(torch.__version__)},
+    ).model_dump()
 
 
-def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:
-    """Fill the state from a checkpoint of any layout.
+def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Path:
+    """Write a checkpoint with all ranks, now."""
+    return store.save(root, state.iteration, _pieces(state, _as_it_is), describe(state, identity), state.model.comm)
+
+
+def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue], loading: Loading = EXACT) -> None:
+    """Fill the state from a checkpoint of any layout, as much of it as is asked for.
 
     Raises UserError where the checkpoint is of another model, or differs from `identity` (tokenizer, corpus, seed).
     """
 
     def load() -> None:
-        meta = _read_same(folder, state, identity)
+        meta = _read_same(folder, state, identity, loading)
+        if loading.optimizer and not any(name.startswith("optimizer.") for name in store.read_index(folder).tensors):
+            raise UserError(
+                f"{folder}: holds weights only; set checkpoint.finetune=true to begin with them, or "
+                "checkpoint.no_load_optim=true to go on without the optimizer's moments"
+            )
         state.buffers.settle()
-        store.load(folder, _pieces(state))
+        store.load(folder, _pieces(state, None, None if loading.optimizer else "model"))
         state.buffers.publish()
-        state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
-        state.optimizer.set_num_steps(meta.optimizer_steps)
-        state.loss_scale.load(meta.loss_scale)
+        if loading.progress:
+            state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
+        if loading.optimizer:
+            state.optimizer.set_num_steps(meta.optimizer_steps)
+            state.loss_scale.load(meta.loss_scale)
 
     together(state.model.comm, load)
 
@@ -71,25 +125,25 @@ def read_meta(folder: Path) -> Meta:
 
 def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:
     """Fill the parameters alone, for sampling and evaluation; raises as load_state."""
-
-    def load() -> None:
-        _read_same(folder, state, identity)
-        state.buffers.settle()
-        store.load(folder, (piece for piece in _pieces(state) if piece.name.startswith("model.")))
-        state.buffers.publish()
-
-    together(state.model.comm, load)
+    load_state(folder, state, identity, WEIGHTS)
 
 
-def _read_same(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Meta:
-    """What the checkpoint says, after it agreed with the model and `identity`."""
+def _read_same(folder: Path, state: TrainState, identity: Mapping[str, JsonValue], loading: Loading) -> Meta:
+    """What the checkpoint says, after it agreed with the model and `identity`, as far as that matters."""
     meta = read_meta(folder)
-    wanted = {f"model.{name}": value for name, value in _architecture(state).items()} | dict(identity)
+    accepted = loading.accept | (frozenset() if loading.progress else ORDER_OF_SAMPLES)
+    model = {f"model.{name}": value for name, value in _architecture(state).items()}
     found = {f"model.{name}": value for name, value in meta.model.items()} | meta.identity
+    names = [*dict.fromkeys((*model, *(f"model.{name}" for name in meta.model)))]
+    differing = [name for name in names if found.get(name) != model.get(name)]
+    different = [name for name in identity if found.get(name) != identity[name] and name not in accepted]
+    said = f"{folder}: saved with {{}}={{}}, but this run has {{}}; continue with the saved one"
+    anyway = ", or set checkpoint.accept_changed=[{}] to go on with other samples"
     UserError.collect(
-        f"{folder}: saved with {name}={found.get(name)}, but this run has {value}; continue with the saved one"
-        for name, value in wanted.items()
-        if found.get(name) != value
+        [
+            *(said.format(name, found.get(name), model.get(name)) for name in differing),
+            *((said + anyway).format(name, found.get(name), identity[name], name) for name in different),
+        ]
     )
     return meta
 
@@ -99,8 +153,14 @@ def _architecture(state: TrainState) -> dict[str, JsonValue]:
     return {name: value for name, value in asdict(state.model.arch).items() if name not in LAYOUT_FIELDS}
 
 
-def _pieces(state: TrainState, mine: bool = False) -> Iterator[store.Piece]:
-    """Every piece of weights and moments that this rank holds, or those that are its own to write."""
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _pieces(
+    state: TrainState, copy: Callable[[Tensor], Tensor] | None = None, only: str | None = None
+) -> Iterator[store.Piece]:
+    """Every piece of weights and moments that this rank holds; with `copy`, of copies of those that it writes."""
     buffers, mesh = state.buffers, state.model.comm.mesh
     shares = written(buffers)
     flats = [("model", flat, flat.main) for flat in buffers.flats] + [
@@ -108,10 +168,10 @@ def _pieces(state: TrainState, mine: bool = False) -> Iterator[store.Piece]:
         for moment in MOMENTS
         for flat in buffers.flats
     ]
-    for prefix, flat, memory in flats:
+    for prefix, flat, memory in (each for each in flats if only in (None, each[0])):
         for name in flat.spans:
             start, where = flat.held(name)
             values, (_, spec, low, high) = memory[where], shares[name]
-            if mine:
-                start, values = low, values[low - start : high - start]
+            if copy is not None:
+                start, values = low, copy(values[low - start : high - start])
             yield from param_pieces(prefix, spec, values, mesh, start)

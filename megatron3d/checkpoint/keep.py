@@ -1,0 +1,63 @@
+"""Which checkpoints stay: the newest k, every n-th iteration for ever, and short-lived ones until there is a newer one.
+
+run/iter_0000100 ...                  permanent, as far as `Keep` says
+run/non_persistent/iter_0000130       of the short-lived ones only the newest, until a permanent one is newer
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron3d.checkpoint.folder import NON_PERSISTENT, finished, removed, tracked
+from megatron3d.config.check_files import TRACKER
+from megatron3d.config.schema import CheckpointConfig
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The newest `latest` checkpoints (None: all), and those of iterations that `interval` divides."""
+
+    latest: int | None = None
+    interval: int | None = None
+
+    @staticmethod
+    def of(config: CheckpointConfig) -> Keep:
+        """`save_retain_interval` alone keeps the newest one beside, as Megatron's does."""
+        alone = 1 if config.save_retain_interval else None
+        return Keep(config.keep_latest_k or alone, config.save_retain_interval)
+
+    def has(self, iteration: int, newer: int) -> bool:
+        """Whether a checkpoint stays when there are so many newer ones."""
+        is_kept = self.interval is not None and iteration % self.interval == 0
+        return is_kept or self.latest is None or newer < self.latest
+
+
+def prune(root: Path, keep: Keep) -> None:
+    """Remove what need not stay, now that the checkpoint that the tracker names is complete.
+
+    What lies beyond the tracker is left alone: nobody has said that it is older.
+    """
+    last = tracked(root)
+    assert last is not None, f"{root} has a checkpoint, but no tracker"
+    past = sorted((iteration for iteration in finished(root) if iteration <= last), reverse=True)
+    for newer, iteration in enumerate(past):
+        if not keep.has(iteration, newer):
+            _remove(finished(root)[iteration])
+
+
+def drop_short_lived(root: Path, iteration: int) -> None:
+    """Remove short-lived checkpoints that are not newer than the permanent one of this iteration."""
+    place = root / NON_PERSISTENT
+    last = tracked(place)
+    if last is not None and last <= iteration:
+        (place / TRACKER).unlink()
+        _remove(place)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first, so that at no moment a part of it looks like a checkpoint."""
+    gone = removed(folder)
+    folder.rename(gone)
+    shutil.rmtree(gone)

@@ -1,0 +1,101 @@
+"""Fact: the newest k checkpoints and every n-th iteration stay, and a short-lived one until one is newer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.checkpoint.folder import finished
+from megatron3d.checkpoint.keep import Keep, drop_short_lived, prune
+from megatron3d.checkpoint.saver import Saver
+from megatron3d.checkpoint.store import Piece, latest
+from megatron3d.checkpoint.verify import newest_good
+from megatron3d.config.schema import CheckpointConfig
+from megatron3d.mesh import Mesh
+
+ONE = Mesh((("x", 1),))
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def source(copy):
+    return [Piece("w", (2,), ((0, 2),), copy(torch.ones(2)))]
+
+
+def run_saves(run_ranks, root, keep, *saves):
+    """Iterations, negative where they are short-lived, saved one after another."""
+
+    def save(comm):
+        saver = Saver(root, comm, keep)
+        for iteration in saves:
+            saver.save(abs(iteration), source, {}, permanent=iteration > 0)
+
+    assert run_ranks(ONE, save) == [None]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "left"),
+    [
+        ({}, {10, 20, 30, 40, 50, 60}),
+        ({"keep_latest_k": 2}, {50, 60}),
+        ({"keep_latest_k": 1}, {60}),
+        ({"keep_latest_k": 9}, {10, 20, 30, 40, 50, 60}),
+        ({"save_retain_interval": 25}, {50, 60}),
+        ({"save_retain_interval": 20}, {20, 40, 60}),
+        ({"save_retain_interval": 30, "keep_latest_k": 3}, {30, 40, 50, 60}),
+    ],
+)
+def test_what_stays(tmp_path, run_ranks, checkpoint, left):
+    run_saves(run_ranks, tmp_path, Keep.of(CheckpointConfig(save="here", **checkpoint)), *range(10, 70, 10))
+    assert finished(tmp_path).keys() == left
+    assert newest_good(tmp_path) == (tmp_path / "iter_0000060", [])
+    assert {path.name for path in tmp_path.iterdir()} == {TRACKER, *(f"iter_{i:07d}" for i in left)}
+
+
+@given(
+    st.sets(st.integers(1, 40), min_size=1, max_size=12), st.none() | st.integers(1, 5), st.none() | st.integers(1, 9)
+)
+def test_pruning(tmp_path_factory, iterations, k, n):
+    """The tracker's is there afterwards, and what lies beyond it is left alone."""
+    root = tmp_path_factory.mktemp("run")
+    last = sorted(iterations)[len(iterations) // 2]
+    for iteration in iterations:
+        (root / f"iter_{iteration:07d}").mkdir()
+    (root / TRACKER).write_text(str(last))
+    prune(root, Keep(k, n))
+    past = sorted(i for i in iterations if i <= last)
+    stays = set(past if k is None else past[-k:]) | {i for i in past if n and i % n == 0}
+    assert finished(root).keys() == stays | {i for i in iterations if i > last}
+    assert last in stays and not list(root.glob(".*"))
+
+
+def test_short_lived_ones(tmp_path, run_ranks):
+    run_saves(run_ranks, tmp_path, Keep(), 10, -12, -14)
+    short = tmp_path / "non_persistent"
+    assert finished(short).keys() == {14} and finished(tmp_path).keys() == {10}
+    assert latest(tmp_path) == short / "iter_0000014"
+    run_saves(run_ranks, tmp_path, Keep(), 20)
+    assert not short.exists() and latest(tmp_path) == tmp_path / "iter_0000020"
+    run_saves(run_ranks, tmp_path, Keep(), -23)
+    drop_short_lived(tmp_path, 22)
+    assert latest(tmp_path) == short / "iter_0000023", "it is newer than iteration 22"
+
+
+def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, run_ranks, monkeypatch):
+    real = shutil.rmtree
+
+    def fail(path, *rest, **options):
+        if Path(path).name.endswith(".gone"):
+            raise OSError("busy")
+        real(path, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fail)
+        run_saves(run_ranks, tmp_path, Keep(1), 1, 2)
+    assert (tmp_path / ".iter_0000001.gone").exists() and finished(tmp_path).keys() == {2}
+    run_saves(run_ranks, tmp_path, Keep(1), 3)
+    assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000003"}

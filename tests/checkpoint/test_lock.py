@@ -1,0 +1,54 @@
+"""Fact: one run at a time saves to a folder, the other learns whose it is, and a killed owner leaves nothing locked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.errors import UserError
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from megatron3d.checkpoint.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_another_process_is_named_and_its_lock_dies_with_it(tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None and owner.stdout.readline() == "locked\n"
+    with owner, pytest.raises(UserError) as caught:
+        try:
+            FolderLock(tmp_path)
+        finally:
+            owner.send_signal(signal.SIGKILL)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"checkpoint.save={tmp_path}: process {owner.pid} on {socket.gethostname()} is saving")
+    assert owner.returncode == -signal.SIGKILL
+    FolderLock(tmp_path).release()
+
+
+def test_released(tmp_path):
+    lock = FolderLock(tmp_path)
+    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)
+    lock.release()
+    lock.release()
+    assert (tmp_path / ".lock").read_text() == ""
+    FolderLock(tmp_path).release()
+
+
+def test_a_folder_that_cannot_be_locked(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(UserError, match=r"\.lock cannot be locked \(Is a directory\); save to a folder that you own"):
+        FolderLock(tmp_path)

@@ -1,0 +1,182 @@
+"""Fact: a checkpoint written in the background is that of the moment of the call; one that fails is told and tried
+again at the next save, while the one before stays; and nobody leaves before the last one is written.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megatron3d.checkpoint import write
+from megatron3d.checkpoint.keep import Keep
+from megatron3d.checkpoint.saver import Saver
+from megatron3d.checkpoint.snapshot import Snapshot
+from megatron3d.checkpoint.store import Piece, latest, load
+from megatron3d.checkpoint.verify import newest_good, verify
+from megatron3d.errors import UserError
+from megatron3d.mesh import Mesh
+
+TWO, ONE = Mesh((("x", 2),)), Mesh((("x", 1),))
+
+
+class Weights:
+    """`w` [4], a half on each of two ranks, that training changes in place."""
+
+    def __init__(self, comm):
+        self.low, self.values = 2 * comm.mesh.rank, torch.zeros(2)
+
+    def source(self, copy):
+        yield Piece("w", (4,), ((self.low, self.low + 2),), copy(self.values))
+
+
+def read(folder):
+    w = torch.full((4,), torch.nan)
+    load(folder, [Piece("w", (4,), ((0, 4),), w)])
+    return w.tolist()
+
+
+class Gate:
+    """Holds back the writing of files until it is opened; may be made to fail once."""
+
+    def __init__(self, monkeypatch):
+        self.opened, self.failures, self._original = threading.Event(), [], write.write_boxes
+        monkeypatch.setattr("megatron3d.checkpoint.store.write_boxes", self)
+
+    def __call__(self, path, pieces):
+        assert self.opened.wait(20)
+        if self.failures and path.name == "rank_00001.safetensors":
+            raise self.failures.pop()
+        return self._original(path, pieces)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    return Gate(monkeypatch)
+
+
+def test_training_goes_on_under_it(tmp_path, run_ranks, gate):
+    def train(comm):
+        weights, saver = Weights(comm), Saver(tmp_path, comm, in_background=True)
+        weights.values.fill_(1)
+        saver.save(1, weights.source, {})
+        weights.values.fill_(2)
+        assert latest(tmp_path) is None and saver.saved_at is None, "nothing is complete yet"
+        comm.training.wait(20)
+        gate.opened.set()
+        weights.values.fill_(3)
+        saver.save(2, weights.source, {})
+        weights.values.fill_(4)
+        saver.wait()
+        return saver.saved_at
+
+    meeting = threading.Barrier(2)
+
+    def run(comm):
+        comm.training = meeting
+        return train(comm)
+
+    assert run_ranks(TWO, run) == [2, 2]
+    assert read(tmp_path / "iter_0000001") == [1] * 4 and read(tmp_path / "iter_0000002") == [3] * 4
+
+
+def test_a_failure_is_told_at_once_and_the_next_save_is_the_next_try(tmp_path, run_ranks, gate):
+    gate.opened.set()
+    gate.failures.append(OSError(28, "No space left on device"))
+    told = []
+
+    def train(comm):
+        tell = told.append if comm.mesh.rank == 0 else lambda line: None
+        weights, saver = Weights(comm), Saver(tmp_path, comm, Keep(1), in_background=True, tell=tell)
+        found = []
+        for iteration in (1, 2):
+            weights.values.fill_(iteration)
+            saver.save(iteration, weights.source, {})
+            saver.wait()
+            found.append((saver.saved_at, len(told) > iteration - 1 or comm.mesh.rank == 1))
+        return found
+
+    assert run_ranks(TWO, train) == [[(None, True), (2, True)]] * 2
+    assert told[0].startswith("not saved, training goes on and the next save is the next try: checkpoint.save=")
+    assert "iter_0000001 cannot be written: No space left on device" in told[0]
+    assert told[1:] == [f"saved {tmp_path}/iter_0000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def test_the_previous_one_stays_until_the_new_one_is_complete(tmp_path, run_ranks, gate):
+    """Also where only one is kept."""
+
+    def train(comm):
+        weights, saver = Weights(comm), Saver(tmp_path, comm, Keep(1), in_background=True)
+        gate.opened.set()
+        saver.save(1, weights.source, {})
+        saver.wait()
+        comm.broadcast_object(gate.opened.clear() if comm.mesh.rank == 0 else None)
+        saver.save(2, weights.source, {})
+        before = newest_good(tmp_path)
+        comm.meeting.wait(20)
+        gate.opened.set()
+        saver.wait()
+        return before
+
+    meeting = threading.Barrier(2)
+
+    def run(comm):
+        comm.meeting = meeting
+        return train(comm)
+
+    assert run_ranks(TWO, run) == [(tmp_path / "iter_0000001", [])] * 2
+    assert newest_good(tmp_path) == (tmp_path / "iter_0000002", [])
+    assert not (tmp_path / "iter_0000001").exists()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_leaving(tmp_path, run_ranks, gate, in_background):
+    """The last iteration is saved once, and what keeps it from that is raised."""
+    gate.opened.set()
+    gate.failures.append(OSError(28, "No space left on device"))
+
+    def train(comm):
+        weights, saver = Weights(comm), Saver(tmp_path, comm, in_background=in_background)
+        try:
+            saver.save(1, weights.source, {})
+            saver.wait()
+        except UserError:
+            assert not in_background
+        saver.finish(1, weights.source, {})
+        gate.failures.append(OSError(28, "No space left on device"))
+        saver.finish(1, weights.source, {})
+        saver.finish(2, weights.source, {})
+
+    errors = run_ranks(TWO, train)
+    assert [type(error) for error in errors] == [UserError] * 2
+    assert "iter_0000002 cannot be written: No space left" in str(errors[0])
+    assert verify(tmp_path / "iter_0000001") == () and latest(tmp_path) == tmp_path / "iter_0000001"
+
+
+def test_a_crash_in_the_background_is_raised_at_the_next_turn(tmp_path, run_ranks, gate):
+    gate.opened.set()
+    gate.failures.append(KeyError("w"))
+
+    def train(comm):
+        weights, saver = Weights(comm), Saver(tmp_path, comm, in_background=True)
+        saver.save(1, weights.source, {})
+        saver.save(2, weights.source, {})
+
+    for error in run_ranks(TWO, train):
+        assert isinstance(error, RuntimeError) and str(error) == "rank 1: KeyError('w')"
+
+
+def test_a_snapshot_uses_its_memory_again():
+    snapshot, first, second = Snapshot(), torch.arange(4.0), torch.arange(3)
+    for _ in range(3):
+        snapshot.begin()
+        copies = [snapshot.copy(first), snapshot.copy(second)]
+        snapshot.settle()
+        assert torch.equal(copies[0], first) and torch.equal(copies[1], second)
+        assert snapshot.num_bytes == first.nbytes + second.nbytes
+        first.add_(1)
+    snapshot.begin()
+    again = snapshot.copy(first)
+    assert again.data_ptr() == copies[0].data_ptr() != first.data_ptr()

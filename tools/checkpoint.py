@@ -1,0 +1,155 @@
+"""Look at checkpoints: `inspect`, `verify`, `diff` and `average`, of any layout, on one process and in little memory.
+
+    checkpoint.py inspect  RUN                what it is, who wrote it, and how much of what it holds
+    checkpoint.py verify   RUN ...            every byte against its checksum
+    checkpoint.py diff     RUN OTHER          facts and tensors that differ; exit code 1 where any does
+    checkpoint.py average  RUN ... --save NEW the mean of the weights, as a checkpoint of weights
+
+RUN is a run's folder, meaning its newest checkpoint (for verify: all), or an iter_ folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron3d import runtime
+from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pieces
+from megatron3d.checkpoint.folder import candidates, resolve
+from megatron3d.checkpoint.index import FILE_NAME, Index, read_index
+from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.store import save
+from megatron3d.checkpoint.verify import verify
+from megatron3d.comm import ObjectComm
+from megatron3d.errors import UserError
+from megatron3d.mesh import Mesh
+
+EXIT_DIFFERENT = 1
+ALONE = Mesh((("data", 1),))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the commands."""
+    args = parse_args(argv)
+    return COMMANDS[args.command](args)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command and its folders."""
+    parser = argparse.ArgumentParser("checkpoint.py", description="Look at checkpoints.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("inspect", help="what a checkpoint is and holds")
+    one.add_argument("load", type=Path)
+    one.add_argument("--tensors", action="store_true", help="list every tensor")
+    every = commands.add_parser("verify", help="compare every byte with its checksum")
+    every.add_argument("load", type=Path, nargs="+")
+    every.add_argument("--workers", type=int, default=4, help="files that are read at one time")
+    two = commands.add_parser("diff", help="what differs between two checkpoints")
+    two.add_argument("load", type=Path, nargs=2)
+    many = commands.add_parser("average", help="the mean of the weights of several checkpoints")
+    many.add_argument("load", type=Path, nargs="+")
+    many.add_argument("--save", type=Path, required=True, help="folder of the new run")
+    args = parser.parse_args(argv)
+    if args.command == "verify" and args.workers < 1:
+        parser.error("--workers must be at least 1")
+    return args
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print facts, sizes and, if asked for, tensors."""
+    folder = resolve(args.load)
+    index = read_index(folder)
+    print(f"{folder}: {index.format}, version {index.version}, iteration {index.iteration}")
+    for name, value in flatten(index).items():
+        print(f"  {name} = {json.dumps(value)}")
+    for kind, (tensors, elements, num_bytes) in sizes(index).items():
+        print(f"{kind}: {tensors} tensors, {elements:,} elements, {num_bytes / 2**20:,.1f} MiB")
+    files = {stored.file for tensor in index.tensors.values() for stored in tensor.boxes}
+    boxes = sum(len(tensor.boxes) for tensor in index.tensors.values())
+    print(f"{boxes} boxes in {len(files)} files")
+    for name, tensor in index.tensors.items() if args.tensors else ():
+        print(f"  {name} {list(tensor.shape)} {tensor.dtype}, boxes: {len(tensor.boxes)}")
+    return runtime.EXIT_DONE
+
+
+def sizes(index: Index) -> Mapping[str, tuple[int, int, int]]:
+    """Tensors, elements and bytes of weights and of each moment."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for name, tensor in index.tensors.items():
+        kind = ".".join(name.split(".")[: 2 if name.startswith("optimizer.") else 1])
+        tensors, elements, num_bytes = found.get(kind, (0, 0, 0))
+        numel = math.prod(tensor.shape)
+        bits = int("".join(filter(str.isdigit, tensor.dtype)) or 8)
+        found[kind] = tensors + 1, elements + numel, num_bytes + numel * bits // 8
+    return found
+
+
+def check(args: argparse.Namespace) -> int:
+    """Say of each checkpoint that it is good; raises UserError with all that is wrong with the others."""
+    problems: list[str] = []
+    for root in args.load:
+        alone = (root / FILE_NAME).is_file() or root.name.startswith("iter_")
+        folders = [root] if alone else [folder for folder, _ in candidates(root)]
+        if not folders:
+            problems.append(f"{root}: there is no checkpoint; give the folder of a run, or one of its iter_ folders")
+        for folder in folders:
+            found = verify_with(args.workers, folder)
+            problems += [problem if str(folder) in problem else f"{folder}: {problem}" for problem in found]
+            if not found:
+                print(f"{folder}: complete and undamaged", flush=True)
+    UserError.collect(problems)
+    return runtime.EXIT_DONE
+
+
+def verify_with(num_workers: int, folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, each thing once; so many threads read."""
+    with ThreadPoolExecutor(num_workers) as threads:
+        parts = threads.map(lambda part: verify(folder, (part, num_workers)), range(num_workers))
+        return list(dict.fromkeys(problem for part in parts for problem in part))
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Print what differs."""
+    first, second = map(resolve, args.load)
+    num_found = 0
+    for line in describe_differences(first, second):
+        print(line, flush=True)
+        num_found += 1
+    print(f"{num_found} differences" if num_found else "equal")
+    return EXIT_DIFFERENT if num_found else runtime.EXIT_DONE
+
+
+def average(args: argparse.Namespace) -> int:
+    """Save the mean of the weights under the last one's iteration, beside its run's configuration."""
+    folders = [resolve(load) for load in args.load]
+    UserError.collect(problem for folder in folders for problem in verify_with(1, folder))
+    pieces, last = list(mean_pieces(folders)), read_index(folders[-1])
+    if (args.save / FILE_NAME).exists() or any(args.save.glob("iter_*")):
+        raise UserError(f"--save {args.save}: has a checkpoint already; name a new folder")
+    args.save.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(args.save)
+    try:
+        folder = save(args.save, last.iteration, pieces, last.meta, ObjectComm(ALONE))
+        if (config := folders[-1].parent / "config.yaml").is_file():
+            shutil.copy(config, args.save / config.name)
+    finally:
+        lock.release()
+    print(f"mean of {len(folders)} checkpoints: {folder}")
+    return runtime.EXIT_DONE
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "inspect": show,
+    "verify": check,
+    "diff": compare,
+    "average": average,
+}
+
+if __name__ == "__main__":
+    sys.exit(runtime.run_program(main))
