@@ -41,6 +41,13 @@ def run_tool(
     return 0
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
 def byte_progress(*more: str) -> Progress:
     """A bar of bytes with its speed and time left, and columns of more; on standard error, drawn only on a terminal."""
     return Progress(

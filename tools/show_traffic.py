@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron3d.cli import run_tool
+from megatron3d.cli import positive, run_tool
 from megatron3d.errors import UserError
 from megatron3d.layout import Layout
 from megatron3d.mesh import Mesh
@@ -131,13 +131,6 @@ def show(arguments: argparse.Namespace) -> None:
     lines = [row for num_ranks in arguments.num_ranks for row in rows(Layer(*sizes), num_ranks, arguments.shape)]
     for cells in (HEADER, ALIGN, *lines):
         print(f"| {' | '.join(cells)} |")
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -217,7 +217,7 @@ def moments(job: Job) -> dict[str, int]:
     if any(stage.has_head for stage in stages):
         found |= head_moments(job)
     if job.shares(2):
-        third = _largest(2, sizes) - _largest(2, sizes)
+        third = _largest(3, sizes) - _largest(2, sizes)
         filled = max(third * work.wide - total(layer_activations(work)), 0)
         found = {name: size + _largest(2, sizes) * work.wide + filled for name, size in found.items()}
     return found

@@ -1,0 +1,86 @@
+"""Prints what a microbatch keeps in one transformer layer until backward, in every tensor-parallel mode, as a Markdown
+table: bytes per rank over s b h (sequence length, sequences, hidden size), by what is computed again.
+
+python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --num-ranks 1 8 64
+
+The numbers are closed forms (megatron3d/memory/activations.py), which tests hold against the tensors of real steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron3d.cli import positive, run_tool
+from megatron3d.config.check import check
+from megatron3d.config.derive import architecture, make_mesh, tensor_mode
+from megatron3d.config.schema import Config
+from megatron3d.errors import UserError
+from megatron3d.memory.activations import run_activations
+from megatron3d.memory.work import KERNELS, Work
+from megatron3d.modes import MODES
+from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute, Run
+
+BF16_BYTES = 2
+CHOICES: Mapping[str, Recompute] = {
+    "nothing": KEEP_ALL,
+    "core_attn": Recompute("selective", frozenset({CORE_ATTN})),
+    "core_attn, mlp_act": Recompute("selective", frozenset({CORE_ATTN, MLP_ACT})),
+    "the layer": Recompute("full"),
+}
+HEADER = ("ranks", "mode", "form", "shape", *CHOICES)
+ALIGN = ("--:", ":--", ":--", ":--", *("--:" for _ in CHOICES))
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """A row of the table for every number of ranks, mode and form."""
+    for num_ranks in arguments.num_ranks:
+        for mode, entry in MODES.items():
+            shape = entry.default_shape(num_ranks)
+            for form in entry.forms:
+                config = configure(arguments, mode, form, shape)
+                UserError.collect(check(config, num_ranks, None))
+                kept = (kept_bytes(config, num_ranks, choice) for choice in CHOICES.values())
+                size = arguments.seq_length * arguments.micro_batch_size * arguments.hidden_size
+                numbers = (f"{num_bytes / size:.2f}" for num_bytes in kept)
+                yield str(num_ranks), mode, form, "·".join(map(str, shape)), *numbers
+
+
+def configure(arguments: argparse.Namespace, mode: str, form: str, shape: tuple[int, ...]) -> Config:
+    """A model of one layer; its vocabulary plays no part."""
+    model = {name: getattr(arguments, name) for name in ("hidden_size", "num_attention_heads", "seq_length", "family")}
+    parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
+    batch = dict.fromkeys(("micro_batch_size", "global_batch_size"), arguments.micro_batch_size)
+    model |= {"num_layers": 1, "vocab_size": arguments.hidden_size}
+    return Config.model_validate({"model": model, "parallel": parallel, "train": {**batch, "precision": "bf16"}})
+
+
+def kept_bytes(config: Config, num_ranks: int, recompute: Recompute) -> int:
+    """Bytes that one rank keeps of a layer, with the kernels of GPUs."""
+    mode, mesh = tensor_mode(config.parallel), make_mesh(config.parallel, num_ranks)
+    arch, micro_batch_size = architecture(config.model, config.model.hidden_size), config.train.micro_batch_size
+    work = Work(arch, mode, mesh, micro_batch_size, BF16_BYTES, recompute, kernels=KERNELS["gpu"])
+    return run_activations(work, Run(range(1), is_repeated=recompute.granularity == "full"))
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print the table."""
+    for cells in (HEADER, ALIGN, *rows(arguments)):
+        print(f"| {' | '.join(cells)} |")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the tool."""
+    parser = argparse.ArgumentParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
+    parser.add_argument("--hidden-size", type=positive, required=True)
+    parser.add_argument("--num-attention-heads", type=positive, required=True)
+    parser.add_argument("--seq-length", type=positive, required=True)
+    parser.add_argument("--micro-batch-size", type=positive, default=16, help="sequences; default: %(default)s")
+    parser.add_argument("--num-ranks", type=positive, nargs="+", required=True, help="tensor-parallel sizes")
+    return run_tool(show, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
