@@ -58,6 +58,11 @@ class LossScale:
                 "hysteresis_tracker": torch.tensor(float(config.hysteresis), device=device),
             }
 
+    @property
+    def value(self) -> float | None:
+        """The factor, which waits for the device; None where nothing is scaled."""
+        return float(self.factor) if isinstance(self.factor, Tensor) else None
+
     def unscale(self, norm: Tensor) -> Tensor:
         """The norm of the gradients from that of the scaled ones."""
         return norm / self.factor if isinstance(self.factor, Tensor) else norm

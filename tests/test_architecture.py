@@ -148,10 +148,19 @@ def long_functions(tree: ast.Module) -> list[int]:
     return [n.lineno for n in functions if (n.end_lineno or 0) - n.lineno >= MAX_FUNCTION_LINES]
 
 
-# Benchmarks that time torch's own tensor and pipeline parallelism beside ours.
+# Benchmarks that time torch's own data, tensor and pipeline parallelism beside ours.
 PEERS = tuple(
     f"benchmarks.{name}"
-    for name in ("dtensor_gpt", "dtensor_traffic", "overlaps", "pipeline", "tensor_parallel", "torch_flow")
+    for name in (
+        "data_parallel",
+        "dtensor_gpt",
+        "dtensor_traffic",
+        "live",
+        "overlaps",
+        "pipeline",
+        "tensor_parallel",
+        "torch_flow",
+    )
 )
 
 # Rule, modules that may, a line that breaks it.

@@ -61,6 +61,11 @@ def test_the_console_line_has_megatrons_order_and_words() -> None:
     )
 
 
+def test_the_loss_scale_stands_beside_the_loss() -> None:
+    line = step_line(replace(RECORD, loss_scale=65536.0), 10, 8, datetime(2026, 1, 1))
+    assert "| lm loss: 1.234568E+00 | loss scale: 65536.0 | grad norm" in line
+
+
 def test_an_unknown_peak_leaves_mfu_out_and_nan_stays_visible() -> None:
     line = step_line(replace(RECORD, mfu=None, lm_loss=math.nan), 10, 8, datetime(2026, 1, 1))
     assert "MFU" not in line
@@ -145,7 +150,7 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert set(events.Tags()["scalars"]) == {*asdict(RECORD), "validation_loss"} - {"iteration"}
+    assert set(events.Tags()["scalars"]) == {*asdict(RECORD), "validation_loss"} - {"iteration", "loss_scale"}
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4]
 
 

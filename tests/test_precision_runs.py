@@ -50,3 +50,5 @@ def test_fp16_finds_its_loss_scale(config: Path) -> None:
     assert 10 < sum(skipped) < 25 and sum(skipped[:first_good]) == first_good
     assert len({row["lm_loss"] for row in rows[:first_good]}) > 1, "other samples have other losses"
     assert rows[-1]["lm_loss"] < rows[0]["lm_loss"]
+    scales = [row["loss_scale"] for row in rows]
+    assert scales[0] == 2.0**32 and scales[first_good] == 2.0 ** (33 - first_good) >= min(scales)

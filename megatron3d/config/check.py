@@ -153,7 +153,12 @@ def batch_problems(facts: Facts) -> Iterator[str]:
         other = one_of(key for key, size in sizes.items() if size > 1)
         yield f"world_size {world}: {rule} {made}; use {size} processes (--world-size), or another {other}"
         return
-    data = world // model_size
+    data, instances = world // model_size, config.parallel.num_distributed_optimizer_instances
+    if data % instances:
+        yield (
+            f"{facts.named('parallel.num_distributed_optimizer_instances')}: {instances} does not divide the data "
+            f"parallel size {data}; use {one_of(near_divisors(data, instances))}"
+        )
     step, batch = config.train.micro_batch_size * data, config.train.global_batch_size
     if batch % step:
         yield (

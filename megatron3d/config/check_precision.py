@@ -1,4 +1,4 @@
-"""The rules of number types: what only fp16 reads, and what apex's kernel can do."""
+"""The rules of number types: what only fp16 reads, and what apex's kernels can do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ def precision_problems(facts: Facts) -> Iterator[str]:
     """Whether the loss scale and the optimizer's numbers fit `train.precision`."""
     yield from _loss_scale_problems(facts)
     yield from _apex_problems(facts)
+    if facts.config.train.grad_reduce_in_bf16 and facts.config.train.precision == "fp64":
+        where = facts.named("train.grad_reduce_in_bf16")
+        yield f"{where}: would undo {plain(facts.config, 'train.precision')}, which is for verification; use false"
 
 
 def _loss_scale_problems(facts: Facts) -> Iterator[str]:
@@ -34,6 +37,9 @@ def _loss_scale_problems(facts: Facts) -> Iterator[str]:
 
 def _apex_problems(facts: Facts) -> Iterator[str]:
     config, optimizer = facts.config, facts.config.optimizer
+    if config.train.norm_implementation == "apex" and config.train.precision == "fp64":
+        where, precision = facts.named("train.norm_implementation"), plain(config, "train.precision")
+        yield f"{where}: its kernels take statistics in fp32, less than {precision}; use torch"
     if optimizer.adam_implementation != "apex":
         return
     where = facts.named("optimizer.adam_implementation")

@@ -149,6 +149,9 @@ class TrainConfig(Section):
     )
     cpu_offloading: bool = Field(False, description="what layers keep for backward lies in host memory; GPUs only")
     grad_reduce_in_bf16: bool = Field(False, description="gradients on their way; they are summed up in fp32")
+    norm_implementation: Literal["torch", "apex"] = Field(
+        "torch", description="whose fused LayerNorm and RMSNorm where features are whole; apex is NVIDIA's"
+    )
     compile: bool = Field(False, description="torch.compile of each layer; eager, and said so, where that fails")
 
 

@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron3d.errors import UserError
+from megatron3d.ops.norm import Kernels
 
 ADAM_EXTENSION, NORM_EXTENSION = "amp_C", "fused_layer_norm_cuda"
 INSTALL = (
@@ -45,14 +45,6 @@ class Apex:
 
     def __str__(self) -> str:
         return _STATES[self.state].format(detail=self.detail, extension=ADAM_EXTENSION)
-
-
-@dataclass(frozen=True)
-class FusedNorms:
-    """apex's normalizations over the last dimension, with autograd; weight and bias have the type of x."""
-
-    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
 
 
 def find_apex() -> Apex:
@@ -87,12 +79,14 @@ def adam_kernel(
     return kernel
 
 
-def fused_norms(devices: Iterable[torch.device], asked_by: str) -> FusedNorms:
-    """apex's LayerNorm and RMSNorm; raises UserError, naming the key `asked_by`, where they are not there."""
+def fused_norms(devices: Iterable[torch.device], asked_by: str = "train.norm_implementation") -> Kernels:
+    """apex's LayerNorm and RMSNorm, whose weights have the type of x; raises UserError, naming the key `asked_by`,
+    where they are not there.
+    """
     _check(devices, f"{asked_by}=apex", f"{asked_by} torch")
     _load(NORM_EXTENSION, asked_by)
     functions: Any = _load("apex.normalization.fused_layer_norm", asked_by)
-    return FusedNorms(
+    return Kernels(
         lambda x, weight, bias, eps: functions.fused_layer_norm_affine(x, weight, bias, weight.shape, eps),
         lambda x, weight, eps: functions.fused_rms_norm_affine(x, weight, weight.shape, eps),
     )

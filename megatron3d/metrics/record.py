@@ -22,6 +22,7 @@ class StepRecord:
         mfu: model FLOP/s over the device's peak; None where the peak is unknown.
         peak_memory_bytes: largest of any rank's, or of rank 0's.
         skipped_iterations: steps without an update since the last record.
+        loss_scale: what the next step's loss is multiplied by; None where nothing is scaled.
     """
 
     iteration: int
@@ -36,6 +37,7 @@ class StepRecord:
     mfu: float | None
     peak_memory_bytes: int
     skipped_iterations: int = 0
+    loss_scale: float | None = None
 
 
 def step_line(record: StepRecord, train_iters: int, global_batch_size: int, now: datetime) -> str:
@@ -49,6 +51,7 @@ def step_line(record: StepRecord, train_iters: int, global_batch_size: int, now:
         "learning rate": f"{record.learning_rate:.6E}",
         "global batch size": f"{global_batch_size:5d}",
         "lm loss": scientific(record.lm_loss),
+        "loss scale": None if record.loss_scale is None else f"{record.loss_scale:.1f}",
         "grad norm": f"{record.grad_norm:.3f}",
         "number of skipped iterations": f"{record.skipped_iterations:3d}",
         "memory (GB)": f"{record.peak_memory_bytes / 1e9:.2f}",

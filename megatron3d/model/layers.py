@@ -26,7 +26,7 @@ from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
 from megatron3d.ops.embedding import embedding
 from megatron3d.ops.loss import Head, head_logits, head_loss
 from megatron3d.ops.matmul import Matmul
-from megatron3d.ops.norm import norm
+from megatron3d.ops.norm import TORCH, norm
 from megatron3d.ops.overlap import GatheredWeight, WeightGrads
 from megatron3d.ops.product import uses_onednn
 from megatron3d.ops.repeat import kept_as, repeated
@@ -148,11 +148,12 @@ class Norm(nn.Module):
     def __init__(self, name: str, axes: Axes, build: Build) -> None:
         super().__init__()
         self.axes, self.comm, self.eps = build.live(axes), build.comm, build.arch.norm_epsilon
+        self.kernels = TORCH
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x_MH: Tensor) -> Tensor:
-        return norm(x_MH, self.weight, self.bias, self.eps, self.axes, self.comm)
+        return norm(x_MH, self.weight, self.bias, self.eps, self.axes, self.comm, self.kernels)
 
 
 class HiddenDropout(nn.Module):
@@ -292,7 +293,7 @@ def is_opaque(module: nn.Module) -> bool:
 
 _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
     Linear: lambda m: not m.matmul.is_plain or uses_onednn(m.weight.device, m.weight.dtype),
-    Norm: lambda m: bool(m.axes),
+    Norm: lambda m: bool(m.axes) or m.kernels is not TORCH,
     HiddenDropout: lambda m: m.rate > 0,
     Attention: lambda m: m.dropout > 0 or m.repeats_core or bool(m.heads.gather_axes),
     MLP: lambda m: m.repeats_activation,

@@ -6,6 +6,8 @@ collective, so that nothing is lost to E[x^2] - E[x]^2.  Letters: M tokens, H fe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +18,30 @@ from megatron3d.comm import Comm
 from megatron3d.mesh import Axes
 
 
-def norm(x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, axes: Axes, comm: Comm) -> Tensor:
+@dataclass(frozen=True)
+class Kernels:
+    """Normalizations of whole rows, with autograd: of (x, weight, bias, eps) and of (x, weight, eps)."""
+
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+
+
+TORCH = Kernels(
+    lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps),
+    lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
+)
+
+
+def norm(
+    x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, axes: Axes, comm: Comm, kernels: Kernels = TORCH
+) -> Tensor:
     """LayerNorm where there is a bias, else RMSNorm; `axes` (none of size 1) split the features."""
     if axes:
         y_MH: Tensor = _SplitNorm.apply(x_MH, weight_H, bias_H, eps, axes, comm)
         return y_MH
     if bias_H is None:
-        return F.rms_norm(x_MH, weight_H.shape, weight_H, eps)
-    return F.layer_norm(x_MH, weight_H.shape, weight_H, bias_H, eps)
+        return kernels.rms_norm(x_MH, weight_H, eps)
+    return kernels.layer_norm(x_MH, weight_H, bias_H, eps)
 
 
 def _moments(x_MH: Tensor, centred: bool, axes: Axes, comm: Comm) -> tuple[Tensor, Tensor]:

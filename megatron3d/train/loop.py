@@ -208,4 +208,5 @@ class Meter:
             mfu=per_rank * self._flops / run.peak_flops if run.peak_flops else None,
             peak_memory_bytes=peak_memory_bytes(run.runtime.device),
             skipped_iterations=int(self._skipped),
+            loss_scale=state.loss_scale.value,
         )

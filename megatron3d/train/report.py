@@ -66,7 +66,7 @@ def _lines(state: TrainState, peak: Peak | None, config: Config) -> Iterator[str
         yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
     heads = job.work.num_queries, job.work.num_groups, arch.kv_channels
     yield describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout)
-    if config.optimizer.adam_implementation == "apex":
+    if "apex" in (config.optimizer.adam_implementation, config.train.norm_implementation):
         yield describe_apex()
     if job.pipeline.num_ranks > 1:
         yield from ("stages of the pipeline:", *stage_table(job))

@@ -18,10 +18,11 @@ from megatron3d.config.derive import (
 )
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
+from megatron3d.hardware.apex import fused_norms
 from megatron3d.mesh import DATA
 from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
-from megatron3d.model.layers import is_opaque
+from megatron3d.model.layers import Norm, is_opaque
 from megatron3d.optim import Optimizer
 from megatron3d.precision import PRECISIONS, LossScale
 from megatron3d.recompute import recompute_of
@@ -70,6 +71,10 @@ def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.de
         blocks=model.blocks(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
     )
+    if config.train.norm_implementation == "apex":
+        kernels = fused_norms([device])
+        for norm in (module for module in model.modules() if isinstance(module, Norm)):
+            norm.kernels = kernels
     if config.train.compile:
         compiler = Compiler(comm.mesh.rank, is_opaque)
         for layer in model.layers.values():

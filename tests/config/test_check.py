@@ -268,6 +268,22 @@ BROKEN = [
         "more",
     ),
     (
+        {"parallel": {"num_distributed_optimizer_instances": 4}, "train": {"global_batch_size": 24}},
+        6,
+        "parallel.num_distributed_optimizer_instances=4: 4 does not divide the data parallel size 6; use 1, 2, 3 or 6",
+    ),
+    (
+        {"train": {"precision": "fp64", "grad_reduce_in_bf16": True}},
+        1,
+        "train.grad_reduce_in_bf16=true: would undo train.precision=fp64, which is for verification; use false",
+    ),
+    (
+        {"train": {"precision": "fp64", "norm_implementation": "apex"}},
+        1,
+        "train.norm_implementation=apex: its kernels take statistics in fp32, less than train.precision=fp64; use "
+        "torch",
+    ),
+    (
         {"train": {"recompute_modules": ["mlp_act"]}},
         1,
         "train.recompute_modules=[mlp_act]: not read with train.recompute_granularity=null; use selective, or leave "

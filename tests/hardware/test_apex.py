@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron3d.comm import ProcessComm
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import adam_kernel, describe_apex, find_apex, fused_norms
+from megatron3d.mesh import Mesh
+from megatron3d.ops.norm import Kernels, norm
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NOT_TO_BE_IMPORTED = 'raise AssertionError("imported")\n'
@@ -158,3 +161,10 @@ def test_norms_are_apexs_functions_over_the_last_dimension(folder: Path) -> None
     norms, x, weight, bias = fused_norms([GPU], "model.some_key"), torch.ones(2, 3), torch.ones(3), torch.zeros(3)
     assert norms.layer_norm(x, weight, bias, 1e-5) == ("layer", x, weight, bias, (3,), 1e-5)
     assert norms.rms_norm(x, weight, 1e-6) == ("rms", x, weight, (3,), 1e-6)
+
+
+def test_norms_of_whole_rows_are_the_chosen_ones() -> None:
+    chosen = Kernels(lambda x, weight, bias, eps: x * weight + bias, lambda x, weight, eps: x * weight)
+    alone, x, weight, bias = ProcessComm(Mesh(()), []), torch.randn(2, 3), torch.full((3,), 2.0), torch.ones(3)
+    assert torch.equal(norm(x, weight, bias, 1e-5, (), alone, chosen), 2 * x + 1)
+    assert torch.equal(norm(x, weight, None, 1e-5, (), alone, chosen), 2 * x)
