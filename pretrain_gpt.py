@@ -18,6 +18,10 @@ def main() -> int:
     place = runtime.placement()
     if arguments.check:
         return run_check(arguments, place.world_size)
+    if arguments.dry_run:
+        from megatron3d.dryrun.program import run_dry
+
+        return run_dry(arguments, place.world_size)
     return pretrain(arguments, place.world_size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,49 +11,67 @@ from megatron3d.mesh import Axes, Mesh
 from megatron3d.plan import Traffic
 
 
+class Entry(NamedTuple):
+    """What a rank asks of a group or, along a link, of the rank at its other end."""
+
+    what: str
+    where: Axes | Link
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class Recorder:
-    """Wraps a `Comm`; `calls` holds each collective with the bytes that this rank sends over a ring."""
+    """Wraps a `Comm`; `calls` holds each collective with the bytes that this rank sends over a ring, `entries` what its
+    group must agree on."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.calls: list[Traffic] = []
+        self.entries: list[Entry] = []
 
     @property
     def mesh(self) -> Mesh:
         """The wrapped communicator's mesh."""
         return self.comm.mesh
 
-    def _record(self, collective: str, axes: Axes, whole_bytes: float, passes: int) -> None:
+    def _record(self, collective: str, axes: Axes, x: Tensor, whole_bytes: float, passes: int = 1) -> None:
         live = self.mesh.nontrivial(axes)
         if live:
             ranks = self.mesh.size(live)
             self.calls.append(Traffic(collective, live, passes * whole_bytes * (ranks - 1) / ranks))
+            self._note(collective, self.mesh.in_order(live), x)
+
+    def _note(self, what: str, where: Axes | Link, x: Tensor) -> None:
+        self.entries.append(Entry(what, where, tuple(x.shape), str(x.dtype).removeprefix("torch.")))
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        self._record("all_gather", axes, x.nbytes * self.mesh.size(axes), passes=1)
+        self._record("all_gather", axes, x, x.nbytes * self.mesh.size(axes))
         return self.comm.all_gather(x, axes, dim)
 
     def fill(self, whole: Tensor, axes: Axes) -> Pending:
-        self._record("all_gather", axes, whole.nbytes, passes=1)
+        self._record("all_gather", axes, whole, whole.nbytes)
         return self.comm.fill(whole, axes)
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        self._record("reduce_scatter", axes, x.nbytes, passes=1)
+        self._record("reduce_scatter", axes, x, x.nbytes)
         return self.comm.reduce_scatter(x, axes, dim)
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
-        self._record("all_reduce", axes, x.nbytes, passes=2)
+        self._record("all_reduce", axes, x, x.nbytes, passes=2)
         return self.comm.all_reduce(x, axes, op)
 
     def send(self, x: Tensor, link: Link) -> Pending:
         self.calls.append(Traffic("send", (link.axis,), x.nbytes))
+        self._note("send", link, x)
         return self.comm.send(x, link)
 
     def receive(self, out: Tensor, link: Link) -> Pending:
+        self._note("receive", link, out)
         return self.comm.receive(out, link)
 
     def add(self, x: Tensor, link: Link) -> Pending:
         self.calls.append(Traffic("add", (link.axis,), x.nbytes))
+        self._note("add", link, x)
         return self.comm.add(x, link)
 
     def barrier(self) -> None:

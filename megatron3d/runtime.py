@@ -56,7 +56,7 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
     place = placement()
     device = torch.device("cpu") if on_cpu else _device(place)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _num_cores() // place.local_world_size))
+        torch.set_num_threads(max(1, num_cores() // place.local_world_size))
     with _process_group(place, device, timeout_s) if place.world_size > 1 else contextlib.nullcontext():
         yield Runtime(place.rank, place.world_size, place.local_rank, device)
 
@@ -97,7 +97,7 @@ def _device(place: Placement) -> torch.device:
     return device
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -124,6 +124,19 @@ def _process_group(place: Placement, device: torch.device, timeout_s: float) -> 
         ) from error
     yield
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def pretend(rank: int, world_size: int) -> Iterator[None]:
+    """This process as one rank of a world whose others do not exist: calls have their shapes, not their values."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class StopSignal:

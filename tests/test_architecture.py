@@ -42,6 +42,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "tensors": (
         "megatron3d.comm",
         "megatron3d.record",
+        "megatron3d.meter",
         "megatron3d.shard",
         "megatron3d.ops",
         "megatron3d.pipeline.engine",
@@ -61,7 +62,13 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.hardware",
     ),
     "model": ("megatron3d.model",),
-    "train": ("megatron3d.train", "megatron3d.runtime", "megatron3d.verify", "megatron3d.convert"),
+    "train": (
+        "megatron3d.train",
+        "megatron3d.runtime",
+        "megatron3d.verify",
+        "megatron3d.convert",
+        "megatron3d.dryrun",
+    ),
     "programs": ("pretrain_gpt", "tools", "benchmarks"),
 }
 WITHOUT_TORCH = ("megatron3d.runtime", "megatron3d.metrics")

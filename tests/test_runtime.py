@@ -136,7 +136,7 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(runtime, "_num_cores", lambda: cores)
+    monkeypatch.setattr(runtime, "num_cores", lambda: cores)
     monkeypatch.setattr(runtime, "_device", lambda place: torch.device("cpu"))
     monkeypatch.setattr(runtime, "placement", lambda: Placement(local_world_size=ranks))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -31,25 +31,42 @@ class Arguments:
     overrides: tuple[str, ...] = ()
     check: bool = False
     world_size: int | None = None
+    dry_run: bool = False
+    ranks: str = "pipeline"
 
 
 def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Arguments:
-    """`--config FILE [--check] [--world-size N] [section.key=value ...]` in any order; exits with 2 on others."""
+    """`--config FILE [--check | --dry-run] [--world-size N] [section.key=value ...]` in any order; exits with 2 on
+    others."""
     parser = argparse.ArgumentParser(program, description="Pretrain a GPT in any parallel layout.", allow_abbrev=False)
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="a YAML file, such as those of configs/"
     )
     parser.add_argument("--check", action="store_true", help="report every problem of the configuration and stop")
+    parser.add_argument("--dry-run", action="store_true", help="do one training step without values, and stop")
     parser.add_argument(
-        "--world-size", type=_positive, metavar="N", help="check for N processes elsewhere; files are only mentioned"
+        "--world-size",
+        type=_positive,
+        metavar="N",
+        help="check or dry-run for N processes elsewhere; files are only mentioned",
+    )
+    parser.add_argument(
+        "--ranks", default="pipeline", metavar="RANKS", help="of a dry run: pipeline (one of each), all, or such as 0,5"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
     )
     typed = parser.parse_intermixed_args(argv)
-    if typed.world_size and not typed.check:
-        parser.error("--world-size only goes with --check; a launcher (torchrun, srun) sets the number of processes")
-    return Arguments(typed.config, tuple(typed.overrides), typed.check, typed.world_size)
+    if typed.world_size and not (typed.check or typed.dry_run):
+        parser.error(
+            "--world-size only goes with --check or --dry-run; a launcher (torchrun, srun) sets the number of processes"
+        )
+    if typed.check and typed.dry_run:
+        parser.error("--check and --dry-run exclude each other; a dry run checks first")
+    if typed.ranks != "pipeline" and not typed.dry_run:
+        parser.error("--ranks only goes with --dry-run")
+    overrides = tuple(typed.overrides)
+    return Arguments(typed.config, overrides, typed.check, typed.world_size, typed.dry_run, typed.ranks)
 
 
 def _positive(text: str) -> int:

@@ -27,6 +27,7 @@ class Job:
         schedule: name of the pipeline's schedule.
         lowered: what its ranks execute.
         moment_itemsizes: bytes of each of AdamW's two averages.
+        reduce_itemsize: bytes of a gradient on its way over the data axis.
         zero_stage: what the data axis shares out: 0 nothing, 1 optimizer state and main weights, 2 gradients too, 3
             weights too.
     """
@@ -39,6 +40,7 @@ class Job:
     loss_chunk_tokens: int
     bucket_bytes: float
     zero_stage: int = 0
+    reduce_itemsize: int = 4
 
     def at(self, rank: int) -> Job:
         """The same on another rank."""
@@ -95,6 +97,7 @@ def make_job(
     pipeline = make_pipeline(config, arch, mesh)
     bucket_bytes = train.bucket_mb * 2**20
     name, lowered = parallel.pipeline_schedule, lower(pipeline.schedule)
+    zero_stage, reduced = parallel.zero_stage, 2 if train.grad_reduce_in_bf16 else work.wide
     return Job(
-        work, pipeline, name, lowered, (first, second), train.loss_chunk_tokens, bucket_bytes, parallel.zero_stage
+        work, pipeline, name, lowered, (first, second), train.loss_chunk_tokens, bucket_bytes, zero_stage, reduced
     )

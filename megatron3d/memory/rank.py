@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from megatron3d.layout import ParamSpec, num_copies
 from megatron3d.memory.activations import (
@@ -25,6 +26,7 @@ from megatron3d.memory.activations import (
 )
 from megatron3d.memory.job import Job
 from megatron3d.memory.momentary import embedding_moment, head_moments, layer_moments, matmuls
+from megatron3d.mesh import Axes
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind, kept, owners
@@ -77,19 +79,33 @@ def rank_memory(job: Job) -> Memory:
     )
 
 
-def flat_sizes(job: Job) -> list[int]:
-    """Elements of each flat piece of memory that my parameters lie in, which ZeRO cuts into equal parts and pads.
+class FlatPiece(NamedTuple):
+    """A flat piece of memory: its elements, the axes that its gradients are summed over, who holds it, and the block of
+    the network where it is one's own."""
 
-    Parameters that are reduced alike share pieces of at least a bucket, or with ZeRO 3 of a block of the network.
-    """
+    size: int
+    reduce_axes: Axes
+    holders: tuple[int, ...]
+    block: str
+
+
+def flat_sizes(job: Job) -> list[int]:
+    """Elements of each flat piece of memory that my parameters lie in, which ZeRO cuts into equal parts and pads."""
+    return [piece.size for piece in flat_pieces(job)]
+
+
+def flat_pieces(job: Job) -> list[FlatPiece]:
+    """The pieces: parameters that are reduced alike share one of at least a bucket, or with ZeRO 3 of a block of the
+    network."""
     mesh, is_by_block = job.work.mesh, job.shares(3)
     others = tuple(axis for axis in mesh.names if axis != "pipeline")
     least = math.inf if is_by_block else job.bucket_bytes / job.work.wide
-    groups: dict[object, list[int]] = {}
+    groups: dict[tuple[Axes, int, tuple[int, ...], int, str], list[int]] = {}
     for block, stage, spec in _params(job):
-        alike = spec.reduce_axes(mesh), num_copies(spec.layout, mesh, others), spec.holders
-        groups.setdefault((alike, stage, block if is_by_block else ""), []).append(math.prod(spec.local_shape(mesh)))
-    return [size for sizes in groups.values() for size in _runs(sizes, least)]
+        copies = num_copies(spec.layout, mesh, others)
+        key = spec.reduce_axes(mesh), copies, spec.holders, stage, block if is_by_block else ""
+        groups.setdefault(key, []).append(math.prod(spec.local_shape(mesh)))
+    return [FlatPiece(size, key[0], key[2], key[4]) for key, sizes in groups.items() for size in _runs(sizes, least)]
 
 
 def _runs(sizes: list[int], least: float) -> list[int]:

@@ -24,14 +24,14 @@ def repeated(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 def kept_as(function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> AbstractContextManager[None]:
     """While this is entered, who keeps y = function(x) for backward keeps x in its place and computes y when needed."""
-    address = y.data_ptr()
+    storage = y.untyped_storage()._cdata
 
     def compute() -> Tensor:
         with torch.no_grad():
             return function(x)
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        return compute if saved.data_ptr() == address and saved.shape == y_shape else saved
+        return compute if saved.untyped_storage()._cdata == storage and saved.shape == y_shape else saved
 
     def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed()
@@ -48,10 +48,10 @@ def offloaded(params: Iterable[Tensor]) -> AbstractContextManager[None]:
     The copies are made in the stream that computes: after what makes a tensor, and before what uses it again.
     """
 
-    staying = {param.untyped_storage().data_ptr() for param in params}
+    staying = {param.untyped_storage()._cdata for param in params}
 
     def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if saved.untyped_storage().data_ptr() in staying:
+        if saved.untyped_storage()._cdata in staying:
             return saved
         is_remote = saved.device.type != "cpu"
         there = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype, pin_memory=is_remote)

@@ -52,8 +52,10 @@ def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tupl
     return arch, ProcessComm(mesh, axis_sets(arch, mode, mesh), links(arch, pipeline))
 
 
-def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.device) -> TrainState:
-    """A fresh state; initial values depend on the seed and the model only."""
+def build_state(
+    config: Config, arch: Architecture, comm: Comm, device: torch.device, has_values: bool = True
+) -> TrainState:
+    """A fresh state; initial values depend on the seed and the model only.  Without values they are left out."""
     pipeline = make_pipeline(config, arch, comm.mesh)
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the host; use false, or a GPU")
@@ -79,7 +81,7 @@ def build_state(config: Config, arch: Architecture, comm: Comm, device: torch.de
         compiler = Compiler(comm.mesh.rank, is_opaque)
         for layer in model.layers.values():
             compiler.block(layer)
-    for name, start, values in buffers.held("main"):
+    for name, start, values in buffers.held("main") if has_values else ():
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
     if execution.overlap_weight_gather:

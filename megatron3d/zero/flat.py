@@ -165,7 +165,7 @@ class Flat:
     def take_sum(self, total: Tensor) -> None:
         """Keep my part of the sum over ranks; with gradients shared out, of one sum after another."""
         if not self.sharding.grads:
-            if total.data_ptr() != self.grad.data_ptr():
+            if total.untyped_storage()._cdata != self.grad.untyped_storage()._cdata:
                 self.grad.copy_(total)
         elif self.num_reduced:
             self.grad.add_(total)

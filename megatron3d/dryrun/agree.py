@@ -1,0 +1,41 @@
+"""What the members of a group ask of it, side by side: on a cluster, a difference is a hang without a message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron3d.config.derive import make_mesh
+from megatron3d.config.schema import Config
+from megatron3d.dryrun.run import RankRun
+
+
+def disagreements(runs: Sequence[RankRun], config: Config, world_size: int) -> list[str]:
+    """Every first difference between what the members of a group ask of it, or the two ends of a link: a hang."""
+    mesh, found = make_mesh(config.parallel, world_size), list[str]()
+    lists: dict[tuple[int, ...], dict[int, list[tuple[str, tuple[int, ...], str]]]] = {}
+    for run in runs:
+        here = mesh.at(run.rank)
+        for what, where, shape, dtype in run.entries:
+            group = tuple(sorted(here.ranks(where))) if isinstance(where, tuple) else where.ranks(here)
+            if not isinstance(where, tuple) and run.rank == group[1]:
+                what = {"send": "receive", "receive": "send"}.get(what, what)
+            lists.setdefault(group, {}).setdefault(run.rank, []).append((what, shape, dtype))
+    present = {run.rank for run in runs}
+    for group, by_rank in lists.items():
+        ranks = [rank for rank in group if rank in present]
+        first = by_rank.get(ranks[0], [])
+        for other in ranks[1:]:
+            found += _difference(ranks[0], first, other, by_rank.get(other, []))
+    return found
+
+
+def _difference(rank: int, mine: Sequence[object], other: int, theirs: Sequence[object]) -> list[str]:
+    for number, (one, two) in enumerate(zip(mine, theirs, strict=False), 1):
+        if one != two:
+            return [
+                f"ranks {rank} and {other} would hang: call {number} between them is {one} on one, {two} on the other"
+            ]
+    if len(mine) != len(theirs):
+        counts = f"rank {rank} makes {len(mine)} calls, rank {other} {len(theirs)}"
+        return [f"ranks {rank} and {other} would hang: {counts} to the same group"]
+    return []

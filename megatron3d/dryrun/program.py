@@ -1,0 +1,69 @@
+"""`pretrain_gpt.py --dry-run`: the ranks that differ, in several processes, and what is told of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from megatron3d.config.cli import Arguments, resolve
+from megatron3d.config.derive import architecture, make_mesh, make_pipeline
+from megatron3d.config.schema import Config
+from megatron3d.data.tokenizer import build_tokenizer
+from megatron3d.dryrun.agree import disagreements
+from megatron3d.dryrun.run import RankRun, few_microbatches, run_rank
+from megatron3d.dryrun.show import report
+from megatron3d.errors import UserError
+from megatron3d.pipeline.actions import Action
+from megatron3d.pipeline.lower import lower
+from megatron3d.runtime import num_cores
+
+
+def dry_run(config: Config, vocab_size: int, world_size: int, ranks: Sequence[int]) -> list[RankRun]:
+    """The step of several ranks, in several processes where that is worth it."""
+    few = few_microbatches(config, world_size)
+    workers = min(num_cores(), -(-len(ranks) // 4))
+    if workers == 1:
+        return [run_rank(few, vocab_size, world_size, rank) for rank in ranks]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        jobs = [pool.submit(run_rank, few, vocab_size, world_size, rank) for rank in ranks]
+        return [job.result() for job in jobs]
+
+
+def chosen_ranks(text: str, config: Config, world_size: int) -> list[int]:
+    """The ranks that `--ranks` names."""
+    mesh = make_mesh(config.parallel, world_size)
+    named = {"all": range(world_size), "pipeline": mesh.ranks(("pipeline",))}
+    if text in named:
+        return list(named[text])
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) < world_size for part in parts):
+        raise UserError(f"--ranks {text}: must be pipeline, all, or ranks of 0 to {world_size - 1}; use --ranks 0")
+    return sorted({int(part) for part in parts})
+
+
+def run_dry(arguments: Arguments, environ_world_size: int) -> int:
+    """Run and print; the exit code, 0, or 1 where ranks disagree.  Raises UserError."""
+    world_size = arguments.world_size or environ_world_size
+    config = resolve(arguments.config, arguments.overrides, world_size, elsewhere=True).config
+    vocab_size = config.model.vocab_size
+    if vocab_size is None:
+        vocab_size = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model).vocab_size
+    runs = dry_run(config, vocab_size, world_size, chosen_ranks(arguments.ranks, config, world_size))
+    print(report(runs, step_lists(config, vocab_size, world_size)))
+    problems = disagreements(runs, config, world_size)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if not problems:
+        print(f"> {len(runs)} ranks agree on every call to every group that two or more of them are in")
+    return int(bool(problems))
+
+
+def step_lists(config: Config, vocab_size: int, world_size: int) -> Sequence[Sequence[Action]]:
+    """What each rank of the pipeline executes in a whole step."""
+    arch = architecture(config.model, vocab_size)
+    return lower(make_pipeline(config, arch, make_mesh(config.parallel, world_size)).schedule)

@@ -1,0 +1,179 @@
+"""The training step of a configuration without values, for any rank of any world: what it computes, sends and holds.
+
+Real and dry runs differ in three things: the process group is a fake one, tensors have shapes only (FakeTensorMode),
+and a recorder stands before the communicator.  All microbatches but the first and the last do the same; of many, four
+are run, and the rest of the step's list is filled in from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron3d.config.derive import make_mesh, num_microbatches
+from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.data.loader import Microbatch
+from megatron3d.layout import span
+from megatron3d.mesh import DATA, Axes
+from megatron3d.meter import Meter
+from megatron3d.optim import MOMENTS
+from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.pipeline.schedules import FILE, build_schedule
+from megatron3d.record import Entry, Recorder
+from megatron3d.runtime import pretend
+from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.step import Settings, train_step
+
+# The first and the last microbatch are special; of two between them it is held that they are alike.
+ENOUGH = 4
+Calls = Counter[tuple[str, Axes]]
+
+
+class Done(NamedTuple):
+    """What one action, or what lies between two, does: operations, calls and bytes by collective and axes, the change
+    of what is held, and the most beyond what was held before."""
+
+    flops: int
+    calls: Calls
+    sent: Counter[tuple[str, Axes]]
+    kept: int
+    peak: int
+
+
+@dataclass
+class RankRun:
+    """A rank's step.
+
+    Attributes:
+        parameters: that it holds, padding included.
+        between: bytes by kind that it holds between steps.
+        held: bytes when the first action begins.
+        actions: what each action that was run did, and None what came before, between and after them.
+        peak_update: most bytes of all when the last action is over.
+        entries: what it asked of others, in order.
+    """
+
+    rank: int
+    coord: int
+    parameters: int
+    between: Mapping[str, int]
+    held: int = 0
+    actions: list[tuple[Action | None, Done]] = field(default_factory=list)
+    peak_update: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+
+def few_microbatches(config: Config, world_size: int) -> Config:
+    """The same with as many microbatches as it takes to know what all others do.
+
+    A schedule from a file is for all of them; and where the halves of a backward come apart, gradients that are shared
+    out are not summed at the same place of each.
+    """
+    mesh, train, parallel = make_mesh(config.parallel, world_size), config.train, config.parallel
+    if parallel.pipeline_schedule == FILE or (parallel.zero_stage >= 2 and splits_backward(parallel)):
+        return config
+    count = min(num_microbatches(config, mesh), ENOUGH)
+    size = count * train.micro_batch_size * mesh.size(DATA)
+    return config.model_copy(update={"train": train.model_copy(update={"global_batch_size": size})})
+
+
+def splits_backward(parallel: ParallelConfig) -> bool:
+    """Whether the schedule of a name has backwards in two halves."""
+    ranks = parallel.pipeline_model_parallel_size
+    schedule = build_schedule(parallel.pipeline_schedule, ranks, ENOUGH, parallel.virtual_pipeline_model_parallel_size)
+    return any(action.kind is Kind.I for actions in schedule for action in actions)
+
+
+def run_rank(config: Config, vocab_size: int, world_size: int, rank: int) -> RankRun:
+    """One step of a rank, dry."""
+    with pretend(rank, world_size) if world_size > 1 else contextlib.nullcontext(), FakeTensorMode():
+        arch, comm = connect(config, vocab_size, world_size, rank)
+        recorder = Recorder(comm)
+        state = build_state(config, arch, recorder, torch.device("cpu"), has_values=False)
+        return measure(config, state, recorder, microbatches(config, state))
+
+
+def microbatches(config: Config, state: TrainState) -> list[Microbatch]:
+    """Those of a step, without values."""
+    train, mesh, arch = config.train, state.model.comm.mesh, state.model.arch
+    low, high = span(train.micro_batch_size, state.model.mode.batch_axes, mesh)
+    step = train.micro_batch_size * mesh.size(DATA)
+    firsts = range(mesh.index(mesh.in_order(DATA)) * train.micro_batch_size, train.global_batch_size, step)
+    return [Microbatch(torch.zeros(high - low, arch.seq_length + 1, dtype=torch.int64), first) for first in firsts]
+
+
+def measure(config: Config, state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankRun:
+    """One step of a state that is built, with or without values."""
+    mesh, kinds = recorder.mesh, tensors_by_kind(state)
+    shared = state.buffers.sharding.params
+    resized = [flat.whole for flat in state.buffers.flats] if shared else []
+    meter = Meter([t for tensors in kinds.values() for t in tensors] + [each.tokens for each in batch], resized)
+    parameters = sum(flat.size for flat in state.buffers.flats)
+    between = {kind: num_bytes(tensors) for kind, tensors in kinds.items()}
+    run = RankRun(mesh.rank, mesh.coord("pipeline"), parameters, between)
+    recorder.calls.clear()
+    recorder.entries.clear()
+    notes = _Notes(meter, recorder, run)
+    train = config.train
+    settings = Settings(train.seed, train.global_batch_size * state.model.arch.seq_length, train.global_batch_size)
+    with meter:
+        train_step(state, batch, 1e-4, settings, watch=notes.watch)
+    notes.close(None)
+    run.peak_update, run.entries = run.actions[-1][1].peak, recorder.entries
+    return run
+
+
+def tensors_by_kind(state: TrainState) -> dict[str, list[Tensor]]:
+    """What a rank holds between steps."""
+    flats, optimizer = state.buffers.flats, state.optimizer
+    mains = [flat.main for flat in flats if not flat.is_view]
+    return {
+        "weights": [] if state.buffers.sharding.params else [flat.whole for flat in flats],
+        "main weights": mains,
+        "gradients": [flat.grad if flat.whole_grad is None else flat.whole_grad for flat in flats],
+        "optimizer": [optimizer.moment(flat, name) for flat in flats for name in MOMENTS],
+    }
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of their storages, each once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class _Notes:
+    """Cuts what a meter and a recorder count at the begin and end of each action."""
+
+    def __init__(self, meter: Meter, recorder: Recorder, run: RankRun) -> None:
+        self._meter, self._recorder, self._run = meter, recorder, run
+        run.held = meter.now
+        self._mark()
+
+    def _mark(self) -> None:
+        self._flops, self._calls, self._held = self._meter.flops, len(self._recorder.calls), self._meter.now
+        self._meter.restart()
+
+    @contextlib.contextmanager
+    def watch(self, action: Action) -> Iterator[None]:
+        """What comes right before an action, since it waits for it, is a part of it."""
+        if not self._run.actions:
+            self.close(None)
+        yield
+        self.close(action)
+
+    def close(self, action: Action | None) -> None:
+        """What was done since the last cut belongs to this action, or to none."""
+        new = self._recorder.calls[self._calls :]
+        calls = Counter((call.collective, call.axes) for call in new)
+        sent: Counter[tuple[str, Axes]] = Counter()
+        for call in new:
+            sent[call.collective, call.axes] += call.wire_bytes  # type: ignore[assignment]
+        kept, peak = self._meter.now - self._held, self._meter.peak - self._held
+        self._run.actions.append((action, Done(self._meter.flops - self._flops, calls, sent, kept, peak)))
+        self._mark()

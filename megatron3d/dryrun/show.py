@@ -1,0 +1,55 @@
+"""A dry run as text: per rank what it computes, sends and holds, and for one of them every collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron3d.dryrun.run import RankRun
+from megatron3d.dryrun.sums import Totals, totals
+from megatron3d.memory.show import BYTES, lines_of, unit_for
+from megatron3d.pipeline.actions import Action
+
+OPERATIONS = {"GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}
+
+
+def report(runs: Sequence[RankRun], lists: Sequence[Sequence[Action]]) -> str:
+    """All tables."""
+    sums = [totals(run, lists[run.coord]) for run in runs]
+    busiest = max(range(len(runs)), key=lambda index: sums[index].flops)
+    lines = [*rank_table(runs, sums), "", f"collectives of rank {runs[busiest].rank} in a step, sent over rings:"]
+    return "\n".join(f"> {line}".rstrip() for line in [*lines, *call_table(sums[busiest])])
+
+
+def rank_table(runs: Sequence[RankRun], sums: Sequence[Totals]) -> list[str]:
+    """A line per rank."""
+    unit, size = unit_for(max(each.peak for each in sums), BYTES)
+    operations, one = unit_for(max(each.flops for each in sums), OPERATIONS)
+    kinds = list(runs[0].between)
+    header = ("rank", "stage rank", "parameters", operations, "calls", f"sent {unit}", *kinds, "activations")
+    rows = [
+        (
+            str(run.rank),
+            str(run.coord),
+            f"{run.parameters:,}",
+            f"{each.flops / one:,.1f}",
+            f"{sum(each.calls.values()):,}",
+            f"{sum(each.sent.values()) / size:,.1f}",
+            *(f"{run.between[kind] / size:,.1f}" for kind in kinds),
+            f"{each.activations / size:,.1f}",
+            f"{each.moment / size:,.1f}",
+            f"{each.peak / size:,.1f}",
+            each.peak_at,
+        )
+        for run, each in zip(runs, sums, strict=True)
+    ]
+    return lines_of([(*header, "moment", f"peak {unit}", "at"), *rows])
+
+
+def call_table(sums: Totals) -> list[str]:
+    """A line per collective and axes."""
+    unit, size = unit_for(max(sums.sent.values(), default=0), BYTES)
+    rows = [
+        (what, "·".join(axes), f"{count:,}", f"{sums.sent[what, axes] / size:,.3f}", "")
+        for (what, axes), count in sorted(sums.calls.items())
+    ]
+    return lines_of([("collective", "axes", "calls", unit, ""), *rows]) if rows else ["none"]

@@ -1,0 +1,73 @@
+"""A rank's whole step from the microbatches that were run: totals, and bytes held after every action."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron3d.dryrun.run import Done, RankRun
+from megatron3d.mesh import Axes
+from megatron3d.pipeline.actions import Action, Kind
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A rank's whole step, of however many microbatches.
+
+    Attributes:
+        peak: most bytes at one time, and `peak_at`, the action then; `activations` are what it held then beyond what it
+            holds between steps and the moment.
+        timeline: bytes that are held after each action.
+    """
+
+    flops: int
+    calls: Mapping[tuple[str, Axes], int]
+    sent: Mapping[tuple[str, Axes], float]
+    peak: int
+    peak_at: str
+    activations: int
+    moment: int
+    timeline: Sequence[int]
+
+
+def totals(run: RankRun, actions: Sequence[Action]) -> Totals:
+    """What the whole list of a rank does, in which a microbatch that was not run does what the second one did.
+
+    Raises RuntimeError where microbatches between the first and the last differ.
+    """
+    known = {action: done for action, done in run.actions if action is not None}
+    rest = [done for action, done in run.actions if action is None]
+    last = max(action.mb for action in known if action.mb is not None)
+    num = max(action.mb for action in actions if action.mb is not None)
+
+    def done(action: Action) -> Done:
+        if action.mb is None or action.mb == 0 or num == last:
+            return known[action]
+        if action.mb == num:
+            return known[action._replace(mb=last)]
+        found = known[action._replace(mb=1)]
+        is_over = action.kind in (Kind.B, Kind.W)
+        return found._replace(kept=found.kept - left[action.stage]) if is_over else found
+
+    # A microbatch leaves nothing behind; what the second one seems to, others take away with their own.
+    left: Counter[int] = Counter()
+    for action, found in known.items():
+        left[action.stage] += found.kept * (action.mb == 1)
+    for action, found in known.items() if num != last else ():
+        if action.mb == 2 and last > 2 and (found.flops, found.calls) != (second := known[action._replace(mb=1)])[:2]:
+            raise RuntimeError(f"{action} does {found[:2]}, the microbatch before {second[:2]}")
+    every = [done(action) for action in actions]
+    calls, sent = Counter[tuple[str, Axes]](), Counter[tuple[str, Axes]]()
+    for each in [*rest, *every]:
+        calls.update(each.calls)
+        sent.update(each.sent)
+    held, timeline, peaks = run.held + rest[0].kept, list[int](), list[tuple[int, int, int, str]]()
+    for action, each in zip(actions, every, strict=True):
+        peaks.append((held + each.peak, held, each.peak, str(action)))
+        held += each.kept
+        timeline.append(held)
+    peaks.append((held + run.peak_update, held, run.peak_update, "update"))
+    peak, at, moment, name = max(peaks, key=lambda item: item[0])
+    flops = sum(each.flops for each in [*rest, *every])
+    return Totals(flops, calls, sent, peak, name, at - sum(run.between.values()), moment, timeline)
