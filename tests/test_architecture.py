@@ -155,10 +155,11 @@ def long_functions(tree: ast.Module) -> list[int]:
     return [n.lineno for n in functions if (n.end_lineno or 0) - n.lineno >= MAX_FUNCTION_LINES]
 
 
-# Benchmarks that time torch's own data, tensor and pipeline parallelism beside ours.
+# Benchmarks that time torch's own data, tensor and pipeline parallelism, and checkpoints, beside ours.
 PEERS = tuple(
     f"benchmarks.{name}"
     for name in (
+        "checkpoint",
         "data_parallel",
         "dtensor_gpt",
         "dtensor_traffic",

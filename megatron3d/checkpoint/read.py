@@ -81,7 +81,7 @@ class Boxes:
             if not stat.S_ISREG(self._path.stat().st_mode):
                 raise OSError("not a file")
             self._file = safe_open(self._path, framework="pt").__enter__()
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
             self.flaws.append(f"{self._path.name} is missing or damaged: {error}")
         return self
 

@@ -25,13 +25,13 @@ from megatron3d.checkpoint.folder import (
 )
 from megatron3d.checkpoint.index import FILE_NAME, Index, StoredTensor, merge, read_index
 from megatron3d.checkpoint.piece import Piece
-from megatron3d.checkpoint.read import load, read_meta
+from megatron3d.checkpoint.read import fill, load, read_meta
 from megatron3d.checkpoint.together import together
 from megatron3d.checkpoint.write import write_boxes
 from megatron3d.comm import Objects
 from megatron3d.errors import UserError
 
-__all__ = ["Piece", "latest", "load", "read_index", "read_meta", "resolve", "save"]
+__all__ = ["Index", "Piece", "fill", "latest", "load", "read_index", "read_meta", "resolve", "save"]
 
 
 def save(root: Path, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], comm: Objects) -> Path:

@@ -96,14 +96,15 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
     """
 
     def load() -> None:
-        meta = _read_same(folder, state, identity, loading)
-        if loading.optimizer and not any(name.startswith("optimizer.") for name in store.read_index(folder).tensors):
+        index = store.read_index(folder)
+        meta = _same(folder, index, state, identity, loading)
+        if loading.optimizer and not any(name.startswith("optimizer.") for name in index.tensors):
             raise UserError(
                 f"{folder}: holds weights only; set checkpoint.finetune=true to begin with them, or "
                 "checkpoint.no_load_optim=true to go on without the optimizer's moments"
             )
         state.buffers.settle()
-        store.load(folder, _pieces(state, None, None if loading.optimizer else "model"))
+        store.fill(folder, index, _pieces(state, None, None if loading.optimizer else "model"))
         state.buffers.publish()
         if loading.progress:
             state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
@@ -116,8 +117,12 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
 
 def read_meta(folder: Path) -> Meta:
     """What a checkpoint says beside its tensors; raises UserError where that is not a training run's."""
+    return _meta(folder, store.read_index(folder))
+
+
+def _meta(folder: Path, index: store.Index) -> Meta:
     try:
-        return Meta.model_validate(store.read_meta(folder))
+        return Meta.model_validate(index.meta)
     except ValidationError as error:
         places = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
         raise UserError(f"{folder}: its index is not of a training run ({places}); load another checkpoint") from error
@@ -128,9 +133,11 @@ def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonVal
     load_state(folder, state, identity, WEIGHTS)
 
 
-def _read_same(folder: Path, state: TrainState, identity: Mapping[str, JsonValue], loading: Loading) -> Meta:
+def _same(
+    folder: Path, index: store.Index, state: TrainState, identity: Mapping[str, JsonValue], loading: Loading
+) -> Meta:
     """What the checkpoint says, after it agreed with the model and `identity`, as far as that matters."""
-    meta = read_meta(folder)
+    meta = _meta(folder, index)
     accepted = loading.accept | (frozenset() if loading.progress else ORDER_OF_SAMPLES)
     model = {f"model.{name}": value for name, value in _architecture(state).items()}
     found = {f"model.{name}": value for name, value in meta.model.items()} | meta.identity
