@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.config.architecture import Architecture
-from megatron3d.config.derive import Pipeline, make_mesh, make_pipeline, tensor_mode
+from megatron3d.config.derive import Pipeline, make_mesh, make_pipeline, tensor_mode, virtual_size
+from megatron3d.config.derive import num_microbatches as config_microbatches
 from megatron3d.config.schema import Config
 from megatron3d.cost.data_axis import Exchange, Held, exchange, exposed
 from megatron3d.cost.ends import embedding_times, head_times
@@ -21,10 +22,10 @@ from megatron3d.cost.practice import OURS, Practice
 from megatron3d.cost.times import Times, add, waiting
 from megatron3d.memory.job import ITEMSIZES
 from megatron3d.memory.work import KERNELS, Work
-from megatron3d.mesh import Mesh
+from megatron3d.mesh import DATA, Mesh
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import Action, Kind, Schedule
-from megatron3d.pipeline.schedules import num_microbatches
+from megatron3d.pipeline.schedules import FILE, num_microbatches
 from megatron3d.pipeline.simulate import Span, Timeline, run
 from megatron3d.plan import crossing
 from megatron3d.recompute import KEEP_ALL, recompute_of
@@ -92,16 +93,37 @@ class Step:
 
 
 def make_step(config: Config, arch: Architecture, world_size: int, machine: Machine) -> Step:
-    """The step of a valid configuration."""
+    """The step of a valid configuration, of whose steady microbatches a few are simulated."""
     mesh = make_mesh(config.parallel, world_size)
-    train = config.train
+    train, mode = config.train, tensor_mode(config.parallel)
     itemsize, kernels = ITEMSIZES[train.precision], KERNELS["gpu"]
     recompute, execution = recompute_of(train), execution_of(config.parallel)
-    mode = tensor_mode(config.parallel)
     work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, execution, kernels)
-    pipeline = make_pipeline(config, arch, mesh)
-    m = len({action.mb for action in pipeline.schedule[0]})
-    return Step(work, pipeline, m, config.parallel.zero_stage, train.bucket_mb * 2**20, machine)
+    num = config_microbatches(config, mesh)
+    few, shorter = few_microbatches(config, mesh)
+    pipeline = make_pipeline(few, arch, mesh)
+    rest = make_pipeline(shorter, arch, mesh).schedule if shorter else None
+    bucket_bytes = train.bucket_mb * 2**20
+    return Step(work, pipeline, num, config.parallel.zero_stage, bucket_bytes, machine, shorter=rest)
+
+
+def few_microbatches(config: Config, mesh: Mesh) -> tuple[Config, Config | None]:
+    """A configuration with the microbatches that are worth simulating, and one with as many less as a period has.
+
+    What comes beyond is steady where they are a multiple of the ranks, or a rank has one stage.
+    """
+    ranks, num = mesh.sizes["pipeline"], config_microbatches(config, mesh)
+    virtual = 0 if config.parallel.pipeline_schedule == FILE else virtual_size(config.parallel)
+    is_steady = virtual == 1 or (virtual > 1 and num % ranks == 0)
+    if num <= 4 * ranks or not is_steady:
+        return config, None
+
+    def having(count: int) -> Config:
+        size = count * config.train.micro_batch_size * mesh.size(DATA)
+        return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
+
+    count = 3 * ranks + num % ranks
+    return having(count), having(count - ranks)
 
 
 def predict(step: Step) -> Prediction:

@@ -1,0 +1,143 @@
+"""Every layout that a planner can choose: tensor modes x shapes, pipelines, ZeRO, micro-batches, recomputation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron3d.config.schema import Config
+from megatron3d.mesh import Mesh
+from megatron3d.modes import MODES, Shape
+from megatron3d.modes.mode import Mode
+from megatron3d.pipeline.schedules import SCHEDULES
+
+# Tensor parallelism beyond so many ranks, and pipelines of more, never pay on the clusters that we know.
+MAX_TENSOR, MAX_PIPELINE, MAX_MICRO_BATCH, MAX_VIRTUAL = 64, 64, 16, 8
+RECOMPUTATIONS = (None, "selective", "full")
+
+
+@dataclass(frozen=True, order=True)
+class Tensor:
+    """A tensor-parallel mode with form and shape."""
+
+    mode: str
+    form: str
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """Its ranks."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        names = MODES[self.mode].axis_names
+        axes = "·".join(f"{name}{size}" for name, size in zip(names, self.shape, strict=True))
+        return f"{self.mode} {self.form} {axes}" if self.size > 1 else "no TP"
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """All choices of a plan but those that a model and a cluster fix."""
+
+    tensor: Tensor
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    zero_stage: int = 0
+    micro_batch_size: int = 1
+    recompute: str | None = None
+
+    def of(self, config: Config) -> Config:
+        """The configuration with these choices; nothing is checked."""
+        parallel = {
+            "tensor_parallel_mode": self.tensor.mode,
+            "tensor_parallel_form": self.tensor.form,
+            "tensor_parallel_shape": self.tensor.shape,
+            "tensor_model_parallel_size": self.tensor.size,
+            "sequence_parallel": False,
+            "pipeline_model_parallel_size": self.pipeline,
+            "pipeline_schedule": self.schedule,
+            "pipeline_schedule_file": None,
+            "pipeline_model_parallel_layout": None,
+            "virtual_pipeline_model_parallel_size": self.virtual,
+            "zero_stage": self.zero_stage,
+        }
+        recompute = {"recompute_modules": None, "recompute_method": None, "recompute_num_layers": None}
+        train = {"micro_batch_size": self.micro_batch_size, "recompute_granularity": self.recompute, **recompute}
+        return config.model_copy(
+            update={
+                "parallel": config.parallel.model_copy(update=parallel),
+                "train": config.train.model_copy(update=train),
+            }
+        )
+
+    def __str__(self) -> str:
+        virtual = f" v{self.virtual}" if self.virtual > 1 else ""
+        pipeline = f"PP {self.pipeline} {self.schedule}{virtual}" if self.pipeline > 1 else "no PP"
+        again = f", recompute {self.recompute}" if self.recompute else ""
+        return f"{self.tensor}, {pipeline}, ZeRO {self.zero_stage}, micro-batch {self.micro_batch_size}{again}"
+
+
+def divisors(number: int) -> list[int]:
+    """All, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def tensors(num_ranks: int) -> Iterator[Tensor]:
+    """Every mode, form and shape on a part of the ranks; what is another mode by another name, once."""
+    seen: set[object] = set()
+    for size in divisors(num_ranks):
+        if size > MAX_TENSOR:
+            return
+        for mode, entry in MODES.items():
+            for shape in _shapes(size, len(entry.axis_names)):
+                for form, build in entry.forms.items():
+                    same = signature(build(shape))
+                    if same not in seen:
+                        seen.add(same)
+                        yield Tensor(mode, form, shape)
+
+
+def signature(mode: Mode) -> object:
+    """What a mode does, whatever its axes are called and those of one rank left out."""
+    mesh = Mesh(mode.axes)
+    place = {axis: index for index, axis in enumerate(mesh.nontrivial(mesh.names))}
+    plans = []
+    for plan in (mode.expand.on(mesh), mode.contract.on(mesh)):
+        split = tuple(tuple(place[axis] for axis in axes) for axes in (plan.m, plan.k, plan.n))
+        moved = tuple(tuple((place[axis], dim) for axis, dim in table.items()) for table in (plan.x, plan.w, plan.y))
+        plans.append((split, moved))
+    return tuple(mesh.sizes[axis] for axis in place), tuple(plans)
+
+
+def _shapes(size: int, num_axes: int) -> Iterator[Shape]:
+    if num_axes == 1:
+        yield (size,)
+        return
+    for side in divisors(size):
+        yield from ((side, *rest) for rest in _shapes(size // side, num_axes - 1))
+
+
+def pipelines(num_ranks: int, num_layers: int) -> Iterator[tuple[int, str, int]]:
+    """Ranks of the pipeline, schedule, and stages per rank."""
+    for ranks in divisors(num_ranks):
+        if ranks > min(MAX_PIPELINE, num_layers):
+            return
+        if ranks == 1:
+            yield 1, "1f1b", 1
+            continue
+        for name, entry in SCHEDULES.items():
+            highest = min(entry.max_virtual or MAX_VIRTUAL, num_layers // ranks)
+            yield from ((ranks, name, v) for v in _powers(entry.min_virtual, highest))
+
+
+def _powers(low: int, high: int) -> Iterator[int]:
+    while low <= high:
+        yield low
+        low *= 2
+
+
+def micro_batches(per_data_rank: int) -> Sequence[int]:
+    """Powers of two that divide what a data-parallel rank has of the global batch."""
+    return [n for n in _powers(1, MAX_MICRO_BATCH) if per_data_rank % n == 0]

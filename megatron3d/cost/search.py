@@ -1,0 +1,230 @@
+"""The fastest layouts that fit: every one is bounded from below, the most promising are predicted in full.
+
+    bound = microbatches x (layers / pipeline ranks) x (forward + backward of a layer) x (1 + bubble of equal stages)
+
+In the order of their bounds, layouts get their memory by closed form and their step by simulation, until no bound is
+below the worst of those that are wanted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron3d.config.architecture import Architecture, architecture
+from megatron3d.config.check import check
+from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.schema import Config
+from megatron3d.cost.data_axis import Held
+from megatron3d.cost.ends import head_times
+from megatron3d.cost.layer import Machine, layer_phases
+from megatron3d.cost.options import RECOMPUTATIONS, Layout, Tensor, micro_batches, pipelines, tensors
+from megatron3d.cost.step import Prediction, few_microbatches, machine_of, make_step, predict
+from megatron3d.errors import UserError
+from megatron3d.memory.activations import layer_activations, recomputed_activations, total
+from megatron3d.memory.job import ITEMSIZES, make_job
+from megatron3d.memory.rank import Memory, rank_memory
+from megatron3d.memory.work import KERNELS, Work
+from megatron3d.mesh import Mesh
+from megatron3d.model.count import flops_per_token
+from megatron3d.modes import build_mode
+from megatron3d.pipeline.costs import UNIT
+from megatron3d.pipeline.schedules import build_schedule
+from megatron3d.pipeline.simulate import simulate
+from megatron3d.recompute import Recompute, recompute_of
+
+# Layouts that are predicted in full at most, and the part of memory that is left to the allocator.
+MOST, SPARE = 60, 0.06
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its step and the memory of the rank that needs most."""
+
+    layout: Layout
+    config: Config
+    step: Prediction
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best layouts, the fastest first; how many there were, and why others were refused."""
+
+    plans: Sequence[Plan]
+    num_layouts: int
+    rejected: Counter[str]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and its batch on so many ranks of a cluster."""
+
+    config: Config
+    vocab_size: int
+    cluster: str
+    num_ranks: int
+
+    @cached_property
+    def machine(self) -> Machine:
+        """What it runs on."""
+        return machine_of(self.cluster, self.config.train.precision, self.num_ranks)
+
+    @property
+    def memory_bytes(self) -> float:
+        """That tensors of a rank may need."""
+        return self.machine.device.kernels.memory_gib * 2**30 * (1 - SPARE)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of the network."""
+        return ITEMSIZES[self.config.train.precision]
+
+    def arch(self, config: Config) -> Architecture:
+        """The network with the padding that a layout needs."""
+        return architecture(config.model, self.vocab_size, vocab_multiple(tensor_mode(config.parallel)))
+
+    def plan(self, layout: Layout) -> Plan:
+        """A layout in full."""
+        return self.predicted(layout, layout.of(self.config))
+
+    def predicted(self, layout: Layout, config: Config) -> Plan:
+        """A configuration in full, whatever it says of its layout."""
+        arch = self.arch(config)
+        step = predict(make_step(config, arch, self.num_ranks, self.machine))
+        few, _ = few_microbatches(config, make_mesh(config.parallel, self.num_ranks))
+        mesh = make_mesh(config.parallel, self.num_ranks)
+        job = make_job(few, arch, mesh, recompute_of(config.train), KERNELS["gpu"])
+        ends = dict.fromkeys((0, job.pipeline.num_ranks - 1))
+        memory = max((rank_memory(job.on_pipeline_rank(coord)) for coord in ends), key=lambda each: each.total)
+        return Plan(layout, config, step, memory)
+
+    def tokens_per_s(self, plan: Plan) -> float:
+        """Of all ranks."""
+        return self.config.train.global_batch_size * self.config.model.seq_length / plan.step.step_s
+
+    def mfu(self, plan: Plan) -> float:
+        """Model operations over the peak of all ranks."""
+        flops = flops_per_token(architecture(self.config.model, self.vocab_size)) * self.tokens_per_s(plan)
+        return flops / (self.num_ranks * self.machine.device.peak)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A layout and the least that its step takes."""
+
+    seconds: float
+    layout: Layout
+
+
+def search(problem: Problem, count: int = 10) -> Found:
+    """The `count` fastest layouts that fit; raises UserError where there is none, with the commonest reasons."""
+    rejected: Counter[str] = Counter()
+    bounds = sorted(_bounds(problem, rejected), key=lambda bound: bound.seconds)
+    plans: list[Plan] = []
+    tried = 0
+    for bound in bounds:
+        if tried >= MOST or (len(plans) >= count and bound.seconds > plans[count - 1].step.step_s):
+            break
+        broken = check(bound.layout.of(problem.config), problem.num_ranks, problem.vocab_size)
+        if broken:
+            rejected[_reason(broken[0])] += 1
+            continue
+        plan = problem.plan(bound.layout)
+        if plan.memory.total > problem.memory_bytes:
+            rejected["needs more memory than a rank has"] += 1
+            continue
+        tried += 1
+        plans = sorted([*plans, plan], key=lambda each: each.step.step_s)
+    if not plans:
+        reasons = "; ".join(f"{reason} ({number} layouts)" for reason, number in rejected.most_common(3))
+        raise UserError(
+            f"--num-gpus {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
+            f"train.global_batch_size or a smaller model ({reasons})"
+        )
+    return Found(plans[:count], len(bounds) + rejected.total(), rejected)
+
+
+def _reason(problem: str) -> str:
+    """A message without its numbers before the colon: what is common to many layouts."""
+    return problem.partition("=")[0] + ": " + problem.partition(": ")[2].partition(";")[0]
+
+
+def _bounds(problem: Problem, rejected: Counter[str]) -> Iterator[Bound]:
+    bubbles: dict[tuple[int, str, int, int], float] = {}
+    for tensor in tensors(problem.num_ranks):
+        yield from _bounds_of(problem, tensor, bubbles, rejected)
+
+
+def _bounds_of(
+    problem: Problem, tensor: Tensor, bubbles: dict[tuple[int, str, int, int], float], rejected: Counter[str]
+) -> Iterator[Bound]:
+    config, mode = problem.config, build_mode(tensor.mode, tensor.form, tensor.shape)
+    broken = check(Layout(tensor, micro_batch_size=64).of(_with_batch(config, problem, tensor)), problem.num_ranks)
+    if broken:
+        rejected[_reason(broken[0])] += 1
+        return
+    arch = problem.arch(Layout(tensor).of(config))
+    mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes))
+    held = Held.of(arch, mode, mesh)
+    weights = arch.num_layers * sum(held.layer.values())
+    batch = config.train.global_batch_size
+    rest = problem.num_ranks // tensor.size
+    for size in micro_batches(batch):
+        for granularity in RECOMPUTATIONS:
+            work = Work(arch, mode, mesh, size, problem.itemsize, Recompute(granularity or "none"))
+            if size % mesh.size(mode.batch_axes):
+                continue
+            cost = _Cost(problem, replace(work, kernels=KERNELS["gpu"]), weights)
+            for ranks, schedule, virtual in pipelines(rest, arch.num_layers):
+                data = rest // ranks
+                if batch % (data * size):
+                    continue
+                num = batch // (data * size)
+                for zero in range(4) if data > 1 else (0,):
+                    layout = Layout(tensor, ranks, schedule, virtual, zero, size, granularity)
+                    if cost.least_bytes(layout, data, num) > problem.memory_bytes:
+                        rejected["needs more memory than a rank has"] += 1
+                        continue
+                    yield Bound(cost.least_s(layout, num, bubbles), layout)
+
+
+def _with_batch(config: Config, problem: Problem, tensor: Tensor) -> Config:
+    """With a batch that no rule of batches refuses, to ask for the rules of shapes alone."""
+    size = 64 * (problem.num_ranks // tensor.size)
+    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
+
+
+class _Cost:
+    """Least time and memory of all layouts that share a tensor mode, a micro-batch and what is computed again."""
+
+    def __init__(self, problem: Problem, work: Work, weights: int) -> None:
+        self._work, self._weights = work, weights
+        phases = layer_phases(work, problem.machine)
+        self._layer_s = phases.forward.total + phases.backward.total
+        self._head_s = head_times(work, problem.machine).total
+        activations = total(layer_activations(work))
+        is_full = work.recompute.granularity == "full"
+        self._activations = work.residual if is_full else activations
+        self._again = recomputed_activations(work) if is_full else 0
+
+    def least_s(self, layout: Layout, num: int, bubbles: dict[tuple[int, str, int, int], float]) -> float:
+        """Seconds of a step with equal stages whose communication over data and pipeline costs nothing."""
+        few = min(num, 2 * layout.pipeline)
+        key = layout.pipeline, layout.schedule, layout.virtual, few
+        if key not in bubbles:
+            schedule = build_schedule(layout.schedule, layout.pipeline, few, layout.virtual)
+            bubbles[key] = simulate(schedule).makespan / UNIT.total - few if layout.pipeline > 1 else 0.0
+        stages = self._work.arch.num_layers * self._layer_s / layout.pipeline
+        return max((num + bubbles[key]) * stages, num * (stages + self._head_s / layout.pipeline))
+
+    def least_bytes(self, layout: Layout, data: int, num: int) -> float:
+        """Of weights, gradients and optimizer of a rank, and of the activations of 1F1B's first rank."""
+        size, wide, zero = self._work.itemsize, self._work.wide, layout.zero_stage
+        main = 0 if size == wide else wide
+        share = [1 / data if zero >= stage else 1 for stage in (1, 2, 3)]
+        each = size * (share[2] if main else 1) + (main + 2 * wide) * share[0] + wide * share[1]
+        held = self._activations * self._work.arch.num_layers * min(1, num / layout.pipeline)
+        return each * self._weights / layout.pipeline + held + self._again

@@ -1,0 +1,98 @@
+"""Plans as text: a line per layout, and one layout in all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron3d.cost.search import Found, Plan, Problem
+from megatron3d.memory.rank import Memory
+from megatron3d.memory.show import lines_of
+
+DAY_S = 86400.0
+
+
+def found_table(found: Found, problem: Problem) -> list[str]:
+    """The best layouts, and why the others are not there."""
+    rows: list[tuple[str, ...]] = [
+        ("", "step s", "MFU %", "tokens/s", "GiB", "compute", "waits", "bubble", "update", "limited by", "layout")
+    ]
+    for place, plan in enumerate(found.plans, 1):
+        step = plan.step
+        waits = sum(step.waits.values())
+        cells = [
+            f"{100 * part / step.step_s:.1f} %" for part in (step.compute_s, waits, step.bubble_s, step.optimizer_s)
+        ]
+        rows.append(
+            (
+                str(place),
+                f"{step.step_s:.3f}",
+                f"{100 * problem.mfu(plan):.1f}",
+                f"{problem.tokens_per_s(plan):,.0f}",
+                f"{plan.memory.total / 2**30:.1f}",
+                *cells,
+                limit(plan),
+                str(plan.layout),
+            )
+        )
+    lines = [*lines_of(rows), "", f"of {found.num_layouts:,} layouts, refused:"]
+    return lines + [f"  {number:>7,}  {reason}" for reason, number in found.rejected.most_common(8)]
+
+
+def limit(plan: Plan) -> str:
+    """What takes most of the step's time."""
+    step = plan.step
+    parts = {**step.parts, "bubble": step.bubble_s, "update": step.optimizer_s}
+    return max(parts, key=lambda kind: parts[kind])
+
+
+def explained(plan: Plan, problem: Problem, num_tokens: float) -> list[str]:
+    """Memory by kind and time by kind of one layout."""
+    step, memory, batch = plan.step, plan.memory, problem.config.train.global_batch_size
+    parts = {**step.parts, "bubble": step.bubble_s, "update": step.optimizer_s}
+    tokens_per_s = problem.tokens_per_s(plan)
+    lines = [
+        f"{plan.layout}, on {problem.num_ranks} ranks of {problem.machine.network.cluster.name}",
+        f"step of {batch} sequences: {step.step_s:.3f} s, {tokens_per_s:,.0f} tokens/s, "
+        f"MFU {100 * problem.mfu(plan):.1f} %",
+        f"{num_tokens:,.0f} tokens: {num_tokens / tokens_per_s / DAY_S:,.1f} days",
+        "time:",
+    ]
+    for kind, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            lines.append(f"  {seconds:10.4f} s  {100 * seconds / step.step_s:5.1f} %  {named(kind)}")
+    return [*lines, *memory_lines(memory, problem)]
+
+
+def memory_lines(memory: Memory, problem: Problem) -> Iterator[str]:
+    """Bytes by category of the rank that needs most."""
+    room = problem.memory_bytes / 2**30
+    yield f"memory of the rank that needs most, of {room:.1f} GiB that are there:"
+    for kind, size in memory.categories.items():
+        yield f"  {size / 2**30:10.2f} GiB  {kind}"
+    yield f"  {memory.total / 2**30:10.2f} GiB  in all"
+
+
+def named(kind: str) -> str:
+    """What waits, in words."""
+    return f"waiting for communication {kind}" if kind.startswith("along ") else kind
+
+
+def compared(one: Plan, other: Plan) -> list[str]:
+    """Two plans part by part."""
+    rows = [("", "first s", "second s", "difference s", "")]
+    parts = [
+        {**plan.step.parts, "bubble": plan.step.bubble_s, "update": plan.step.optimizer_s} for plan in (one, other)
+    ]
+    totals = [{**each, "step": plan.step.step_s} for each, plan in zip(parts, (one, other), strict=True)]
+    for kind in dict.fromkeys((*totals[0], *totals[1])):
+        first, second = (each.get(kind, 0.0) for each in totals)
+        rows.append(("", f"{first:.4f}", f"{second:.4f}", f"{second - first:+.4f}", named(kind)))
+    sizes = [plan.memory.total / 2**30 for plan in (one, other)]
+    faster = one.step.step_s / other.step.step_s
+    told = f"the second is {faster:.2f} times as fast as the first; memory {sizes[0]:.1f} and {sizes[1]:.1f} GiB"
+    return [*lines_of(rows), told]
+
+
+def shown_layout(plans: Sequence[Plan]) -> list[str]:
+    """A short label for each."""
+    return [str(plan.layout).replace(", ", "\n") for plan in plans]

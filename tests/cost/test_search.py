@@ -1,0 +1,114 @@
+"""Fact: the planner misses nothing: what it finds is what trying every layout finds; each fits and can be written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron3d.config.check import check
+from megatron3d.config.cli import resolve
+from megatron3d.config.schema import Config
+from megatron3d.cost import search as searching
+from megatron3d.cost.options import Layout, Tensor, signature, tensors
+from megatron3d.cost.search import Found, Plan, Problem, search
+from megatron3d.errors import UserError
+from megatron3d.modes import MODES
+from tools import plan as tool
+
+MODEL = {"num_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 8192}
+ARGUMENTS = ("--cluster", "perlmutter", "--num-gpus", "8")
+
+
+def problem(num_ranks: int = 8) -> Problem:
+    train = {"global_batch_size": 8, "precision": "bf16"}
+    return Problem(Config.model_validate({"model": MODEL, "train": train}), 8192, "perlmutter", num_ranks)
+
+
+@cache
+def found() -> Found:
+    return search(problem(), 3)
+
+
+def test_the_best_is_the_best_of_all() -> None:
+    """No bound is above what it bounds, and no layout that fits is faster than the first."""
+    here, rejected = problem(4), Counter[str]()
+    best = search(here, 1).plans[0].step.step_s
+    bounds = list(searching._bounds(here, rejected))
+    for bound in bounds[:: max(1, len(bounds) // 60)]:
+        if not check(bound.layout.of(here.config), 4, 8192):
+            seconds = here.plan(bound.layout).step.step_s
+            assert bound.seconds <= 1.02 * seconds, bound.layout
+            assert seconds >= best
+
+
+def test_what_is_found_fits_and_is_in_order() -> None:
+    plans = found().plans
+    assert len(plans) == 3
+    assert [plan.step.step_s for plan in plans] == sorted(plan.step.step_s for plan in plans)
+    for plan in plans:
+        assert plan.memory.total <= problem().memory_bytes
+        assert check(plan.config, 8, 8192) == []
+        assert 0 < problem().mfu(plan) < 0.8
+
+
+def test_parts_add_up_to_the_step() -> None:
+    for plan in found().plans:
+        step = plan.step
+        assert step.parts.total + step.bubble_s + step.optimizer_s == pytest.approx(step.step_s, rel=0.02)
+
+
+def test_each_layout_is_tried_by_one_name() -> None:
+    """3-D on 1 x n x 1 is 1-D with sequence parallelism; of the ways to split over 8 ranks no two are equal."""
+    all_of_them = list(tensors(8))
+    signatures = [signature(MODES[each.mode].forms[each.form](each.shape)) for each in all_of_them]
+    assert len(set(signatures)) == len(signatures)
+    assert Tensor("1d", "sequence_parallel", (8,)) in all_of_them
+    assert Tensor("3d", "heads", (1, 8, 1)) not in all_of_them
+    assert Tensor("3d", "heads", (2, 2, 2)) in all_of_them
+
+
+def test_too_large_a_model_is_refused_with_reasons() -> None:
+    large = {**MODEL, "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96}
+    config = Config.model_validate({"model": large, "train": {"global_batch_size": 8, "precision": "bf16"}})
+    with pytest.raises(UserError, match=r"no layout of this model fits; use more GPUs.*more memory"):
+        search(Problem(config, 8192, "perlmutter", 4))
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    lines = ["model:", *(f"  {name}: {value}" for name, value in MODEL.items())]
+    path = tmp_path / "model.yaml"
+    path.write_text("\n".join([*lines, "train:", "  global_batch_size: 8", "  precision: bf16", ""]), encoding="utf-8")
+    return path
+
+
+def test_the_tool_writes_what_can_be_trained(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = config_file.with_name("layout.yaml"), config_file.with_name("bars.png")
+    words = ["--config", str(config_file), *ARGUMENTS, "--output", str(out), "--picture", str(picture), "--top", "3"]
+    assert tool.main(words) == 0
+    assert "MFU" in capsys.readouterr().out and picture.stat().st_size > 10_000
+    chosen = resolve(out, (), 8, elsewhere=True).config
+    assert tool.layout_of(chosen) == found().plans[0].layout
+    assert tool.main(["--compare", str(out), str(config_file), *ARGUMENTS]) == 0
+    assert "times as fast as the first" in capsys.readouterr().out
+    assert tool.main(["--config", str(out), "--explain", *ARGUMENTS]) == 0
+    assert f"{found().plans[0].step.step_s:.3f} s" in capsys.readouterr().out
+
+
+def test_the_tool_says_what_is_missing(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--cluster", "nowhere", "--num-gpus", "8", "--config", str(config_file)]) == 2
+    assert "cluster nowhere: there is none" in capsys.readouterr().err
+    assert tool.main([*ARGUMENTS]) == 2
+    assert "--config: missing" in capsys.readouterr().err
+    assert tool.main([*ARGUMENTS, "--config", str(config_file), "model.vocab_size=null"]) == 2
+    assert "--vocab-size" in capsys.readouterr().err
+
+
+def test_a_layout_reads_as_it_is_written() -> None:
+    layout = Layout(Tensor("3d", "heads", (1, 2, 2)), 2, "interleaved", 2, 1, 1, "full")
+    plan: Plan = problem().plan(layout)
+    assert tool.layout_of(plan.config) == layout
+    assert str(layout) == "3d heads x1·y2·z2, PP 2 interleaved v2, ZeRO 1, micro-batch 1, recompute full"

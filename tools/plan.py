@@ -1,0 +1,188 @@
+"""Plans a run before it starts: the fastest layouts that fit a cluster, one layout explained, or two compared.
+
+python tools/plan.py --config configs/gpt3-175b.yaml --cluster selene --num-gpus 1024 --output layout.yaml
+
+Times and memory are arithmetic (docs/planner.md); clusters and accelerators are the files of megatron3d/hardware/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron3d.cli import run_tool
+from megatron3d.config.cli import resolve
+from megatron3d.config.derive import tensor_mode, tensor_shape, virtual_size
+from megatron3d.config.read import Resolved, read_config
+from megatron3d.config.report import write_resolved
+from megatron3d.config.schema import Config
+from megatron3d.cost.options import Layout, Tensor
+from megatron3d.cost.search import Plan, Problem, search
+from megatron3d.cost.tell import compared, explained, found_table, shown_layout
+from megatron3d.errors import UserError
+from megatron3d.modes import MODES
+from megatron3d.pipeline.schedules import FILE
+
+KINDS = ("products", "attention", "passes over memory", "slowed by transfers")
+
+
+def layout_of(config: Config) -> Layout:
+    """What a configuration chooses."""
+    parallel, train = config.parallel, config.train
+    mode = tensor_mode(parallel)
+    forms = MODES[parallel.tensor_parallel_mode].forms
+    shape = tensor_shape(parallel)
+    form = next(name for name, build in forms.items() if build(shape) == mode)
+    virtual = 1 if parallel.pipeline_schedule == FILE else virtual_size(parallel)
+    return Layout(
+        Tensor(parallel.tensor_parallel_mode, form, shape),
+        parallel.pipeline_model_parallel_size,
+        parallel.pipeline_schedule,
+        virtual,
+        parallel.zero_stage,
+        train.micro_batch_size,
+        train.recompute_granularity,
+    )
+
+
+def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | None = None) -> Problem:
+    """The model, batch and cluster that are asked for; UserError where the vocabulary is not known."""
+    vocab_size = arguments.vocab_size or config.model.vocab_size
+    if vocab_size is None:
+        raise UserError("model.vocab_size: not known before the tokenizer is read; give --vocab-size")
+    return Problem(config, vocab_size, arguments.cluster, num_ranks or arguments.num_gpus)
+
+
+def planned(arguments: argparse.Namespace, path: Path) -> tuple[Plan, Problem]:
+    """The plan of a file as it is."""
+    config = resolve(path, arguments.overrides, arguments.num_gpus, elsewhere=True).config
+    problem = problem_of(arguments, config)
+    return problem.predicted(layout_of(config), config), problem
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Do what the arguments ask for."""
+    if arguments.compare:
+        plans = [planned(arguments, path)[0] for path in arguments.compare]
+        print("\n".join(compared(*plans)))
+        draw(arguments, plans)
+        return
+    if arguments.config is None:
+        raise UserError("--config: missing; give a YAML file, such as --config configs/gpt3-175b.yaml")
+    if arguments.explain:
+        plan, problem = planned(arguments, arguments.config)
+        print("\n".join(explained(plan, problem, num_tokens(arguments, problem.config))))
+        draw(arguments, [plan])
+        return
+    resolved = read_config(arguments.config, arguments.overrides)
+    problem = problem_of(arguments, resolved.config)
+    found = search(problem, arguments.top)
+    best = found.plans[0]
+    lines = [*found_table(found, problem), "", *explained(best, problem, num_tokens(arguments, problem.config))]
+    print("\n".join(lines))
+    if arguments.output:
+        write(best, resolved, arguments.output, arguments.num_gpus)
+    draw(arguments, found.plans)
+
+
+def num_tokens(arguments: argparse.Namespace, config: Config) -> float:
+    """Of the whole run."""
+    return arguments.tokens or float(
+        config.train.train_iters * config.train.global_batch_size * config.model.seq_length
+    )
+
+
+def write(plan: Plan, resolved: Resolved, path: Path, num_ranks: int) -> None:
+    """The configuration with the layout, which `pretrain_gpt.py --check --world-size N` accepts."""
+    if not path.parent.is_dir():
+        raise UserError(f"--output {path}: {path.parent} is no folder; make it, or use another")
+    chosen = plan.layout.of(resolved.config)
+    origins = {
+        key: "planned" if _value(chosen, key) != _value(resolved.config, key) else origin
+        for key, origin in resolved.origins.items()
+    }
+    write_resolved(Resolved(chosen, origins), path)
+    print(f"wrote {path}: pretrain_gpt.py --config {path} on {num_ranks} ranks")
+
+
+def _value(config: Config, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def draw(arguments: argparse.Namespace, plans: Sequence[Plan]) -> None:
+    """Stacked bars of the plans' times, and with --scale the best plan's tokens per second over numbers of ranks."""
+    if not arguments.picture:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    scales = arguments.scale or []
+    figure, panels = pyplot.subplots(1, 1 + bool(scales), figsize=(7 + 6 * bool(scales), 6), squeeze=False)
+    bars, left = panels[0][0], [0.0] * len(plans)
+    every = [{**plan.step.parts, "bubble": plan.step.bubble_s, "update": plan.step.optimizer_s} for plan in plans]
+    for kind in dict.fromkeys(kind for each in every for kind in each):
+        widths = [each.get(kind, 0.0) for each in every]
+        bars.barh(range(len(plans)), widths, left=left, label=kind)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    bars.set_yticks(range(len(plans)), shown_layout(plans), fontsize=6)
+    bars.invert_yaxis()
+    bars.set_xlabel("seconds of a step")
+    bars.legend(fontsize=7)
+    if scales:
+        draw_scaling(arguments, panels[0][1])
+    figure.tight_layout()
+    figure.savefig(arguments.picture)
+    pyplot.close(figure)
+    print(f"drew {arguments.picture}")
+
+
+def draw_scaling(arguments: argparse.Namespace, panel: object) -> None:
+    """Tokens per second of the best layout for each number of ranks, the batch growing with them."""
+    config = read_config(arguments.config, arguments.overrides).config
+    speeds = []
+    for num_ranks in arguments.scale:
+        size = max(config.train.global_batch_size * num_ranks // arguments.num_gpus, 1)
+        here = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
+        problem = problem_of(arguments, here, num_ranks)
+        speeds.append(problem.tokens_per_s(search(problem, 1).plans[0]))
+    panel.loglog(arguments.scale, speeds, marker="o")  # type: ignore[attr-defined]
+    panel.set_xlabel("ranks")  # type: ignore[attr-defined]
+    panel.set_ylabel("tokens per second")  # type: ignore[attr-defined]
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the tool."""
+    parser = argparse.ArgumentParser(prog="plan", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="model, batch and precision; its layout is replaced"
+    )
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path"
+    )
+    parser.add_argument("--num-gpus", type=positive, required=True, metavar="N", help="ranks")
+    parser.add_argument("--vocab-size", type=positive, help="where the configuration leaves it to the tokenizer")
+    parser.add_argument("--tokens", type=float, help="of the run; default: train_iters x global_batch_size x length")
+    parser.add_argument("--top", type=positive, default=10, help="layouts that are printed (default: 10)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")
+    parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two configurations side by side")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars (.png, .svg, .pdf)")
+    parser.add_argument("--scale", type=positive, nargs="+", metavar="N", help="a curve over so many ranks, too")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return run_tool(run, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
