@@ -75,6 +75,7 @@ def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None
     short.mkdir()
     (tmp_path / "run/iter_0000004").rename(short / "iter_0000004")
     (tmp_path / "run/latest_checkpointed_iteration.txt").rename(short / "latest_checkpointed_iteration.txt")
+    refuse(config, [*settings, "checkpoint.load=null"], (f"checkpoint.save={tmp_path}/run", "a run is there already"))
     outcome = run(config, *settings)
     assert outcome.code == runtime.EXIT_DONE
     assert f"> continuing from {short}/iter_0000004" in outcome.out

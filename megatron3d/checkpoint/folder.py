@@ -17,10 +17,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron3d.checkpoint.index import FILE_NAME
-from megatron3d.config.check_files import TRACKER
+from megatron3d.config.check_files import NON_PERSISTENT, TRACKER
 from megatron3d.errors import UserError
-
-NON_PERSISTENT = "non_persistent"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -70,14 +68,28 @@ def publish(folder: Path, iteration: int) -> None:
         folder.rename(old)
     temporary(folder).rename(folder)
     sync(folder.parent)
-    tracker = folder.with_name(TRACKER)
-    draft = folder.with_name(f".{TRACKER}.tmp")
-    draft.write_text(f"{iteration}\n")
-    sync(draft)
-    draft.replace(tracker)
-    sync(folder.parent)
+    _track(folder.parent, iteration)
     if old.exists():
         shutil.rmtree(old)
+
+
+def _track(root: Path, iteration: int) -> None:
+    draft = root / f".{TRACKER}.tmp"
+    draft.write_text(f"{iteration}\n")
+    sync(draft)
+    draft.replace(root / TRACKER)
+    sync(root)
+
+
+def go_back(root: Path, iteration: int) -> None:
+    """Have a run continue from an earlier permanent checkpoint, also if it is killed before it saves again.
+
+    Later checkpoints stay, but are passed over, until they are saved anew.
+    """
+    assert iteration in finished(root), f"{root} has no checkpoint of iteration {iteration}"
+    if (tracked(root / NON_PERSISTENT) or 0) > iteration:
+        (root / NON_PERSISTENT / TRACKER).unlink()
+    _track(root, iteration)
 
 
 def sync(path: Path) -> None:
@@ -157,6 +169,8 @@ def candidates(root: Path) -> list[tuple[Path, str | None]]:
             last = tracked(place)
         except UserError:
             last = None
+        if last is None and place != root and (root / TRACKER).exists():
+            continue
         for iteration, folder in finished(place).items():
             beyond = last is not None and iteration > last
             refusal = f"{TRACKER} names {last}: a later save was not finished, or the run went back" if beyond else None

@@ -10,8 +10,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron3d.checkpoint.folder import NON_PERSISTENT, finished, removed, tracked
-from megatron3d.config.check_files import TRACKER
+from megatron3d.checkpoint.folder import finished, removed, tracked
+from megatron3d.config.check_files import NON_PERSISTENT, TRACKER
 from megatron3d.config.schema import CheckpointConfig
 
 

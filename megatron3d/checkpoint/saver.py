@@ -18,12 +18,12 @@ from threading import Thread
 from pydantic import JsonValue
 from torch import Tensor
 
-from megatron3d.checkpoint.folder import NON_PERSISTENT
 from megatron3d.checkpoint.keep import Keep, drop_short_lived, prune
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import save
 from megatron3d.comm import Objects
+from megatron3d.config.check_files import NON_PERSISTENT
 from megatron3d.errors import UserError
 
 # What a rank writes, with every tensor passed through a function first.

@@ -11,6 +11,8 @@ from megatron3d.config.facts import Facts
 from megatron3d.config.schema import Config
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# Folder of a run's short-lived checkpoints, inside of the run's.
+NON_PERSISTENT = "non_persistent"
 
 
 def check_files(config: Config, world_size: int, origins: Mapping[str, str] | None = None) -> list[str]:
@@ -59,7 +61,7 @@ def _load(facts: Facts) -> Iterator[str]:
     where = facts.named("checkpoint.load")
     if load is not None and save is not None and Path(load).absolute() == Path(save).absolute():
         return
-    if save is not None and (Path(save) / TRACKER).exists():
+    if save is not None and any((Path(save) / place / TRACKER).exists() for place in (".", NON_PERSISTENT)):
         yield (
             f"{facts.named('checkpoint.save')}: a run is there already, which this one would overwrite; "
             f"set checkpoint.load={save} to continue it, or save to another folder"

@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 
-from megatron3d.checkpoint.store import Piece, load, save
+from megatron3d.checkpoint.folder import go_back
+from megatron3d.checkpoint.store import Piece, latest, load, save
 from megatron3d.checkpoint.verify import newest_good, verify
 from megatron3d.errors import UserError
 from megatron3d.mesh import Mesh
@@ -127,3 +128,20 @@ def test_the_newer_of_permanent_and_short_lived(run, run_ranks):
     assert newest_good(run) == (run / "iter_0000006", [])
     flip(run / "iter_0000006/rank_00000.safetensors", -1)
     assert newest_good(run)[0] == run / "non_persistent" / "iter_0000006"
+
+
+def test_a_run_that_goes_back(run, run_ranks):
+    """Whatever is later is passed over, until it is saved again."""
+    save_rows(run_ranks, run / "non_persistent", 5)
+    go_back(run, 2)
+    assert latest(run) == run / "iter_0000002"
+    good, passed = newest_good(run)
+    assert good == run / "iter_0000002"
+    assert [folder for folder, _ in passed] == [run / "iter_0000004", run / "iter_0000003"]
+    save_rows(run_ranks, run, 3, 9.0)
+    assert latest(run) == newest_good(run)[0] == run / "iter_0000003"
+    w = torch.zeros(3, 2)
+    load(run / "iter_0000003", [Piece("w", (3, 2), ((0, 3), (0, 2)), w)])
+    assert (w == 9).all()
+    with pytest.raises(AssertionError, match="has no checkpoint of iteration 8"):
+        go_back(run, 8)

@@ -1,0 +1,265 @@
+"""Saving and loading beside torch.distributed.checkpoint: stall, time to disk, time to load and to reshard.
+
+Ranks hold equal rows of fp32 weights and two moments of a GPT (bf16 weights follow from these and are not saved); both
+sides save, and load, the same bytes of the same memory, synchronized to disk.  Ours takes checksums and compares them.
+Torch's asynchronous saving keeps its staging memory, which is its faster choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.report import Row, show, write
+from megatron3d.checkpoint.saver import Saver
+from megatron3d.checkpoint.store import Piece, load, resolve
+from megatron3d.comm import aside
+from megatron3d.layout import Shape, box, box_shape
+from megatron3d.mesh import Mesh
+
+# Layers, hidden size, vocabulary.
+SIZES = {"1M": (4, 128, 1024), "10M": (8, 256, 16384), "100M": (10, 768, 36864), "300M": (20, 1024, 50304)}
+KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+ROWS, COLUMNS = (("data",), ()), ((), ("data",))
+
+
+def shapes(size: str) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of the weights."""
+    layers, hidden, vocabulary = SIZES[size]
+    yield "embedding", (vocabulary, hidden)
+    for layer in range(layers):
+        yield from ((f"{layer}.qkv", (3 * hidden, hidden)), (f"{layer}.proj", (hidden, hidden)))
+        yield from ((f"{layer}.fc1", (4 * hidden, hidden)), (f"{layer}.fc2", (hidden, 4 * hidden)))
+        yield f"{layer}.norm", (hidden,)
+
+
+class State:
+    """This rank's part; the same memory is seen as rows, or as columns where a tensor has two dims."""
+
+    def __init__(self, size: str, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.shapes = {f"{kind}.{name}": shape for kind in KINDS for name, shape in shapes(size)}
+        numels = {name: math.prod(shape) // mesh.world_size for name, shape in self.shapes.items()}
+        self.memory = {name: torch.empty(numel) for name, numel in numels.items()}
+        self.device_mesh = init_device_mesh("cpu", (mesh.world_size,))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all ranks together."""
+        return sum(tensor.nbytes for tensor in self.memory.values()) * self.mesh.world_size
+
+    def pieces(self, by: tuple[Any, ...], copy: Callable[[Tensor], Tensor] = lambda t: t) -> Iterable[Piece]:
+        """As rows or columns, for us."""
+        for name, shape in self.shapes.items():
+            part = box(shape, by[: len(shape)] if len(shape) > 1 else ROWS[:1], self.mesh)
+            yield Piece(name, shape, part, copy(self.memory[name]).view(box_shape(part)))
+
+    def dtensors(self, by: tuple[Any, ...]) -> dict[str, Any]:
+        """As rows or columns, for torch."""
+        found: dict[str, Any] = {}
+        for piece in self.pieces(by):
+            dim = 1 if by == COLUMNS and len(piece.shape) > 1 else 0
+            found[piece.name] = DTensor.from_local(piece.tensor, self.device_mesh, [Shard(dim)])
+        return found
+
+    def fill(self) -> None:
+        """Every element its own number, as far as fp32 tells."""
+        for number, piece in enumerate(self.pieces(ROWS)):
+            (low, _), *_ = piece.box
+            first = low * math.prod(piece.shape[1:])
+            torch.arange(first, first + piece.tensor.numel(), out=piece.tensor.view(-1)).add_(number)
+
+    def check(self, by: tuple[Any, ...]) -> None:
+        """That every tenth tensor has these numbers."""
+        for number, piece in list(enumerate(self.pieces(by)))[::10]:
+            whole = torch.arange(math.prod(piece.shape), dtype=torch.float32).add_(number).view(piece.shape)
+            assert torch.equal(piece.tensor, whole[tuple(slice(*ends) for ends in piece.box)]), piece.name
+
+
+@dataclass
+class Bench:
+    """The contestants, each a function that returns seconds by name."""
+
+    state: State
+    folder: Path
+    ours: Saver
+    ours_now: Saver
+    stager: DefaultStager
+    aside: dist.ProcessGroup
+    copies: dict[str, Tensor]
+
+    def copy(self) -> Mapping[str, float]:
+        """The same bytes, to memory that is there already."""
+        return {"plain copy": timed(lambda: [self.copies[n].copy_(t) for n, t in self.state.memory.items()])}
+
+    def save_ours(self) -> Mapping[str, float]:
+        """In the background."""
+        begin = time.perf_counter()
+        stall = timed(lambda: self.ours.save(1, lambda copy: self.state.pieces(ROWS, copy), {}))
+        self.ours.wait()
+        return {"stall ours": stall, "async save ours": time.perf_counter() - begin}
+
+    def save_torch(self) -> Mapping[str, float]:
+        """In the background."""
+        begin = time.perf_counter()
+        futures: list[Any] = []
+        stall = timed(lambda: futures.append(self._async_save()))
+        cast("Future[Any]", futures[0]).result()
+        return {"stall torch": stall, "async save torch": time.perf_counter() - begin}
+
+    def _async_save(self) -> object:
+        state = self.state.dtensors(ROWS)
+        writer = dcp.FileSystemWriter(self.folder / "torch async")
+        return dcp.async_save(state, storage_writer=writer, process_group=self.aside, async_stager=self.stager)
+
+    def save_ours_now(self) -> Mapping[str, float]:
+        """In the foreground."""
+        return {"save ours": timed(lambda: self.ours_now.save(1, lambda copy: self.state.pieces(ROWS, copy), {}))}
+
+    def save_torch_now(self) -> Mapping[str, float]:
+        """In the foreground."""
+        writer = dcp.FileSystemWriter(self.folder / "torch")
+        return {"save torch": timed(lambda: dcp.save(self.state.dtensors(ROWS), storage_writer=writer))}
+
+    def load_ours(self, what: str, by: tuple[Any, ...]) -> Mapping[str, float]:
+        """Whole boxes where `by` is what was saved, else a part of each rank's."""
+        seconds = timed(lambda: load(resolve(self.ours_now.root), self.state.pieces(by)))
+        self.state.check(by)
+        return {f"{what} ours": seconds}
+
+    def load_torch(self, what: str, by: tuple[Any, ...]) -> Mapping[str, float]:
+        """The same by torch."""
+        reader = dcp.FileSystemReader(self.folder / "torch")
+        seconds = timed(lambda: dcp.load(self.state.dtensors(by), storage_reader=reader))
+        self.state.check(by)
+        return {f"{what} torch": seconds}
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that it takes here, once all ranks have come."""
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def measure(state: State, folder: Path, rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of every round, of the slowest rank, by what was done; contestants take turns in who begins."""
+    comm = aside(state.mesh)
+    group = dist.new_group(backend="gloo")
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    copies = {name: torch.empty_like(tensor) for name, tensor in state.memory.items()}
+    savers = [Saver(folder / name, comm, in_background=name == "async") for name in ("async", "now")]
+    bench = Bench(state, folder, savers[0], savers[1], stager, cast("dist.ProcessGroup", group), copies)
+    pairs: list[list[Callable[[], Mapping[str, float]]]] = [
+        [bench.copy, bench.save_ours, bench.save_torch],
+        [bench.save_ours_now, bench.save_torch_now],
+        [lambda: bench.load_ours("load", ROWS), lambda: bench.load_torch("load", ROWS)],
+        [lambda: bench.load_ours("reshard", COLUMNS), lambda: bench.load_torch("reshard", COLUMNS)],
+    ]
+    found: dict[str, list[float]] = {}
+    for number in range(-warmup, rounds):
+        state.fill()
+        for pair in pairs:
+            shift = number % len(pair)
+            for contestant in pair[shift:] + pair[:shift]:
+                for name, seconds in slowest(contestant()).items():
+                    found.setdefault(name, []).extend([seconds] if number >= 0 else [])
+        dist.barrier()
+        if state.mesh.rank == 0:
+            for path in folder.iterdir():
+                shutil.rmtree(path)
+        dist.barrier()
+    stager.close()
+    return found
+
+
+def slowest(seconds: Mapping[str, float]) -> Mapping[str, float]:
+    """Of all ranks."""
+    values = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return dict(zip(seconds, values.tolist(), strict=True))
+
+
+def table(size: str, ranks: int, num_bytes: int, found: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Medians, and medians of each round's ratio to the peer: below 1 we are faster."""
+    peers = {"stall ours": ("plain copy", "stall torch")} | {
+        f"{what} ours": (f"{what} torch",) for what in ("async save", "save", "load", "reshard")
+    }
+    rows: list[Row] = []
+    for ours, others in peers.items():
+        for other in others:
+            ratio = statistics.median(a / b for a, b in zip(found[ours], found[other], strict=True))
+            seconds = [statistics.median(found[name]) for name in (ours, other)]
+            speed = num_bytes / 1e9 / seconds[0]
+            labels = {"size": size, "ranks": ranks, "what": ours.removesuffix(" ours"), "peer": other}
+            rows.append({**labels, "ours_s": seconds[0], "peer_s": seconds[1], "ratio": ratio, "ours_GB/s": speed})
+    return rows
+
+
+def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace, rows: Any) -> None:
+    """All sizes on one of the ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for size in options.sizes:
+        state, folder = State(size, Mesh((("data", ranks),), rank)), Path(store).with_name(size)
+        if rank == 0:
+            folder.mkdir()
+        found = measure(state, folder, options.rounds, options.warmup)
+        if rank == 0:
+            rows.extend(table(size, ranks, state.num_bytes, found))
+        del state
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks, once for each number of them; show and write."""
+    options = arguments()
+    everything: list[Row] = []
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder, torch.multiprocessing.Manager() as manager:
+            rows = manager.list()
+            spawn(run_rank, (ranks, str(Path(folder) / "store"), options, rows), nprocs=ranks)
+            found = list(rows)
+        show(f"{ranks} ranks of 1 thread, weights and moments in fp32", found)
+        everything += found
+    if options.output:
+        write(options.output, everything, rounds=options.rounds, sizes={name: SIZES[name] for name in options.sizes})
+
+
+def arguments() -> argparse.Namespace:
+    """Options; `--quick` is two rounds of the smallest size."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["300M"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; default: %(default)s")
+    parser.add_argument("--warmup", type=int, default=1, help="untimed rounds before; default: %(default)s")
+    parser.add_argument("--folder", type=Path, help="where to save; default: the system's temporary folder")
+    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.ranks, options.rounds, options.warmup = ["1M"], [2], 2, 1
+    return options
+
+
+if __name__ == "__main__":
+    main()
