@@ -19,7 +19,7 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import StoredTensor
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.verify import newest_good, verify
-from tests.end_to_end import Words, cut, in_run, launch, refuse, run, tree, write_config
+from tests.end_to_end import Words, cut, in_run, launch, refuse, run, steps, tree, write_config
 
 Damage = Callable[[Path], object]
 
@@ -279,11 +279,13 @@ LOADS: dict[str, tuple[Damage, list[str], list[Words]]] = {
 }
 
 
+NO_TRACKER = ("tracker gone", "tracker damaged")
 NEW_RUNS = ("absent", "empty", "a file")
 
 
 @pytest.mark.parametrize(
-    ("name", "own"), [(name, own) for name in LOADS for own in (False, True) if not (own and name in NEW_RUNS)]
+    ("name", "own"),
+    [(name, own) for name in LOADS for own in (False, True) if not (own and name in (*NEW_RUNS, *NO_TRACKER))],
 )
 def test_load(config: Path, trained: Path, name: str, own: bool) -> None:
     """Where the run saves to the folder that it loads from, only a folder without checkpoints is a fresh start."""
@@ -293,6 +295,28 @@ def test_load(config: Path, trained: Path, name: str, own: bool) -> None:
     damage(there)
     save = there if own else config.parent / "other"
     refuse(config, [f"checkpoint.save={save}", f"checkpoint.load={there}", *overrides], *problems)
+
+
+OF_RUNS = ("another model", "another order of samples", "checkpoint gone")
+
+
+@pytest.mark.parametrize("name", [name for name in LOADS if name not in (*NEW_RUNS, *OF_RUNS)])
+def test_a_run_continues_from_the_newest_good_one(config: Path, trained: Path, name: str) -> None:
+    """Of its own, in the layout that it has; without a tracker that is the newest."""
+    damage, _, problems = LOADS[name]
+    there = config.parent / "run"
+    typed = [f"checkpoint.save={there}", f"checkpoint.load={there}"]
+    assert run(config, *typed, "train.exit_interval=4").code == runtime.EXIT_STOPPED
+    assert run(config, *typed).code == runtime.EXIT_DONE
+    damage(there)
+    outcome = run(config, *typed)
+    assert outcome.code == runtime.EXIT_DONE, outcome.err
+    assert f"> continuing from {there}/iter_000000{8 if name in NO_TRACKER else 4}" in outcome.out
+    if name not in NO_TRACKER:
+        (line,) = [line for line in outcome.out.splitlines() if line.startswith("> passing over")]
+        told = line.replace(f"{there}/iter_0000008: ", "")
+        assert any(word in told for word in problems[0]), line
+    assert steps(there) == steps(trained)
 
 
 TWO_RANKS: dict[str, tuple[Damage, Words]] = {

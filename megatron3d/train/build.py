@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -12,6 +13,7 @@ from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.saver import Saver
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.checkpoint.together import together
+from megatron3d.checkpoint.verify import newest_good
 from megatron3d.comm import Comm, aside
 from megatron3d.config.check_checkpoint import is_own
 from megatron3d.config.read import Resolved
@@ -110,20 +112,33 @@ def resume(
     load = config.checkpoint.load
     if load is None:
         return
-
-    def find(root: Path) -> Path | None:
-        is_new = is_own(config) and latest(root) is None and not any(root.glob("iter_*"))
-        return None if is_new else resolve(root)
-
-    found = together(comm, lambda: find(Path(load)))
-    folder = comm.broadcast_object(found[0] if found else None)
+    folder, passed = newest_good(Path(load), comm) if is_own(config) else (named_by(config, comm), [])
+    if folder is None:
+        together(comm, lambda: check_is_new(Path(load), passed))
     if folder is not None:
         load_state(folder, state, identity, Loading.of(config.checkpoint))
     if folder is not None and saver is not None and not is_short_lived(folder):
         saver.saved_at = state.iteration
     if comm.mesh.rank == 0:
+        for refused, why in passed:
+            print(f"> passing over {refused}: {why}", flush=True)
         how = "continuing from" if not config.checkpoint.finetune else "beginning with the weights of"
         print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting anew", flush=True)
+
+
+def named_by(config: Config, comm: Comm) -> Path:
+    """The checkpoint that `checkpoint.load` means, as rank 0 sees it."""
+    found = together(comm, lambda: resolve(Path(str(config.checkpoint.load))))
+    folder: Path = comm.broadcast_object(found and found[0])
+    return folder
+
+
+def check_is_new(root: Path, passed: Sequence[tuple[Path, str]]) -> None:
+    """Nothing good was found in a run's folder; raises UserError unless that is because nothing was ever saved."""
+    lost = [f"checkpoint.load={root}: {folder.name}: {why}" for folder, why in passed]
+    if lost:
+        raise UserError(*lost[:-1], f"{lost[-1]}; load another checkpoint, or save to a new folder to begin anew")
+    latest(root)
 
 
 def check_token_ids(corpus: Corpus, state: TrainState) -> None:
