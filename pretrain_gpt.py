@@ -33,7 +33,7 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train
 
-    with runtime.start() as here, runtime.StopSignal() as stop:
+    with runtime.start(60 * resolved.config.train.distributed_timeout_minutes) as here, runtime.StopSignal() as stop:
         run = build_run(resolved, here, phases)
         if here.rank == 0:
             print(f"> ready after {phases.total_s:.2f} s; training", flush=True)

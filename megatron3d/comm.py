@@ -23,6 +23,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+_NOTHING: tuple[str, tuple[str, ...]] = ("", ())
+
+
 class Pending:
     """A tensor that is on its way; `is_done` tells whether `wait` would return at once, where that is known."""
 
@@ -175,10 +178,15 @@ class ProcessComm(ObjectComm):
 
     Each rank creates its own group of each set only, so that thousands of ranks start as fast as eight.  torch numbers
     the ranks of a group in the order of the world; where axes are asked for in another order, pieces are reordered.
+
+    Attributes:
+        begun: how many tensors have been sent on their way.
+        last_begun: what was begun last, and over which axes.
     """
 
     def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = ()) -> None:
         super().__init__(mesh)
+        self.begun, self.last_begun = 0, _NOTHING
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
         self._orders: dict[Axes, list[int] | None] = {}
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
@@ -199,9 +207,10 @@ class ProcessComm(ObjectComm):
         if link is not None:
             self._links[link] = group
 
-    def _far_end(self, link: Link) -> tuple[dist.ProcessGroup, int]:
+    def _far_end(self, link: Link, what: str) -> tuple[dist.ProcessGroup, int]:
         assert link in self._links, f"no group was made for {link}; there are {list(self._links)}"
         (other,) = {*link.ranks(self.mesh)} - {self.mesh.rank}
+        self.begun, self.last_begun = self.begun + 1, (what, (f"{link.axis} {link.low}-{link.high}",))
         return self._links[link], other
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup | None:
@@ -213,9 +222,11 @@ class ProcessComm(ObjectComm):
         )
         return group
 
-    def _group(self, axes: Axes) -> tuple[dist.ProcessGroup | None, int]:
+    def _group(self, axes: Axes, what: str) -> tuple[dist.ProcessGroup | None, int]:
         live = self.mesh.nontrivial(self.mesh.in_order(axes))
         assert not live or live in self._groups, f"no group was made for {live}; there are {list(self._groups)}"
+        if live:
+            self.begun, self.last_begun = self.begun + 1, (what, live)
         return self._groups.get(live), self.mesh.size(live)
 
     def _order(self, axes: Axes) -> list[int] | None:
@@ -227,7 +238,7 @@ class ProcessComm(ObjectComm):
         return self._orders[axes]
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        group, ranks = self._group(axes)
+        group, ranks = self._group(axes, "all_gather")
         if ranks == 1:
             return ready(x)
         x = x.contiguous()
@@ -246,7 +257,7 @@ class ProcessComm(ObjectComm):
         return Pending(finish)
 
     def fill(self, whole: Tensor, axes: Axes) -> Pending:
-        group, ranks = self._group(axes)
+        group, ranks = self._group(axes, "fill")
         if ranks == 1:
             return ready(whole)
         assert whole.shape[0] % ranks == 0, f"{tuple(whole.shape)} does not divide by {axes}={ranks} ranks"
@@ -255,7 +266,7 @@ class ProcessComm(ObjectComm):
         return _pending(_all_gather(whole, mine, group=group, async_op=True), whole)
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        group, ranks = self._group(axes)
+        group, ranks = self._group(axes, "reduce_scatter")
         if ranks == 1:
             return ready(x)
         assert x.shape[dim] % ranks == 0, f"{tuple(x.shape)} along {dim} does not divide by {axes}={ranks} ranks"
@@ -269,24 +280,24 @@ class ProcessComm(ObjectComm):
         return _pending(_reduce_scatter(out, x, group=group, async_op=True), out)
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
-        group, ranks = self._group(axes)
+        group, ranks = self._group(axes, "all_reduce")
         if ranks == 1:
             return ready(x)
         x = x.contiguous()
         return _pending(dist.all_reduce(x, _OPS[op], group=group, async_op=True), x)
 
     def send(self, x: Tensor, link: Link) -> Pending:
-        group, other = self._far_end(link)
+        group, other = self._far_end(link, "send")
         x = x.contiguous()
         return _pending(dist.isend(x, other, group=group), x)
 
     def receive(self, out: Tensor, link: Link) -> Pending:
-        group, other = self._far_end(link)
+        group, other = self._far_end(link, "receive")
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
         return _pending(dist.irecv(out, other, group=group), out)
 
     def add(self, x: Tensor, link: Link) -> Pending:
-        group, _ = self._far_end(link)
+        group, _ = self._far_end(link, "add")
         return _pending(dist.all_reduce(x, group=group, async_op=True), x)
 
     def barrier(self) -> None:

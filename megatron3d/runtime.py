@@ -24,7 +24,11 @@ from megatron3d.placement import Placement, read_environment
 if TYPE_CHECKING:
     import torch
 
+    from megatron3d.watchdog import Watchdog
+
 T = TypeVar("T")
+# What torch waits for longer than the watchdog, which can say more.
+GRACE_S = 30.0
 EXIT_DONE, EXIT_CRASH, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -36,6 +40,7 @@ class Runtime:
     world_size: int
     local_rank: int
     device: torch.device
+    watchdog: Watchdog | None = None
 
 
 def placement() -> Placement:
@@ -48,7 +53,7 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
     """Choose the device, meet the other ranks, and part from them at the end.
 
     Args:
-        timeout_s: how long a rank waits for the others, here and in any later collective.
+        timeout_s: how long a rank may be without any progress, or wait for the others here.
         on_cpu: leave an accelerator alone, for what must run with as many processes as one likes.
     """
     import torch
@@ -57,8 +62,27 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
     device = torch.device("cpu") if on_cpu else _device(place)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_cores() // place.local_world_size))
-    with _process_group(place, device, timeout_s) if place.world_size > 1 else contextlib.nullcontext():
-        yield Runtime(place.rank, place.world_size, place.local_rank, device)
+    if place.world_size == 1:
+        yield Runtime(0, 1, place.local_rank, device)
+        return
+    with _process_group(place, device, timeout_s + GRACE_S), _watchdog(place, timeout_s) as watchdog:
+        yield Runtime(place.rank, place.world_size, place.local_rank, device, watchdog)
+
+
+def _watchdog(place: Placement, timeout_s: float) -> Watchdog:
+    """Ends this process when it has made no progress for so long; the launcher then ends the others."""
+    from megatron3d.board import StoreBoard
+    from megatron3d.watchdog import Watchdog
+
+    board = StoreBoard(place.address, place.port, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    return Watchdog(board, place.rank, place.world_size, timeout_s, _leave_at_once)
+
+
+def _leave_at_once() -> None:
+    """The ordinary way out would wait for collectives that no other rank will join."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_CRASH)
 
 
 def launch(num_ranks: int, rank: Callable[..., T], *args: object) -> T:

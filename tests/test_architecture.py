@@ -176,7 +176,7 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     "environment": (reads("os.environ", "os.getenv", "os.putenv"), ("megatron3d.runtime",), "import os\nos.environ"),
     "torch.distributed": (
         reads("torch.distributed"),
-        ("megatron3d.comm", "megatron3d.runtime", *PEERS),
+        ("megatron3d.comm", "megatron3d.runtime", "megatron3d.board", *PEERS),
         "from torch import distributed",
     ),
     "unpickling": (reads("pickle", "torch.load"), (), "torch.load(path)"),

@@ -125,6 +125,9 @@ class TrainConfig(Section):
     exit_interval: int | None = Field(None, ge=1)
     exit_duration_in_mins: float | None = Field(None, gt=0)
     seed: int = Field(1234, ge=0)
+    distributed_timeout_minutes: float = Field(
+        10.0, gt=0, description="a rank without any progress for so long ends the run, and is named"
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     loss_scale: float | None = Field(None, gt=0, description="fixed, with fp16; default: a dynamic one")
     initial_loss_scale: float = Field(2.0**32, gt=0, description="where a dynamic loss scale begins")

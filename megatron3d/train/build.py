@@ -49,6 +49,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     with phases("model and optimizer"):
         state = build_state(config, arch, comm, runtime.device)
         check_built(state)
+    if runtime.watchdog is not None:
+        runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.begun, comm.last_begun))
     identity = identity_of(config, tokenizer, corpus)
     with phases("checkpoint"):
         saver = make_saver(config, comm)

@@ -44,7 +44,7 @@ class TrainState:
     consumed_samples: int = 0
 
 
-def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tuple[Architecture, Comm]:
+def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tuple[Architecture, ProcessComm]:
     """The model's numbers for a vocabulary, and this rank's groups for everything that it will communicate."""
     mode, mesh = tensor_mode(config.parallel), make_mesh(config.parallel, world_size, rank)
     arch = architecture(config.model, config.model.vocab_size or vocab_size, vocab_multiple(mode))
