@@ -28,9 +28,11 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from megatron3d.comm import Comm, Pending
+from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
+from megatron3d.errors import UserError
 from megatron3d.layout import span
 from megatron3d.mesh import Axes
 from megatron3d.modes import MODES
@@ -148,6 +150,7 @@ def forms(size: Size) -> Iterator[tuple[str, dict[str, Config]]]:
             shape = entry.default_shape(dist.get_world_size())
             chosen = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
             parallel = size.config("fp32", chosen).parallel
+            UserError.collect(check(size.config("fp32", chosen), dist.get_world_size(), size.vocab_size))
             plan = tensor_mode(parallel).expand.on(make_mesh(parallel, dist.get_world_size()))
             executions = {**EXECUTIONS, **(OF_WEIGHTS if plan.w else {})}
             name = f"{mode} {form} {'x'.join(map(str, shape))}"
@@ -219,7 +222,7 @@ def arguments() -> argparse.Namespace:
     """Options; `--quick` is two rounds of a tiny size on two ranks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--size", choices=SIZES, default="3M")
+    parser.add_argument("--size", choices=SIZES, default="3M, 8 heads")
     parser.add_argument("--wires-gb-per-s", nargs="+", type=float, default=[0.1, 0.3, 1.0], help="to be reckoned with")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps per execution; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before; default: %(default)s")

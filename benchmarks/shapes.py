@@ -66,6 +66,7 @@ class Size:
 SIZES: Mapping[str, Size] = {
     "tiny": Size(2, 64, 4, 512, 64, 2),
     "3M": Size(4, 256, 4, 2048, 256, 8),
+    "3M, 8 heads": Size(4, 256, 8, 2048, 256, 8),
     "30M": Size(8, 512, 8, 8192, 256, 4),
 }
 

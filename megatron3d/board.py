@@ -5,8 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Protocol
 
-import torch.distributed as dist
-
 GIVE_UP = timedelta(seconds=10)
 
 
@@ -34,6 +32,8 @@ class StoreBoard:
     """
 
     def __init__(self, address: str, port: int, attempt: int) -> None:
+        import torch.distributed as dist
+
         server = dist.TCPStore(address, port, is_master=False, timeout=GIVE_UP)  # type: ignore[attr-defined]
         self._store = dist.PrefixStore(f"board/{attempt}", server)  # type: ignore[attr-defined]
 

@@ -7,7 +7,6 @@ axis of size 1 nothing happens.  Sizes are checked here, since not every back en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron3d.link import Link, matchings
 from megatron3d.mesh import Axes, Mesh
 
 # torch 2.13 renamed these two and warns under the old names, which are the only ones that 2.11 has.
@@ -50,39 +50,6 @@ def _pending(work: dist.Work | None, x: Tensor) -> Pending:
 def ready(x: Tensor) -> Pending:
     """A `Pending` for something that needed no communication."""
     return Pending(lambda: x)
-
-
-@dataclass(frozen=True, order=True)
-class Link:
-    """Two ranks that differ along one axis only: where they stand on it, the smaller first."""
-
-    axis: str
-    low: int
-    high: int
-
-    def __post_init__(self) -> None:
-        assert self.low < self.high, f"a link joins two ranks, not {self}"
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """Positions of both ends."""
-        return self.low, self.high
-
-    def ranks(self, mesh: Mesh) -> tuple[int, int]:
-        """Ranks of both ends, seen from one of them."""
-        line = mesh.ranks((self.axis,))
-        return line[self.low], line[self.high]
-
-
-def matchings(links: Iterable[Link]) -> list[list[Link]]:
-    """All links in as few rounds as come up easily, no rank being in two links of a round."""
-    rounds: list[list[Link]] = []
-    for link in sorted(set(links)):
-        free = (r for r in rounds if not any({*link.ends} & {*other.ends} for other in r))
-        if (found := next(free, None)) is None:
-            rounds.append(found := [])
-        found.append(link)
-    return rounds
 
 
 class Objects(Protocol):

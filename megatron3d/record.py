@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron3d.comm import Comm, Link, Pending
+from megatron3d.comm import Comm, Pending
+from megatron3d.link import Link
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.plan import Traffic
 

@@ -21,6 +21,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.placement",
         "megatron3d.cli",
         "megatron3d.mesh",
+        "megatron3d.link",
         "megatron3d.layout",
         "megatron3d.heads",
         "megatron3d.plan",
@@ -64,6 +65,8 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "model": ("megatron3d.model",),
     "train": (
         "megatron3d.train",
+        "megatron3d.board",
+        "megatron3d.watchdog",
         "megatron3d.runtime",
         "megatron3d.verify",
         "megatron3d.convert",
@@ -71,7 +74,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     ),
     "programs": ("pretrain_gpt", "tools", "benchmarks"),
 }
-WITHOUT_TORCH = ("megatron3d.runtime", "megatron3d.metrics")
+WITHOUT_TORCH = ("megatron3d.runtime", "megatron3d.board", "megatron3d.watchdog", "megatron3d.metrics")
 
 Rule = Callable[[ast.Module], list[int]]
 

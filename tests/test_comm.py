@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron3d.comm import Link, ProcessComm, matchings, ready
+from megatron3d.comm import ProcessComm, ready
+from megatron3d.link import Link, matchings
 from megatron3d.mesh import Axes, Mesh
 from tests.pool import Pool
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron3d.comm import Link
 from megatron3d.config.check import check
 from megatron3d.config.cli import parse_args
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
@@ -21,6 +20,7 @@ from megatron3d.dryrun.program import run_dry, step_lists
 from megatron3d.dryrun.run import RankRun, few_microbatches, measure, microbatches, run_rank
 from megatron3d.dryrun.sums import totals
 from megatron3d.errors import UserError
+from megatron3d.link import Link
 from megatron3d.memory.job import Job, make_job
 from megatron3d.modes import MODES
 from megatron3d.pipeline.schedules import SCHEDULES

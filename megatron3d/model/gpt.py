@@ -13,10 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Comm, Link
+from megatron3d.comm import Comm
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.layout import ParamSpec
+from megatron3d.link import Link
 from megatron3d.mesh import DATA, Axes, Mesh
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm, Pass, Target
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs

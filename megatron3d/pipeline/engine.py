@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron3d.comm import Comm, Link, Pending, ready
+from megatron3d.comm import Comm, Pending, ready
+from megatron3d.link import Link
 from megatron3d.mesh import Axes
 from megatron3d.ops.overlap import WeightGrads
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind

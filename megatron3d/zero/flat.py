@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Link, Pending
+from megatron3d.comm import Pending
 from megatron3d.layout import ParamSpec, num_copies
+from megatron3d.link import Link
 from megatron3d.mesh import Axes, Mesh
 
 

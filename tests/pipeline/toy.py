@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Comm, Link, Pending, ProcessComm
+from megatron3d.comm import Comm, Pending, ProcessComm
+from megatron3d.link import Link
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.ops.matmul import linear
 from megatron3d.ops.overlap import WeightGrads

@@ -19,7 +19,8 @@ from matplotlib.image import imread
 from torch import Tensor
 
 from megatron3d import runtime
-from megatron3d.comm import Link, Pending, ProcessComm
+from megatron3d.comm import Pending, ProcessComm
+from megatron3d.link import Link
 from megatron3d.mesh import Mesh
 from megatron3d.pipeline.actions import Action, Kind, Schedule, parse_action
 from megatron3d.pipeline.costs import Costs

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron3d.comm import Link
+from megatron3d.link import Link
 from megatron3d.mesh import Mesh
 from megatron3d.zero import Block, Buffers, Sharding
 from tests.zero.chain import CPU, MESH, Echo, chain, fill_main, parameters, sharding, spec
