@@ -124,6 +124,17 @@ class TrainConfig(Section):
     train_iters: int = Field(1000, ge=1)
     exit_interval: int | None = Field(None, ge=1)
     exit_duration_in_mins: float | None = Field(None, gt=0)
+    rollback_nonfinite_steps: int | None = Field(
+        None, ge=1, description="steps in a row without an update, after which to go back to the last good checkpoint"
+    )
+    rollback_loss_spike_score: float | None = Field(
+        None, gt=0, description="robust deviations above the last losses, from which to go back and skip these samples"
+    )
+    rollback_window: int = Field(128, ge=16, description="losses that a new one is compared with")
+    max_rollbacks: int = Field(3, ge=1, description="of one start; after that it is a failure")
+    check_weight_hash_across_dp_replicas_interval: int | None = Field(
+        None, ge=1, description="iterations between comparisons of data-parallel replicas, bit by bit; default: never"
+    )
     seed: int = Field(1234, ge=0)
     distributed_timeout_minutes: float = Field(
         10.0, gt=0, description="a rank without any progress for so long ends the run, and is named"

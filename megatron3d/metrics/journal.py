@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron3d.errors import UserError
 
@@ -20,16 +20,26 @@ class Journal:
     """The open file of a run that has done `start_iteration` iterations; 0 begins it anew."""
 
     def __init__(self, folder: Path, start_iteration: int) -> None:
-        path = folder / FILE_NAME
-        kept = [line for line, row in _rows(path) if 0 < row["iteration"] <= start_iteration]
+        self._path = folder / FILE_NAME
+        self._file = self._open(start_iteration)
+
+    def _open(self, last: int) -> TextIO:
+        """The file, with lines up to an iteration."""
+        path = self._path
+        kept = [line for line, row in _rows(path) if 0 < row["iteration"] <= last]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(kept), encoding="utf-8")
             temporary.replace(path)
-            self._file = path.open("a", encoding="utf-8")
+            return path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}; choose another checkpoint.save") from error
+
+    def drop_after(self, iteration: int) -> None:
+        """Forget what was written after an iteration."""
+        self.close()
+        self._file = self._open(iteration)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one line, complete before anything else happens."""

@@ -31,6 +31,13 @@ class MetricsWriter:
         print(evaluation_line(iteration, validation_loss), flush=True)
         self._write({"iteration": iteration, "validation_loss": validation_loss})
 
+    def rollback(self, iteration: int, what: str) -> None:
+        """Report that the run has gone back to an iteration: what was written after it will be written again."""
+        print(f"> {what}", flush=True)
+        if self._journal is not None:
+            self._journal.drop_after(iteration)
+            self._journal.append({"iteration": iteration, "rollback": what})
+
     def close(self) -> None:
         """Finish writing everywhere."""
         if self._journal is not None:

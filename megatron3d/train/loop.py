@@ -22,10 +22,14 @@ from megatron3d.pipeline.engine import unwatched
 from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, Runtime, StopSignal
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.memory import explained, job_of, measured_table
+from megatron3d.train.replicas import check_replicas
 from megatron3d.train.resume import describe, source_of
+from megatron3d.train.setback import Judge, roll_back
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import Settings, StepResult, train_step
 from megatron3d.train.trace import Recording, report
+
+STOP_FILE = "stop"
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,13 @@ def train(run: Run, stop: StopSignal) -> int:
     """Train to the end, or until something asks to stop; saves before it returns the exit code."""
     config, state, settings = run.config, run.state, run.settings
     meter, clock = Meter(run), Clock(config)
-    previous: StepResult | None = None
+    judge, previous = Judge(config.train), None
     stopping = False
     job, first = job_of(config, state.model, run.runtime.device), state.iteration + 1
     while state.iteration < config.train.train_iters and not stopping:
         batch = run.train_data.step(state.consumed_samples)
         lr = learning_rate(config.optimizer, state.iteration + 1, config.train.train_iters)
-        stop_requested, recording = stop.requested is not None or clock.is_over, record(run)
+        stop_requested, recording = stop.requested is not None or clock.is_over or has_stop_file(run), record(run)
         with explained(job):
             result = train_step(state, batch, lr, settings, stop_requested, recording.watch if recording else unwatched)
         meter.add(result, lr)
@@ -91,13 +95,49 @@ def train(run: Run, stop: StopSignal) -> int:
         if _due(state.iteration, config.train.eval_interval):
             validate(run)
             meter.restart()
+        if _due(state.iteration, config.train.check_weight_hash_across_dp_replicas_interval):
+            check_replicas(state)
         stopping = clock.leaves_after(state.iteration) or (previous is not None and bool(previous.stop_requests > 0))
+        if previous is not None and judge.is_watching:
+            wrong = judge.see(previous.loss.item(), bool(previous.skipped))
+            if wrong is not None:
+                set_back(run, (wrong[0] + 1, wrong[1]), judge)
+                meter.restart()
+                previous = None
+                continue
         previous = result
         if save(run):
             meter.restart()
     if run.saver:
         run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, config))
     return EXIT_STOPPED if state.iteration < config.train.train_iters else EXIT_DONE
+
+
+def has_stop_file(run: Run) -> bool:
+    """Whether somebody has put a file `stop` into the run's folder, which is removed: it asks once."""
+    if run.metrics is None or run.config.checkpoint.save is None:
+        return False
+    path = Path(run.config.checkpoint.save, STOP_FILE)
+    if not path.exists():
+        return False
+    print(f"> stopping: {path} is there", flush=True)
+    path.unlink(missing_ok=True)
+    return True
+
+
+def set_back(run: Run, wrong: tuple[int, str], judge: Judge) -> None:
+    """Go back to a good checkpoint; raises RuntimeError where that has been done too often."""
+    most, root = run.config.train.max_rollbacks, run.config.checkpoint.save
+    judge.num_rollbacks += 1
+    if judge.num_rollbacks > most:
+        raise RuntimeError(f"iteration {run.state.iteration}: {wrong[1]}, after train.max_rollbacks={most} rollbacks")
+    if run.saver:
+        run.saver.wait()
+    said = roll_back(Path(root) if root else None, run.state, run.identity, wrong)
+    if run.saver:
+        run.saver.saved_at = run.state.iteration
+    if run.metrics:
+        run.metrics.rollback(run.state.iteration, said)
 
 
 def show_memory(run: Run, job: Job) -> None:

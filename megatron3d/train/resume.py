@@ -104,6 +104,8 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
                 "checkpoint.no_load_optim=true to go on without the optimizer's moments"
             )
         state.buffers.settle()
+        for flat in state.buffers.flats:
+            flat.main.zero_()  # padding, which no checkpoint has, must not stay what a run gone wrong has left
         store.fill(folder, index, _pieces(state, None, None if loading.optimizer else "model"))
         state.buffers.publish()
         if loading.progress:
