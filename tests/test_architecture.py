@@ -71,6 +71,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.verify",
         "megatron3d.convert",
         "megatron3d.dryrun",
+        "megatron3d.calibrate",
     ),
     "programs": ("pretrain_gpt", "tools", "benchmarks"),
 }

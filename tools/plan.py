@@ -25,8 +25,6 @@ from megatron3d.errors import UserError
 from megatron3d.modes import MODES
 from megatron3d.pipeline.schedules import FILE
 
-KINDS = ("products", "attention", "passes over memory", "slowed by transfers")
-
 
 def layout_of(config: Config) -> Layout:
     """What a configuration chooses."""
@@ -78,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     resolved = read_config(arguments.config, arguments.overrides)
     problem = problem_of(arguments, resolved.config)
-    found = search(problem, arguments.top)
+    found = search(problem, arguments.top, arguments.modes)
     best = found.plans[0]
     lines = [*found_table(found, problem), "", *explained(best, problem, num_tokens(arguments, problem.config))]
     print("\n".join(lines))
@@ -149,7 +147,7 @@ def draw_scaling(arguments: argparse.Namespace, panel: object) -> None:
         size = max(config.train.global_batch_size * num_ranks // arguments.num_gpus, 1)
         here = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
         problem = problem_of(arguments, here, num_ranks)
-        speeds.append(problem.tokens_per_s(search(problem, 1).plans[0]))
+        speeds.append(problem.tokens_per_s(search(problem, 1, arguments.modes).plans[0]))
     panel.loglog(arguments.scale, speeds, marker="o")  # type: ignore[attr-defined]
     panel.set_xlabel("ranks")  # type: ignore[attr-defined]
     panel.set_ylabel("tokens per second")  # type: ignore[attr-defined]
@@ -175,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=positive, help="where the configuration leaves it to the tokenizer")
     parser.add_argument("--tokens", type=float, help="of the run; default: train_iters x global_batch_size x length")
     parser.add_argument("--top", type=positive, default=10, help="layouts that are printed (default: 10)")
+    parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")
     parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two configurations side by side")

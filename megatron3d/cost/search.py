@@ -29,7 +29,7 @@ from megatron3d.memory.rank import Memory, rank_memory
 from megatron3d.memory.work import KERNELS, Work
 from megatron3d.mesh import Mesh
 from megatron3d.model.count import flops_per_token
-from megatron3d.modes import build_mode
+from megatron3d.modes import MODES, build_mode
 from megatron3d.pipeline.costs import UNIT
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate
@@ -119,10 +119,13 @@ class Bound:
     layout: Layout
 
 
-def search(problem: Problem, count: int = 10) -> Found:
-    """The `count` fastest layouts that fit; raises UserError where there is none, with the commonest reasons."""
+def search(problem: Problem, count: int = 10, modes: Sequence[str] = tuple(MODES)) -> Found:
+    """The `count` fastest layouts of these modes that fit.
+
+    Raises UserError where there is none, with the commonest reasons.
+    """
     rejected: Counter[str] = Counter()
-    bounds = sorted(_bounds(problem, rejected), key=lambda bound: bound.seconds)
+    bounds = sorted(_bounds(problem, rejected, modes), key=lambda bound: bound.seconds)
     plans: list[Plan] = []
     tried = 0
     for bound in bounds:
@@ -152,10 +155,11 @@ def _reason(problem: str) -> str:
     return problem.partition("=")[0] + ": " + problem.partition(": ")[2].partition(";")[0]
 
 
-def _bounds(problem: Problem, rejected: Counter[str]) -> Iterator[Bound]:
+def _bounds(problem: Problem, rejected: Counter[str], modes: Sequence[str] = tuple(MODES)) -> Iterator[Bound]:
     bubbles: dict[tuple[int, str, int, int], float] = {}
     for tensor in tensors(problem.num_ranks):
-        yield from _bounds_of(problem, tensor, bubbles, rejected)
+        if tensor.mode in modes or tensor.size == 1:
+            yield from _bounds_of(problem, tensor, bubbles, rejected)
 
 
 def _bounds_of(

@@ -1,0 +1,38 @@
+"""Measures this machine and writes it as the cluster `local`, for tools/plan.py and the lines at the start of a run.
+
+python tools/calibrate.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron3d.cli import run_tool
+from megatron3d.cost.hardware import FOLDER, load_accelerator, load_cluster
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write."""
+    from megatron3d.calibrate import calibrate
+
+    paths = calibrate(arguments.output_dir, arguments.seconds)
+    load_accelerator("local", arguments.output_dir)
+    load_cluster("local", arguments.output_dir / "clusters")
+    print("\n".join(f"wrote {path}" for path in paths))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the tool."""
+    parser = argparse.ArgumentParser(prog="calibrate", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--output-dir", type=Path, default=FOLDER, metavar="DIR", help="default: the package's hardware/"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement (default: 1)")
+    return run_tool(run, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
