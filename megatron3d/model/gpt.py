@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from megatron3d.comm import Comm
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
-from megatron3d.layout import ParamSpec
+from megatron3d.layout import ParamSpec, span
 from megatron3d.link import Link
 from megatron3d.mesh import DATA, Axes, Mesh
-from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm, Pass, Target
+from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
+from megatron3d.model.passes import Pass, Target
 from megatron3d.model.stages import Stage
 from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import rotary_tables
+from megatron3d.ops.cache import Cache, Known
 from megatron3d.ops.overlap import GatheredWeight, WeightGrads, gather_ahead
 from megatron3d.ops.repeat import offloaded, repeated
 from megatron3d.plan import MatmulPlan, moves
@@ -128,6 +130,8 @@ class GPT(nn.Module):
     ) -> Pass:
         """The pass of a microbatch `tokens` [B, S + 1] that ends in the loss; the last token of each is a label only.
 
+        A negative token is no label, and an input of no meaning.
+
         Args:
             num_tokens: valid tokens of the global batch, by which the loss is divided.
             first_sequence: where the microbatch begins in the global batch.
@@ -135,11 +139,29 @@ class GPT(nn.Module):
             loss_scale: what gradients are multiplied by.
         """
         target = Target(tokens[:, 1:].flatten(), num_tokens, loss_scale)
-        return self._begin(tokens[:, :-1], target, first_sequence, key)
+        return self._begin(tokens[:, :-1].clamp(min=0), target, first_sequence, key)
 
     def begin_sampling(self, tokens_BS: Tensor) -> Pass:
         """The pass of a microbatch that ends in its logits."""
         return self._begin(tokens_BS, None, 0, None)
+
+    def begin_extending(
+        self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: Cache, has_logits: bool
+    ) -> Pass:
+        """The pass of tokens that follow those in a cache.
+
+        Args:
+            tokens_BS: of the sequences that I read.
+            positions_BS: of the tokens of the whole microbatch, all below `length`.
+            has_logits: whether it ends in logits; else it only fills the cache.
+        """
+        low, high = span(len(positions_BS), self.mode.inner[0], self.comm.mesh)
+        known = Known(cache, positions_BS, positions_BS[low:high], length, has_logits)
+        rotary = None
+        if self.arch.position_embedding_type == "rope":
+            cos, sin = (table[known.mine_BS] for table in self._rotary_tables(cache.capacity))
+            rotary = cos, sin
+        return Pass(tokens_BS, None, len(positions_BS), 0, None, rotary, known)
 
     def _begin(
         self, tokens_BS: Tensor, target: Target | None, first_sequence: int, key: tuple[int, int] | None
@@ -162,7 +184,7 @@ class GPT(nn.Module):
     def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
         """What a stage makes of the residual stream: the residual stream, or at the end my share of the loss.
 
-        Without a target the last stage gives logits.
+        Without a target the last stage gives logits, or nothing of use where none are wanted.
         """
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at), at)
@@ -171,7 +193,7 @@ class GPT(nn.Module):
             compute = partial(repeated, self._layers) if run.is_repeated else self._layers
             with offloaded(self.parameters()) if run.is_offloaded else nullcontext():
                 x_MH = compute(run.layers, x_MH, at)
-        if not stage.has_head:
+        if not stage.has_head or (at.known and not at.known.has_logits):
             return x_MH
         y: Tensor = self.head(self.final_norm(x_MH), self.head_weight, at)
         return y

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from megatron3d.comm import Comm
 from megatron3d.config.derive import Architecture
 from megatron3d.layout import ParamSpec, span
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.mesh import Axes
+from megatron3d.model.passes import Pass
 from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import Heads, attention, rotate
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
@@ -78,53 +79,6 @@ class Build:
     def optional(self, name: str) -> nn.Parameter | None:
         """The same, or None where the table has none."""
         return self.param(name) if name in self.specs else None
-
-
-@dataclass(frozen=True)
-class Target:
-    """What the loss is made of.
-
-    Attributes:
-        labels_M: what follows each token of the sequences that I read.
-        num_tokens: valid tokens of the global batch, by which the loss is divided.
-        scale: what gradients, but not the loss, are multiplied by.
-    """
-
-    labels_M: Tensor
-    num_tokens: int
-    scale: Tensor | float
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One microbatch on its way through the model.
-
-    Attributes:
-        tokens_BS: the sequences that I read.
-        target: None where logits are wanted instead of the loss.
-        num_sequences: sequences of the whole microbatch, over all ranks that share it.
-        first_sequence: where the microbatch begins in the global batch.
-        key: (seed, iteration) of dropout, or None when evaluating.
-        rotary: cos and sin, or None.
-    """
-
-    tokens_BS: Tensor
-    target: Target | None
-    num_sequences: int
-    first_sequence: int
-    key: tuple[int, int] | None
-    rotary: tuple[Tensor, Tensor] | None
-
-    @property
-    def seq_length(self) -> int:
-        """Positions of a sequence."""
-        return self.tokens_BS.shape[1]
-
-    def token_rows(self, axes: Axes, mesh: Mesh, device: torch.device) -> Tensor:
-        """Index in the global batch of each of my tokens, where `axes` split a microbatch's tokens."""
-        low, high = span(self.num_sequences * self.seq_length, axes, mesh)
-        offset = self.first_sequence * self.seq_length
-        return torch.arange(offset + low, offset + high, device=device)
 
 
 class Linear(nn.Module):
@@ -199,6 +153,9 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(0, (-1, at.seq_length)) for t in (self.q_norm(q), self.k_norm(k), v))
         if at.rotary:
             q, k = rotate(q, at.rotary), rotate(k, at.rotary)
+        if at.known:
+            k, v = at.known.extend(self.site, k, v)
+            return attention(q, k, v, self.heads, None, at.known.mask_BSL)
         drop = None
         if self.dropout and at.key is not None:
             first, _ = span(at.num_sequences, self.tokens, self.mesh)
@@ -258,7 +215,7 @@ class Embedding(nn.Module):
         if self.position is None:
             return x_MH
         rows = at.token_rows(self.tokens, self.comm.mesh, x_MH.device)
-        return x_MH + F.embedding(rows % at.seq_length, self.position)
+        return x_MH + F.embedding(at.positions(rows), self.position)
 
 
 class LossHead(nn.Module):

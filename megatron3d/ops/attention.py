@@ -75,14 +75,27 @@ def rotate(x_BSND: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def attention(
-    q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, heads: Heads, drop: tuple[float, int, int] | None
+    q_BSND: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    heads: Heads,
+    drop: tuple[float, int, int] | None,
+    mask_BST: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention, [M, N * D].  `drop` is (rate, key, index of the first sequence in the global batch)."""
+    """Causal attention, [M, N * D].
+
+    Args:
+        drop: (rate, key, index of the first sequence in the global batch).
+        mask_BST: for keys of other positions T than the queries', which of them each query sees; without dropout.
+    """
+    assert drop is None or mask_BST is None, "no attention with a mask drops anything"
     q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
     if not heads.are_even:
         k, v = (t[:, heads.group_of_query] for t in (k, v))
     if drop is None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        mask = None if mask_BST is None else mask_BST.unsqueeze(1)
+        is_grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=is_grouped)
     else:
         y = _attention_with_dropout(q, k, v, heads, drop)
     return y.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron3d.config.derive import Pipeline
 from megatron3d.layout import box, box_shape
 from megatron3d.model.gpt import GPT
-from megatron3d.model.layers import Pass
+from megatron3d.model.passes import Pass
+from megatron3d.ops.cache import Cache
 from megatron3d.pipeline.actions import Action, forwards
 from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
 from megatron3d.pipeline.lower import lower
@@ -47,10 +48,29 @@ class Flow:
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor, position: int) -> Tensor:
         """Logits [B, V] of what follows `position` in each sequence of the microbatch, the same on every rank."""
+        at = self.model.begin_sampling(tokens_BS)
+        return self._everywhere(self._forward([at]), at, position)
+
+    @torch.no_grad()
+    def extend(self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: Cache) -> None:
+        """Keep what attention needs of the sequences' next tokens.
+
+        Args:
+            tokens_BS: of the sequences that I read.
+            positions_BS: of the tokens of the whole microbatch, all below `length`.
+        """
+        self._forward([self.model.begin_extending(tokens_BS, positions_BS, length, cache, has_logits=False)])
+
+    @torch.no_grad()
+    def next_logits(self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: Cache) -> Tensor:
+        """Logits [B, V] of what follows one more token of each sequence, the same on every rank."""
+        at = self.model.begin_extending(tokens_BS, positions_BS, length, cache, has_logits=True)
+        return self._everywhere(self._forward([at]), at, 0)
+
+    def _everywhere(self, results: Mapping[int, Tensor], at: Pass, position: int) -> Tensor:
+        """Logits of a position on every rank of the pipeline."""
         model = self.model
-        results = self._forward([model.begin_sampling(tokens_BS)])
-        rows = tokens_BS.shape[0] * model.comm.mesh.size(model.mode.batch_axes)
-        last_BV = results[0][:, position] if results else model.zeros(rows, model.arch.vocab_size)
+        last_BV = results[0][:, position] if results else model.zeros(at.num_sequences, model.arch.vocab_size)
         return model.comm.all_reduce(last_BV, ("pipeline",)).wait()
 
     def _forward(self, passes: Sequence[Pass]) -> Mapping[int, Tensor]:

@@ -26,7 +26,7 @@ from megatron3d.memory.activations import (
 from megatron3d.memory.work import Work
 from megatron3d.mesh import Mesh
 from megatron3d.model.gpt import GPT
-from megatron3d.model.layers import Pass
+from megatron3d.model.passes import Pass
 from megatron3d.model.stages import Stage, make_stages
 from megatron3d.modes import MODES, build_mode
 from megatron3d.modes.mode import Mode

@@ -17,6 +17,8 @@ from megatron3d.data.tokenizer import ByteTokenizer
 from megatron3d.modes import MODES
 from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
+from megatron3d.train.restore import restore
+from megatron3d.train.sampling import Choice, Sampler
 from tests.end_to_end import run, write_config
 from tests.pipeline.toy import any_schedule
 from tests.pool import Pool
@@ -57,10 +59,8 @@ def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: l
     found = []
     for layout in layouts:
         config = generate.read_run(checkpoint, layout, world_size)
-        flow = generate.load_model(config, tokenizer, checkpoint, here)
-        generator = torch.Generator().manual_seed(args.seed)
-        with torch.no_grad():
-            tokens = generate.sample(flow, tokenizer.encode(PROMPT), args, generator, tokenizer.eod, here.device)
+        sampler = Sampler(restore(config, tokenizer, checkpoint, here), here.device)
+        (tokens,) = generate.complete(sampler, [tokenizer.encode(PROMPT)], tokenizer.eod, args)
         found.append(tokenizer.decode(tokens) + "\n")
     return found
 
@@ -113,13 +113,13 @@ def test_the_seed_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert text(folder, capsys, ["--max-new-tokens", "0"]) == PROMPT + "\n"
 
 
-def test_the_end_of_a_document_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter([65, 66, 256, 67])
-    monkeypatch.setattr(generate, "next_logits", lambda *_: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
-    flow = Namespace(model=Namespace(arch=Namespace(seq_length=4)))
-    args = Namespace(max_new_tokens=9, temperature=0, top_k=0)
-    tokens = generate.sample(flow, [60], args, torch.Generator(), 256, torch.device("cpu"))  # type: ignore[arg-type]
-    assert tokens == [60, 65, 66]
+def test_the_end_of_a_document_ends_the_text() -> None:
+    """One of two texts ends earlier, and the other goes on alone."""
+    said = iter([(65, 70), (66, 71), (256, 72), (67, 256)])
+    sampler = Namespace(next_logits=lambda _: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
+    args = Namespace(max_new_tokens=9, temperature=0, top_k=0, seed=1)
+    tokens = generate.complete(sampler, [[60], [61]], 256, args)  # type: ignore[arg-type]
+    assert tokens == [[60, 65, 66], [61, 70, 71, 72]]
 
 
 @settings(deadline=None)
@@ -129,7 +129,7 @@ def test_the_end_of_a_document_ends_the_text(monkeypatch: pytest.MonkeyPatch) ->
     temperature=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
 )
 def test_a_token_is_among_the_likeliest(logits: list[int], top_k: int, temperature: float) -> None:
-    token = generate.choose(torch.tensor(logits, dtype=torch.float32), temperature, top_k, torch.Generator())
+    token = Choice(temperature, top_k)(torch.tensor(logits, dtype=torch.float32), torch.Generator())
     rank = sorted(logits, reverse=True).index(logits[token])
     assert rank < (1 if temperature == 0 else top_k or len(logits))
 

@@ -1,0 +1,56 @@
+"""A checkpoint for use: its run's configuration in any layout, and the model with its weights, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron3d.checkpoint.store import resolve
+from megatron3d.config.check import check
+from megatron3d.config.check_pipeline import file_problems
+from megatron3d.config.derive import schedule_file, tensor_size
+from megatron3d.config.facts import Facts
+from megatron3d.config.read import read_config
+from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.data.tokenizer import Tokenizer
+from megatron3d.errors import UserError
+from megatron3d.pipeline.schedules import FILE, load_schedule, num_microbatches
+from megatron3d.runtime import Runtime
+from megatron3d.train.flow import Flow
+from megatron3d.train.resume import load_weights
+from megatron3d.train.state import build_state, connect
+
+__all__ = ["read_run", "resolve", "restore"]
+
+
+def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batch_size: int | None = None) -> Config:
+    """The run's own configuration; its layout is used under a launcher, and one process is enough without.
+
+    A microbatch has `micro_batch_size` sequences (None: as few as the tensor axes allow), and there are as many
+    microbatches as the schedule needs.  Raises UserError with every problem.
+    """
+    config = read_config(folder.parent / "config.yaml", overrides).config
+    if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):
+        config = config.model_copy(update={"parallel": ParallelConfig()})
+    parallel = config.parallel
+    rows = micro_batch_size or tensor_size(parallel)
+    step = rows * max(world_size // (tensor_size(parallel) * parallel.pipeline_model_parallel_size), 1)
+    config = _with_batch(config, rows, step)
+    UserError.collect(check(config, world_size))
+    if parallel.pipeline_schedule == FILE:  # it is for as many microbatches as it has
+        config = _with_batch(config, rows, step * num_microbatches(load_schedule(schedule_file(parallel))))
+        UserError.collect(file_problems(Facts(config, world_size)))
+    return config
+
+
+def _with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -> Config:
+    """The same with other batch sizes, and uncompiled: the shapes change with every token."""
+    batch = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size, "compile": False}
+    return config.model_copy(update={"train": config.train.model_copy(update=batch)})
+
+
+def restore(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> Flow:
+    """The model with the checkpoint's weights, on this rank; raises UserError where they are of another."""
+    state = build_state(config, *connect(config, tokenizer.vocab_size, here.world_size, here.rank), here.device)
+    load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})
+    return state.flow

@@ -1,0 +1,133 @@
+"""What follows texts: the next token's logits of a batch of growing contexts, in any layout, and the choice of a token.
+
+    held      t0 t1 t2                what the cache knows of a context
+    context   t0 t1 t2 t3 t4          t3 goes into the cache, t4 gives the logits of t5
+
+Whatever a context shares with what is held from its start is not computed again; one that is longer than the model
+keeps its last `seq_length` tokens, which then stand elsewhere, so that each token costs a whole context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron3d.layout import span
+from megatron3d.ops.cache import Cache
+from megatron3d.train.flow import Flow
+
+Context = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token is chosen: from the softmax of logits / temperature over the `top_k` likeliest (0: all)."""
+
+    temperature: float
+    top_k: int = 0
+
+    def __call__(self, logits_V: Tensor, generator: torch.Generator) -> int:
+        """A token; the likeliest where the temperature is 0."""
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        if self.top_k:
+            least = logits_V.topk(min(self.top_k, len(logits_V))).values[-1]
+            logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
+        weights = (logits_V.double() / self.temperature).softmax(-1)
+        return int(torch.multinomial(weights, 1, generator=generator))
+
+
+class Sampler:
+    """The model with a cache; every rank must ask the same."""
+
+    def __init__(self, flow: Flow, device: torch.device) -> None:
+        self.flow, self._device = flow, device
+        self._held: list[list[int]] = []
+        self._cache = Cache(self.capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest context that is seen whole."""
+        return self.flow.model.arch.seq_length
+
+    def next_logits(self, contexts: Sequence[Context]) -> Tensor:
+        """Logits [contexts, V] of what follows each context, on the CPU; the same on every rank."""
+        assert contexts and all(contexts), "every context has a token"
+        windows = [list(context[-self.capacity :]) for context in contexts]
+        if len(windows) != len(self._held):
+            self._held, self._cache = [[] for _ in windows], Cache(self.capacity)
+        starts = [_shared(held, window[:-1]) for held, window in zip(self._held, windows, strict=True)]
+        self._fill([window[start:-1] for window, start in zip(windows, starts, strict=True)], starts)
+        self._held = windows
+        logits = self.flow.next_logits(
+            *self._placed([window[-1:] for window in windows], [len(w) - 1 for w in windows])
+        )
+        return logits[: len(windows)].cpu()
+
+    def _fill(self, new: list[list[int]], starts: list[int]) -> None:
+        if any(new):
+            self.flow.extend(*self._placed(new, starts))
+
+    def _placed(self, new: list[list[int]], starts: list[int]) -> tuple[Tensor, Tensor, int, Cache]:
+        """New tokens of my sequences, positions of all, a number above these, and the cache.
+
+        Rows that only a layout needs repeat the first; what pads a row stands behind its end, where it is overwritten
+        before it is seen.
+        """
+        model = self.flow.model
+        mesh, mode = model.comm.mesh, model.mode
+        unit = math.lcm(mesh.size(mode.inner[0]), mesh.size(mode.residual[0]), mesh.size(mode.batch_axes))
+        rows, width = -(-len(new) // unit) * unit, max(map(len, new))
+        padded = [*new, *[new[0]] * (rows - len(new))]
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in padded], device=self._device)
+        first = torch.tensor([*starts, *[starts[0]] * (rows - len(new))], device=self._device)
+        positions = (first.unsqueeze(1) + torch.arange(width, device=self._device)).clamp_(max=self.capacity - 1)
+        low, high = span(rows, mode.batch_axes, mesh)
+        return tokens[low:high], positions, min(max(starts) + width, self.capacity), self._cache
+
+
+def _shared(held: list[int], context: list[int]) -> int:
+    """Length of the common beginning."""
+    if held == context[: len(held)]:
+        return len(held)
+    return next((place for place, (a, b) in enumerate(zip(held, context, strict=False)) if a != b), len(context))
+
+
+@dataclass
+class Text:
+    """Tokens that grow until there are enough, or the document ends."""
+
+    tokens: list[int]
+    generator: torch.Generator
+    num_left: int
+    is_done: bool = field(default=False)
+
+    def __post_init__(self) -> None:
+        self.is_done = self.num_left == 0
+
+
+def sample(
+    sampler: Sampler,
+    texts: Sequence[Text],
+    choose: Callable[[Tensor, torch.Generator], int],
+    eod: int | None,
+    tell: Callable[[int, int], None] = lambda row, token: None,
+) -> None:
+    """Let the texts grow, the same on every rank; `tell` is called with a text's index and its new token."""
+    while not all(text.is_done for text in texts):
+        logits = sampler.next_logits([text.tokens for text in texts])
+        for row, text in enumerate(texts):
+            if text.is_done:
+                continue
+            token = choose(logits[row], text.generator)
+            if token == eod:
+                text.is_done = True
+                continue
+            text.tokens.append(token)
+            text.num_left -= 1
+            text.is_done = text.num_left == 0
+            tell(row, token)

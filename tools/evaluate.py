@@ -1,0 +1,116 @@
+"""Loss, perplexity and bits per byte of a checkpoint on a corpus, in any layout: bare, or under torchrun.
+
+Every token of the corpus, or of one of its splits, is predicted once, from those before it in its window of
+`model.seq_length` tokens, by the code that evaluates during training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron3d import runtime
+from megatron3d.config.schema import Config
+from megatron3d.data.corpus import open_corpus
+from megatron3d.data.every_token import EveryToken
+from megatron3d.data.loader import Loader
+from megatron3d.data.token_bytes import bytes_of_tokens
+from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.errors import UserError
+from megatron3d.train.evaluate import evaluate
+from megatron3d.train.flow import Flow
+from megatron3d.train.restore import read_run, resolve, restore
+
+WHOLE, SPLITS = "whole", ("train", "valid", "test")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load, evaluate, print on rank 0."""
+    args = parse_args(argv)
+    place = runtime.placement()
+    folder = resolve(args.load)
+    config = read_run(folder, args.overrides, place.world_size, args.micro_batch_size)
+    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+    samples = find_samples(config, tokenizer, args.split, args.samples)
+    with runtime.start() as here, torch.no_grad():
+        flow = restore(config, tokenizer, folder, here)
+        result = describe(config, samples, mean_loss(flow, config, samples, here.device))
+        if here.rank == 0:
+            print(json.dumps(result) if args.json else render(result))
+    return runtime.EXIT_DONE
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """`--load RUN [--split NAME] ... [section.key=value ...]`."""
+    parser = argparse.ArgumentParser("evaluate.py", description=__doc__.split(":")[0], allow_abbrev=False)
+    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
+    parser.add_argument("--samples", type=int, help="only the first so many windows; default: all")
+    parser.add_argument(
+        "--micro-batch-size", type=int, help="sequences at a time; default: as few as the layout allows"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="such as data.data_path=PREFIX for another corpus"
+    )
+    args = parser.parse_intermixed_args(argv)
+    if min(args.samples or 1, args.micro_batch_size or 1) < 1 or 0 in (args.samples, args.micro_batch_size):
+        parser.error("--samples and --micro-batch-size must be at least 1")
+    return args
+
+
+def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | None) -> EveryToken:
+    """The windows that are evaluated; raises UserError where there is nothing to predict."""
+    vocab_size, seq_length = config.model.vocab_size or tokenizer.vocab_size, config.model.seq_length
+    data = config.data.model_copy(update={"split": "1,0,0"} if split == WHOLE else {})
+    train = config.train.model_copy(update={"eval_interval": None})  # then no split has to be there
+    config = config.model_copy(update={"data": data, "train": train})
+    corpus = open_corpus(config, tokenizer)
+    found = corpus.train if split == WHOLE else getattr(corpus, split)
+    if found is None:
+        raise UserError(
+            f"data.split={config.data.split}: {split} is shorter than one sample of {seq_length + 1} tokens; evaluate "
+            "another split, or the whole corpus"
+        )
+    return EveryToken.of(corpus.dataset, found.split, seq_length, vocab_size, most)
+
+
+def mean_loss(flow: Flow, config: Config, samples: EveryToken, device: torch.device) -> float:
+    """Mean loss per token, the same on every rank."""
+    model, train = flow.model, config.train
+    loader = Loader(
+        samples, model.comm.mesh, model.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
+    )
+    steps = (loader.step(first) for first in range(0, samples.num_samples, train.global_batch_size))
+    return evaluate(flow, steps, samples.num_tokens).item()
+
+
+def describe(config: Config, samples: EveryToken, loss: float) -> Mapping[str, object]:
+    """What is known of the result; bits per byte is null where the tokenizer does not know its tokens' bytes."""
+    counts = bytes_of_tokens(config.data.tokenizer_type, config.data.tokenizer_model)
+    num_bytes = None if counts is None else samples.count_bytes(counts)
+    return {
+        "corpus": str(samples.dataset.prefix),
+        "tokens": samples.num_tokens,
+        "bytes": num_bytes,
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": loss / math.log(2) * samples.num_tokens / num_bytes if num_bytes else None,
+    }
+
+
+def render(result: Mapping[str, object]) -> str:
+    """A line for each number."""
+    unknown = "not known: the bytes of this tokenizer's tokens depend on their neighbours"
+    lines = {name: unknown if value is None else value for name, value in result.items()}
+    return "\n".join(f"{name.replace('_', ' '):<14} {value}" for name, value in lines.items())
+
+
+if __name__ == "__main__":
+    sys.exit(runtime.run_program(main))
