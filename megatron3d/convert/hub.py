@@ -156,10 +156,15 @@ def _pieces(
     """The logical tensors, as views of the mapped files, or of files of their own where their type is converted."""
     for tensor in table:
         values = _converted(weights.tensor(tensor.name), dtype, scratch)
-        joined = values.T if tensor.is_transposed else values
+        joined = _transposed(values) if tensor.is_transposed else values
         rows = [shape[0] for _, shape in tensor.parts]
         for (name, shape), part in zip(tensor.parts, joined.split(rows), strict=True):
             yield Piece(f"model.{name}", shape, tuple((0, size) for size in shape), part)
+
+
+def _transposed(values: Tensor) -> Tensor:
+    """A view; of a single row or column the plain one, whose elements lie side by side."""
+    return values.T if min(values.shape) > 1 else values.reshape(values.shape[::-1])
 
 
 def _converted(values: Tensor, dtype: torch.dtype | None, scratch: Path) -> Tensor:

@@ -11,7 +11,6 @@ from megatron3d.config.derive import Pipeline
 from megatron3d.layout import box, box_shape
 from megatron3d.model.gpt import GPT
 from megatron3d.model.passes import Pass
-from megatron3d.ops.cache import Cache
 from megatron3d.pipeline.actions import Action, forwards
 from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
 from megatron3d.pipeline.lower import lower
@@ -52,20 +51,26 @@ class Flow:
         return self._everywhere(self._forward([at]), at, position)
 
     @torch.no_grad()
-    def extend(self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: Cache) -> None:
-        """Keep what attention needs of the sequences' next tokens.
-
-        Args:
-            tokens_BS: of the sequences that I read.
-            positions_BS: of the tokens of the whole microbatch, all below `length`.
-        """
-        self._forward([self.model.begin_extending(tokens_BS, positions_BS, length, cache, has_logits=False)])
+    def extend(self, at: Pass) -> None:
+        """Keep what attention needs of an extending pass."""
+        self._forward([at])
 
     @torch.no_grad()
-    def next_logits(self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: Cache) -> Tensor:
-        """Logits [B, V] of what follows one more token of each sequence, the same on every rank."""
-        at = self.model.begin_extending(tokens_BS, positions_BS, length, cache, has_logits=True)
+    def next_logits(self, at: Pass) -> Tensor:
+        """Logits [B, V] of what follows the first token of each sequence of an extending pass, on every rank."""
         return self._everywhere(self._forward([at]), at, 0)
+
+    @torch.no_grad()
+    def score(self, at: Pass, labels_BS: Tensor) -> Tensor:
+        """[B, S, 2] of every sequence of an extending pass: log probability of its label, and 1 if none is likelier."""
+        results = self._forward([at])
+        scores_BSK = self.model.zeros(*labels_BS.shape, 2)
+        if results:
+            logits_BSV = results[0]
+            log_probs = logits_BSV.log_softmax(-1).gather(-1, labels_BS.unsqueeze(-1)).squeeze(-1)
+            is_likeliest = (logits_BSV.argmax(-1) == labels_BS).to(log_probs.dtype)
+            scores_BSK = torch.stack((log_probs, is_likeliest), dim=-1)
+        return self.model.comm.all_reduce(scores_BSK, ("pipeline",)).wait()
 
     def _everywhere(self, results: Mapping[int, Tensor], at: Pass, position: int) -> Tensor:
         """Logits of a position on every rank of the pipeline."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron3d.layout import span
+from megatron3d.model.gpt import GPT
+from megatron3d.model.passes import Pass
 from megatron3d.ops.cache import Cache
 from megatron3d.train.flow import Flow
 
@@ -41,6 +43,35 @@ class Choice:
         return int(torch.multinomial(weights, 1, generator=generator))
 
 
+@dataclass(frozen=True)
+class Placed:
+    """New tokens of all sequences of a microbatch, padded to a width, and where each sequence goes on."""
+
+    rows: list[list[int]]
+    starts: list[int]
+
+    def begin(self, model: GPT, cache: Cache, device: torch.device, has_logits: bool) -> Pass:
+        """The pass that extends the cache by them.
+
+        What pads a row stands behind its end, where it is overwritten before it is seen.
+        """
+        tokens, first = torch.tensor(self.rows, device=device), torch.tensor(self.starts, device=device)
+        width, last = tokens.shape[1], cache.capacity - 1
+        positions = (first.unsqueeze(1) + torch.arange(width, device=device)).clamp_(max=last)
+        low, high = span(len(tokens), model.mode.batch_axes, model.comm.mesh)
+        length = min(max(self.starts) + width, cache.capacity)
+        return model.begin_extending(tokens[low:high], positions, length, cache, has_logits=has_logits)
+
+
+def placed(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> Placed:
+    """The rows as a microbatch that every layout of the model can split; rows that only it needs repeat the first."""
+    mesh, mode = model.comm.mesh, model.mode
+    unit = math.lcm(*(mesh.size(axes) for axes in (mode.inner[0], mode.residual[0], mode.batch_axes)))
+    more, width = -len(new) % unit, max(map(len, new))
+    rows = [row + [0] * (width - len(row)) for row in (*new, *[new[0]] * more)]
+    return Placed(rows, [*starts, *[starts[0]] * more])
+
+
 class Sampler:
     """The model with a cache; every rank must ask the same."""
 
@@ -61,33 +92,17 @@ class Sampler:
         if len(windows) != len(self._held):
             self._held, self._cache = [[] for _ in windows], Cache(self.capacity)
         starts = [_shared(held, window[:-1]) for held, window in zip(self._held, windows, strict=True)]
-        self._fill([window[start:-1] for window, start in zip(windows, starts, strict=True)], starts)
+        new = [window[start:-1] for window, start in zip(windows, starts, strict=True)]
+        if any(new):
+            self.flow.extend(self._begin(new, starts, has_logits=False))
         self._held = windows
-        logits = self.flow.next_logits(
-            *self._placed([window[-1:] for window in windows], [len(w) - 1 for w in windows])
-        )
+        last, places = [window[-1:] for window in windows], [len(window) - 1 for window in windows]
+        logits = self.flow.next_logits(self._begin(last, places, has_logits=True))
         return logits[: len(windows)].cpu()
 
-    def _fill(self, new: list[list[int]], starts: list[int]) -> None:
-        if any(new):
-            self.flow.extend(*self._placed(new, starts))
-
-    def _placed(self, new: list[list[int]], starts: list[int]) -> tuple[Tensor, Tensor, int, Cache]:
-        """New tokens of my sequences, positions of all, a number above these, and the cache.
-
-        Rows that only a layout needs repeat the first; what pads a row stands behind its end, where it is overwritten
-        before it is seen.
-        """
+    def _begin(self, new: Sequence[list[int]], starts: Sequence[int], has_logits: bool) -> Pass:
         model = self.flow.model
-        mesh, mode = model.comm.mesh, model.mode
-        unit = math.lcm(mesh.size(mode.inner[0]), mesh.size(mode.residual[0]), mesh.size(mode.batch_axes))
-        rows, width = -(-len(new) // unit) * unit, max(map(len, new))
-        padded = [*new, *[new[0]] * (rows - len(new))]
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in padded], device=self._device)
-        first = torch.tensor([*starts, *[starts[0]] * (rows - len(new))], device=self._device)
-        positions = (first.unsqueeze(1) + torch.arange(width, device=self._device)).clamp_(max=self.capacity - 1)
-        low, high = span(rows, mode.batch_axes, mesh)
-        return tokens[low:high], positions, min(max(starts) + width, self.capacity), self._cache
+        return placed(new, starts, model).begin(model, self._cache, self._device, has_logits)
 
 
 def _shared(held: list[int], context: list[int]) -> int:

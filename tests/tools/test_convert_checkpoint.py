@@ -186,7 +186,7 @@ def test_bad_options(typed: list[str]) -> None:
     assert stopped.value.code == 2
 
 
-def test_a_trained_run_goes_there_and_speaks_when_it_is_back(
+def test_a_trained_run_goes_there_and_is_used_when_it_is_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(write_config(tmp_path), "train.train_iters=3").code == 0
@@ -200,6 +200,10 @@ def test_a_trained_run_goes_there_and_speaks_when_it_is_back(
         assert generate.main(typed) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+    more = ["checkpoint.finetune=true", "train.train_iters=2"]
+    more += [f"checkpoint.load={tmp_path / 'back'}", f"checkpoint.save={tmp_path / 'more'}"]
+    tuned = train(tmp_path / "tiny.yaml", *more)
+    assert (tuned.code, tuned.err) == (0, "")
 
 
 def test_gpt2_too(tmp_path: Path) -> None:

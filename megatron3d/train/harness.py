@@ -1,0 +1,145 @@
+"""What the evaluation harness of EleutherAI (https://github.com/EleutherAI/lm-evaluation-harness) asks of a model.
+
+Three questions: the log probability of a continuation, of a whole text, and the text that follows a prompt.  The
+harness is optional: `Harness` answers without it, and `as_lm` makes of it the class that the harness knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from megatron3d.data.tokenizer import Tokenizer
+from megatron3d.errors import UserError
+from megatron3d.train.flow import Flow
+from megatron3d.train.sampling import Choice, Sampler, Text, sample
+from megatron3d.train.scoring import Score, score
+
+MAX_NEW_TOKENS = 256
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A model that answers; every rank of a layout must ask the same."""
+
+    flow: Flow
+    tokenizer: Tokenizer
+    device: torch.device
+    batch_size: int = 8
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model sees at one time."""
+        return self.flow.model.arch.seq_length
+
+    def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation): log probability, and whether it is what greedy decoding says."""
+        encoded = [self._encode_pair(*pair) for pair in pairs]
+        scores = self._batched(encoded, lambda pair: len(pair[0]) + len(pair[1]), self._score)
+        return [(each.log_prob, each.is_greedy) for each in scores]
+
+    def rolling(self, texts: Sequence[str]) -> list[float]:
+        """Log probability of each whole text, every token of it predicted once, after as much as the model sees."""
+        windows = [(place, window) for place, text in enumerate(texts) for window in self._windows(text)]
+        scores = self._batched([w for _, w in windows], lambda pair: len(pair[0]) + len(pair[1]), self._score)
+        sums = [0.0] * len(texts)
+        for (place, _), each in zip(windows, scores, strict=True):
+            sums[place] += each.log_prob
+        return sums
+
+    def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """What follows each prompt, up to the first of its `until` strings, the end, or `max_gen_toks` tokens."""
+        said: list[str] = []
+        for prompt, options in requests:
+            until = options.get("until") or ()
+            ends = [until] if isinstance(until, str) else list(until)
+            is_greedy = not options.get("do_sample", options.get("temperature", 0) > 0)
+            choose = Choice(0.0 if is_greedy else options.get("temperature", 1.0), options.get("top_k", 0))
+            said.append(self._generate(prompt, ends, choose, int(options.get("max_gen_toks", MAX_NEW_TOKENS))))
+        return said
+
+    def _generate(self, prompt: str, ends: Sequence[str], choose: Choice, most: int) -> str:
+        most = min(most, self.max_length - 1)
+        tokens = (self.tokenizer.encode(prompt) or [self._prefix()])[-(self.max_length - most) :]
+        text, start = Text(tokens, torch.Generator().manual_seed(0), most), len(tokens)
+
+        def stop(_: int, __: int) -> None:
+            new = self.tokenizer.decode(text.tokens[start:])
+            text.is_done = text.is_done or any(end in new for end in ends)
+
+        sample(Sampler(self.flow, self.device), [text], choose, self.tokenizer.eod, stop)
+        new = self.tokenizer.decode(text.tokens[start:])
+        return new[: min((place for end in ends if end and (place := new.find(end)) >= 0), default=len(new))]
+
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
+        return score(self.flow, pairs, self.device)
+
+    def _batched(self, items: Sequence[T], size: Callable[[T], int], answer: Callable[[list[T]], list[U]]) -> list[U]:
+        """Answers in the items' order, asked for in batches of similar size, the largest first."""
+        order = sorted(range(len(items)), key=lambda place: -size(items[place]))
+        answers: dict[int, U] = {}
+        for first in range(0, len(order), self.batch_size):
+            places = order[first : first + self.batch_size]
+            answers |= dict(zip(places, answer([items[place] for place in places]), strict=True))
+        return [answers[place] for place in range(len(items))]
+
+    def _prefix(self) -> int:
+        """What stands before a text."""
+        if self.tokenizer.eod is None:
+            raise UserError(
+                f"{type(self.tokenizer).__name__} has no token that ends a document, which would stand before a text "
+                "without a context; evaluate with a tokenizer that has one"
+            )
+        return self.tokenizer.eod
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Spaces at the end of a context belong to the continuation, as the pieces of most tokenizers do."""
+        spaces = len(context) - len(context.rstrip())
+        if context.strip() and spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        if not context:
+            before, after = [self._prefix()], self.tokenizer.encode(continuation)
+        else:
+            before = self.tokenizer.encode(context)
+            whole = self.tokenizer.encode(context + continuation)
+            before, after = whole[: len(before)], whole[len(before) :]
+        if not 0 < len(after) <= self.max_length:
+            raise UserError(
+                f"continuation {continuation[:40]!r}: {len(after)} tokens, and the model sees 1 to {self.max_length}; "
+                "choose a task with shorter answers, or a model with a longer model.seq_length"
+            )
+        return before, after
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        """Context and labels: neighbouring runs of labels, each after as many tokens as there is room for."""
+        tokens = [self._prefix(), *self.tokenizer.encode(text)]
+        for first in range(1, len(tokens), self.max_length):
+            labels = tokens[first : first + self.max_length]
+            yield tokens[max(0, first + len(labels) - 1 - self.max_length) : first], labels
+
+
+def as_lm(harness: Harness) -> Any:
+    """An instance of the harness's own `LM`; raises UserError where it is not installed."""
+    try:
+        from lm_eval.api.model import LM
+    except ImportError as error:
+        raise UserError("lm_eval is not installed: pip install lm_eval") from error
+
+    class Megatron3dLM(LM):  # type: ignore[misc]
+        """Requests are instances whose `args` are the question."""
+
+        def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            return harness.log_likelihoods([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            return harness.rolling([request.args[0] for request in requests])
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            return harness.generate([request.args for request in requests])
+
+    return Megatron3dLM()

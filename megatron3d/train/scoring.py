@@ -1,0 +1,72 @@
+"""How likely texts are after their contexts, in any layout, without the logits of more than some positions at one time.
+
+log p(continuation | context)  =  sum over its tokens of log p(token | all before it)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron3d.ops.cache import Cache
+from megatron3d.train.flow import Flow
+from megatron3d.train.sampling import Context, placed
+
+CHUNK = 64
+"""Positions whose logits exist at one time."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log probability of a continuation, and whether the likeliest token would have been each of its tokens."""
+
+    log_prob: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is read, what should follow each of it, and how many of the last of these count."""
+
+    inputs: list[int]
+    labels: list[int]
+    num_scored: int
+
+    def counts(self, start: int, stop: int) -> range:
+        """The positions of a range that count."""
+        return range(max(start, len(self.labels) - self.num_scored), min(stop, len(self.labels)))
+
+
+def score(flow: Flow, pairs: Sequence[tuple[Context, Context]], device: torch.device) -> list[Score]:
+    """Scores of (context, continuation), the same on every rank, which must all ask the same.
+
+    A context loses tokens at its start where both are longer than the model; neither may be empty, and a continuation
+    must fit into the model.
+    """
+    model = flow.model
+    rows = [_row(context, continuation, model.arch.seq_length) for context, continuation in pairs]
+    cache, width = Cache(model.arch.seq_length), max(len(row.inputs) for row in rows)
+    log_probs, are_greedy = [0.0] * len(rows), [True] * len(rows)
+    for start in range(0, width, CHUNK):
+        stop = start + CHUNK
+        is_scored = any(row.counts(start, stop) for row in rows)
+        part = placed([row.inputs[start:stop] for row in rows], [start] * len(rows), model)
+        at = part.begin(model, cache, device, has_logits=is_scored)
+        if not is_scored:
+            flow.extend(at)
+            continue
+        labels = placed([row.labels[start:stop] for row in rows], [start] * len(rows), model).rows
+        found = flow.score(at, torch.tensor(labels, device=device)).double().cpu()
+        for index, row in enumerate(rows):
+            counted = [position - start for position in row.counts(start, stop)]
+            log_probs[index] += found[index, counted, 0].sum().item()
+            are_greedy[index] &= bool(found[index, counted, 1].all())
+    return [Score(*both) for both in zip(log_probs, are_greedy, strict=True)]
+
+
+def _row(context: Context, continuation: Context, seq_length: int) -> _Row:
+    assert context and 0 < len(continuation) <= seq_length, f"{len(context)} and {len(continuation)} tokens"
+    tokens = [*context, *continuation][-(seq_length + 1) :]
+    return _Row(tokens[:-1], tokens[1:], len(continuation))

@@ -1,0 +1,65 @@
+"""Tasks of EleutherAI's evaluation harness on a checkpoint, in any layout: bare, or under torchrun.
+
+It needs `lm_eval`, which is optional.  Every rank asks the same questions, in the same order; rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron3d import runtime
+from megatron3d.data.tokenizer import build_tokenizer
+from megatron3d.errors import UserError
+from megatron3d.train.harness import Harness, as_lm
+from megatron3d.train.restore import read_run, resolve, restore
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load, ask, print on rank 0."""
+    args = parse_args(argv)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("lm_eval is not installed: pip install lm_eval")
+    place = runtime.placement()
+    folder = resolve(args.load)
+    config = read_run(folder, args.overrides, place.world_size)
+    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+    with runtime.start() as here, torch.no_grad():
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        flow = restore(config, tokenizer, folder, here)
+        model = as_lm(Harness(flow, tokenizer, here.device, args.batch_size))
+        tasks = TaskManager(include_path=str(args.include_path) if args.include_path else None)
+        found = lm_eval.simple_evaluate(
+            model, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit, task_manager=tasks
+        )
+        if here.rank == 0:
+            print(json.dumps(found["results"], indent=2, default=str))
+    return runtime.EXIT_DONE
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """`--load RUN --tasks NAME [NAME ...] ... [section.key=value ...]`."""
+    parser = argparse.ArgumentParser("lm_harness.py", description=__doc__.split(":")[0], allow_abbrev=False)
+    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), required=True, help="names, between commas")
+    parser.add_argument("--include-path", type=Path, help="a folder with tasks of your own")
+    parser.add_argument("--num-fewshot", type=int)
+    parser.add_argument("--limit", type=int, help="questions of each task; default: all")
+    parser.add_argument("--batch-size", type=int, default=8, help="texts at a time")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on the run's configuration")
+    args = parser.parse_intermixed_args(argv)
+    if args.batch_size < 1:
+        parser.error("--batch-size must be at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(runtime.run_program(main))
