@@ -40,5 +40,6 @@ setup(
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "transformers", "wandb", *DATA],
         "data": DATA,
         "wandb": ["wandb"],
+        "eval": ["lm_eval"],
     },
 )
