@@ -134,8 +134,8 @@ def expected(section: str, name: str, given: object = None) -> str:
 
 def _words(kind: Mapping[str, Any], given: object) -> str:
     if "enum" in kind:
-        near = nearest(str(given).lower(), kind["enum"])
-        return one_of(sorted(kind["enum"], key=lambda value: value != near))
+        near = nearest(str(given).lower(), map(str, kind["enum"]))
+        return one_of(sorted(map(str, kind["enum"]), key=lambda value: value != near))
     if kind["type"] == "array":
         if "enum" in kind["items"]:
             return f"a list of {one_of(kind['items']['enum'])}, such as [{kind['items']['enum'][0]}]"

@@ -1,0 +1,55 @@
+"""Every key of the configuration as a page of Markdown: `show_config.py > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from pydantic.fields import FieldInfo
+
+from megatron3d.config.document import show
+from megatron3d.config.read import expected
+from megatron3d.config.schema import Config
+
+HEAD = """# Configuration
+
+Every key, as the schema (`megatron3d/config/schema.py`) has it; `python tools/show_config.py` makes this page.  A YAML
+file has these sections; any key can be given on the command line as `section.key=value`.  An unknown key is an error,
+`--check` reports every problem at once, and `config.yaml` in a run's folder says where each value came from."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the page."""
+    argparse.ArgumentParser("show_config.py", description=__doc__.split(":")[0]).parse_args(argv)
+    print(page())
+    return 0
+
+
+def page() -> str:
+    """The whole page without its last newline."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield HEAD
+    for section, field in Config.model_fields.items():
+        kind = type(field.default)
+        yield from ("", f"## {section}", "", _cell(kind.__doc__ or ""), "")
+        yield from ("| key | default | values | |", "|---|---|---|---|")
+        for name, inner in kind.model_fields.items():
+            cells = f"`{name}`", _default(inner), _cell(expected(section, name)), _cell(inner.description or "")
+            yield f"| {' | '.join(cells)} |"
+
+
+def _default(field: FieldInfo) -> str:
+    """The value, or nothing where it is derived, which the description then says."""
+    return "" if field.default is None else f"`{show(field.default)}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
