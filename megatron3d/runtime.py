@@ -74,8 +74,13 @@ def _watchdog(place: Placement, timeout_s: float) -> Watchdog:
     from megatron3d.board import StoreBoard
     from megatron3d.watchdog import Watchdog
 
-    board = StoreBoard(place.address, place.port, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    board = StoreBoard(place.address, place.port, _attempt())
     return Watchdog(board, place.rank, place.world_size, timeout_s, _leave_at_once)
+
+
+def _attempt() -> int:
+    """How often torchrun has started these ranks before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _leave_at_once() -> None:
@@ -132,13 +137,24 @@ def _process_group(place: Placement, device: torch.device, timeout_s: float) -> 
 
     # No device_id: with one, torch splits a new group's communicator off the world's, for which every rank of the world
     # would have to make every group, also those of other ranks' links.
+    timeout, attempt = timedelta(seconds=timeout_s), _attempt()
+    has_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            place.address,
+            place.port,
+            place.world_size,
+            is_master=place.rank == 0 and not has_server,
+            timeout=timeout,
+            multi_tenant=True,
+        )
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
-            init_method=f"tcp://{place.address}:{place.port}",
+            # torchrun's own store outlives the ranks that it starts again, with addresses that nobody listens at.
+            store=dist.PrefixStore(f"attempt {attempt}", store),  # type: ignore[attr-defined]
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]

@@ -1,0 +1,212 @@
+"""Runs that are killed and checkpoints that are damaged, at random: how many faults a run survives, exactly.
+
+python benchmarks/chaos.py [--rounds 25] [--seed 0] [--output benchmarks/results/chaos.json]
+
+A round is a run of two processes under torchrun, of which one is killed (SIGKILL) at a random moment, twice; torchrun
+starts them again.  Then the newest checkpoint is damaged, and the run is started again, twice.  Each fault is survived
+when the run reaches its end and every step's loss is that of a run without faults, to the last digit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+from report import show, write
+
+from megatron3d.metrics.journal import read_journal
+
+RANKS, ITERATIONS, KILLS, DAMAGES = 2, 20, 2, 2
+LAST_WAIT_S = 120.0
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
+LAYOUTS: dict[str, dict[str, object]] = {
+    "data parallel, ZeRO 1": {"zero_stage": 1},
+    "data parallel, ZeRO 3": {"zero_stage": 3},
+    "tensor parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+}
+Damage = Callable[[Path, random.Random], object]
+
+
+def flip(path: Path, at: int) -> None:
+    """Change a bit."""
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= 1
+    path.write_bytes(content)
+
+
+def a_file(folder: Path, choose: random.Random) -> Path:
+    """One of a checkpoint's files with tensors."""
+    return choose.choice(sorted(folder.glob("*.safetensors")))
+
+
+DAMAGE: dict[str, Damage] = {
+    "a flipped bit": lambda folder, choose: flip(a_file(folder, choose), choose.randrange(2**40)),
+    "a flipped bit in the index": lambda folder, choose: flip(folder / "index.json", choose.randrange(2**40)),
+    "a truncated file": lambda folder, choose: os.truncate(a_file(folder, choose), choose.randrange(5000)),
+    "a missing file": lambda folder, choose: a_file(folder, choose).unlink(),
+    "a missing index": lambda folder, _: (folder / "index.json").unlink(),
+    "an empty index": lambda folder, _: (folder / "index.json").write_text(""),
+    "a missing folder": lambda folder, _: shutil.rmtree(folder),
+    "a lost tracker": lambda folder, _: (folder.parent / "latest_checkpointed_iteration.txt").unlink(),
+    "a garbled tracker": lambda folder, _: (folder.parent / "latest_checkpointed_iteration.txt").write_bytes(b"\0"),
+}
+
+
+class Place:
+    """A corpus, and configurations of runs over it, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        text, corpus = folder / "text.txt", folder / "corpus"
+        text.write_text("\n".join(Path(argparse.__file__).read_text().splitlines()))
+        tool = [sys.executable, "tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(corpus)]
+        subprocess.run([*tool, "--tokenizer-type", "ByteTokenizer", "--workers", "1"], check=True, capture_output=True)
+        (self.prefix,) = (path.with_suffix("") for path in folder.glob("*.bin"))
+
+    def config(self, name: str, layout: str, in_background: bool) -> Path:
+        """A run that saves every second iteration to the folder of its name."""
+        train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": ITERATIONS}
+        run = str(self.folder / name)
+        sections = {
+            "model": MODEL,
+            "parallel": LAYOUTS[layout],
+            "train": train,
+            "data": {"data_path": str(self.prefix), "tokenizer_type": "ByteTokenizer", "split": "100,0,0"},
+            "checkpoint": {"save": run, "load": run, "save_interval": 2, "async_save": in_background},
+            "logging": {"log_interval": 1},
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+
+@contextmanager
+def launched(config: Path) -> Iterator[subprocess.Popen[str]]:
+    """The run under torchrun, which starts it again after a failure."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command = [*launcher, f"--max-restarts={KILLS}", "pretrain_gpt.py", "--config", str(config)]
+    log = config.with_suffix(".err").open("a")
+    with (
+        log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True) as process,
+    ):
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def train(
+    config: Path, moments: Sequence[tuple[int, float]] = (), choose: random.Random | None = None
+) -> tuple[bool, list[str]]:
+    """Whether the run reached its end, and what was said; a rank is killed some seconds after some iterations."""
+    left, said = list(moments), list[str]()
+    with launched(config) as process:
+        assert process.stdout is not None, "stdout is a pipe"
+        for line in process.stdout:
+            said.append(line)
+            if left and choose and f"iteration {left[0][0]:8d}/" in line:
+                time.sleep(left.pop(0)[1])
+                kill_one(process.pid, choose)
+        return process.wait(LAST_WAIT_S) == 0 and not left, said
+
+
+def kill_one(launcher: int, choose: random.Random) -> None:
+    """Kill a random one of a launcher's processes."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    if children:
+        os.kill(int(choose.choice(children)), signal.SIGKILL)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """Iteration and loss of every step."""
+    return [(row["iteration"], row["lm_loss"]) for row in read_journal(folder / "metrics.jsonl") if "lm_loss" in row]
+
+
+class Tally:
+    """Faults by kind: how many there were, and how many were survived."""
+
+    def __init__(self) -> None:
+        self.tried, self.survived = collections.Counter[str](), collections.Counter[str]()
+
+    def count(self, fault: str, good: bool, times: int = 1) -> None:
+        """Note the outcome of a fault."""
+        self.tried[fault] += times
+        self.survived[fault] += times * good
+
+    def rows(self) -> list[dict[str, object]]:
+        """A row per fault, and their sum."""
+        rows = [{"fault": name, "tried": n, "survived": self.survived[name]} for name, n in sorted(self.tried.items())]
+        return [*rows, {"fault": "all", "tried": self.tried.total(), "survived": self.survived.total()}]
+
+
+def one_round(
+    number: int, place: Place, choose: random.Random, references: dict[str, list[tuple[int, float]]], tally: Tally
+) -> None:
+    """Kills, then damages."""
+    layout, in_background = list(LAYOUTS)[number % len(LAYOUTS)], bool(number // len(LAYOUTS) % 2)
+    if layout not in references:
+        done, said = train(place.config(f"reference{number}", layout, False))
+        assert done, "".join(said)
+        references[layout] = losses(place.folder / f"reference{number}")
+    name = f"run{number}"
+    config, run = place.config(name, layout, in_background), place.folder / name
+    moments = sorted((choose.randint(1, ITERATIONS - 1), choose.uniform(0, 0.2)) for _ in range(KILLS))
+    done, said = train(config, moments, choose)
+    good = done and losses(run) == references[layout]
+    tally.count(f"killed, {'asynchronous' if in_background else 'synchronous'} saves", good, KILLS)
+    if not good:
+        keep(config, f"{layout}, killed at {moments}", said)
+    for _ in range(DAMAGES):
+        fault = choose.choice(list(DAMAGE))
+        newest = max(run.glob("iter_*"))
+        DAMAGE[fault](newest, choose)
+        done, said = train(config)
+        good = done and losses(run) == references[layout]
+        tally.count(fault, good)
+        if not good:
+            keep(config, f"{layout}, {fault} of {newest.name}", said)
+    shutil.rmtree(run, ignore_errors=True)
+
+
+def keep(config: Path, what: str, said: Sequence[str]) -> None:
+    """Show what was not survived."""
+    print(f"NOT SURVIVED: {what}\n{''.join(said[-30:])}{config.with_suffix('.err').read_text()[-4000:]}", flush=True)
+
+
+def main() -> int:
+    """Exit code 1 where a fault was not survived."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=25, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    choose, tally = random.Random(options.seed), Tally()
+    references: dict[str, list[tuple[int, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(Path(folder))
+        for number in range(options.rounds):
+            one_round(number, place, choose, references, tally)
+            print(f"round {number + 1} of {options.rounds}: {tally.rows()[-1]}", flush=True)
+    show("faults", tally.rows())
+    if options.output:
+        write(options.output, tally.rows(), rounds=options.rounds, seed=options.seed, iterations=ITERATIONS)
+    return int(tally.tried != tally.survived)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
