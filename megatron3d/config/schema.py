@@ -237,6 +237,9 @@ class LoggingConfig(Section):
     wandb_project: str | None = None
     wandb_name: str | None = None
     wandb_mode: Literal["online", "offline"] = "online"
+    cluster: str | None = Field(
+        None, description="file of hardware/clusters, by which step times are predicted; default: local, if calibrated"
+    )
     peak_tflops: float | None = Field(
         None, gt=0, description="per device, dense, for MFU; default: from the device's name"
     )

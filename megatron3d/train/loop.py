@@ -13,6 +13,7 @@ from pydantic import JsonValue
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.saver import Saver
 from megatron3d.config.schema import Config
+from megatron3d.cost.forecast import STEPS, forecast
 from megatron3d.data.loader import Loader
 from megatron3d.memory.job import Job
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
@@ -210,7 +211,10 @@ class Meter:
 
     def __init__(self, run: Run) -> None:
         self._run, self._skipped = run, torch.zeros((), device=run.runtime.device)
-        self._flops = flops_per_token(run.state.model.arch)
+        arch, runtime = run.state.model.arch, run.runtime
+        self._flops = flops_per_token(arch)
+        self._forecast = forecast(run.config, arch, runtime.world_size, runtime.device.type == "cpu")
+        self._seen_steps, self._seen_s = 0, 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -228,8 +232,19 @@ class Meter:
         elapsed_s = (time.perf_counter() - self._begin_s) / self._num_steps
         if run.metrics:
             run.metrics.step(self._record(loss, grad_norm, lr, elapsed_s))
+            self._judge_forecast(elapsed_s)
         self._skipped.zero_()
         self.restart()
+
+    def _judge_forecast(self, elapsed_s: float) -> None:
+        """Say once what was predicted, when enough steps after the first were measured."""
+        if self._seen_steps >= STEPS or isinstance(self._forecast, str):
+            return
+        self._seen_s += elapsed_s * self._num_steps
+        self._seen_steps += self._num_steps
+        if self._seen_steps >= STEPS:
+            lines = self._forecast.verdict(self._seen_s / self._seen_steps)
+            print("\n".join(f"> {line}" for line in lines), flush=True)
 
     def _record(self, loss: float, grad_norm: float, lr: float, elapsed_s: float) -> StepRecord:
         run, state = self._run, self._run.state

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron3d.checkpoint.state import written
 from megatron3d.config.derive import GATED
 from megatron3d.config.schema import Config
+from megatron3d.cost.forecast import forecast
 from megatron3d.hardware import Peak, describe_peak
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.attention import describe_attention
@@ -71,4 +72,6 @@ def _lines(state: TrainState, peak: Peak | None, config: Config) -> Iterator[str
     if job.pipeline.num_ranks > 1:
         yield from ("stages of the pipeline:", *stage_table(job))
     yield from ("memory by arithmetic:", *memory_table(job))
+    expected = forecast(config, arch, model.comm.mesh.world_size, whole.device.type == "cpu")
+    yield expected if isinstance(expected, str) else expected.line()
     yield describe_peak(peak, whole.device, config.train.precision)
