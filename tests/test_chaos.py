@@ -1,4 +1,4 @@
-"""Fact: a run whose ranks are killed and whose checkpoints are damaged ends with the losses of one that had no faults."""
+"""Fact: a run whose ranks are killed and whose checkpoints are damaged ends with the losses of one without faults."""
 
 from __future__ import annotations
 
