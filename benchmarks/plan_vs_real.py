@@ -1,0 +1,164 @@
+"""Step times that the planner predicts for this machine beside real ones: a dozen layouts of the quickstart's model.
+
+The machine is calibrated in the same run.  Ranks share its cores, which the cluster `local` knows; the fastest of
+several steps counts on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import Row, show, write
+
+from megatron3d import runtime
+from megatron3d.calibrate import calibrate
+from megatron3d.config.architecture import architecture
+from megatron3d.config.check import check
+from megatron3d.config.schema import Config
+from megatron3d.cost.hardware import load_accelerator, load_cluster
+from megatron3d.cost.kernels import device
+from megatron3d.cost.layer import Machine
+from megatron3d.cost.network import Network
+from megatron3d.cost.practice import OURS
+from megatron3d.cost.step import make_step, predict
+from megatron3d.data.loader import Loader
+from megatron3d.train.state import build_state, connect
+from megatron3d.train.step import Settings, train_step
+from megatron3d.verify import RandomSamples
+
+MODEL = {
+    "family": "llama",
+    "num_layers": 6,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "seq_length": 256,
+    "tie_embeddings": True,
+    "vocab_size": 2048,
+}
+BATCH = 8
+
+
+def tensor(mode: str, *shape: int, form: str | None = None) -> dict[str, Any]:
+    """Keys of a tensor mode."""
+    return {"tensor_parallel_mode": mode, "tensor_parallel_shape": shape, "tensor_parallel_form": form}
+
+
+# Ranks, keys of `parallel`, keys of `train`.
+LAYOUTS: tuple[tuple[str, int, dict[str, Any], dict[str, Any]], ...] = (
+    ("one process", 1, {}, {"micro_batch_size": 8}),
+    ("one process, small micro-batches", 1, {}, {"micro_batch_size": 1}),
+    ("one process, layers again", 1, {}, {"micro_batch_size": 8, "recompute_granularity": "full"}),
+    ("1d 2", 2, tensor("1d", 2), {"micro_batch_size": 8}),
+    ("1d sp 2", 2, tensor("1d", 2, form="sequence_parallel"), {"micro_batch_size": 8}),
+    ("data 2", 2, {}, {"micro_batch_size": 4}),
+    ("pipeline 2", 2, {"pipeline_model_parallel_size": 2}, {"micro_batch_size": 2}),
+    ("1d 4", 4, tensor("1d", 4), {"micro_batch_size": 8}),
+    ("2d 2x2", 4, tensor("2d", 2, 2), {"micro_batch_size": 8}),
+    ("data 2 x 1d 2, ZeRO 1", 4, {**tensor("1d", 2), "zero_stage": 1}, {"micro_batch_size": 4}),
+    ("3d 2x2x2", 8, tensor("3d", 2, 2, 2), {"micro_batch_size": 8}),
+    ("grid 2x2x2", 8, tensor("grid", 2, 2, 2), {"micro_batch_size": 8}),
+)
+
+
+def config_of(parallel: dict[str, Any], train: dict[str, Any], num_ranks: int) -> Config:
+    """A layout's configuration."""
+    train = {"global_batch_size": BATCH, "precision": "fp32", **train}
+    config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": train})
+    assert not (broken := check(config, num_ranks, 2048)), broken
+    return config
+
+
+def measure(configs: list[str], num_steps: int) -> list[float]:
+    """Seconds of the fastest step of each, ranks starting together; one rank's part."""
+    best = []
+    with runtime.start(on_cpu=True) as here:
+        torch.set_num_threads(1)
+        for text in configs:
+            config = Config.model_validate_json(text)
+            arch, comm = connect(config, 2048, here.world_size, here.rank)
+            state = build_state(config, arch, comm, here.device)
+            samples = RandomSamples(0, 2048, arch.seq_length)
+            sizes = (config.train.micro_batch_size, BATCH, here.device)
+            batch = Loader(samples, comm.mesh, state.model.mode.batch_axes, *sizes).step(0)
+            seconds = []
+            for _ in range(num_steps):
+                comm.barrier()
+                begin = time.perf_counter()
+                train_step(state, batch, 1e-4, Settings(0, BATCH * arch.seq_length, BATCH)).loss.item()
+                comm.barrier()
+                seconds.append(time.perf_counter() - begin)
+            best.append(min(seconds[1:]))
+    return best
+
+
+def machine_from(folder: Path, num_ranks: int) -> Machine:
+    """The calibrated machine with so many ranks on its cores."""
+    cluster, accelerator = load_cluster("local", folder / "clusters"), load_accelerator("local", folder)
+    slowdown = max(1.0, num_ranks / (cluster.cores or num_ranks))
+    return Machine(device(accelerator, "fp32", 4, slowdown), Network(cluster, slowdown), OURS)
+
+
+def compare(options: argparse.Namespace) -> list[Row]:
+    """Calibrate, predict, measure; a row per layout."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        calibrate(Path(name), options.seconds)
+        chosen = LAYOUTS[:4] if options.quick else LAYOUTS
+        for num_ranks in sorted({each[1] for each in chosen}):
+            mine = [each for each in chosen if each[1] == num_ranks]
+            configs = [config_of(parallel, train, num_ranks) for _, _, parallel, train in mine]
+            texts = [config.model_dump_json() for config in configs]
+            measured = (
+                measure(texts, options.steps)
+                if num_ranks == 1
+                else runtime.launch(num_ranks, measure, texts, options.steps)
+            )
+            for (label, *_), config, seconds in zip(mine, configs, measured, strict=True):
+                arch = architecture(config.model, 2048)
+                expected = predict(make_step(config, arch, num_ranks, machine_from(Path(name), num_ranks))).step_s
+                rows.append(
+                    {
+                        "layout": label,
+                        "ranks": num_ranks,
+                        "predicted_ms": 1e3 * expected,
+                        "measured_ms": 1e3 * seconds,
+                        "error_percent": 100 * (expected / seconds - 1),
+                    }
+                )
+    return rows
+
+
+def pairs_in_order(rows: list[Row]) -> float:
+    """The part of all pairs of layouts that prediction and measurement put in one order."""
+    pairs = [(a, b) for index, a in enumerate(rows) for b in rows[:index]]
+    same = [(a["predicted_ms"] < b["predicted_ms"]) == (a["measured_ms"] < b["measured_ms"]) for a, b in pairs]
+    return sum(same) / len(same)
+
+
+def main() -> None:
+    """Compare, show and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of each layout, the first not counted; default: %(default)s"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement of the machine")
+    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.seconds = 2, 0.1
+    rows = compare(options)
+    show("predicted and measured steps of the quickstart's model", rows)
+    print(f"pairs of layouts in the right order: {100 * pairs_in_order(rows):.0f} %")
+    if options.output:
+        write(options.output, rows, steps=options.steps, pairs_in_order=pairs_in_order(rows))
+
+
+if __name__ == "__main__":
+    main()
