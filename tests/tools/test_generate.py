@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from argparse import Namespace
@@ -47,7 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text(folder: Path, capsys: pytest.CaptureFixture[str], typed: list[str]) -> str:
-    assert generate.main(["--load", str(folder), "--prompt", PROMPT, *typed]) == 0
+    prompt = [] if "--prompt" in typed else ["--prompt", PROMPT]
+    assert generate.main(["--load", str(folder), *prompt, *typed]) == 0
     return capsys.readouterr().out
 
 
@@ -113,6 +115,38 @@ def test_the_seed_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert text(folder, capsys, ["--max-new-tokens", "0"]) == PROMPT + "\n"
 
 
+def test_several_prompts_are_said_as_each_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The n-th with the n-th seed, in a line of JSON; typed, or from a file."""
+    prompts = ["def f", "x", "return the whole of it"]
+    typed = [word for prompt in prompts for word in ("--prompt", prompt)]
+    load = ["--load", str(folder), *SAMPLED]
+    assert generate.main([*load, *typed]) == 0
+    said = capsys.readouterr().out
+    alone = []
+    for place, prompt in enumerate(prompts):
+        assert generate.main([*load, "--prompt", prompt, "--seed", str(7 + place)]) == 0
+        alone.append(capsys.readouterr().out)
+    assert [json.loads(line)["text"] + "\n" for line in said.splitlines()] == alone
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    assert generate.main([*load, "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    assert capsys.readouterr().out == said
+
+
+def test_a_conversation_goes_on_until_an_empty_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was said before stands before what is typed next; after an empty line it does not."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("def \nx = \n\ndef \n"))
+    assert generate.main(["--load", str(folder), "--interactive", *GREEDY]) == 0
+    talked = capsys.readouterr().out
+    first = text(folder, capsys, [*GREEDY, "--prompt", "def \n"]).removeprefix("def \n")
+    second = "def \n" + first.removesuffix("\n") + "x = \n"
+    then = text(folder, capsys, [*GREEDY, "--prompt", second]).removeprefix(second)
+    assert talked == first + then + first
+
+
 def test_the_end_of_a_document_ends_the_text() -> None:
     """One of two texts ends earlier, and the other goes on alone."""
     said = iter([(65, 70), (66, 71), (256, 72), (67, 256)])
@@ -137,10 +171,12 @@ def test_a_token_is_among_the_likeliest(logits: list[int], top_k: int, temperatu
 BAD: dict[str, tuple[list[str], str]] = {
     "no such run": (["--load", "nowhere"], "nowhere: there is no such folder"),
     "no prompt": (["--prompt", ""], "--prompt '': no token"),
+    "no prompts": (["--prompts", "{empty}"], "is empty; give a prompt per line"),
+    "no file of prompts": (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: cannot be read as text"),
     "unknown key": (["model.hidden_sise=3"], "model.hidden_sise=3 (command line): unknown key; use model.hidden_size"),
     "another model": (["model.num_layers=3"], "saved with model.num_layers=2, but this run has 3"),
     "another tokenizer": (
-        ["data.tokenizer_type=CharTokenizer", "data.tokenizer_model={chars}"],
+        ["data.tokenizer_type=CharTokenizer", "data.tokenizer_model={chars}", "--prompt", "a"],
         "saved with tokenizer=",
     ),
     "a layout without its ranks": (["parallel.tensor_model_parallel_size=2"], "world_size 1: fewer than TP 2"),
@@ -161,8 +197,10 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     typed, words = BAD[name]
     (tmp_path / "chars.json").write_text(json.dumps([chr(97 + number) for number in range(257)]))
     write_schedule(build_schedule("1f1b", 2, 3), tmp_path / "two.csv")
-    typed = [part.format(chars=tmp_path / "chars.json", two=tmp_path / "two.csv") for part in typed]
-    code = runtime.run_program(lambda: generate.main(["--load", str(folder), "--prompt", "a", *typed]))
+    (tmp_path / "empty").write_text("")
+    files = {"chars": tmp_path / "chars.json", "two": tmp_path / "two.csv", "empty": tmp_path / "empty"}
+    typed = [part.format(**files) for part in typed]
+    code = runtime.run_program(lambda: generate.main(["--load", str(folder), *typed]))
     shown = capsys.readouterr()
     assert (code, shown.out) == (runtime.EXIT_USER_ERROR, "")
     (line,) = shown.err.splitlines()
