@@ -15,6 +15,7 @@ from megatron3d.comm import Comm
 from megatron3d.config.derive import Architecture, num_microbatches, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
+from megatron3d.data.packing import Packing
 from megatron3d.optim import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
@@ -43,7 +44,8 @@ def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Tra
     """Loss and gradient norm of each step, then gradients, parameters and validation loss; on rank 0, None elsewhere.
 
     Args:
-        config: its `model`, `parallel`, `train` and `optimizer` sections are used, on random tokens.
+        config: its `model`, `parallel`, `train` and `optimizer` sections are used, on random tokens, and of `data`
+            what documents mean, which token 0 ends.
     """
     mode, mesh, device = tensor_mode(config.parallel), comm.mesh, torch.device("cpu")
     state = build_state(config, arch, comm, device)
@@ -51,7 +53,7 @@ def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Tra
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
     loader = Loader(samples, mesh, mode.batch_axes, train.micro_batch_size, train.global_batch_size, device)
     assert len(loader.step(0)) == num_microbatches(config, mesh), "the loader disagrees with the batch arithmetic"
-    settings = Settings(train.seed, num_tokens, train.global_batch_size)
+    settings = Settings(train.seed, num_tokens, train.global_batch_size, Packing.of(config.data, 0))
     values: dict[str, Tensor] = {}
     for step in range(1, num_steps + 1):
         batch = loader.step(state.consumed_samples)
@@ -59,7 +61,7 @@ def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Tra
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
         values |= _logical(state, "grad", f"of step {step}", comm)
     values |= _logical(state, "main", "at the end", comm)
-    values["validation loss"] = evaluate(state.flow, [loader.step(state.consumed_samples)], num_tokens)
+    values["validation loss"] = evaluate(state.flow, [loader.step(state.consumed_samples)], settings)
     return values if mesh.rank == 0 else None
 
 

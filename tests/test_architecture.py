@@ -31,6 +31,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.pipeline",
         "megatron3d.config",
         "megatron3d.data.samples",
+        "megatron3d.data.blend",
         "megatron3d.model.count",
         "megatron3d.model.params",
         "megatron3d.memory",

@@ -149,7 +149,7 @@ def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState
     loader = Loader(samples, comm.mesh, state.model.mode.batch_axes, *batch)
     recorder.calls.clear()
     train_step(state, loader.step(0), 0.0, Settings(0, 80 * arch.seq_length, 80))
-    evaluate(state.flow, [loader.step(0)], 80 * arch.seq_length)
+    evaluate(state.flow, [loader.step(0)], Settings(0, 80 * arch.seq_length, 80))
     return [call for call in recorder.calls if call.collective == "send"], state
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -64,8 +64,8 @@ def after_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> No
     """Have `act` follow the report of each step."""
     report = MetricsWriter.step
 
-    def step(writer: MetricsWriter, record: StepRecord) -> None:
-        report(writer, record)
+    def step(writer: MetricsWriter, record: StepRecord, more: Mapping[str, float]) -> None:
+        report(writer, record, more)
         act(record.iteration)
 
     patch.setattr(MetricsWriter, "step", step)

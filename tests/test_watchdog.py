@@ -70,14 +70,14 @@ def test_frames_of_the_package_only() -> None:
 HOLD = """
 import os, sys, time
 from megatron3d import runtime
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import Prefetching
 import pretrain_gpt
-step = Loader.step
+step = Prefetching.step
 def slow(self, first):
     if first >= 48 and os.environ["RANK"] == "1":
         time.sleep(1000)
     return step(self, first)
-Loader.step = slow
+Prefetching.step = slow
 sys.exit(runtime.run_program(pretrain_gpt.main))
 """
 

@@ -26,6 +26,7 @@ from megatron3d.errors import UserError
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.flow import Flow
 from megatron3d.train.restore import read_run, resolve, restore
+from megatron3d.train.step import Settings
 
 WHOLE, SPLITS = "whole", ("train", "valid", "test")
 
@@ -78,7 +79,10 @@ def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | N
             f"data.split={config.data.split}: {split} is shorter than one sample of {seq_length + 1} tokens; evaluate "
             "another split, or the whole corpus"
         )
-    return EveryToken.of(corpus.dataset, found.split, seq_length, vocab_size, most)
+    if len(found.sources) > 1:
+        raise UserError(f"data.data_path: {len(found.sources)} corpora; evaluate one at a time, data.data_path=PREFIX")
+    source = found.sources[0]
+    return EveryToken.of(source.dataset, source.split, seq_length, vocab_size, most)
 
 
 def mean_loss(flow: Flow, config: Config, samples: EveryToken, device: torch.device) -> float:
@@ -88,7 +92,7 @@ def mean_loss(flow: Flow, config: Config, samples: EveryToken, device: torch.dev
         samples, model.comm.mesh, model.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
     )
     steps = (loader.step(first) for first in range(0, samples.num_samples, train.global_batch_size))
-    return evaluate(flow, steps, samples.num_tokens).item()
+    return evaluate(flow, steps, Settings(0, samples.num_tokens, train.global_batch_size)).item()
 
 
 def describe(config: Config, samples: EveryToken, loss: float) -> Mapping[str, object]:

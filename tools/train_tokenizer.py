@@ -1,8 +1,10 @@
-"""Learns a tokenizer from text: SentencePiece pieces (bpe, unigram), or the list of characters (char).
+"""Learns a tokenizer from text: SentencePiece pieces, byte-level BPE of Hugging Face, or the list of characters.
 
-    python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output-prefix data/stdlib
+python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output-prefix data/stdlib
 
-writes data/stdlib.model for SentencePieceTokenizer; with --type char, data/stdlib.json for CharTokenizer.
+--type bpe, unigram   data/stdlib.model            for SentencePieceTokenizer
+--type byte-bpe       data/stdlib.tokenizer.json   for HuggingFaceTokenizer
+--type char           data/stdlib.json             for CharTokenizer
 """
 
 from __future__ import annotations
@@ -21,15 +23,30 @@ from megatron3d.data.documents import TEXT_KEY
 from megatron3d.data.files import replacing, with_suffix
 from megatron3d.data.pieces import find_inputs
 from megatron3d.data.tokenizer import build_tokenizer
-from megatron3d.data.vocabulary import Source, collect_characters, select, train_sentencepiece
+from megatron3d.data.vocabulary import Source, collect_characters, select, train_byte_level, train_sentencepiece
 from megatron3d.errors import UserError
 
+# The tokenizer that a type is for, and the suffix of its file.
+OUTPUTS = {
+    "bpe": ("SentencePieceTokenizer", ".model"),
+    "unigram": ("SentencePieceTokenizer", ".model"),
+    "byte-bpe": ("HuggingFaceTokenizer", ".tokenizer.json"),
+    "char": ("CharTokenizer", ".json"),
+}
 
-def in_child(source: Source, model_type: str, vocab_size: int) -> bytes:
-    """Train in a process of its own: the library neither lets a spinner turn nor listens to Ctrl-C."""
+
+def learn(source: Source, kind: str, vocab_size: int) -> bytes:
+    """The model of a type."""
+    if kind == "char":
+        return collect_characters(source)
+    return train_byte_level(source, vocab_size) if kind == "byte-bpe" else train_sentencepiece(source, kind, vocab_size)
+
+
+def in_child(source: Source, kind: str, vocab_size: int) -> bytes:
+    """Learn in a process of its own: the libraries neither let a spinner turn nor listen to Ctrl-C."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
-        return pool.submit(train_sentencepiece, source, model_type, vocab_size).result()
+        return pool.submit(learn, source, kind, vocab_size).result()
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> None:
@@ -40,15 +57,12 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     if not characters and arguments.vocab_size is None:
         raise UserError(f"--vocab-size: --type {arguments.type} needs one; use e.g. --vocab-size 4096")
     paths = find_inputs(arguments.input)
-    output = with_suffix(arguments.output_prefix, ".json" if characters else ".model")
+    tokenizer_type, suffix = OUTPUTS[arguments.type]
+    output = with_suffix(arguments.output_prefix, suffix)
     source = select(paths, arguments.json_keys, None if characters else arguments.max_mb * 1e6)
     began = time.monotonic()
     with replacing(output) as file, waiting(f"learning {arguments.type} from {len(paths)} files"):
-        if characters:
-            file.write(collect_characters(source))
-        else:
-            file.write(in_child(source, arguments.type, arguments.vocab_size))
-    tokenizer_type = "CharTokenizer" if characters else "SentencePieceTokenizer"
+        file.write(learn(source, "char", 0) if characters else in_child(source, arguments.type, arguments.vocab_size))
     vocab_size = build_tokenizer(tokenizer_type, str(output)).vocab_size
     print(f"{output}: {tokenizer_type} of {vocab_size} tokens, learnt in {time.monotonic() - began:.1f} s")
 
@@ -56,10 +70,10 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the tool."""
     parser = argparse.ArgumentParser(prog="train_tokenizer", description=__doc__.partition("\n")[0])
-    parser.add_argument("--input", nargs="+", required=True, help="files or globs, .jsonl or .txt")
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders or globs")
     parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a .jsonl line that hold text")
     parser.add_argument("--output-prefix", "--model-prefix", type=Path, required=True, help="the model without suffix")
-    parser.add_argument("--type", choices=("bpe", "unigram", "char"), default="bpe")
+    parser.add_argument("--type", choices=OUTPUTS, default="bpe")
     parser.add_argument("--vocab-size", type=int, help="number of tokens, with the end of a document and the bytes")
     parser.add_argument("--max-mb", type=float, default=20.0, help="learn from so much, evenly spread; char reads all")
     return run_tool(train_tokenizer, parser, argv)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron3d.config.architecture import architecture
 from megatron3d.config.check_checkpoint import checkpoint_problems
+from megatron3d.config.check_data import data_problems
 from megatron3d.config.check_layout import execution_problems, feature_problems, form_problems, token_problems
 from megatron3d.config.check_pipeline import pipeline_problems
 from megatron3d.config.check_precision import precision_problems
@@ -13,8 +14,6 @@ from megatron3d.config.derive import tensor_mode, tensor_size
 from megatron3d.config.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
-from megatron3d.data.samples import parse_split
-from megatron3d.errors import UserError
 
 # What each of these keys is read with.
 RECOMPUTE_KEYS = {
@@ -29,7 +28,7 @@ def check(
 ) -> list[str]:
     """What is wrong on `world_size` ranks with a tokenizer of `vocab_size` (None: not known yet)."""
     facts = Facts(config, world_size, vocab_size, origins or {})
-    rules = (model_problems, schedule_problems, precision_problems, unused_problems, layout_problems)
+    rules = (model_problems, schedule_problems, data_problems, precision_problems, unused_problems, layout_problems)
     return [problem for rule in rules for problem in rule(facts)]
 
 
@@ -86,7 +85,7 @@ def model_problems(facts: Facts) -> Iterator[str]:
 
 
 def schedule_problems(facts: Facts) -> Iterator[str]:
-    """The learning rate over the run, and the split of the corpus."""
+    """What depends on how long the run is."""
     config, optimizer = facts.config, facts.config.optimizer
     decay = optimizer.lr_decay_iters or config.train.train_iters
     source = "train.train_iters" if optimizer.lr_decay_iters is None else "optimizer.lr_decay_iters"
@@ -103,18 +102,6 @@ def schedule_problems(facts: Facts) -> Iterator[str]:
     if late := [iteration for iteration in config.logging.trace_iterations if iteration > config.train.train_iters]:
         last, where = config.train.train_iters, facts.named("logging.trace_iterations")
         yield f"{where}: {late[0]} is more than train.train_iters={last}; use 1 to {last}"
-    try:
-        train, valid, _ = parse_split(config.data.split)
-    except UserError:
-        yield f"{facts.named('data.split')}: not three weights of at least 0 for train, valid and test; use 969,30,1"
-        return
-    if not train:
-        yield f"{facts.named('data.split')}: nothing is left to train on; use such as 969,30,1"
-    if config.train.eval_interval and not valid:
-        yield (
-            f"{facts.named('data.split')}: no valid part for {plain(config, 'train.eval_interval')}; "
-            "use such as 90,10,0, or eval_interval null"
-        )
 
 
 def unused_problems(facts: Facts) -> Iterator[str]:

@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron3d.config.check_data import PATH_KEYS
 from megatron3d.config.check_pipeline import file_problems
 from megatron3d.config.facts import Facts
 from megatron3d.config.schema import Config
+from megatron3d.data.blend import parse_paths
+from megatron3d.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Folder of a run's short-lived checkpoints, inside of the run's.
@@ -22,15 +25,25 @@ def check_files(config: Config, world_size: int, origins: Mapping[str, str] | No
 
 
 def _corpus(facts: Facts) -> Iterator[str]:
-    prefix, where = facts.config.data.data_path, facts.named("data.data_path")
-    if prefix is None:
+    given = {key: path for key in PATH_KEYS if (path := getattr(facts.config.data, key)) is not None}
+    if "data_path" not in given and "train_data_path" not in given:
+        where = facts.named("data.data_path")
         yield f"{where}: no corpus; name the prefix of a .bin and .idx that tools/preprocess_data.py wrote"
-    elif prefix.endswith((".bin", ".idx")):
+    for key, value in given.items():
+        try:
+            prefixes = [prefix for prefix, _ in parse_paths(key, value)]
+        except UserError:  # said by check
+            continue
+        yield from (problem for prefix in prefixes for problem in _token_files(prefix, facts.named(f"data.{key}")))
+
+
+def _token_files(prefix: str, where: str) -> Iterator[str]:
+    if prefix.endswith((".bin", ".idx")):
         yield f"{where}: a file, where the prefix of .bin and .idx is meant; use {prefix[:-4]}"
-    else:
-        for suffix in (".bin", ".idx"):
-            if problem := _unreadable(Path(prefix + suffix)):
-                yield f"{where}: {problem}; use a prefix that tools/preprocess_data.py wrote"
+        return
+    for suffix in (".bin", ".idx"):
+        if problem := _unreadable(Path(prefix + suffix)):
+            yield f"{where}: {problem}; use a prefix that tools/preprocess_data.py wrote"
 
 
 def _tokenizer(facts: Facts) -> Iterator[str]:

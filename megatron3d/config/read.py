@@ -137,6 +137,8 @@ def _words(kind: Mapping[str, Any], given: object) -> str:
         near = nearest(str(given).lower(), map(str, kind["enum"]))
         return one_of(sorted(map(str, kind["enum"]), key=lambda value: value != near))
     if kind["type"] == "array":
+        if "anyOf" in kind["items"]:
+            return "a list such as [0.7, data/web, 0.3, data/books]"
         if "enum" in kind["items"]:
             return f"a list of {one_of(kind['items']['enum'])}, such as [{kind['items']['enum'][0]}]"
         return f"a list of whole numbers of at least {kind['items']['minimum']}, such as [2,2,2]"

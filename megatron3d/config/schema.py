@@ -31,6 +31,7 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule), Field(json_schema
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 MomentDtype = Literal["fp32", "bf16"]
+DataPath = str | Annotated[tuple[str | float, ...], Field(strict=False)]
 
 
 class Section(BaseModel):
@@ -122,6 +123,9 @@ class TrainConfig(Section):
     micro_batch_size: int = Field(1, ge=1)
     global_batch_size: int = Field(8, ge=1)
     train_iters: int = Field(1000, ge=1)
+    iterations_to_skip: tuple[Positive, ...] = Field(
+        (), strict=False, description="iterations whose samples are passed over: nothing is computed, logged or saved"
+    )
     exit_interval: int | None = Field(None, ge=1)
     exit_duration_in_mins: float | None = Field(None, gt=0)
     rollback_nonfinite_steps: int | None = Field(
@@ -195,8 +199,18 @@ class OptimizerConfig(Section):
 class DataConfig(Section):
     """The corpus and its tokenizer."""
 
-    data_path: str | None = Field(None, description="prefix of .bin and .idx")
+    data_path: DataPath | None = Field(None, description="prefix of .bin and .idx, or several, each after its weight")
     split: str = Field("969,30,1", description="weights of train, valid and test")
+    train_data_path: DataPath | None = Field(None, description="in place of data_path and split")
+    valid_data_path: DataPath | None = Field(None, description="with train_data_path")
+    test_data_path: DataPath | None = Field(None, description="with train_data_path")
+    max_epochs: float = Field(4.0, gt=0, description="above so many readings of a corpus the start warns")
+    reset_position_ids: bool = Field(False, description="positions begin anew at each document")
+    reset_attention_mask: bool = Field(False, description="tokens see their own document only")
+    eod_mask_loss: bool = Field(False, description="what follows the end of a document is not learnt")
+    pad_token_id: int | None = Field(None, ge=0, description="a token that is not learnt; default: none")
+    goldfish_k: int | None = Field(None, ge=2, description="one of k tokens is never learnt; default: all are")
+    goldfish_h: int = Field(13, ge=1, description="tokens whose hash decides whether the next one is learnt")
     tokenizer_type: Literal[
         "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer", "CharTokenizer"
     ] = "SentencePieceTokenizer"

@@ -1,18 +1,31 @@
-"""The configured corpus, checked against the tokenizer and the model, as three sources of samples."""
+"""The configured corpora, checked against the tokenizer and the model, as three sources of samples.
+
+    data_path, split                                       each corpus is cut into train, valid and test
+    train_data_path, valid_data_path, test_data_path       each is whole
+
+A path is a prefix, or several with weights: then samples come from all, as blend.py says.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron3d.config.schema import Config
+from megatron3d.data.blend import Blend, Paths, parse_paths, whole_parts
 from megatron3d.data.indexed import IndexedDataset
+from megatron3d.data.packing import Packing
 from megatron3d.data.samples import Indices, Split, sample_offsets, split_tokens
 from megatron3d.data.tokenizer import Tokenizer
 from megatron3d.errors import UserError
+
+NAMES = ("train", "valid", "test")
+CHECKED_DOCUMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -44,27 +57,95 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Source:
+    """What a run plans to read of one corpus."""
+
+    name: str
+    share: float
+    num_samples: int
+    num_windows: int
+
+    @property
+    def epochs(self) -> float:
+        """How often each token is read."""
+        return self.num_samples / self.num_windows
+
+
+@dataclass(frozen=True)
+class BlendedSamples:
+    """Samples of one or several corpora in the order of a blend; one corpus alone is read as it is."""
+
+    sources: tuple[Samples, ...]
+    blend: Blend
+
+    def read(self, samples: Indices) -> npt.NDArray[np.int64]:
+        """[samples, seq_length + 1] tokens; raises UserError for a token id beyond the vocabulary."""
+        sources, positions = self.blend.locate(samples)
+        tokens = np.empty((len(samples), self.sources[0].seq_length + 1), np.int64)
+        for source in np.unique(sources).tolist():
+            rows = sources == source
+            tokens[rows] = self.sources[source].read(positions[rows])
+        return tokens
+
+    def plan(self, num_samples: int) -> tuple[Source, ...]:
+        """What the first samples are made of."""
+        total = sum(self.blend.parts)
+        counts = self.blend.counts(num_samples)
+        return tuple(
+            Source(str(source.dataset.prefix), part / total, count, source.num_windows)
+            for source, part, count in zip(self.sources, self.blend.parts, counts, strict=True)
+        )
+
+    def consumed_tokens(self, num_samples: int) -> Mapping[str, float]:
+        """Tokens of each corpus in the first samples, by its prefix; nothing where there is only one."""
+        length = self.sources[0].seq_length
+        plan = self.plan(num_samples) if len(self.sources) > 1 else ()
+        return {f"consumed_tokens/{source.name}": float(source.num_samples * length) for source in plan}
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Three splits, valid and test in order; None where a split that is not used is shorter than one sample."""
 
-    dataset: IndexedDataset
-    train: Samples
-    valid: Samples | None
-    test: Samples | None
+    train: BlendedSamples
+    valid: BlendedSamples | None
+    test: BlendedSamples | None
+
+    @property
+    def datasets(self) -> tuple[IndexedDataset, ...]:
+        """All corpora, each once."""
+        splits = (split for split in (self.train, self.valid, self.test) if split)
+        found = {source.dataset.prefix: source.dataset for split in splits for source in split.sources}
+        return tuple(found.values())
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the counts, the data type, and 64 pieces of 1024 tokens from all over the corpus."""
-        data = self.dataset
-        digest = hashlib.sha256(f"{data.num_documents} {data.num_tokens} {data.dtype.str}".encode())
-        for start in np.linspace(0, max(0, data.num_tokens - 1024), 64).astype(np.int64).tolist():
-            digest.update(data.tokens(start, min(start + 1024, data.num_tokens)).tobytes())
-        return digest.hexdigest()
+        """Of one corpus its own; of several, sha256 of theirs and of the blends."""
+        if self.valid is None or self.valid.sources[0].dataset is self.train.sources[0].dataset:
+            splits: tuple[BlendedSamples | None, ...] = (self.train,)
+        else:
+            splits = (self.train, self.valid)
+        found = [
+            [fingerprint(source.dataset), part]
+            for split in splits
+            if split
+            for source, part in zip(split.sources, split.blend.parts, strict=True)
+        ]
+        return str(found[0][0]) if len(found) == 1 else hashlib.sha256(str(found).encode()).hexdigest()
+
+
+def fingerprint(data: IndexedDataset) -> str:
+    """sha256 of the counts, the data type, and 64 pieces of 1024 tokens from all over a corpus."""
+    digest = hashlib.sha256(f"{data.num_documents} {data.num_tokens} {data.dtype.str}".encode())
+    for start in np.linspace(0, max(0, data.num_tokens - 1024), 64).astype(np.int64).tolist():
+        digest.update(data.tokens(start, min(start + 1024, data.num_tokens)).tobytes())
+    return digest.hexdigest()
 
 
 def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
-    """The corpus of a configuration; raises UserError unless every sample that the run reads is there and fits."""
-    if config.data.data_path is None:
+    """The corpora of a configuration; raises UserError unless every sample that the run reads is there and fits."""
+    data = config.data
+    if data.data_path is None and data.train_data_path is None:
         raise UserError(
             "data.data_path: none given; name the prefix of a .bin/.idx pair that tools/preprocess_data.py made"
         )
@@ -74,16 +155,67 @@ def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
             f"model.vocab_size={vocab_size}: below the tokenizer's {tokenizer.vocab_size} tokens; "
             f"use {tokenizer.vocab_size} or leave it out"
         )
-    dataset = IndexedDataset(config.data.data_path)
-    _check_tokenizer(dataset, tokenizer, vocab_size)
-    splits = split_tokens(dataset.num_tokens, config.data.split)
-    _check_lengths(config, splits)
-    train, valid, test = (Samples(dataset, split, config.model.seq_length, vocab_size, None) for split in splits)
-    return Corpus(
-        dataset,
-        train=replace(train, seed=config.train.seed),
-        valid=valid if valid.num_windows else None,
-        test=test if test.num_windows else None,
+    opener = _Opener(config, tokenizer, vocab_size)
+    if data.data_path is not None:
+        opened = opener.paths("data.data_path", data.data_path)
+        splits = [opener.split(opened, number) for number in range(3)]
+    else:
+        paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+        keys = (f"data.{name}_data_path" for name in NAMES)
+        splits = [
+            opener.split(opener.paths(key, path), number, is_whole=True) if path is not None else None
+            for number, (key, path) in enumerate(zip(keys, paths, strict=True))
+        ]
+    assert splits[0] is not None, "a run has something to train on"
+    return Corpus(splits[0], splits[1], splits[2])
+
+
+_Opened = tuple[tuple[IndexedDataset, Fraction], ...]
+
+
+@dataclass(frozen=True)
+class _Opener:
+    config: Config
+    tokenizer: Tokenizer
+    vocab_size: int
+
+    def paths(self, key: str, value: Paths) -> _Opened:
+        """The corpora of a key, with their weights."""
+        opened = [(IndexedDataset(prefix), weight) for prefix, weight in parse_paths(key, value)]
+        for dataset, _ in opened:
+            _check_tokenizer(dataset, self.tokenizer, self.vocab_size)
+            _check_documents(dataset, Packing.of(self.config.data, self.tokenizer.eod))
+        return tuple((dataset, weight or Fraction(dataset.num_tokens)) for dataset, weight in opened)
+
+    def split(self, opened: _Opened, number: int, is_whole: bool = False) -> BlendedSamples | None:
+        """Train, valid or test of the corpora; None where it is not used and some corpus has too little of it."""
+        length = self.config.model.seq_length
+        sources = []
+        for index, (dataset, _) in enumerate(opened):
+            whole = Split(0, dataset.num_tokens)
+            part = whole if is_whole else split_tokens(dataset.num_tokens, self.config.data.split)[number]
+            seed = self.config.train.seed + (index << 64) if number == 0 else None
+            sources.append(Samples(dataset, part, length, self.vocab_size, seed))
+        if number == 0 or (number == 1 and self.config.train.eval_interval):
+            UserError.collect(_too_short(self.config, NAMES[number], source, is_whole) for source in _short(sources))
+        if _short(sources):
+            return None
+        return BlendedSamples(tuple(sources), Blend(whole_parts([weight for _, weight in opened])))
+
+
+def _short(sources: list[Samples]) -> list[Samples]:
+    return [source for source in sources if not source.num_windows]
+
+
+def _too_short(config: Config, name: str, source: Samples, is_whole: bool) -> str:
+    have, total, wanted = source.split.num_tokens, source.dataset.num_tokens, config.model.seq_length + 1
+    where = f"data.{name}_data_path={source.dataset.prefix}" if is_whole else f"data.split={config.data.split}"
+    of = "" if is_whole or isinstance(config.data.data_path, str) else f" of {source.dataset.prefix}"
+    weight = "" if is_whole else f"give {name} a larger weight, "
+    return (
+        f"{where}: {name}{of} is {have} of {total} tokens, fewer than one sample of "
+        f"model.seq_length + 1 = {wanted}; {weight}use a longer corpus, or set model.seq_length "
+        f"to at most {max(1, have - 1)}"
     )
 
 
@@ -105,14 +237,29 @@ def _check_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, vocab_size: 
         )
 
 
-def _check_lengths(config: Config, splits: tuple[Split, Split, Split]) -> None:
-    total = sum(split.num_tokens for split in splits)
-    used = {"train": splits[0]} | ({"valid": splits[1]} if config.train.eval_interval else {})
-    wanted = config.model.seq_length + 1
-    UserError.collect(
-        f"data.split={config.data.split}: {name} is {split.num_tokens} of {total} tokens, fewer than one sample of "
-        f"model.seq_length + 1 = {wanted}; give {name} a larger weight, use a longer corpus, or set model.seq_length "
-        f"to at most {max(1, split.num_tokens - 1)}"
-        for name, split in used.items()
-        if split.num_tokens < wanted
-    )
+def _check_documents(dataset: IndexedDataset, packing: Packing) -> None:
+    """Where documents matter they must end as the tokenizer says; tried on the first ones."""
+    if not packing.needs_eod:
+        return
+    for document in range(min(CHECKED_DOCUMENTS, dataset.num_documents)):
+        sequences = dataset.sequences(document)
+        if not (sequences and len(sequences[-1]) and sequences[-1][-1] == packing.eod):
+            raise UserError(
+                f"data.data_path={dataset.prefix}: document {document} does not end with token {packing.eod}, by which "
+                f"{packing.reason} finds documents; make the corpus with --append-eod, or set that to false"
+            )
+
+
+def describe_plan(corpus: Corpus, num_samples: int, max_epochs: float) -> Iterator[str]:
+    """For the start of a run: what it is to read of each corpus, with a warning where that is often."""
+    for source in corpus.train.plan(num_samples):
+        share = f"{100 * source.share:.4g} % " if len(corpus.train.sources) > 1 else ""
+        yield (
+            f"{source.name}: {share}{source.num_samples} samples to read, of {source.num_windows}: "
+            f"{source.epochs:.4g} epochs"
+        )
+        if source.epochs > max_epochs:
+            yield (
+                f"WARNING: {source.name} is read {source.epochs:.3g} times, more than data.max_epochs={max_epochs:g}; "
+                "give it less weight, add text, or train for fewer iterations"
+            )

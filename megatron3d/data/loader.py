@@ -6,6 +6,7 @@ a rank reads its rows of these, as `batch_axes` split them
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,7 +41,11 @@ class Samples(Protocol):
 
 
 class Loader:
-    """Reads the global batch that begins at any sample; it has no state, so that resuming is a number."""
+    """Reads the global batch that begins at any sample; it has no state, so that resuming is a number.
+
+    Attributes:
+        positions: places in the global batch of the sequences that this rank reads.
+    """
 
     def __init__(
         self,
@@ -57,15 +62,42 @@ class Loader:
             f"global batch {global_batch_size} is no multiple of {micro_batch_size} x {data_ranks} data ranks"
         )
         low, high = span(micro_batch_size, batch_axes, mesh)
+        self.global_batch_size = global_batch_size
         self._samples = samples
         self._device = device
         self._firsts = range(mesh.index(data_axes) * micro_batch_size, global_batch_size, data_ranks * micro_batch_size)
-        self._positions = np.add.outer(np.asarray(self._firsts), np.arange(low, high)).reshape(-1)
+        self.positions = np.add.outer(np.asarray(self._firsts), np.arange(low, high)).reshape(-1)
 
     def step(self, consumed_samples: int) -> list[Microbatch]:
         """The microbatches of the global batch whose first sequence is sample `consumed_samples`."""
-        rows = torch.from_numpy(self._samples.read(consumed_samples + self._positions))
-        if self._device.type != "cpu":
-            rows = rows.pin_memory().to(self._device, non_blocking=True)
+        return self.microbatches(self.read(consumed_samples))
+
+    def read(self, consumed_samples: int) -> Tensor:
+        """The rows of this rank in the host's memory, which is pinned where they are to leave it."""
+        rows = torch.from_numpy(self._samples.read(consumed_samples + self.positions))
+        return rows if self._device.type == "cpu" else rows.pin_memory()
+
+    def microbatches(self, rows: Tensor) -> list[Microbatch]:
+        """The rows on their way to the device."""
+        rows = rows.to(self._device, non_blocking=True)
         chunks = rows.view(len(self._firsts), -1, rows.shape[1])
         return [Microbatch(tokens, first) for tokens, first in zip(chunks, self._firsts, strict=True)]
+
+
+class Prefetching:
+    """A loader that reads the next global batch while the device works on this one; what it gives is the same."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._next: tuple[int, Future[Tensor]] | None = None
+
+    def step(self, consumed_samples: int) -> list[Microbatch]:
+        """As the loader's; what went wrong while reading ahead is raised when it is asked for."""
+        begin, ahead = self._next or (-1, None)
+        rows = (
+            ahead.result() if ahead is not None and begin == consumed_samples else self._loader.read(consumed_samples)
+        )
+        following = consumed_samples + self._loader.global_batch_size
+        self._next = following, self._thread.submit(self._loader.read, following)
+        return self._loader.microbatches(rows)

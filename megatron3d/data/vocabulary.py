@@ -1,4 +1,4 @@
-"""Tokenizer models learnt from text: SentencePiece pieces, or the characters that occur.
+"""Tokenizer models learnt from text: SentencePiece pieces, byte-level BPE of Hugging Face, or characters that occur.
 
 The SentencePiece model keeps every character: no normalisation, no added space, bytes for rare characters, spaces and
 newlines inside pieces, so that indented source code survives encoding and decoding.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sentencepiece
+import tokenizers
 
 from megatron3d.data.pieces import split_files
 from megatron3d.data.readers import Reading, read_pieces
@@ -90,6 +91,30 @@ def train_sentencepiece(source: Source, model_type: str, vocab_size: int) -> byt
     except RuntimeError as error:
         raise UserError(f"--vocab-size {vocab_size}: {str(error).rpartition('] ')[2]}") from error
     return model.getvalue()
+
+
+def train_byte_level(source: Source, vocab_size: int) -> bytes:
+    """A tokenizer.json of byte-level BPE as GPT-2's: any text survives; raises UserError where there is no text."""
+    chunks = list(source.chunks())
+    if not chunks:
+        raise source.empty()
+    least = len(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < least:
+        raise UserError(f"--vocab-size {vocab_size}: the bytes and the end of a document are {least}; use more")
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    library.train_from_iterator(chunks, trainer)
+    if library.get_vocab_size() < vocab_size:
+        found = library.get_vocab_size()
+        raise UserError(f"--vocab-size {vocab_size}: the text gives {found} tokens; use at most {found}, or more text")
+    return library.to_str(pretty=True).encode()
 
 
 def collect_characters(source: Source) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -20,11 +21,11 @@ class MetricsWriter:
         self._sinks = build_sinks(config, folder, start_iteration)
         self._journal = None if folder is None else Journal(folder, start_iteration)
 
-    def step(self, record: StepRecord) -> None:
-        """Report one step."""
+    def step(self, record: StepRecord, more: Mapping[str, float] | None = None) -> None:
+        """Report one step, and `more` of it that the console does not show."""
         train = self._config.train
         print(step_line(record, train.train_iters, train.global_batch_size, datetime.now()), flush=True)
-        self._write(asdict(record))
+        self._write(asdict(record) | dict(more or {}))
 
     def evaluation(self, iteration: int, validation_loss: float) -> None:
         """Report the loss on the validation split after `iteration` steps."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from megatron3d.comm import Comm
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
+from megatron3d.data.packing import PLAIN, Documents, Packing, document_mask
 from megatron3d.layout import ParamSpec, span
 from megatron3d.link import Link
 from megatron3d.mesh import DATA, Axes, Mesh
@@ -123,10 +125,11 @@ class GPT(nn.Module):
     def begin(
         self,
         tokens: Tensor,
-        num_tokens: int,
+        num_tokens: int | Tensor,
         first_sequence: int = 0,
         key: tuple[int, int] | None = None,
         loss_scale: Tensor | float = 1.0,
+        packing: Packing = PLAIN,
     ) -> Pass:
         """The pass of a microbatch `tokens` [B, S + 1] that ends in the loss; the last token of each is a label only.
 
@@ -137,9 +140,11 @@ class GPT(nn.Module):
             first_sequence: where the microbatch begins in the global batch.
             key: (seed, iteration) of dropout; None turns it off.
             loss_scale: what gradients are multiplied by.
+            packing: what documents and some tokens mean.
         """
-        target = Target(tokens[:, 1:].flatten(), num_tokens, loss_scale)
-        return self._begin(tokens[:, :-1].clamp(min=0), target, first_sequence, key)
+        target = Target(packing.labels(tokens).flatten(), num_tokens, loss_scale)
+        documents = packing.documents(tokens[:, :-1])
+        return self._begin(tokens[:, :-1].clamp(min=0), target, first_sequence, key, documents)
 
     def begin_sampling(self, tokens_BS: Tensor) -> Pass:
         """The pass of a microbatch that ends in its logits."""
@@ -164,11 +169,32 @@ class GPT(nn.Module):
         return Pass(tokens_BS, None, len(positions_BS), 0, None, rotary, known)
 
     def _begin(
-        self, tokens_BS: Tensor, target: Target | None, first_sequence: int, key: tuple[int, int] | None
+        self,
+        tokens_BS: Tensor,
+        target: Target | None,
+        first_sequence: int,
+        key: tuple[int, int] | None,
+        documents: Documents | None = None,
     ) -> Pass:
         num_sequences = tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes)
+        first_row, _ = span(num_sequences, self.mode.batch_axes, self.comm.mesh)
         rotary = self._rotary_tables(tokens_BS.shape[1]) if self.arch.position_embedding_type == "rope" else None
-        return Pass(tokens_BS, target, num_sequences, first_sequence, key, rotary)
+        at = Pass(tokens_BS, target, num_sequences, first_sequence, key, rotary)
+        return replace(at, documents=documents, first_row=first_row)
+
+    def _with_documents(self, at: Pass) -> Pass:
+        """The same with what attention needs of documents, made here once for all layers and not kept for others."""
+        if at.documents is None:
+            return at
+        segments_BS, positions_BS = at.documents.segments_BS, at.documents.positions_BS
+        mask = None if segments_BS is None else document_mask(segments_BS)
+        rotary = at.rotary
+        if rotary is not None and positions_BS is not None:
+            rotary = rotary[0][positions_BS], rotary[1][positions_BS]
+        elif rotary is not None:
+            rows = at.tokens_BS.shape[0]
+            rotary = rotary[0].expand(rows, -1, -1, -1), rotary[1].expand(rows, -1, -1, -1)
+        return replace(at, mask_BSS=mask, rotary=rotary)
 
     def _rotary_tables(self, seq_length: int) -> tuple[Tensor, Tensor]:
         if seq_length not in self._rotary:
@@ -189,6 +215,7 @@ class GPT(nn.Module):
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at), at)
         assert x_MH is not None, f"stage {stage.index} was given nothing"
+        at = self._with_documents(at)
         for run in self.recompute.runs(stage.layers):
             compute = partial(repeated, self._layers) if run.is_repeated else self._layers
             with offloaded(self.parameters()) if run.is_offloaded else nullcontext():

@@ -152,7 +152,8 @@ class Attention(nn.Module):
         q, k, v = self.heads.split(qkv_MF)
         q, k, v = (t.unflatten(0, (-1, at.seq_length)) for t in (self.q_norm(q), self.k_norm(k), v))
         if at.rotary:
-            q, k = rotate(q, at.rotary), rotate(k, at.rotary)
+            cos, sin = at.rotary if at.documents is None else (at.rows(t, self.tokens, self.mesh) for t in at.rotary)
+            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
         if at.known:
             k, v = at.known.extend(self.site, k, v)
             return attention(q, k, v, self.heads, None, at.known.mask_BSL)
@@ -160,7 +161,8 @@ class Attention(nn.Module):
         if self.dropout and at.key is not None:
             first, _ = span(at.num_sequences, self.tokens, self.mesh)
             drop = (self.dropout, dropout_key(*at.key, self.site), at.first_sequence + first)
-        return attention(q, k, v, self.heads, drop)
+        mask = None if at.mask_BSS is None else at.rows(at.mask_BSS, self.tokens, self.mesh)
+        return attention(q, k, v, self.heads, drop, mask)
 
 
 class MLP(nn.Module):
@@ -214,8 +216,7 @@ class Embedding(nn.Module):
         x_MH = embedding(at.tokens_BS.flatten(), self.weight, self.padded_vocab_size, self.plan, self.comm)
         if self.position is None:
             return x_MH
-        rows = at.token_rows(self.tokens, self.comm.mesh, x_MH.device)
-        return x_MH + F.embedding(at.positions(rows), self.position)
+        return x_MH + F.embedding(at.positions(self.tokens, self.comm.mesh, x_MH.device), self.position)
 
 
 class LossHead(nn.Module):

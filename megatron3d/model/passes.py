@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron3d.data.packing import Documents
 from megatron3d.layout import span
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.ops.cache import Known
@@ -17,13 +18,13 @@ class Target:
     """What the loss is made of.
 
     Attributes:
-        labels_M: what follows each token of the sequences that I read.
+        labels_M: what follows each token of the sequences that I read, negative where that counts nothing.
         num_tokens: valid tokens of the global batch, by which the loss is divided.
         scale: what gradients, but not the loss, are multiplied by.
     """
 
     labels_M: Tensor
-    num_tokens: int
+    num_tokens: int | Tensor
     scale: Tensor | float
 
 
@@ -39,6 +40,8 @@ class Pass:
         key: (seed, iteration) of dropout, or None when evaluating.
         rotary: cos and sin, or None.
         known: where the tokens stand and what is kept of those before them; None where they begin their sequences.
+        documents: where they begin in my sequences, of which the microbatch has `first_row` before; None: as if one.
+        mask_BSS: which tokens see which in my sequences; None: all that came before.
     """
 
     tokens_BS: Tensor
@@ -48,6 +51,9 @@ class Pass:
     key: tuple[int, int] | None
     rotary: tuple[Tensor, Tensor] | None
     known: Known | None = None
+    documents: Documents | None = None
+    first_row: int = 0
+    mask_BSS: Tensor | None = None
 
     @property
     def seq_length(self) -> int:
@@ -60,6 +66,16 @@ class Pass:
         offset = self.first_sequence * self.seq_length
         return torch.arange(offset + low, offset + high, device=device)
 
-    def positions(self, rows: Tensor) -> Tensor:
-        """Where tokens with these indices in the global batch stand in their sequences."""
+    def rows(self, x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
+        """What belongs to the sequences that `axes` leave me, of `x` [B, ...] for those that I read."""
+        low, high = span(self.num_sequences, axes, mesh)
+        return x[low - self.first_row : high - self.first_row]
+
+    def positions(self, axes: Axes, mesh: Mesh, device: torch.device) -> Tensor:
+        """Where my tokens stand in their sequences or documents, where `axes` split a microbatch's tokens."""
+        if self.documents is not None and self.documents.positions_BS is not None:
+            low, high = span(self.num_sequences * self.seq_length, axes, mesh)
+            before = self.first_row * self.seq_length
+            return self.documents.positions_BS.flatten()[low - before : high - before]
+        rows = self.token_rows(axes, mesh, device)
         return self.known.positions_BS.flatten()[rows] if self.known else rows % self.seq_length

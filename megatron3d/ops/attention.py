@@ -86,29 +86,30 @@ def attention(
 
     Args:
         drop: (rate, key, index of the first sequence in the global batch).
-        mask_BST: for keys of other positions T than the queries', which of them each query sees; without dropout.
+        mask_BST: which keys, of T positions, each query sees; default: those that do not come after it.
     """
-    assert drop is None or mask_BST is None, "no attention with a mask drops anything"
     q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
     if not heads.are_even:
         k, v = (t[:, heads.group_of_query] for t in (k, v))
+    mask = None if mask_BST is None else mask_BST.unsqueeze(1)
     if drop is None:
-        mask = None if mask_BST is None else mask_BST.unsqueeze(1)
         is_grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=is_grouped)
     else:
-        y = _attention_with_dropout(q, k, v, heads, drop)
+        y = _attention_with_dropout(q, k, v, heads, drop, mask)
     return y.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, heads: Heads, drop: tuple[float, int, int]) -> Tensor:
+def _attention_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, heads: Heads, drop: tuple[float, int, int], mask: Tensor | None
+) -> Tensor:
     """The slow, obvious form: torch's kernels draw masks that depend on the layout, ours must not."""
     rate, key, first_sequence = drop
     batch, num_heads, seq, size = q.shape
     k, v = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2) * size**-0.5).to(torch.promote_types(q.dtype, torch.float32))
     future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(q.dtype)
+    weights = scores.masked_fill(future if mask is None else ~mask, float("-inf")).softmax(-1).to(q.dtype)
     sequence = torch.arange(first_sequence, first_sequence + batch, device=q.device).unsqueeze(1)
     head = torch.arange(*heads.query_span, device=q.device)
     rows = ((sequence * heads.num_heads + head).unsqueeze(-1) * seq + torch.arange(seq, device=q.device)).flatten()

@@ -60,7 +60,7 @@ class Head:
 
 
 def head_loss(
-    x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int, head: Head, scale: Tensor | float = 1.0
+    x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int | Tensor, head: Head, scale: Tensor | float = 1.0
 ) -> Tensor:
     """Sum of the losses of my tokens divided by `num_tokens`, a scalar; a negative label counts nothing.
 
@@ -92,7 +92,7 @@ def _chunk_labels(labels_M: Tensor, chunk: slice, head: Head) -> Tensor:
 
 
 def _cross_entropy_(
-    logits_CV: Tensor, labels_C: Tensor, num_tokens: int, head: Head, scale: Tensor | float
+    logits_CV: Tensor, labels_C: Tensor, num_tokens: int | Tensor, head: Head, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses over `num_tokens`, and `scale` times its gradient [C, V], in the logits' memory."""
     axes, (low, high) = head.plan.y_layout[1], head.vocab_span
@@ -131,7 +131,7 @@ class _HeadLoss(torch.autograd.Function):
         w_VH: Tensor,
         labels_M: Tensor,
         scale: Tensor | float,
-        num_tokens: int,
+        num_tokens: int | Tensor,
         head: Head,
         training: bool,
     ) -> tuple[Tensor, Tensor | None]:

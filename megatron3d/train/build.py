@@ -19,9 +19,10 @@ from megatron3d.config.check_checkpoint import is_own
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus import Corpus, Samples, open_corpus
-from megatron3d.data.indexed import BLOCK
-from megatron3d.data.loader import Loader
+from megatron3d.data.corpus import BlendedSamples, Corpus, describe_plan, open_corpus
+from megatron3d.data.indexed import BLOCK, IndexedDataset
+from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.packing import Packing
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.hardware import device_peak
@@ -42,7 +43,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         corpus = open_corpus(config, tokenizer)
     if is_first:
         arithmetic = batch_arithmetic(config, runtime.world_size, tokenizer.vocab_size)
-        print("> " + arithmetic.replace("\n", "\n> "), flush=True)
+        plan = describe_plan(corpus, config.train.train_iters * config.train.global_batch_size, config.data.max_epochs)
+        print("> " + "\n".join((arithmetic, *plan)).replace("\n", "\n> "), flush=True)
     baseline_bytes = peak_memory_bytes(runtime.device)
     with phases("process groups"):
         arch, comm = connect(config, tokenizer.vocab_size, runtime.world_size, runtime.rank)
@@ -55,15 +57,17 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     with phases("checkpoint"):
         saver = make_saver(config, comm)
         resume(config, state, identity, comm, saver)
-    if state.iteration == 0 and corpus.dataset.manifest is None:
+    unknown = [dataset for dataset in corpus.datasets if dataset.manifest is None]
+    if state.iteration == 0 and unknown:
         with phases("token ids of the corpus, which has no manifest"):
-            check_token_ids(corpus, state)
+            for dataset in unknown:
+                check_token_ids(dataset, state)
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
     if is_first:
         print(startup_report(state, peak, config), flush=True)
 
-    def loader(samples: Samples) -> Loader:
+    def loader(samples: BlendedSamples) -> Loader:
         train, batch_axes = config.train, state.model.mode.batch_axes
         return Loader(samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device)
 
@@ -72,7 +76,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         config,
         runtime,
         state,
-        loader(corpus.train),
+        Prefetching(loader(corpus.train)),
         loader(corpus.valid) if corpus.valid else None,
         metrics,
         saver,
@@ -80,6 +84,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         identity,
         peak.flops if peak else None,
         baseline_bytes,
+        Packing.of(config.data, tokenizer.eod),
+        corpus.train.consumed_tokens,
     )
 
 
@@ -88,9 +94,18 @@ def identity_of(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[st
     return {
         "tokenizer": tokenizer.fingerprint,
         "corpus": corpus.fingerprint,
+        "packing of data": packing_identity(config),
         "data.split": config.data.split,
         "train.seed": config.train.seed,
     }
+
+
+def packing_identity(config: Config) -> str | None:
+    """The options that change what a sample means, None where all are as usual."""
+    defaults = type(config.data)()
+    keys = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "pad_token_id", "goldfish_k", "goldfish_h")
+    values = {key: getattr(config.data, key) for key in keys}
+    return ", ".join(f"{key}={value}" for key, value in values.items() if value != getattr(defaults, key)) or None
 
 
 def make_saver(config: Config, comm: Comm) -> Saver | None:
@@ -143,12 +158,12 @@ def check_is_new(root: Path, passed: Sequence[tuple[Path, str]]) -> None:
     latest(root)
 
 
-def check_token_ids(corpus: Corpus, state: TrainState) -> None:
+def check_token_ids(data: IndexedDataset, state: TrainState) -> None:
     """Read the whole corpus, each rank a part; raises UserError where a token is outside the vocabulary.
 
     For corpora without a manifest, which would tell: those that Megatron made.
     """
-    data, comm, vocab_size = corpus.dataset, state.model.comm, state.model.arch.vocab_size
+    comm, vocab_size = state.model.comm, state.model.arch.vocab_size
     starts = range(comm.mesh.rank * BLOCK, data.num_tokens, comm.mesh.world_size * BLOCK)
     blocks = (data.tokens(start, min(start + BLOCK, data.num_tokens)) for start in starts)
     gathered = comm.gather_object([(int(block.min()), int(block.max())) for block in blocks])

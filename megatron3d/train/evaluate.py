@@ -9,14 +9,17 @@ from torch import Tensor
 
 from megatron3d.data.loader import Microbatch
 from megatron3d.train.flow import Flow
-from megatron3d.train.step import loss_copies
+from megatron3d.train.step import Settings, loss_copies, valid_tokens
 
 
-def evaluate(flow: Flow, steps: Iterable[Sequence[Microbatch]], num_tokens: int) -> Tensor:
-    """Mean loss per token; `num_tokens` are those of all the steps together."""
-    model = flow.model
-    shares = [
-        flow.evaluate([model.begin(batch.tokens, num_tokens, batch.first_sample) for batch in step]) for step in steps
-    ]
+def evaluate(flow: Flow, steps: Iterable[Sequence[Microbatch]], settings: Settings) -> Tensor:
+    """Mean loss per token; `settings.num_tokens` are those of all the steps together."""
+    model, packing, num_tokens = flow.model, settings.packing, settings.num_tokens
+    shares, counts = [], []
+    for step in steps:
+        passes = [model.begin(batch.tokens, num_tokens, batch.first_sample, packing=packing) for batch in step]
+        shares.append(flow.evaluate(passes))
+        counts.append(valid_tokens(model, step, settings))
     share = torch.stack(shares).sum() / loss_copies(model)
-    return model.comm.all_reduce(share, model.comm.mesh.names).wait()
+    loss = model.comm.all_reduce(share, model.comm.mesh.names).wait()
+    return loss * (num_tokens / sum(counts)) if packing.masks_loss else loss

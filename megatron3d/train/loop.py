@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.saver import Saver
 from megatron3d.config.schema import Config
 from megatron3d.cost.forecast import STEPS, forecast
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.packing import Packing
 from megatron3d.memory.job import Job
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
 from megatron3d.model.count import flops_per_token
@@ -44,12 +45,14 @@ class Run:
         identity: what a later run must share to continue this one.
         peak_flops: of one device, None where unknown.
         baseline_bytes: peak memory before the model was built.
+        packing: what documents in samples mean.
+        consumed_tokens: of each corpus of a blend in the first samples, to be logged.
     """
 
     config: Config
     runtime: Runtime
     state: TrainState
-    train_data: Loader
+    train_data: Prefetching
     valid_data: Loader | None
     metrics: MetricsWriter | None
     saver: Saver | None
@@ -57,13 +60,15 @@ class Run:
     identity: Mapping[str, JsonValue]
     peak_flops: float | None
     baseline_bytes: int
+    packing: Packing
+    consumed_tokens: Callable[[int], Mapping[str, float]]
 
     @property
     def settings(self) -> Settings:
         """Constants of a step."""
         train = self.config.train
         num_tokens = train.global_batch_size * self.config.model.seq_length
-        return Settings(train.seed, num_tokens, train.global_batch_size)
+        return Settings(train.seed, num_tokens, train.global_batch_size, self.packing)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -81,6 +86,8 @@ def train(run: Run, stop: StopSignal) -> int:
     stopping = False
     job, first = job_of(config, state.model, run.runtime.device), state.iteration + 1
     while state.iteration < config.train.train_iters and not stopping:
+        if pass_over(run):
+            continue
         batch = run.train_data.step(state.consumed_samples)
         lr = learning_rate(config.optimizer, state.iteration + 1, config.train.train_iters)
         stop_requested, recording = stop.requested is not None or clock.is_over or has_stop_file(run), record(run)
@@ -141,6 +148,18 @@ def set_back(run: Run, wrong: tuple[int, str], judge: Judge) -> None:
         run.metrics.rollback(run.state.iteration, said)
 
 
+def pass_over(run: Run) -> bool:
+    """Whether the next iteration is one of `train.iterations_to_skip`: its samples are used up, and nothing is done."""
+    state = run.state
+    if state.iteration + 1 not in run.config.train.iterations_to_skip:
+        return False
+    state.iteration += 1
+    state.consumed_samples += run.settings.num_samples
+    if run.runtime.rank == 0:
+        print(f"> iteration {state.iteration} is skipped, as train.iterations_to_skip says", flush=True)
+    return True
+
+
 def show_memory(run: Run, job: Job) -> None:
     """Say what the first step has needed beside what was predicted."""
     needed = peak_memory_bytes(run.runtime.device) - run.baseline_bytes
@@ -169,7 +188,8 @@ def validate(run: Run) -> None:
         return
     size, num_steps = run.config.train.global_batch_size, run.config.train.eval_iters
     steps = (run.valid_data.step(index * size) for index in range(num_steps))
-    loss = evaluate(run.state.flow, steps, run.settings.num_tokens * num_steps).item()
+    settings = replace(run.settings, num_tokens=run.settings.num_tokens * num_steps)
+    loss = evaluate(run.state.flow, steps, settings).item()
     if run.metrics:
         run.metrics.evaluation(run.state.iteration, loss)
 
@@ -231,7 +251,8 @@ class Meter:
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         elapsed_s = (time.perf_counter() - self._begin_s) / self._num_steps
         if run.metrics:
-            run.metrics.step(self._record(loss, grad_norm, lr, elapsed_s))
+            record = self._record(loss, grad_norm, lr, elapsed_s)
+            run.metrics.step(record, run.consumed_tokens(record.consumed_samples))
             self._judge_forecast(elapsed_s)
         self._skipped.zero_()
         self.restart()

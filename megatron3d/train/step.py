@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.data.loader import Microbatch
+from megatron3d.data.packing import PLAIN, Packing
 from megatron3d.layout import num_copies
 from megatron3d.mesh import DATA
 from megatron3d.model.gpt import GPT
@@ -18,11 +19,12 @@ from megatron3d.train.state import TrainState
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same in every step; `num_tokens` are the valid tokens of a global batch."""
+    """What is the same in every step; `num_tokens` are the tokens of a global batch, all of which count by default."""
 
     seed: int
     num_tokens: int
     num_samples: int
+    packing: Packing = PLAIN
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over the microbatches, reduce, clip, update; the state moves on by one iteration."""
     model, buffers, key, scale = state.model, state.buffers, (settings.seed, state.iteration), state.loss_scale
+    packing, num_tokens = settings.packing, valid_tokens(model, microbatches, settings)
     passes = [
-        model.begin(batch.tokens, settings.num_tokens, batch.first_sample, key, scale.factor) for batch in microbatches
+        model.begin(batch.tokens, num_tokens, batch.first_sample, key, scale.factor, packing) for batch in microbatches
     ]
     buffers.begin_step(len(passes))
     share = state.flow.train(passes, buffers.check_stage, watch) / loss_copies(model)
@@ -65,6 +68,16 @@ def train_step(
     state.iteration += 1
     state.consumed_samples += settings.num_samples
     return StepResult(loss, grad_norm, skipped, stop_requests)
+
+
+def valid_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: Settings) -> int | Tensor:
+    """Tokens of the global batch that count in the loss: a constant, or where some do not counted by all ranks."""
+    if not settings.packing.masks_loss:
+        return settings.num_tokens
+    mesh, counts = model.comm.mesh, [(settings.packing.labels(batch.tokens) >= 0).sum() for batch in microbatches]
+    readers = num_copies((DATA + model.mode.batch_axes,), mesh, mesh.names)
+    count = torch.stack(counts).sum().to(model.zeros().dtype) / readers
+    return model.comm.all_reduce(count, mesh.names).wait().clamp(min=1)
 
 
 def loss_copies(model: GPT) -> int:

@@ -252,6 +252,37 @@ BROKEN = [
         "data.split=0,1,0: nothing is left to train on; use such as 969,30,1",
     ),
     (
+        {"data": {"data_path": (1, "a", -1, "b")}},
+        1,
+        "data.data_path=[1.0,a,-1.0,b]: weights must be 0 or more, and one above 0; use such as [7, data/a, 3, data/b]",
+    ),
+    (
+        {"data": {"data_path": "a", "train_data_path": "b"}},
+        1,
+        "data.data_path=a: not read beside data.train_data_path; leave one of them out",
+    ),
+    (
+        {"data": {"train_data_path": "b"}, "train": {"eval_interval": 5}},
+        1,
+        "data.train_data_path=b: nothing for train.eval_interval=5; give data.valid_data_path too, or null",
+    ),
+    (
+        {"data": {"valid_data_path": "b"}},
+        1,
+        "data.valid_data_path=b: not read without data.train_data_path; give that in place of data_path, or leave "
+        "valid_data_path out",
+    ),
+    (
+        {"data": {"goldfish_h": 4}},
+        1,
+        "data.goldfish_h=4: not read without data.goldfish_k; give that, or leave goldfish_h out",
+    ),
+    (
+        {"data": {"reset_position_ids": True}, "model": {"position_embedding_type": "none"}},
+        1,
+        "data.reset_position_ids=true: the model has no positions; use false",
+    ),
+    (
         {"data": {"tokenizer_type": "ByteTokenizer", "tokenizer_model": "x"}},
         1,
         "data.tokenizer_model=x: ByteTokenizer has no model file; leave it out",

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus import open_corpus
+from megatron3d.data.corpus import describe_plan, open_corpus
+from megatron3d.data.packing import Packing
 from megatron3d.data.tokenizer import ByteTokenizer, CharTokenizer
 from megatron3d.data.writer import IndexedWriter
 from megatron3d.errors import UserError
@@ -47,13 +48,13 @@ def test_splits_hold_their_own_tokens_and_wrap_around(prefix: Path) -> None:
         list(range(160, 170)),
     ]
     assert corpus.test.read(np.array([0])).tolist() == [list(range(180, 190))]
-    epoch = corpus.train.read(np.arange(corpus.train.num_windows))
+    epoch = corpus.train.read(np.arange(corpus.train.sources[0].num_windows))
     assert sorted(epoch[:, 0].tolist()) == list(range(0, 151, 9)) and epoch[:, -1].max() <= 159
 
 
 def test_the_seed_shuffles_training_only(prefix: Path) -> None:
     first, second = (open_corpus(config(prefix, train__seed=seed), ByteTokenizer(None)) for seed in (1, 2))
-    order = np.arange(first.train.num_windows)
+    order = np.arange(first.train.sources[0].num_windows)
     assert first.train.read(order).tolist() != second.train.read(order).tolist()
     assert first.fingerprint == second.fingerprint
 
@@ -74,7 +75,7 @@ def test_another_tokenizer_is_refused(prefix: Path) -> None:
 def test_a_model_with_a_smaller_vocabulary_is_refused(prefix: Path) -> None:
     with pytest.raises(UserError, match=r"model\.vocab_size=256: below the tokenizer's 257"):
         open_corpus(config(prefix, model__vocab_size=256), ByteTokenizer(None))
-    assert open_corpus(config(prefix, model__vocab_size=300), ByteTokenizer(None)).train.vocab_size == 300
+    assert open_corpus(config(prefix, model__vocab_size=300), ByteTokenizer(None)).train.sources[0].vocab_size == 300
 
 
 def test_ids_beyond_the_vocabulary_are_refused_with_a_manifest(prefix: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_used_split_shorter_than_a_sample_is_refused(prefix: Path) -> None:
 
 def test_a_sample_that_just_fits_is_accepted(prefix: Path) -> None:
     corpus = open_corpus(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS - 1), ByteTokenizer(None))
-    assert corpus.train.num_windows == 1
+    assert corpus.train.sources[0].num_windows == 1
     with pytest.raises(UserError, match="at most 199"):
         open_corpus(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS), ByteTokenizer(None))
 
@@ -111,3 +112,79 @@ def test_a_sample_that_just_fits_is_accepted(prefix: Path) -> None:
 def test_no_path_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.data_path"):
         open_corpus(config(None), ByteTokenizer(None))
+
+
+def second(prefix: Path) -> Path:
+    other = prefix.with_name("other")
+    make(other, [100 + index % 100 for index in range(100)])
+    return other
+
+
+def test_a_blend_reads_each_corpus_in_its_own_order(prefix: Path) -> None:
+    other = second(prefix)
+    paths = (0.75, str(prefix), 0.25, str(other))
+    corpus = open_corpus(config(None, data__data_path=paths, data__split="80,10,10"), ByteTokenizer(None))
+    alone = [
+        open_corpus(config(path, data__split="80,10,10", data__data_path=str(path)), ByteTokenizer(None)).train
+        for path in (prefix, other)
+    ]
+    order, positions = corpus.train.blend.locate(np.arange(40))
+    assert np.bincount(order).tolist() == [30, 10]
+    read = corpus.train.read(np.arange(40))
+    assert read[order == 0].tolist() == alone[0].read(positions[order == 0]).tolist()
+    windows = corpus.train.sources[1].num_windows
+    assert np.array_equal(
+        np.sort(corpus.train.sources[1].read(np.arange(windows)), axis=0),
+        np.sort(alone[1].read(np.arange(windows)), axis=0),
+    )
+    assert corpus.train.consumed_tokens(40) == {f"consumed_tokens/{prefix}": 270, f"consumed_tokens/{other}": 90}
+    assert corpus.valid is not None and len(corpus.valid.sources) == 2
+
+
+def test_the_fingerprint_of_a_blend_is_its_weights_too(prefix: Path) -> None:
+    other = second(prefix)
+    blends = [(1, str(prefix), 1, str(other)), (1, str(prefix), 2, str(other)), (str(prefix), str(other))]
+    found = {open_corpus(config(None, data__data_path=b), ByteTokenizer(None)).fingerprint for b in blends}
+    assert len(found) == 3
+
+
+def test_the_plan_counts_epochs_and_warns(prefix: Path) -> None:
+    other = second(prefix)
+    paths = (1, str(prefix), 1, str(other))
+    corpus = open_corpus(config(None, data__data_path=paths, data__split="80,10,10"), ByteTokenizer(None))
+    lines = list(describe_plan(corpus, 80, max_epochs=4))
+    assert lines[0] == f"{prefix}: 50 % 40 samples to read, of 17: 2.353 epochs"
+    assert lines[2].startswith(f"WARNING: {other} is read 5 times, more than data.max_epochs=4")
+
+
+def test_separate_paths_are_whole(prefix: Path) -> None:
+    other = second(prefix)
+    values = {"data__split": "969,30,1", "data__train_data_path": str(prefix), "data__valid_data_path": str(other)}
+    corpus = open_corpus(config(None, **values), ByteTokenizer(None))
+    assert corpus.train.sources[0].split.num_tokens == NUM_TOKENS and corpus.test is None
+    assert corpus.valid is not None and corpus.valid.read(np.array([0])).tolist() == [list(range(100, 110))]
+    assert [data.prefix for data in corpus.datasets] == [prefix, other]
+    values["data__valid_data_path"] = str(prefix)
+    assert open_corpus(config(None, **values), ByteTokenizer(None)).fingerprint != corpus.fingerprint
+
+
+def test_documents_must_end_where_they_matter(prefix: Path) -> None:
+    values = {"data__reset_attention_mask": True}
+    with pytest.raises(UserError, match="document 0 does not end with token 256, by which data"):
+        open_corpus(config(prefix, **values), ByteTokenizer(None))
+    make(prefix, [*range(150), 256])
+    assert open_corpus(config(prefix, data__split="1,0,0", **values), ByteTokenizer(None)).train
+    (prefix.parent / "chars.json").write_text(json.dumps([chr(index) for index in range(257)]))
+    with pytest.raises(UserError, match="CharTokenizer has no token that ends a document"):
+        Packing.of(
+            config(prefix, data__tokenizer_type="CharTokenizer", **values).data,
+            CharTokenizer(str(prefix.parent / "chars.json")).eod,
+        )
+
+
+def test_a_corpus_that_changes_during_a_run_is_noticed(prefix: Path) -> None:
+    corpus = open_corpus(config(prefix), ByteTokenizer(None))
+    corpus.train.read(np.array([0]))
+    make(prefix, [0] * 100)
+    with pytest.raises(UserError, match="has changed since it was opened"):
+        corpus.train.read(np.array([0]))

@@ -1,0 +1,61 @@
+"""The rules of the data section: where corpora are, how they are split and blended; files are in check_files.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron3d.config.architecture import architecture
+from megatron3d.config.facts import Facts, plain
+from megatron3d.data.blend import parse_paths
+from megatron3d.data.samples import parse_split
+from megatron3d.errors import UserError
+
+PATH_KEYS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+def data_problems(facts: Facts) -> Iterator[str]:
+    """Paths and splits by themselves."""
+    data = facts.config.data
+    yield from _split_problems(facts) if data.train_data_path is None else _path_problems(facts)
+    for key in PATH_KEYS[2:]:
+        if getattr(data, key) is not None and data.train_data_path is None:
+            where = facts.named(f"data.{key}")
+            yield f"{where}: not read without data.train_data_path; give that in place of data_path, or leave {key} out"
+    for key in PATH_KEYS:
+        if (value := getattr(data, key)) is not None:
+            try:
+                parse_paths(f"data.{key}", value)
+            except UserError as error:
+                rule = str(error).partition(": ")[2]
+                yield f"{facts.named(f'data.{key}')}: {rule}"
+    if data.reset_position_ids and architecture(facts.config.model, 1).position_embedding_type == "none":
+        yield f"{facts.named('data.reset_position_ids')}: the model has no positions; use false"
+    if data.goldfish_k is None and data.goldfish_h != type(data).model_fields["goldfish_h"].default:
+        yield f"{facts.named('data.goldfish_h')}: not read without data.goldfish_k; give that, or leave goldfish_h out"
+
+
+def _split_problems(facts: Facts) -> Iterator[str]:
+    config = facts.config
+    try:
+        train, valid, _ = parse_split(config.data.split)
+    except UserError:
+        yield f"{facts.named('data.split')}: not three weights of at least 0 for train, valid and test; use 969,30,1"
+        return
+    if not train:
+        yield f"{facts.named('data.split')}: nothing is left to train on; use such as 969,30,1"
+    if config.train.eval_interval and not valid:
+        yield (
+            f"{facts.named('data.split')}: no valid part for {plain(config, 'train.eval_interval')}; "
+            "use such as 90,10,0, or eval_interval null"
+        )
+
+
+def _path_problems(facts: Facts) -> Iterator[str]:
+    config = facts.config
+    if config.data.data_path is not None:
+        yield f"{facts.named('data.data_path')}: not read beside data.train_data_path; leave one of them out"
+    if config.data.split != type(config.data).model_fields["split"].default:
+        yield f"{facts.named('data.split')}: not read beside data.train_data_path; leave it out"
+    if config.train.eval_interval and config.data.valid_data_path is None:
+        where = facts.named("data.train_data_path")
+        yield f"{where}: nothing for {plain(config, 'train.eval_interval')}; give data.valid_data_path too, or null"

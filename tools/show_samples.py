@@ -1,0 +1,103 @@
+"""The text that a run trains on: samples of some iterations, all of them or those of one rank of any layout.
+
+    python tools/show_samples.py --config configs/quickstart.yaml --iterations 1-2
+    python tools/show_samples.py --config configs/modes/3d.yaml --iterations 100 --world-size 16 --rank 5
+
+It reads the corpus as training does, without a model, processes or torch.distributed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron3d.cli import run_tool
+from megatron3d.config.check import check
+from megatron3d.config.derive import make_mesh, tensor_mode
+from megatron3d.config.read import read_config
+from megatron3d.config.schema import Config
+from megatron3d.data.corpus import BlendedSamples, open_corpus
+from megatron3d.data.loader import Loader
+from megatron3d.data.packing import IGNORED, Packing
+from megatron3d.data.samples import sample_offsets
+from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.errors import UserError
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print the samples, in the order in which they are read."""
+    first, last = parse_iterations(arguments.iterations)
+    config = read_config(arguments.config, arguments.overrides).config
+    UserError.collect(check(config, arguments.world_size))
+    if arguments.rank is not None and not 0 <= arguments.rank < arguments.world_size:
+        raise UserError(f"--rank {arguments.rank}: not below --world-size {arguments.world_size}; use 0 or more")
+    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+    samples = open_corpus(config, tokenizer).train
+    packing = Packing.of(config.data, tokenizer.eod)
+    for iteration in range(first, last + 1):
+        begin = (iteration - 1) * config.train.global_batch_size
+        for number in positions(config, arguments, samples):
+            print(describe(samples, begin + number, iteration, tokenizer, packing)[: arguments.max_characters])
+
+
+def parse_iterations(text: str) -> tuple[int, int]:
+    """First and last of `N` or `FIRST-LAST`; raises UserError."""
+    first, dash, last = text.partition("-")
+    bounds = first, last if dash else first
+    if not all(bound.isdecimal() for bound in bounds) or not 1 <= int(bounds[0]) <= int(bounds[1]):
+        raise UserError(f"--iterations {text}: neither an iteration from 1 on nor a range; use such as 5 or 1-10")
+    return int(bounds[0]), int(bounds[1])
+
+
+def positions(config: Config, arguments: argparse.Namespace, samples: BlendedSamples) -> Sequence[int]:
+    """Places in the global batch of the sequences that the rank reads, or of all."""
+    train = config.train
+    if arguments.rank is None:
+        return range(train.global_batch_size)
+    mesh = make_mesh(config.parallel, arguments.world_size, arguments.rank)
+    axes = tensor_mode(config.parallel).batch_axes
+    sizes = train.micro_batch_size, train.global_batch_size
+    return [int(place) for place in Loader(samples, mesh, axes, *sizes, torch.device("cpu")).positions]
+
+
+def describe(samples: BlendedSamples, number: int, iteration: int, tokenizer: Tokenizer, packing: Packing) -> str:
+    """Where a sample comes from, and its text."""
+    sources, places = samples.blend.locate(np.array([number]))
+    source = samples.sources[int(sources[0])]
+    (offset,) = sample_offsets(source.split, source.seq_length, source.seed, places).tolist()
+    epoch = int(places[0]) // source.num_windows
+    (tokens,) = samples.read(np.array([number]))
+    masked = int((packing.labels(torch.from_numpy(tokens[None])) == IGNORED).sum()) if packing.masks_loss else 0
+    head = f"== iteration {iteration}, sample {number}, {source.dataset.prefix} from token {offset}, epoch {epoch}"
+    text = "".join(pieces(tokens.tolist(), tokenizer))
+    return f"{head}{f', {masked} tokens not learnt' if masked else ''}\n{text}"
+
+
+def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Text, with a mark where documents end."""
+    begin = 0
+    for place in [place for place, token in enumerate(tokens) if token == tokenizer.eod]:
+        yield tokenizer.decode(tokens[begin:place]) + "<end of document>"
+        begin = place + 1
+    yield tokenizer.decode(tokens[begin:])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the tool."""
+    parser = argparse.ArgumentParser(prog="show_samples", description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", type=Path, required=True, help="of the run")
+    parser.add_argument("--iterations", default="1", metavar="N", help="one, or FIRST-LAST")
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--rank", type=int, help="what this rank reads; default: the whole global batch")
+    parser.add_argument("--max-characters", type=int, default=100_000, help="of each sample")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on the configuration")
+    return run_tool(show, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
