@@ -60,7 +60,7 @@ DAMAGE: dict[str, Damage] = {
     "a missing index": lambda folder, _: (folder / "index.json").unlink(),
     "an empty index": lambda folder, _: (folder / "index.json").write_text(""),
     "a missing folder": lambda folder, _: shutil.rmtree(folder),
-    "a lost tracker": lambda folder, _: (folder.parent / "latest_checkpointed_iteration.txt").unlink(),
+    "a lost tracker": lambda folder, _: (folder.parent / "latest_checkpointed_iteration.txt").unlink(missing_ok=True),
     "a garbled tracker": lambda folder, _: (folder.parent / "latest_checkpointed_iteration.txt").write_bytes(b"\0"),
 }
 
