@@ -212,7 +212,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def test_bytes_survive_kills_at_random_moments(tmp_path: Path) -> None:
-    """Short form of benchmarks/preprocess.py's, which kills twenty times with every number of workers."""
+    """Four kills, at moments that a seed draws."""
     source = write_jsonl(tmp_path / "a.jsonl", documents(60_000))
     assert run(source, tmp_path / "expected") == 0
     draw, kills = random.Random(3), 0
