@@ -28,8 +28,13 @@ def check(
 ) -> list[str]:
     """What is wrong on `world_size` ranks with a tokenizer of `vocab_size` (None: not known yet)."""
     facts = Facts(config, world_size, vocab_size, origins or {})
-    rules = (model_problems, schedule_problems, data_problems, precision_problems, unused_problems, layout_problems)
-    return [problem for rule in rules for problem in rule(facts)]
+    return [problem for rule in (value_problems, layout_problems) for problem in rule(facts)]
+
+
+def value_problems(facts: Facts) -> Iterator[str]:
+    """All that does not depend on how ranks are arranged."""
+    for rule in (model_problems, schedule_problems, data_problems, precision_problems, unused_problems):
+        yield from rule(facts)
 
 
 def layout_problems(facts: Facts) -> Iterator[str]:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron3d.config.architecture import architecture
-from megatron3d.config.check import layout_problems, model_problems, schedule_problems, unused_problems
-from megatron3d.config.check_data import data_problems
+from megatron3d.config.check import layout_problems, value_problems
 from megatron3d.config.check_files import check_files
 from megatron3d.config.facts import Facts
 from megatron3d.config.read import Resolved, read
@@ -85,7 +84,7 @@ def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: 
     """
     reading = read(config, overrides)
     facts = Facts(reading.config, world_size, origins=reading.origins)
-    broken = [*model_problems(facts), *schedule_problems(facts), *data_problems(facts), *unused_problems(facts)]
+    broken = list(value_problems(facts))
     if not any(key in _SHAPE or key.startswith("parallel.") for key in reading.unsure):
         broken += layout_problems(facts)
     broken += [] if elsewhere else check_files(reading.config, world_size, reading.origins)
