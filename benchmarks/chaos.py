@@ -202,9 +202,9 @@ def main() -> int:
         for number in range(options.rounds):
             one_round(number, place, choose, references, tally)
             print(f"round {number + 1} of {options.rounds}: {tally.rows()[-1]}", flush=True)
+            if options.output:
+                write(options.output, tally.rows(), rounds=number + 1, seed=options.seed, iterations=ITERATIONS)
     show("faults", tally.rows())
-    if options.output:
-        write(options.output, tally.rows(), rounds=options.rounds, seed=options.seed, iterations=ITERATIONS)
     return int(tally.tried != tally.survived)
 
 
