@@ -13,6 +13,7 @@ import argparse
 import collections
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -112,17 +113,21 @@ def launched(config: Path) -> Iterator[subprocess.Popen[str]]:
 
 def train(
     config: Path, moments: Sequence[tuple[int, float]] = (), choose: random.Random | None = None
-) -> tuple[bool, list[str]]:
-    """Whether the run reached its end, and what was said; a rank is killed some seconds after some iterations."""
+) -> tuple[bool, int, list[str]]:
+    """Whether the run reached its end, how many kills there were, and what was said.
+
+    A rank is killed some seconds after each of some iterations, or a later one where that is not done again.
+    """
     left, said = list(moments), list[str]()
     with launched(config) as process:
         assert process.stdout is not None, "stdout is a pipe"
         for line in process.stdout:
             said.append(line)
-            if left and choose and f"iteration {left[0][0]:8d}/" in line:
+            step = re.search(r"iteration +(\d+)/", line)
+            if left and choose and step and int(step[1]) >= left[0][0]:
                 time.sleep(left.pop(0)[1])
                 kill_one(process.pid, choose)
-        return process.wait(LAST_WAIT_S) == 0 and not left, said
+        return process.wait(LAST_WAIT_S) == 0, len(moments) - len(left), said
 
 
 def kill_one(launcher: int, choose: random.Random) -> None:
@@ -160,22 +165,22 @@ def one_round(
     """Kills, then damages."""
     layout, in_background = list(LAYOUTS)[number % len(LAYOUTS)], bool(number // len(LAYOUTS) % 2)
     if layout not in references:
-        done, said = train(place.config(f"reference{number}", layout, False))
+        done, _, said = train(place.config(f"reference{number}", layout, False))
         assert done, "".join(said)
         references[layout] = losses(place.folder / f"reference{number}")
     name = f"run{number}"
     config, run = place.config(name, layout, in_background), place.folder / name
     moments = sorted((choose.randint(1, ITERATIONS - 1), choose.uniform(0, 0.2)) for _ in range(KILLS))
-    done, said = train(config, moments, choose)
+    done, kills, said = train(config, moments, choose)
     good = done and losses(run) == references[layout]
-    tally.count(f"killed, {'asynchronous' if in_background else 'synchronous'} saves", good, KILLS)
+    tally.count(f"killed, {'asynchronous' if in_background else 'synchronous'} saves", good, kills)
     if not good:
         keep(config, f"{layout}, killed at {moments}", said)
     for _ in range(DAMAGES):
         fault = choose.choice(list(DAMAGE))
         newest = max(run.glob("iter_*"))
         DAMAGE[fault](newest, choose)
-        done, said = train(config)
+        done, _, said = train(config)
         good = done and losses(run) == references[layout]
         tally.count(fault, good)
         if not good:

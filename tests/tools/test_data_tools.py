@@ -209,7 +209,7 @@ def test_a_vocabulary_that_cannot_be_learnt_is_refused(
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     with text.open("w") as file:
-        file.writelines(json.dumps({"text": "words " * 5000}) + "\n" for _ in range(2000))
+        file.writelines(json.dumps({"text": "words " * 5000}) + "\n" for _ in range(8000))
     command = [sys.executable, "tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(tmp_path / "x")]
     command += ["--tokenizer-type", "ByteTokenizer", "--workers", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
