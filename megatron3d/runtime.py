@@ -65,7 +65,7 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
     if place.world_size == 1:
         yield Runtime(0, 1, place.local_rank, device)
         return
-    with _process_group(place, device, timeout_s + GRACE_S), _watchdog(place, timeout_s) as watchdog:
+    with _process_group(place, device, timeout_s), _watchdog(place, timeout_s) as watchdog:
         yield Runtime(place.rank, place.world_size, place.local_rank, device, watchdog)
 
 
@@ -137,7 +137,7 @@ def _process_group(place: Placement, device: torch.device, timeout_s: float) -> 
 
     # No device_id: with one, torch splits a new group's communicator off the world's, for which every rank of the world
     # would have to make every group, also those of other ranks' links.
-    timeout, attempt = timedelta(seconds=timeout_s), _attempt()
+    attempt = _attempt()
     has_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def _process_group(place: Placement, device: torch.device, timeout_s: float) -> 
             place.port,
             place.world_size,
             is_master=place.rank == 0 and not has_server,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s),
             multi_tenant=True,
         )
         dist.init_process_group(
@@ -154,7 +154,7 @@ def _process_group(place: Placement, device: torch.device, timeout_s: float) -> 
             store=dist.PrefixStore(f"attempt {attempt}", store),  # type: ignore[attr-defined]
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s + GRACE_S),
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
