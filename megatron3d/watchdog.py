@@ -144,6 +144,7 @@ class Watchdog:
         if isinstance(error, Exception) and not isinstance(error, UserError) and _broke_in(trace) == WAITS_IN:
             self._tell(f"rank {self._rank} lost a connection")
         self._stop.set()
+        self._thread.join(2 * self._beat_s + 10)  # a thread inside of the store when the process ends would abort it
 
     def _note(self, beat: int, still_s: float) -> Note:
         calls, (name, axes) = self._begun()
