@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from megatron3d.comm import Comm, Pending
+from megatron3d.config.architecture import Architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.schema import Config
@@ -121,8 +122,7 @@ class Contestant:
         steps_ms: of each step so far, what was waited over gloo, and what it takes over each wire.
     """
 
-    def __init__(self, size: Size, config: Config, gb_per_s: Sequence[float]) -> None:
-        arch, comm = connect(config, size.vocab_size, dist.get_world_size(), dist.get_rank())
+    def __init__(self, size: Size, config: Config, arch: Architecture, comm: Comm, gb_per_s: Sequence[float]) -> None:
         self.comm = Wires(comm, gb_per_s)
         self.state = build_state(config, arch, self.comm, CPU)
         rows = slice(*span(size.batch_size, tensor_mode(config.parallel).batch_axes, comm.mesh))
@@ -143,24 +143,25 @@ class Contestant:
         return loss
 
 
-def forms(size: Size) -> Iterator[tuple[str, dict[str, Config]]]:
+def forms(size: Size, num_ranks: int) -> Iterator[tuple[str, dict[str, Config]]]:
     """Every mode and form with its executions."""
     for mode, entry in MODES.items():
         for form in entry.forms:
-            shape = entry.default_shape(dist.get_world_size())
+            shape = entry.default_shape(num_ranks)
             chosen = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
             parallel = size.config("fp32", chosen).parallel
-            UserError.collect(check(size.config("fp32", chosen), dist.get_world_size(), size.vocab_size))
-            plan = tensor_mode(parallel).expand.on(make_mesh(parallel, dist.get_world_size()))
+            UserError.collect(check(size.config("fp32", chosen), num_ranks, size.vocab_size))
+            plan = tensor_mode(parallel).expand.on(make_mesh(parallel, num_ranks))
             executions = {**EXECUTIONS, **(OF_WEIGHTS if plan.w else {})}
             name = f"{mode} {form} {'x'.join(map(str, shape))}"
             yield name, {how: size.config("fp32", {**chosen, **keys}) for how, keys in executions.items()}
 
 
 def measure(name: str, configs: Mapping[str, Config], options: argparse.Namespace) -> list[Row]:
-    """A row per execution, the same on all ranks."""
+    """A row per execution, the same on all ranks, over the same connections."""
     size, wires = SIZES[options.size], options.wires_gb_per_s
-    contestants = {how: Contestant(size, each, wires) for how, each in configs.items()}
+    arch, comm = connect(configs[NOTHING], size.vocab_size, dist.get_world_size(), dist.get_rank())
+    contestants = {how: Contestant(size, each, arch, comm, wires) for how, each in configs.items()}
     losses = {how: contestant.step() for how, contestant in contestants.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-4, f"{name}: the losses differ: {losses}"
     steps = {how: contestant.step for how, contestant in contestants.items()}
@@ -190,32 +191,30 @@ def medians(steps: Sequence[Sequence[float]]) -> list[float]:
     return values
 
 
-def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace) -> None:
-    """All forms on one of the ranks; rank 0 shows them and leaves them in a file."""
+def run_rank(
+    rank: int, num_ranks: int, folder: str, name: str, configs: Mapping[str, Config], options: argparse.Namespace
+) -> None:
+    """A form on one of the ranks; rank 0 shows it and leaves it in a file."""
     torch.set_num_threads(1)
-    store = f"file://{folder}/store{num_ranks}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
-    rows: list[Row] = []
-    for name, configs in forms(SIZES[options.size]):
-        found = measure(name, configs, options)
-        if rank == 0:
-            show(f"{options.size}, fp32, {num_ranks} ranks: {name}", [dict(list(row.items())[2:]) for row in found])
-        rows += found
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    rows = measure(name, configs, options)
     if rank == 0:
-        (Path(folder) / f"rows{num_ranks}").write_text(json.dumps(rows))
+        show(f"{options.size}, fp32, {num_ranks} ranks: {name}", [dict(list(row.items())[2:]) for row in rows])
+        (Path(folder) / "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Start the ranks."""
+    """Start the ranks anew for each form: connections of others would wake up while one is measured."""
     options = arguments()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for num_ranks in options.ranks:
-            spawn(run_rank, (num_ranks, folder, options), nprocs=num_ranks)
-            rows += json.loads((Path(folder) / f"rows{num_ranks}").read_text())
-    if options.output:
-        write(options.output, rows, rounds=options.rounds, size=vars(SIZES[options.size]))
+    for num_ranks in options.ranks:
+        for name, configs in forms(SIZES[options.size], num_ranks):
+            with tempfile.TemporaryDirectory() as folder:
+                spawn(run_rank, (num_ranks, folder, name, configs, options), nprocs=num_ranks)
+                rows += json.loads((Path(folder) / "rows").read_text())
+            if options.output:
+                write(options.output, rows, rounds=options.rounds, size=vars(SIZES[options.size]))
 
 
 def arguments() -> argparse.Namespace:

@@ -70,7 +70,7 @@ def circumstances() -> dict[str, Any]:
     """Command, date, hardware and versions."""
     packages = ("torch", "transformers")
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": {
             "processor": _processor(),
@@ -81,6 +81,12 @@ def circumstances() -> dict[str, Any]:
         | {name: importlib.metadata.version(name) for name in packages},
         "load_average": os.getloadavg()[0],
     }
+
+
+def _program() -> list[str]:
+    """What runs, as it was named."""
+    spec = sys.modules["__main__"].__spec__
+    return ["-m", spec.name] if spec else sys.argv[:1]
 
 
 def _processor() -> str:

@@ -75,6 +75,11 @@ class Index(_Record):
     tensors: dict[Name, StoredTensor]
     checksum: str | None = Field(None, pattern=CHECKSUM)
 
+    def only(self, prefix: str) -> Index:
+        """The same with only the tensors whose names begin so."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+        return self.model_copy(update={"tensors": tensors})
+
     def sealed(self) -> Index:
         """The same with its checksum."""
         content = self.model_dump_json(exclude={"checksum"}).encode()

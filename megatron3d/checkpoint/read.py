@@ -1,7 +1,7 @@
 """Reading boxes: what a file holds is compared with the index before it is used, and box by box with its checksum.
 
 A box that is read whole is compared with its checksum.  Of one that is read in part the file's header is compared with
-the index, and the file's length with its header; `verify` reads all.
+the index, and the file's length with its header; a run has all bytes verified before it loads any.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def fill(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
     """`load` with an index that was read before."""
     wanted = [piece for piece in pieces if piece.tensor.numel() > 0]
     UserError.collect(f"checkpoint {path}: {difference}" for difference in _differences(index, wanted))
-    damages = (found for file, boxes in _by_file(index, wanted) for found in _fill(path / file, index, boxes))
+    refuse(path, (found for file, boxes in _by_file(index, wanted) for found in _fill(path / file, index, boxes)))
+
+
+def refuse(path: Path, damages: Iterable[str]) -> None:
+    """Raise UserError with all that is damaged, if anything is."""
     UserError.collect(f"checkpoint {path}: {damage}; load another checkpoint of the run" for damage in damages)
 
 

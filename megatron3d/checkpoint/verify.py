@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megatron3d.checkpoint.folder import candidates
 from megatron3d.checkpoint.index import read_index
-from megatron3d.checkpoint.read import damages
+from megatron3d.checkpoint.read import damages, refuse
 from megatron3d.checkpoint.together import together
 from megatron3d.comm import Objects
 from megatron3d.errors import UserError
@@ -27,6 +27,15 @@ def verify(folder: Path, share: tuple[int, int] = WHOLE) -> tuple[str, ...]:
         return tuple(damages(folder, read_index(folder), share))
     except UserError as error:
         return error.problems
+
+
+def check_whole(folder: Path, comm: Objects, prefix: str = "") -> None:
+    """Read all bytes of the tensors whose names begin so, each rank a part of the files.
+
+    Every rank raises UserError with all that is wrong.
+    """
+    share = comm.mesh.rank, comm.mesh.world_size
+    together(comm, lambda: refuse(folder, damages(folder, read_index(folder).only(prefix), share)))
 
 
 def newest_good(root: Path, comm: Objects | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:

@@ -131,10 +131,10 @@ def layer_moments(work: Work) -> dict[str, int]:
 
 
 def head_moments(job: Job) -> dict[str, int]:
-    """Bytes beside what is kept while the last chunk of logits becomes gradients, and when dW is handed over.
+    """Bytes beside what is kept while the last chunk of logits becomes gradients, and before dW is reduced.
 
-    The norm's output; W, the chunk's X and dY, gathered; logits in fp32 and in the network's type; dX, dW and dW's sum.
-    Then that sum, dW in the network's type, and the copy that autograd makes of it.
+    The norm's output; W, the chunk's X and dY, gathered; logits in fp32 and in the network's type; dX and the chunk's
+    dW.  Where dW is reduced its sum has memory of its own, and then there is that in the network's type, too.
     """
     work, size = job.work, job.work.itemsize
     plan, narrow = work.mode.expand.on(work.mesh), size if size < work.wide else 0
@@ -143,12 +143,9 @@ def head_moments(job: Job) -> dict[str, int]:
     x, w, dy = rows * ranks * features, vocabulary * features, rows * ranks * vocabulary
     gathered, reordered = _gathered(plan, x, w, dy)
     logits = dy // work.mesh.size(plan.dy) * (work.wide + (0 if plan.dy else narrow))
-    is_only_chunk = rows == work.tokens
-    product = w * (size + (work.wide if is_only_chunk and narrow else 0)) + x * size
-    before = 0 if is_only_chunk else w * work.wide
-    chunk = work.residual + gathered * size + logits + before + max(product, reordered * size)
-    arrival = 2 * work.residual + w * (2 * size + (work.wide if narrow else 0))
-    return {"head and loss": chunk, "gradient of the head": arrival}
+    before = w * work.wide if plan.w and rows < work.tokens else 0
+    chunk = work.residual + gathered * size + logits + before + max(w + x, reordered) * size
+    return {"head and loss": chunk, "gradient of the head": 2 * work.residual + before + w * size if plan.w else 0}
 
 
 def chunk_rows(job: Job) -> tuple[int, int]:

@@ -19,9 +19,11 @@ from megatron3d.comm import Comm
 from megatron3d.layout import span
 from megatron3d.mesh import Axes
 from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
-from megatron3d.ops.overlap import accumulate
+from megatron3d.ops.panels import WeightResult, weight_result
 from megatron3d.ops.product import product
+from megatron3d.ops.sink import deliver
 from megatron3d.plan import MatmulPlan, moves
+from megatron3d.sweep import Sweep
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,12 @@ def head_loss(
     gradient is accumulated here and now, so that no microbatch in flight holds one; hence backward must begin at this
     loss, and gives the gradients of `scale` times it.
     """
-    training = torch.is_grad_enabled()
-    results = list(_HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, training))
-    if training and w_VH.requires_grad:
-        accumulate(w_VH, results.pop())  # held by nothing else
-    return cast(Tensor, results[0])
+    chunks = _chunks(x_MH.shape[0], head)
+    dw = weight_result(w_VH, head.plan, head.comm, chunks) if torch.is_grad_enabled() else None
+    loss = _HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, chunks, dw)
+    if dw is not None and (coming := dw.finish()) is not None:
+        deliver(w_VH, coming.wait())
+    return cast(Tensor, loss)
 
 
 def head_logits(x_MH: Tensor, w_VH: Tensor, head: Head) -> Tensor:
@@ -109,18 +112,13 @@ def _cross_entropy_(
     return loss, grad_CV
 
 
-def _chunk_rows(head: Head) -> int:
-    """Rows of the stored X per chunk: at most `chunk_tokens` tokens after the gather, and a number that the scatter
-    of Y divides (then it divides what is left for the last chunk as well)."""
+def _chunks(num_rows: int, head: Head) -> Sweep:
+    """Rows of the stored X: at most `chunk_tokens` tokens after the gather, and a number that the scatter of Y divides
+    (then it divides what is left for the last chunk as well)."""
     gathered, scattered = (head.comm.mesh.size(axes) for axes in head.token_moves)
     unit = scattered // math.gcd(gathered, scattered)
-    return max(head.chunk_tokens // (gathered * unit), 1) * unit
-
-
-def _accumulate(total: Tensor | None, dy_CV: Tensor, x_CH: Tensor) -> Tensor:
-    """total + dY^T X in fp32 or better."""
-    dw_VH = product(dy_CV.T, x_CH.T)
-    return dw_VH.to(torch.promote_types(x_CH.dtype, torch.float32)) if total is None else total.add_(dw_VH)
+    rows = max(head.chunk_tokens // (gathered * unit), 1) * unit
+    return Sweep("M", 1, tuple((start, min(rows, num_rows - start)) for start in range(0, num_rows, rows)))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -133,31 +131,30 @@ class _HeadLoss(torch.autograd.Function):
         scale: Tensor | float,
         num_tokens: int | Tensor,
         head: Head,
-        training: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        chunks: Sweep,
+        dw: WeightResult | None,
+    ) -> Tensor:
         plan, comm = head.plan, head.comm
         whole_w = head.whole_weight(w_VH)
-        dx_chunks, dw_VH, losses = [], None, []
-        for start in range(0, x_MH.shape[0], _chunk_rows(head)):
-            chunk = slice(start, start + _chunk_rows(head))
+        dx_chunks, losses = [], []
+        for number, (start, length) in enumerate(chunks.slices):
+            chunk = slice(start, start + length)
             whole_x = gather(x_MH[chunk], plan.x, X_DIMS, comm).wait()
             labels_C = _chunk_labels(labels_M, chunk, head)
             loss, grad_CV = _cross_entropy_(head.logits(whole_x, whole_w), labels_C, num_tokens, head, scale)
             losses.append(loss)
-            if training:
+            if dw is not None:
                 dy = gather_dy(grad_CV.to(x_MH.dtype), plan, comm).wait()
                 dx = reduce(product(dy, whole_w.T), plan.dx_moves, X_DIMS, comm)
-                dw_VH = _accumulate(dw_VH, dy, whole_x)
+                dw.multiply(number, dy.T, whole_x.T)
                 dx_chunks.append(dx.wait())
                 del dy
             del grad_CV  # else the logits of two chunks exist at one time
-        if dw_VH is not None:
-            dw_VH = reduce(dw_VH.to(w_VH.dtype), moves(plan.w), W_DIMS, comm).wait()
-            ctx.mark_non_differentiable(dw_VH)
+        if dw is not None:
             ctx.save_for_backward(torch.cat(dx_chunks))
-        return torch.stack(losses).sum(), dw_VH
+        return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         (dx_MH,) = ctx.saved_tensors
-        return dx_MH, None, None, None, None, None, None
+        return dx_MH, None, None, None, None, None, None, None

@@ -18,8 +18,9 @@ from torch import Tensor
 from megatron3d.comm import Comm, Pending
 from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS
 from megatron3d.ops.overlap import GatheredWeight, WeightGrads
-from megatron3d.ops.panels import Operand, Result, begin, operand
+from megatron3d.ops.panels import Operand, Result, WeightResult, begin, operand, weight_result
 from megatron3d.ops.product import uses_onednn
+from megatron3d.ops.sink import sink_of
 from megatron3d.plan import MatmulPlan, moves
 from megatron3d.sweep import AS_PLANNED, Direction, Execution, Sweep, choose, stored_over
 
@@ -59,11 +60,17 @@ class Matmul:
 
     def __call__(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Y[M, N] = X W^T + bias; every operand, and Y, as the plan stores them."""
-        if self.is_plain and not uses_onednn(x_MK.device, x_MK.dtype):
+        if self._is_left_to_torch(x_MK, w_NK):
             return F.linear(x_MK, w_NK, bias_N)
         will_return = x_MK.requires_grad and torch.is_grad_enabled()
         y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self, will_return)
         return y_MN
+
+    def _is_left_to_torch(self, x_MK: Tensor, w_NK: Tensor) -> bool:
+        """A compiler cannot know of sinks; its graphs give the gradient back."""
+        if not self.is_plain or uses_onednn(x_MK.device, x_MK.dtype):
+            return False
+        return torch.compiler.is_compiling() or not torch.is_grad_enabled() or sink_of(w_NK) is None
 
     def sweep(self, at: Direction, x_MK: Tensor, w_NK: Tensor) -> Sweep:
         """The panels of a pass."""
@@ -118,7 +125,7 @@ class _Matmul(torch.autograd.Function):
         x = begin_x() if needs_dw and not grads.is_waiting else None
         db_N = dy_MN.sum(0) if needs_db else None
         dx = Result(plan.dx_moves, plan.x, X_DIMS, comm, sweep, matmul.execution.overlap_input_grad)
-        dw = Result(moves(plan.w), plan.w, W_DIMS, comm, sweep)
+        dw = weight_result(ctx.leaf, plan, comm, sweep)
         waiting: list[Tensor] = []
         for panel in range(sweep.num_panels):
             begin(panel + 1, dy, w, x)
@@ -130,7 +137,7 @@ class _Matmul(torch.autograd.Function):
             elif needs_dw:
                 waiting.append(here)
 
-        def weight_grad() -> Pending:
+        def weight_grad() -> Pending | None:
             if waiting:
                 _multiply_later(dw, waiting, begin_x())
             return dw.finish()
@@ -139,7 +146,7 @@ class _Matmul(torch.autograd.Function):
         return dx.finish().wait() if needs_dx else None, dw_NK.wait() if dw_NK else None, db_N, None, None
 
 
-def _multiply_later(dw: Result, dys: list[Tensor], x: Operand) -> None:
+def _multiply_later(dw: WeightResult, dys: list[Tensor], x: Operand) -> None:
     """The products of the second half of a split backward; panels of dY are given up one by one."""
     dys.reverse()
     for panel in range(len(dys)):

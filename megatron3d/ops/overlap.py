@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from megatron3d.comm import Comm, Pending, ready
 from megatron3d.ops.moving import W_DIMS, gather
 from megatron3d.ops.panels import Operand, WholeOperand, operand
+from megatron3d.ops.sink import deliver
 from megatron3d.plan import MatmulPlan
 from megatron3d.sweep import Direction, Execution, Sweep
 
@@ -50,8 +50,8 @@ class WeightGrads:
         """Whether weight gradients are put off now."""
         return self._put_off is not None
 
-    def deliver(self, w: Tensor, compute: Callable[[], Pending]) -> Pending | None:
-        """The gradient of `w` on its way, or None where it is accumulated later."""
+    def deliver(self, w: Tensor, compute: Callable[[], Pending | None]) -> Pending | None:
+        """The gradient of `w` on its way; None where it comes later, or where `compute` has already summed it."""
         if self._put_off is not None:
             self._put_off.append(partial(self._arrive_late, w, compute))
         elif self._are_late:
@@ -60,10 +60,10 @@ class WeightGrads:
             return compute()
         return None
 
-    def _arrive_late(self, w: Tensor, compute: Callable[[], Pending]) -> None:
-        coming = w, compute()
+    def _arrive_late(self, w: Tensor, compute: Callable[[], Pending | None]) -> None:
+        coming = compute()
         self.flush()
-        self._coming = coming
+        self._coming = None if coming is None else (w, coming)
         if not self._are_late:
             self.flush()
 
@@ -71,29 +71,7 @@ class WeightGrads:
         """Wait for the last gradient.  To be called when a backward is over: its parameter has to have it then."""
         if self._coming is not None:
             (w, coming), self._coming = self._coming, None
-            accumulate(w, coming.wait())
-
-
-def accumulate(w: Tensor, dw: Tensor) -> None:
-    """Add to a leaf's gradient what was computed outside of autograd's own pass; its hooks run.
-
-    A gradient that nobody else holds becomes the leaf's; autograd would copy one that is handed to it from outside.
-    """
-    handed = [dw]
-    del dw
-    with torch.enable_grad():
-        _HandOver.apply(w, handed).backward()
-
-
-class _HandOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, handed: list[Tensor]) -> Tensor:
-        ctx.handed = handed
-        return w.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.handed.pop(), None
+            deliver(w, coming.wait())
 
 
 class GatheredWeight:

@@ -15,9 +15,10 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron3d.comm import Comm, Pending
-from megatron3d.ops.moving import gather, reduce
+from megatron3d.ops.moving import W_DIMS, gather, reduce
 from megatron3d.ops.product import add_product, product
-from megatron3d.plan import Move
+from megatron3d.ops.sink import SinkResult, sink_of
+from megatron3d.plan import MatmulPlan, Move, moves
 from megatron3d.sweep import Sweep, stored_over
 
 Table = Mapping[str, str]
@@ -150,6 +151,17 @@ class Result:
             return self._out
 
         return Pending(finish)
+
+
+WeightResult = Result | SinkResult
+
+
+def weight_result(leaf: Tensor, plan: MatmulPlan, comm: Comm, sweep: Sweep) -> WeightResult:
+    """dW on its way to be reduced; or, if it is not reduced nor cut, straight to where the leaf sums its gradients."""
+    sink, is_cut = sink_of(leaf), sweep.num_panels > 1 and sweep.dim in W_DIMS
+    if sink is None or is_cut or plan.w:
+        return Result(moves(plan.w), plan.w, W_DIMS, comm, sweep)
+    return SinkResult(sink)
 
 
 def _slice(t: Tensor, dim: int, num_cells: int, part: tuple[int, int]) -> Tensor:

@@ -35,6 +35,23 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """total + a b^T, in place where `total` is fp32 or better; sums of narrower products are made, and kept, so."""
     if total_MN.dtype != torch.promote_types(total_MN.dtype, torch.float32):
         total_MN = total_MN.float()
+    if _widens(total_MN, a_MK):
+        return torch.addmm(total_MN, a_MK, b_NK.T, out_dtype=total_MN.dtype, out=total_MN)
     if total_MN.dtype != a_MK.dtype or uses_onednn(a_MK.device, a_MK.dtype):
         return total_MN.add_(product(a_MK, b_NK))
     return total_MN.addmm_(a_MK, b_NK.T)
+
+
+def put_product(into_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> None:
+    """Replace what is there by a b^T."""
+    if _widens(into_MN, a_MK):
+        torch.mm(a_MK, b_NK.T, out_dtype=into_MN.dtype, out=into_MN)
+    elif into_MN.dtype != a_MK.dtype or uses_onednn(a_MK.device, a_MK.dtype):
+        into_MN.copy_(product(a_MK, b_NK))
+    else:
+        torch.mm(a_MK, b_NK.T, out=into_MN)
+
+
+def _widens(out: Tensor, a: Tensor) -> bool:
+    """Whether one kernel multiplies bf16 or fp16 and leaves the sum in fp32, as GPUs' do."""
+    return a.is_cuda and out.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.saver import Saver
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.checkpoint.together import together
-from megatron3d.checkpoint.verify import newest_good
+from megatron3d.checkpoint.verify import check_whole, newest_good
 from megatron3d.comm import Comm, aside
 from megatron3d.config.check_checkpoint import is_own
 from megatron3d.config.read import Resolved
@@ -144,9 +144,10 @@ def resume(
 
 
 def named_by(config: Config, comm: Comm) -> Path:
-    """The checkpoint that `checkpoint.load` means, as rank 0 sees it."""
+    """The checkpoint that `checkpoint.load` means, as rank 0 sees it; raises UserError where it is damaged."""
     found = together(comm, lambda: resolve(Path(str(config.checkpoint.load))))
     folder: Path = comm.broadcast_object(found and found[0])
+    check_whole(folder, comm, "" if Loading.of(config.checkpoint).optimizer else "model.")
     return folder
 
 

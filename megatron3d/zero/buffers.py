@@ -14,6 +14,7 @@ arXiv:2304.11277.)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from megatron3d.comm import Comm
 from megatron3d.layout import ParamSpec
 from megatron3d.mesh import DATA
+from megatron3d.ops.sink import deliver, give_sink
 from megatron3d.zero.blocks import wait_for_blocks, watch_blocks
 from megatron3d.zero.flat import Block, Flat, Sharding, make_flats
 from megatron3d.zero.reduction import Reduction
@@ -78,15 +80,8 @@ class Buffers:
         owner, _, leaf = name.rpartition(".")
         param = flat.param(name, self.specs[name].local_shape(self.comm.mesh))
         setattr(model.get_submodule(owner), leaf, param)
-
-        def collect(param: Tensor) -> None:
-            if param.grad is None:
-                return  # put off: autograd tells of nothing as well
-            flat.collect(name, param.grad)
-            param.grad = None
-            self._arrived(flat)
-
-        param.register_post_accumulate_grad_hook(collect)
+        give_sink(param, _GradRoom(self, flat, name, param.shape))
+        param.register_post_accumulate_grad_hook(_collect)
 
     def begin_step(self, num_microbatches: int) -> None:
         """Gradients of so many microbatches will come; the first of each parameter replaces that of the last step."""
@@ -94,8 +89,9 @@ class Buffers:
         for flat in self.flats:
             flat.begin_step()
 
-    def _arrived(self, flat: Flat) -> None:
+    def arrived(self, flat: Flat) -> None:
         """Begin to reduce when gradients are complete: of all microbatches, or of one where they are shared out."""
+        flat.num_arrived += 1
         if flat.num_arrived % (flat.num_uses * (1 if self.sharding.grads else self._num_microbatches)):
             return
         if self._takes_turns:
@@ -176,6 +172,29 @@ class Buffers:
             for name in flat.spans:
                 start, where = flat.held(name)
                 yield name, start, getattr(flat, which)[where]
+
+
+def _collect(param: Tensor) -> None:
+    """Take a gradient from autograd, which tells of those that it was not given as well."""
+    if param.grad is not None:
+        grad, param.grad = param.grad, None
+        deliver(param, grad)
+
+
+@dataclass(frozen=True)
+class _GradRoom:
+    """Where a parameter's gradients are summed."""
+
+    buffers: Buffers
+    flat: Flat
+    name: str
+    shape: torch.Size
+
+    def room(self) -> tuple[Tensor, bool]:
+        return self.flat.room(self.name, self.shape)
+
+    def arrived(self) -> None:
+        self.buffers.arrived(self.flat)
 
 
 def square_sum(flat: Tensor, row: int = 4096) -> Tensor:

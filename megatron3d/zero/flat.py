@@ -141,17 +141,16 @@ class Flat:
         if self.whole_grad is not None:
             self.whole_grad[self.size :].zero_()  # a step that was not finite has left what it is there
 
-    def collect(self, name: str, grad: Tensor) -> None:
-        """Add a parameter's gradient of one microbatch."""
+    def room(self, name: str, shape: Sequence[int]) -> tuple[Tensor, bool]:
+        """Where a parameter's gradient of one microbatch goes, and whether it is added to what is there."""
         if self.whole_grad is None:
             self.whole_grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.whole.device)
             self.whole_grad[self.size :].zero_()
             self._missing = set(self.spans)
         low, high = self.spans[name]
-        into = self.whole_grad[low:high].view(grad.shape)
-        (into.copy_ if name in self._missing else into.add_)(grad)
+        has_values = name not in self._missing
         self._missing.discard(name)
-        self.num_arrived += 1
+        return self.whole_grad[low:high].view(*shape), has_values
 
     def give_grad(self) -> Tensor:
         """All that was collected, to be reduced; where gradients are shared out the next one gets other memory."""

@@ -10,7 +10,7 @@ import torch
 
 from megatron3d.checkpoint.folder import go_back
 from megatron3d.checkpoint.store import Piece, latest, load, save
-from megatron3d.checkpoint.verify import newest_good, verify
+from megatron3d.checkpoint.verify import check_whole, newest_good, verify
 from megatron3d.errors import UserError
 from megatron3d.mesh import Mesh
 
@@ -68,6 +68,20 @@ def test_a_flipped_bit_is_found_where_a_box_is_read_whole(saved):
 def test_ranks_share_the_reading(saved):
     flip(saved / "rank_00001.safetensors", -1)
     assert verify(saved, (0, 2)) == () and len(verify(saved, (1, 2))) == 1
+
+
+def test_ranks_refuse_together_what_they_would_load(saved, run_ranks):
+    """The bit lies in the file that the second rank reads."""
+    flip(saved / "rank_00001.safetensors", -1)
+
+    def problems(comm):
+        with pytest.raises(UserError) as caught:
+            check_whole(saved, comm)
+        return caught.value.problems
+
+    first, second = run_ranks(TWO, problems)
+    assert first == second and "rank_00001.safetensors: w[1:3,0:2] is damaged" in first[0]
+    run_ranks(TWO, lambda comm: check_whole(saved, comm, "another"))
 
 
 @pytest.fixture
