@@ -75,11 +75,12 @@ def largest_difference(data: list[str], folder: Path) -> float:
 
 
 def train(data: list[str], folder: Path, overrides: list[str], processes: int = 1) -> list[dict[str, float]]:
-    """Run to the end; the lines of metrics.jsonl."""
+    """Run to the end; the lines of metrics.jsonl that have a loss."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
     folders = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
     python(*launcher, "pretrain_gpt.py", "--config", CONFIG, *data, *folders, *overrides, may_stop=True)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if not {"lm_loss", "validation_loss"}.isdisjoint(row)]
 
 
 def python(*arguments: object, may_stop: bool = False) -> None:

@@ -13,10 +13,10 @@ from megatron3d.config.derive import Architecture, architecture, tensor_mode, vo
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
 from megatron3d.layout import span
-from megatron3d.pipeline.engine import Watch, unwatched
+from megatron3d.pipeline.engine import unwatched
 from megatron3d.record import Recorder
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import Settings, Watch, train_step
 
 CPU = torch.device("cpu")
 LR, SEED = 1e-4, 1234

@@ -7,6 +7,7 @@ axis of size 1 nothing happens.  Sizes are checked here, since not every back en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -35,16 +36,6 @@ class Pending:
     def wait(self) -> Tensor:
         """The result; call once."""
         return self._finish()
-
-
-def _pending(work: dist.Work | None, x: Tensor) -> Pending:
-    assert work is not None, "this rank is outside of its own group"
-
-    def finish() -> Tensor:
-        work.wait()
-        return x
-
-    return Pending(finish, work.is_completed)
 
 
 def ready(x: Tensor) -> Pending:
@@ -149,13 +140,16 @@ class ProcessComm(ObjectComm):
     Attributes:
         begun: how many tensors have been sent on their way.
         last_begun: what was begun last, and over which axes.
+        waiting: entered with these axes while this rank waits for what it has begun.
     """
 
     def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = ()) -> None:
         super().__init__(mesh)
         self.begun, self.last_begun = 0, _NOTHING
+        self.waiting: Callable[[Axes], AbstractContextManager[None]] = lambda axes: nullcontext()
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
         self._orders: dict[Axes, list[int] | None] = {}
+        self._lives: dict[Axes, Axes] = {}
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
             if axes:
                 self._groups[axes] = self._make_group(axes)
@@ -189,12 +183,37 @@ class ProcessComm(ObjectComm):
         )
         return group
 
+    @property
+    def axis_sets(self) -> tuple[Axes, ...]:
+        """Everything that is communicated over, in one order on all ranks."""
+        return tuple(self._groups)
+
+    def _wait(self, work: dist.Work | None, axes: Axes) -> None:
+        assert work is not None, "this rank is outside of its own group"
+        with self.waiting(self._live(axes)):
+            work.wait()
+
+    def _pending(self, work: dist.Work | None, x: Tensor, axes: Axes) -> Pending:
+        assert work is not None, "this rank is outside of its own group"
+
+        def finish() -> Tensor:
+            self._wait(work, axes)
+            return x
+
+        return Pending(finish, work.is_completed)
+
     def _group(self, axes: Axes, what: str) -> tuple[dist.ProcessGroup | None, int]:
-        live = self.mesh.nontrivial(self.mesh.in_order(axes))
+        live = self._live(axes)
         assert not live or live in self._groups, f"no group was made for {live}; there are {list(self._groups)}"
         if live:
             self.begun, self.last_begun = self.begun + 1, (what, live)
         return self._groups.get(live), self.mesh.size(live)
+
+    def _live(self, axes: Axes) -> Axes:
+        """Those of more than one rank, in the mesh's order."""
+        if axes not in self._lives:
+            self._lives[axes] = self.mesh.nontrivial(self.mesh.in_order(axes))
+        return self._lives[axes]
 
     def _order(self, axes: Axes) -> list[int] | None:
         """Where the pieces of `axes` stand in the group's order; None where that is the same."""
@@ -214,7 +233,7 @@ class ProcessComm(ObjectComm):
         order = self._order(axes)
 
         def finish() -> Tensor:
-            work.wait()
+            self._wait(work, axes)
             if dim == 0 and order is None:
                 return out
             pieces: Tensor = out.unflatten(0, (ranks, -1))
@@ -230,7 +249,7 @@ class ProcessComm(ObjectComm):
         assert whole.shape[0] % ranks == 0, f"{tuple(whole.shape)} does not divide by {axes}={ranks} ranks"
         assert self._order(axes) is None, f"{axes} are not in the mesh's order"
         mine = whole.chunk(ranks)[self.mesh.index(axes)]
-        return _pending(_all_gather(whole, mine, group=group, async_op=True), whole)
+        return self._pending(_all_gather(whole, mine, group=group, async_op=True), whole, axes)
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         group, ranks = self._group(axes, "reduce_scatter")
@@ -244,28 +263,28 @@ class ProcessComm(ObjectComm):
             x = pieces.flatten(0, 1)
         x = x.contiguous()
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-        return _pending(_reduce_scatter(out, x, group=group, async_op=True), out)
+        return self._pending(_reduce_scatter(out, x, group=group, async_op=True), out, axes)
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         group, ranks = self._group(axes, "all_reduce")
         if ranks == 1:
             return ready(x)
         x = x.contiguous()
-        return _pending(dist.all_reduce(x, _OPS[op], group=group, async_op=True), x)
+        return self._pending(dist.all_reduce(x, _OPS[op], group=group, async_op=True), x, axes)
 
     def send(self, x: Tensor, link: Link) -> Pending:
         group, other = self._far_end(link, "send")
         x = x.contiguous()
-        return _pending(dist.isend(x, other, group=group), x)
+        return self._pending(dist.isend(x, other, group=group), x, (link.axis,))
 
     def receive(self, out: Tensor, link: Link) -> Pending:
         group, other = self._far_end(link, "receive")
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
-        return _pending(dist.irecv(out, other, group=group), out)
+        return self._pending(dist.irecv(out, other, group=group), out, (link.axis,))
 
     def add(self, x: Tensor, link: Link) -> Pending:
         group, _ = self._far_end(link, "add")
-        return _pending(dist.all_reduce(x, group=group, async_op=True), x)
+        return self._pending(dist.all_reduce(x, group=group, async_op=True), x, (link.axis,))
 
     def barrier(self) -> None:
         if self.mesh.world_size > 1:

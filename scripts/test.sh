@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
 
 setup_venv dev
+command -v chromium >/dev/null || [[ $EUID -ne 0 ]] || timeout 300 apt-get install -y -qq chromium >/dev/null 2>&1 || true # looks at pages
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests run several ranks on few cores
 
 step "ruff: style"

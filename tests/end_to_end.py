@@ -38,7 +38,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "train": {"global_batch_size": 16, "micro_batch_size": 4, "train_iters": 8},
     "optimizer": {"lr": 1e-2, "lr_warmup_iters": 2},
     "data": {"tokenizer_type": "ByteTokenizer", "split": "90,10,0"},
-    "logging": {"log_interval": 1, "peak_tflops": 0.01},
+    "logging": {"log_interval": 1, "peak_tflops": 0.01, "straggler_factor": None},  # the machine may be busy
 }
 
 

@@ -61,6 +61,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.convert.tokenizer",
         "megatron3d.convert.weights",
         "megatron3d.metrics",
+        "megatron3d.pictures",
         "megatron3d.hardware",
     ),
     "model": ("megatron3d.model",),
@@ -160,7 +161,7 @@ def long_functions(tree: ast.Module) -> list[int]:
     return [n.lineno for n in functions if (n.end_lineno or 0) - n.lineno >= MAX_FUNCTION_LINES]
 
 
-# Benchmarks that time torch's own data, tensor and pipeline parallelism, and checkpoints, beside ours.
+# Benchmarks that time torch's own data, tensor and pipeline parallelism, and checkpoints, beside ours, or its groups.
 PEERS = tuple(
     f"benchmarks.{name}"
     for name in (
@@ -168,6 +169,7 @@ PEERS = tuple(
         "data_parallel",
         "dtensor_gpt",
         "dtensor_traffic",
+        "groups",
         "live",
         "overlaps",
         "pipeline",

@@ -27,6 +27,8 @@ from megatron3d.errors import UserError
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
 from megatron3d.metrics.journal import FILE_NAME, Journal, read_journal
 from megatron3d.metrics.record import evaluation_line, step_line
+from megatron3d.metrics.sinks import WANDB_ID
+from megatron3d.metrics.writer import numbers
 
 RECORD = StepRecord(
     iteration=10,
@@ -38,9 +40,12 @@ RECORD = StepRecord(
     elapsed_ms=123.44,
     tokens_per_s=24887.4,
     tokens_per_s_per_rank=12443.7,
+    tflops_per_s_per_rank=1.5,
     mfu=0.1234,
+    hfu=0.2345,
     peak_memory_bytes=1_230_000_000,
 )
+UNSET = {"iteration", "loss_scale", "pipeline_bubble"}
 
 
 def write(folder: Path, iterations: range, config: Config | None = None, start_iteration: int = 0) -> None:
@@ -101,7 +106,7 @@ def test_rows_hold_what_the_record_holds(tmp_path: Path) -> None:
 
 def test_not_a_number_is_written_as_nan(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, Config())
-    writer.step(replace(RECORD, lm_loss=math.nan, mfu=None))
+    writer.step(replace(RECORD, lm_loss=math.nan, mfu=None, hfu=None))
     writer.close()
     text = (tmp_path / FILE_NAME).read_text()
     assert '"lm_loss": NaN' in text
@@ -121,6 +126,34 @@ def test_a_resumed_run_never_repeats_an_iteration(
     steps = [row["iteration"] for row in read_journal(folder / FILE_NAME) if "lm_loss" in row]
     assert steps == [*range(1, min(done, start) + 1), *range(start + 1, 9)]
     assert {path.name for path in folder.iterdir()} == {FILE_NAME}
+
+
+def test_starts_are_kept_as_long_as_their_steps(tmp_path: Path) -> None:
+    """A start that made no step leaves nothing."""
+    for start, count in ((0, 3), (2, 2), (4, 0), (4, 1)):
+        writer = MetricsWriter(tmp_path, Config(), start)
+        writer.start(start, {"time": start})
+        for iteration in range(start + 1, start + 1 + count):
+            writer.step(replace(RECORD, iteration=iteration))
+        writer.close()
+    seen = [(row["iteration"], "start" in row) for row in read_journal(tmp_path / FILE_NAME)]
+    assert seen == [(0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True), (5, False)]
+    write(tmp_path, range(1, 2))
+    assert len(read_journal(tmp_path / FILE_NAME)) == 2
+
+
+def test_numbers_have_the_names_of_their_tables() -> None:
+    row = {"a": 1.5, "b": None, "timers": {"x·y": {"max": 2.0, "rank": 3}}, "what": "words"}
+    assert dict(numbers(row)) == {"a": 1.5, "timers/x·y/max": 2.0, "timers/x·y/rank": 3}
+
+
+def test_times_of_phases_are_printed_as_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = MetricsWriter(None, Config(logging=LoggingConfig(timing_log_level=2)))
+    writer.step(RECORD, {"timers": {"optimizer": {"min": 1.0, "max": 2.5, "max_rank": 7, "mean": 1.5}}})
+    assert capsys.readouterr().out.endswith(
+        "(min, max) time across ranks (ms), slowest rank:\n"
+        "    optimizer ................................: (1.00, 2.50), 7\n"
+    )
 
 
 def test_a_foreign_journal_is_refused_and_kept(tmp_path: Path) -> None:
@@ -150,17 +183,23 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert set(events.Tags()["scalars"]) == {*asdict(RECORD), "validation_loss"} - {"iteration", "loss_scale"}
+    assert set(events.Tags()["scalars"]) == {*asdict(RECORD), "validation_loss"} - UNSET
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4]
 
 
 def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What continues has the id of what it continues, what begins anew has another."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_BASE_URL", "http://localhost:1")
-    write(tmp_path / "run", range(1, 3), Config(logging=LoggingConfig(wandb_project="p", wandb_mode="offline")))
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    config = Config(logging=LoggingConfig(wandb_project="p", wandb_mode="offline"))
+    ids = []
+    for start in (0, 2, 0):
+        write(tmp_path / "run", range(start + 1, start + 3), config, start)
+        ids.append((tmp_path / "run" / WANDB_ID).read_text().strip())
+        assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{ids[-1]}/run-{ids[-1]}.wandb"))
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_absent_wandb_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

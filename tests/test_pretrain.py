@@ -25,8 +25,12 @@ STEP_KEYS = {
     "elapsed_ms",
     "tokens_per_s",
     "tokens_per_s_per_rank",
+    "tflops_per_s_per_rank",
     "mfu",
+    "hfu",
     "peak_memory_bytes",
+    "timers",
+    "memory",
 }
 
 
@@ -76,7 +80,8 @@ def test_the_folder_holds_what_is_promised(trained: Path) -> None:
 
 def test_a_line_per_step_and_per_evaluation(trained: Path) -> None:
     rows = read_journal(trained / "metrics.jsonl")
-    assert all(row.keys() >= STEP_KEYS or row.keys() == {"iteration", "validation_loss"} for row in rows)
+    others = ({"iteration", "validation_loss"}, {"iteration", "first_step"}, {"iteration", "start"})
+    assert all(row.keys() >= STEP_KEYS or row.keys() in others for row in rows) and "start" in rows[0]
     assert [iteration for iteration, *_ in steps(trained)] == list(range(1, NUM_ITERS + 1))
     assert [iteration for iteration, _ in evaluations(trained)] == [20, 40, 60]
     last = rows[-2]

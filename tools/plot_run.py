@@ -1,85 +1,58 @@
-"""Draws the curves of one or several runs from their metrics.jsonl: loss, learning rate, gradient norm, tokens/s.
+"""Draws one or several runs from what they have written: curves as a picture, or one run as a page of HTML.
 
 python tools/plot_run.py RUN_FOLDER [RUN_FOLDER ...] --output curves.png
+python tools/plot_run.py RUN_FOLDER --output run.html --refresh 10      # again every 10 s, until the run ends
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from megatron3d.cli import run_tool
+from megatron3d.cli import positive, run_tool
 from megatron3d.errors import UserError
-from megatron3d.metrics.journal import FILE_NAME, read_journal
+from megatron3d.pictures.curves import draw, read_run
+from megatron3d.pictures.report import is_finished, report
 
-Rows = list[dict[str, Any]]
-
-PANELS = {
-    "loss": ("lm_loss", "validation_loss"),
-    "learning rate": ("learning_rate",),
-    "gradient norm": ("grad_norm",),
-    "tokens per second": ("tokens_per_s",),
-}
-STYLES = {"validation_loss": "o--"}
+PAGE = ".html"
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Read every run, draw, and say where the picture is."""
-    runs = {str(folder): read_run(folder) for folder in arguments.run_folders}
-    save(draw(runs), arguments.output)
-    print(f"{arguments.output}: curves of {len(runs)} run(s)")
+    """Draw, say where the picture is, and with `--refresh` draw again."""
+    folders, output = arguments.run_folders, arguments.output
+    if output.suffix == PAGE and len(folders) > 1:
+        raise UserError(f"--output={output}: a page is of one run, and these are {len(folders)}; use .png")
+    goes_on = write(folders, output, arguments.refresh)
+    what = "report of" if output.suffix == PAGE else "curves of"
+    print(f"{output}: {what} {len(folders)} run(s)", flush=True)
+    while goes_on:
+        time.sleep(arguments.refresh)
+        goes_on = write(folders, output, arguments.refresh)
 
 
-def read_run(folder: Path) -> Rows:
-    """The rows of a run's metrics.jsonl."""
-    path = folder / FILE_NAME
-    rows = read_journal(path)
-    if not any("lm_loss" in row for row in rows):
-        raise UserError(f"{path}: holds no training step yet; give a run that has logged at least one")
-    return rows
-
-
-def draw(runs: Mapping[str, Rows]) -> Figure:
-    """One panel per quantity, one colour per run."""
-    figure, grid = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    for axes, (title, keys) in zip(grid.flat, PANELS.items(), strict=True):
-        for number, (name, rows) in enumerate(runs.items()):
-            for key in keys:
-                curve(axes, rows, key, f"C{number}", name)
-        axes.set_title(title)
-        axes.set_xlabel("iteration")
-        axes.grid(alpha=0.3)
-    grid.flat[0].legend(fontsize="small")
-    return figure
-
-
-def curve(axes: Axes, rows: Rows, key: str, colour: str, name: str) -> None:
-    """One quantity of one run; a quantity that was never logged leaves no trace."""
-    points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
-    if points:
-        kind = " (validation)" if key == "validation_loss" else ""
-        axes.plot(*zip(*points, strict=True), STYLES.get(key, "-"), color=colour, label=name + kind, markersize=4)
-
-
-def save(figure: Figure, output: Path) -> None:
-    """Write the picture in the format of its name."""
+def write(folders: Sequence[Path], output: Path, refresh_s: int | None) -> bool:
+    """Write the picture in the format of its name, at once for whoever looks at it; whether to do it again."""
+    runs = {str(folder): read_run(folder) for folder in folders}
+    goes_on = refresh_s is not None and not all(map(is_finished, runs.values()))
+    page = report(folders[0], refresh_s if goes_on else None) if output.suffix == PAGE else None
+    temporary = output.with_name(f".{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, dpi=120)
+        if page is None:
+            draw(runs).savefig(temporary, dpi=120, format=output.suffix.removeprefix("."))
+        else:
+            temporary.write_text(page, encoding="utf-8")
+        temporary.replace(output)
     except (OSError, ValueError) as error:
         raise UserError(f"--output={output}: cannot be written: {error}") from error
-    pyplot.close(figure)
+    return goes_on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="plot_run", description=__doc__.partition("\n")[0])
     parser.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="checkpoint.save of a run")
     parser.add_argument(
-        "--output", type=Path, default=Path("curves.png"), help="picture to write; default: %(default)s"
+        "--output", type=Path, default=Path("curves.png"), help="picture or .html to write; default: %(default)s"
     )
+    parser.add_argument("--refresh", type=positive, metavar="SECONDS", help="draw again, until the runs have ended")
     return run_tool(plot, parser, argv)
 
 

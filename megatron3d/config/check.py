@@ -8,6 +8,7 @@ from megatron3d.config.architecture import architecture
 from megatron3d.config.check_checkpoint import checkpoint_problems
 from megatron3d.config.check_data import data_problems
 from megatron3d.config.check_layout import execution_problems, feature_problems, form_problems, token_problems
+from megatron3d.config.check_logging import logging_problems
 from megatron3d.config.check_pipeline import pipeline_problems
 from megatron3d.config.check_precision import precision_problems
 from megatron3d.config.derive import tensor_mode, tensor_size
@@ -33,7 +34,8 @@ def check(
 
 def value_problems(facts: Facts) -> Iterator[str]:
     """All that does not depend on how ranks are arranged."""
-    for rule in (model_problems, schedule_problems, data_problems, precision_problems, unused_problems):
+    rules = model_problems, schedule_problems, data_problems, precision_problems, unused_problems, logging_problems
+    for rule in rules:
         yield from rule(facts)
 
 
@@ -104,32 +106,22 @@ def schedule_problems(facts: Facts) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"{facts.named('optimizer.min_lr')}: more than {plain(config, 'optimizer.lr')}; use 0 to {optimizer.lr:g}"
-    if late := [iteration for iteration in config.logging.trace_iterations if iteration > config.train.train_iters]:
-        last, where = config.train.train_iters, facts.named("logging.trace_iterations")
-        yield f"{where}: {late[0]} is more than train.train_iters={last}; use 1 to {last}"
 
 
 def unused_problems(facts: Facts) -> Iterator[str]:
     """Values that nothing would read."""
     config = facts.config
-    optimizer, logging = config.optimizer, config.logging
+    optimizer = config.optimizer
     if optimizer.lr_wsd_decay_iters and optimizer.lr_decay_style != "WSD":
         where, style = facts.named("optimizer.lr_wsd_decay_iters"), plain(config, "optimizer.lr_decay_style")
         yield f"{where}: not read with {style}; use WSD, or leave it out"
     if config.data.tokenizer_model and config.data.tokenizer_type == "ByteTokenizer":
         yield f"{facts.named('data.tokenizer_model')}: ByteTokenizer has no model file; leave it out"
     yield from checkpoint_problems(facts)
-    if logging.trace_iterations and not config.checkpoint.save:
-        where = facts.named("logging.trace_iterations")
-        yield f"{where}: nowhere to write the traces; set checkpoint.save, or leave it out"
     for key, wanted in RECOMPUTE_KEYS.items():
         if getattr(config.train, key) is not None and config.train.recompute_granularity != wanted:
             where, granularity = facts.named(f"train.{key}"), plain(config, "train.recompute_granularity")
             yield f"{where}: not read with {granularity}; use {wanted}, or leave {key} out"
-    if not logging.wandb_project:
-        for key, given in (("wandb_name", logging.wandb_name), ("wandb_mode", logging.wandb_mode == "offline")):
-            if given:
-                yield f"{facts.named(f'logging.{key}')}: no logging.wandb_project; name one, or leave {key} out"
 
 
 def batch_problems(facts: Facts) -> Iterator[str]:

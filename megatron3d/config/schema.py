@@ -244,8 +244,27 @@ class LoggingConfig(Section):
     """What is reported, and where to."""
 
     log_interval: int = Field(10, ge=1)
+    timing_log_level: Literal[0, 1, 2] = Field(
+        1, description="times of phases: 0 not noted, 1 in metrics.jsonl, 2 on the console as well"
+    )
+    straggler_factor: float | None = Field(
+        1.5, gt=1, description="a rank whose own time is so many times its peers' median is slow; null: not looked for"
+    )
+    straggler_steps: int = Field(5, ge=1, description="logged steps in a row, after which a slow rank is named")
     trace_iterations: tuple[Positive, ...] = Field(
         (), strict=False, description="iterations whose pipeline is logged and drawn, into `traces` of checkpoint.save"
+    )
+    log_moments_interval: int | None = Field(
+        None,
+        ge=1,
+        description="iterations between moments of each layer's parameters, gradients and activations",
+    )
+    profile: bool = Field(False, description="torch.profiler's trace of some iterations, into `profiles` of save")
+    profile_step_start: int = Field(10, ge=1, description="first iteration that is profiled")
+    profile_step_end: int = Field(12, ge=2, description="iteration before which profiling ends")
+    profile_ranks: tuple[Count, ...] = Field((0,), strict=False, min_length=1, description="ranks that are profiled")
+    record_memory_history: bool = Field(
+        False, description="with profile, a snapshot of every allocation in these iterations; GPUs only"
     )
     tensorboard_dir: str | None = None
     wandb_project: str | None = None

@@ -160,12 +160,13 @@ class _Notes:
         self._meter.restart()
 
     @contextlib.contextmanager
-    def watch(self, action: Action) -> Iterator[None]:
-        """What comes right before an action, since it waits for it, is a part of it."""
-        if not self._run.actions:
+    def watch(self, what: Action | str) -> Iterator[None]:
+        """What comes right before an action, since it waits for it, is a part of it; phases are no actions."""
+        if not self._run.actions and not isinstance(what, str):
             self.close(None)
         yield
-        self.close(action)
+        if not isinstance(what, str):
+            self.close(what)
 
     def close(self, action: Action | None) -> None:
         """What was done since the last cut belongs to this action, or to none."""

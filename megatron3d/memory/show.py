@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron3d.memory.job import Job
 from megatron3d.memory.rank import Memory, in_flight, rank_memory, stage_activations
@@ -27,20 +28,46 @@ def lines_of(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
 
 
-def stage_table(job: Job) -> list[str]:
-    """What each stage is, does for a microbatch over all its ranks, and keeps on the rank at this place of the mesh.
+@dataclass(frozen=True)
+class StageFacts:
+    """What a stage is, does for a microbatch over all its ranks, and keeps on the rank at this place of the mesh.
 
-    Activations are what a microbatch keeps times the microbatches that are in flight when most is kept.
+    Attributes:
+        in_flight: microbatches when most is kept.
+        activation_bytes: of one microbatch.
+        what: in words.
     """
-    stages, tokens = job.pipeline.stages, job.work.num_tokens
+
+    index: int
+    rank: int
+    num_layers: int
+    num_parameters: int
+    flops: float
+    in_flight: float
+    activation_bytes: float
+    what: str
+
+
+def stage_facts(job: Job) -> list[StageFacts]:
+    """Of every stage of the pipeline."""
     ranks = [job.on_pipeline_rank(coord) for coord in range(job.pipeline.num_ranks)]
     counts = {stage: count for rank in ranks for stage, count in in_flight(rank).items()}
-    mine = [ranks[job.pipeline.owners[stage.index]] for stage in stages]
-    flops = [sum(stage_flops(job.work.arch, stage)[kind] for kind in (Kind.F, Kind.B)) * tokens for stage in stages]
-    each = [stage_activations(rank, stage) for rank, stage in zip(mine, stages, strict=True)]
-    held = [counts[stage.index] * size for stage, size in zip(stages, each, strict=True)]
-    operations, per_operation = unit_for(max(flops), OPERATIONS)
-    name, size = unit_for(max(held), BYTES)
+    found = []
+    for stage in job.pipeline.stages:
+        owner = job.pipeline.owners[stage.index]
+        flops = sum(stage_flops(job.work.arch, stage)[kind] for kind in (Kind.F, Kind.B)) * job.work.num_tokens
+        size, parameters = stage_activations(ranks[owner], stage), num_parameters(ranks[owner], stage)
+        count = counts[stage.index]
+        facts = StageFacts(stage.index, owner, len(stage.layers), parameters, flops, count, size, describe(stage))
+        found.append(facts)
+    return found
+
+
+def stage_table(job: Job) -> list[str]:
+    """The stages as text; activations are what a microbatch keeps times the microbatches in flight."""
+    stages = stage_facts(job)
+    operations, per_operation = unit_for(max(stage.flops for stage in stages), OPERATIONS)
+    name, size = unit_for(max(stage.in_flight * stage.activation_bytes for stage in stages), BYTES)
     header = (
         "stage",
         "rank",
@@ -55,16 +82,16 @@ def stage_table(job: Job) -> list[str]:
     rows = [
         (
             str(stage.index),
-            str(job.pipeline.owners[stage.index]),
-            str(len(stage.layers)),
-            f"{num_parameters(rank, stage):,}",
-            f"{flop / per_operation:,.1f}",
-            f"{counts[stage.index]:.3g}",
-            f"{one / size:,.1f}",
-            f"{all_of_them / size:,.1f}",
-            describe(stage),
+            str(stage.rank),
+            str(stage.num_layers),
+            f"{stage.num_parameters:,}",
+            f"{stage.flops / per_operation:,.1f}",
+            f"{stage.in_flight:.3g}",
+            f"{stage.activation_bytes / size:,.1f}",
+            f"{stage.in_flight * stage.activation_bytes / size:,.1f}",
+            stage.what,
         )
-        for stage, rank, flop, one, all_of_them in zip(stages, mine, flops, each, held, strict=True)
+        for stage in stages
     ]
     return lines_of([header, *rows])
 

@@ -1,7 +1,8 @@
-"""metrics.jsonl: one JSON object per logged step or evaluation, floats at full precision, not-a-number as NaN.
+"""metrics.jsonl: one JSON object per start, logged step, evaluation and event, floats at full precision, not-a-number
+as NaN.
 
-No iteration is ever in the file twice: a run that resumes at iteration n first drops the lines after n, which an
-earlier run wrote and will be written again.
+No iteration is ever logged twice: a run that resumes at iteration n first drops the lines after n, which an earlier run
+wrote and will be written again.  What has `start` says which run began, or went on, after that iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Journal:
     def _open(self, last: int) -> TextIO:
         """The file, with lines up to an iteration."""
         path = self._path
-        kept = [line for line, row in _rows(path) if 0 < row["iteration"] <= last]
+        kept = [line for line, row in _rows(path) if row["iteration"] <= last and last > 0]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")

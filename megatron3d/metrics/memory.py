@@ -1,13 +1,17 @@
-"""How much memory a rank has needed."""
+"""How much memory a rank holds, and has needed."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+_PAGES = Path("/proc/self/statm")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -18,3 +22,17 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.accelerator.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_bytes(device: torch.device) -> dict[str, int]:
+    """Bytes now: of tensors, and what the allocator has taken for them; on Linux's CPU what the whole process holds.
+    And the most so far."""
+    peak = {"peak": peak_memory_bytes(device)}
+    if device.type != "cpu":
+        import torch
+
+        held = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
+        return {"allocated": held[0], "reserved": held[1]} | peak
+    if not _PAGES.exists():
+        return peak
+    return {"allocated": int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")} | peak

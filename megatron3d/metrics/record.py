@@ -5,6 +5,7 @@ Megatron's logs read ours.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -19,8 +20,10 @@ class StepRecord:
         lm_loss: mean over the tokens of the global batch, in nats.
         grad_norm: global, before clipping.
         elapsed_ms: per step, averaged over the steps since the last record.
-        mfu: model FLOP/s over the device's peak; None where the peak is unknown.
-        peak_memory_bytes: largest of any rank's, or of rank 0's.
+        tflops_per_s_per_rank: of the model.
+        mfu, hfu: model FLOP/s, and those really done, over the device's peak; None where the peak is unknown.
+        pipeline_bubble: idle part of the schedule's time, measured; None without a pipeline.
+        peak_memory_bytes: largest of any rank's.
         skipped_iterations: steps without an update since the last record.
         loss_scale: what the next step's loss is multiplied by; None where nothing is scaled.
     """
@@ -34,8 +37,11 @@ class StepRecord:
     elapsed_ms: float
     tokens_per_s: float
     tokens_per_s_per_rank: float
+    tflops_per_s_per_rank: float
     mfu: float | None
+    hfu: float | None
     peak_memory_bytes: int
+    pipeline_bubble: float | None = None
     skipped_iterations: int = 0
     loss_scale: float | None = None
 
@@ -58,6 +64,13 @@ def step_line(record: StepRecord, train_iters: int, global_batch_size: int, now:
     }
     shown = "".join(f" {name}: {value} |" for name, value in fields.items() if value is not None)
     return f" [{now:%Y-%m-%d %H:%M:%S}] iteration {record.iteration:8d}/{train_iters:8d} |{shown}"
+
+
+def timer_lines(timers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Times of phases as Megatron shows them, and the slowest rank."""
+    yield "(min, max) time across ranks (ms), slowest rank:"
+    for name, over in timers.items():
+        yield f"    {name} ".ljust(46, ".") + f": ({over['min']:.2f}, {over['max']:.2f}), {over['max_rank']}"
 
 
 def evaluation_line(iteration: int, validation_loss: float) -> str:

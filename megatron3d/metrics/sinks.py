@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 
+WANDB_ID = Path("wandb", "run_id.txt")
+
 
 class Sink(Protocol):
     """Takes numbers by name."""
+
+    def describe(self, start: Mapping[str, Any]) -> None:
+        """Record what a run is."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
@@ -31,6 +38,11 @@ class TensorboardSink:
         except OSError as error:
             raise UserError(f"logging.tensorboard_dir={folder}: cannot be written: {error.strerror}") from error
 
+    def describe(self, start: Mapping[str, Any]) -> None:
+        """Record what a run is."""
+        lines = json.dumps(start, indent=1).splitlines()
+        self._writer.add_text("start", "\n".join(f"    {line}" for line in lines), start["iteration"])
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
         for name, value in values.items():
@@ -42,9 +54,13 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases; offline it writes files under `folder` and needs no network."""
+    """A run of Weights & Biases; offline it writes files under `folder` and needs no network.
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    A start that continues another in the same folder continues its run, of which the folder keeps the id.  Curves are
+    over `iteration`, so that iterations that are done again after a crash are taken, and seen twice.
+    """
+
+    def __init__(self, config: Config, folder: Path, start_iteration: int) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -52,7 +68,7 @@ class WandbSink:
                 f"logging.wandb_project={config.logging.wandb_project}: the package wandb is not installed; "
                 f"pip install wandb, or leave the key out"
             ) from error
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / WANDB_ID).parent.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
                 project=config.logging.wandb_project,
@@ -60,27 +76,46 @@ class WandbSink:
                 mode=config.logging.wandb_mode,
                 dir=str(folder),
                 config=config.model_dump(mode="json"),
+                id=run_id(folder / WANDB_ID, start_iteration),
+                resume="allow" if config.logging.wandb_mode == "online" else None,
+                allow_val_change=True,
             )
         except wandb.errors.Error as error:
             raise UserError(
                 f"logging.wandb_project={config.logging.wandb_project}: wandb did not start ({error}); "
                 f"log in with `wandb login`, or set logging.wandb_mode=offline and `wandb sync` later"
             ) from error
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+        self._run.define_metric("validation_loss", step_metric="iteration", summary="min,last")
+
+    def describe(self, start: Mapping[str, Any]) -> None:
+        """Record what a run is."""
+        self._run.config.update({"start": dict(start)}, allow_val_change=True)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "iteration": step})
 
     def close(self) -> None:
         """Finish writing."""
         self._run.finish()
 
 
+def run_id(path: Path, start_iteration: int) -> str:
+    """The id that the start before has left, or a new one where a run begins."""
+    if start_iteration > 0 and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    new = uuid.uuid4().hex[:8]
+    path.write_text(new + "\n", encoding="utf-8")
+    return new
+
+
 def build_sinks(config: Config, folder: Path | None, start_iteration: int) -> tuple[Sink, ...]:
     """The sinks that the configuration asks for."""
     sinks: list[Sink] = []
     if config.logging.wandb_project is not None:
-        sinks.append(WandbSink(config, folder or Path.cwd()))
+        sinks.append(WandbSink(config, folder or Path.cwd(), start_iteration))
     if config.logging.tensorboard_dir is not None:
         sinks.append(TensorboardSink(Path(config.logging.tensorboard_dir), start_iteration))
     return tuple(sinks)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from megatron3d.config.schema import Config
 from megatron3d.metrics.journal import Journal
-from megatron3d.metrics.record import StepRecord, evaluation_line, step_line
+from megatron3d.metrics.record import StepRecord, evaluation_line, step_line, timer_lines
 from megatron3d.metrics.sinks import build_sinks
 
 
@@ -20,12 +21,19 @@ class MetricsWriter:
         self._config = config
         self._sinks = build_sinks(config, folder, start_iteration)
         self._journal = None if folder is None else Journal(folder, start_iteration)
+        self._start: Mapping[str, Any] | None = None
 
-    def step(self, record: StepRecord, more: Mapping[str, float] | None = None) -> None:
-        """Report one step, and `more` of it that the console does not show."""
-        train = self._config.train
+    def start(self, iteration: int, facts: Mapping[str, Any]) -> None:
+        """Report what begins after an iteration; a start that reports nothing else leaves nothing behind."""
+        self._start = {"iteration": iteration, "start": facts}
+
+    def step(self, record: StepRecord, more: Mapping[str, Any] | None = None) -> None:
+        """Report one step, and `more` of it, of which the console shows `timers` where that is asked for."""
+        train, more = self._config.train, dict(more or {})
         print(step_line(record, train.train_iters, train.global_batch_size, datetime.now()), flush=True)
-        self._write(asdict(record) | dict(more or {}))
+        if self._config.logging.timing_log_level == 2:
+            print("\n".join(timer_lines(more.get("timers", {}))), flush=True)
+        self._write(asdict(record) | more)
 
     def evaluation(self, iteration: int, validation_loss: float) -> None:
         """Report the loss on the validation split after `iteration` steps."""
@@ -39,6 +47,23 @@ class MetricsWriter:
             self._journal.drop_after(iteration)
             self._journal.append({"iteration": iteration, "rollback": what})
 
+    def first_step(self, iteration: int, memory_bytes: Sequence[int]) -> None:
+        """Report what the first step of a start has needed, the most of each part of the pipeline."""
+        self._write({"iteration": iteration, "first_step": {"memory_bytes": list(memory_bytes)}})
+
+    def straggler(self, iteration: int, rank: int, name: str, ratio: float) -> None:
+        """Report that a rank has been slow for as long as `logging.straggler_steps` says."""
+        count = self._config.logging.straggler_steps
+        what = (
+            f"rank {rank} ({name}) is slow: {ratio:.2f} times its peers' median own time, {count} logged steps in a row"
+        )
+        print(f"> straggler: {what}", flush=True)
+        self._write({"iteration": iteration, "straggler": what, "straggler_rank": rank})
+
+    def moments(self, iteration: int, moments: Mapping[str, Any]) -> None:
+        """Report what each layer's numbers are like, which the console does not show."""
+        self._write({"iteration": iteration, "moments": moments})
+
     def close(self) -> None:
         """Finish writing everywhere."""
         if self._journal is not None:
@@ -46,9 +71,24 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.close()
 
-    def _write(self, row: dict[str, float | None]) -> None:
+    def _write(self, row: Mapping[str, Any]) -> None:
+        if self._start is not None:
+            start, self._start = self._start, None
+            if self._journal is not None:
+                self._journal.append(start)
+            for sink in self._sinks:
+                sink.describe({"iteration": start["iteration"], **start["start"]})
         if self._journal is not None:
             self._journal.append(row)
-        values = {name: value for name, value in row.items() if name != "iteration" and value is not None}
+        values = dict(numbers({name: value for name, value in row.items() if name != "iteration"}))
         for sink in self._sinks:
-            sink.log(values, int(row["iteration"] or 0))
+            sink.log(values, int(row["iteration"]))
+
+
+def numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a row by its path, `timers/optimizer/max`."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield prefix + name, value

@@ -36,11 +36,17 @@ from megatron3d.sweep import AS_PLANNED, Execution
 from megatron3d.zero import Block
 
 
+def unobserved(path: str, x_MH: Tensor) -> None:
+    """Nobody looks at what layers hand on."""
+
+
 class GPT(nn.Module):
     """The stages of a GPT that this rank of the pipeline holds; `zero.Buffers` gives their parameters memory.
 
     Attributes:
         stage_specs: for each of my stages, the layout of its parameters by their path in the module tree.
+        observe: is given what the embedding and each layer hand on, by their path; once more where backward computes
+            it again.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class GPT(nn.Module):
             self.final_norm = Norm("final_norm", mode.residual[1], build)
             self.head = LossHead("head", loss_chunk_tokens, build)
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        self.observe: Callable[[str, Tensor], None] = unobserved
 
     @property
     def specs(self) -> Mapping[str, ParamSpec]:
@@ -205,6 +212,7 @@ class GPT(nn.Module):
     def _layers(self, layers: range, x_MH: Tensor, at: Pass) -> Tensor:
         for index in layers:
             x_MH = self.layers[str(index)](x_MH, at)
+            self.observe(f"layers.{index}", x_MH)
         return x_MH
 
     def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
@@ -214,6 +222,7 @@ class GPT(nn.Module):
         """
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at), at)
+            self.observe("embedding", x_MH)
         assert x_MH is not None, f"stage {stage.index} was given nothing"
         at = self._with_documents(at)
         for run in self.recompute.runs(stage.layers):

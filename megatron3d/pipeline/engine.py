@@ -30,7 +30,7 @@ Compute = Callable[[int, Tensor | None, int], Tensor]
 Watch = Callable[[Action], contextlib.AbstractContextManager[None]]
 
 
-def unwatched(_: Action) -> contextlib.AbstractContextManager[None]:
+def unwatched(_: object) -> contextlib.AbstractContextManager[None]:
     """No watch."""
     return contextlib.nullcontext()
 

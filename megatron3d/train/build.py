@@ -27,10 +27,12 @@ from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.hardware import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
+from megatron3d.metrics.timers import Timers
 from megatron3d.runtime import Phases, Runtime
-from megatron3d.train.loop import Run
+from megatron3d.train.profiling import check_history, profile_folder
 from megatron3d.train.report import check_built, startup_report
 from megatron3d.train.resume import Loading, load_state
+from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.trace import trace_folder
 
@@ -38,6 +40,7 @@ from megatron3d.train.trace import trace_folder
 def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     """Read the corpus, connect the ranks, build the model, load a checkpoint, and open the output folder last."""
     config, is_first = resolved.config, runtime.rank == 0
+    check_history(config.logging, runtime.device)
     with phases("tokenizer and corpus"):
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         corpus = open_corpus(config, tokenizer)
@@ -71,6 +74,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         train, batch_axes = config.train, state.model.mode.batch_axes
         return Loader(samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device)
 
+    timers = Timers(runtime.device, is_off=config.logging.timing_log_level == 0)
+    comm.waiting = timers.waiting
     lock, metrics = open_outputs(resolved, comm, state)
     return Run(
         config,
@@ -82,7 +87,9 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         saver,
         lock,
         identity,
-        peak.flops if peak else None,
+        comm,
+        timers,
+        peak,
         baseline_bytes,
         Packing.of(config.data, tokenizer.eod),
         corpus.train.consumed_tokens,
@@ -193,6 +200,7 @@ def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[Fol
         if save is not None:
             locks.append(FolderLock(save))
         make_folder("checkpoint.save", str(trace_folder(save)) if save and config.logging.trace_iterations else None)
+        make_folder("checkpoint.save", str(profile_folder(save)) if save and config.logging.profile else None)
         opened.append(MetricsWriter(save, config, state.iteration))
         if save is not None:
             write_resolved(resolved, save / "config.yaml", state.model.arch.vocab_size)

@@ -26,13 +26,11 @@ def job_of(config: Config, model: GPT, device: torch.device) -> Job:
     return make_job(config, model.arch, model.comm.mesh, recompute_of(config.train), kernels)
 
 
-def measured_table(job: Job, comm: Comm, num_bytes: int) -> list[str]:
-    """The table with the most that any rank of each part of the pipeline has needed; on rank 0, empty elsewhere."""
-    gathered = comm.gather_object((comm.mesh.coord("pipeline"), num_bytes))
-    if gathered is None:
-        return []
-    ranks = range(comm.mesh.sizes["pipeline"])
-    return memory_table(job, [max(held for coord, held in gathered if coord == rank) for rank in ranks])
+def measured(comm: Comm, num_bytes: int) -> list[int]:
+    """The most bytes that any rank of each part of the pipeline has needed; on rank 0, empty elsewhere."""
+    gathered = comm.gather_object((comm.mesh.coord("pipeline"), num_bytes)) or []
+    ranks = range(comm.mesh.sizes["pipeline"] if gathered else 0)
+    return [max(held for coord, held in gathered if coord == rank) for rank in ranks]
 
 
 @contextlib.contextmanager

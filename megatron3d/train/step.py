@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,14 @@ from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import PLAIN, Packing
 from megatron3d.layout import num_copies
 from megatron3d.mesh import DATA
+from megatron3d.metrics.timers import BATCH, GRADS, SCHEDULE, UPDATE
 from megatron3d.model.gpt import GPT
-from megatron3d.pipeline.engine import Watch, unwatched
+from megatron3d.pipeline.actions import Action
+from megatron3d.pipeline.engine import unwatched
 from megatron3d.train.state import TrainState
+
+# Entered with each phase of a step by its name, and in the schedule with each action.
+Watch = Callable[[Action | str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -54,17 +60,22 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over the microbatches, reduce, clip, update; the state moves on by one iteration."""
     model, buffers, key, scale = state.model, state.buffers, (settings.seed, state.iteration), state.loss_scale
-    packing, num_tokens = settings.packing, valid_tokens(model, microbatches, settings)
+    packing = settings.packing
+    with watch(BATCH):
+        num_tokens = valid_tokens(model, microbatches, settings)
     passes = [
         model.begin(batch.tokens, num_tokens, batch.first_sample, key, scale.factor, packing) for batch in microbatches
     ]
     buffers.begin_step(len(passes))
-    share = state.flow.train(passes, buffers.check_stage, watch) / loss_copies(model)
-    buffers.reduce_grads()
-    shares = torch.stack((share, buffers.square_norm(), torch.full_like(share, stop_requested)))
-    loss, square, stop_requests = model.comm.all_reduce(shares, model.comm.mesh.names).wait()
+    with watch(SCHEDULE):
+        share = state.flow.train(passes, buffers.check_stage, watch) / loss_copies(model)
+    with watch(GRADS):
+        buffers.reduce_grads()
+        shares = torch.stack((share, buffers.square_norm(), torch.full_like(share, stop_requested)))
+        loss, square, stop_requests = model.comm.all_reduce(shares, model.comm.mesh.names).wait()
     grad_norm = scale.unscale(square.sqrt())
-    skipped = state.optimizer.step(grad_norm, lr)
+    with watch(UPDATE):
+        skipped = state.optimizer.step(grad_norm, lr)
     state.iteration += 1
     state.consumed_samples += settings.num_samples
     return StepResult(loss, grad_norm, skipped, stop_requests)

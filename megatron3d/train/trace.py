@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from megatron3d.checkpoint.together import together
 from megatron3d.comm import Comm
 from megatron3d.errors import UserError
+from megatron3d.metrics.timers import clock
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, Schedule
 from megatron3d.pipeline.measured import predicted
 from megatron3d.pipeline.simulate import Span, Timeline
@@ -33,7 +33,7 @@ class Recording:
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._stamp, self._since = _clock(device)
+        self._stamp, self._since = clock(device)
         self._marks: list[tuple[Action, Any, Any]] = []
         self._rank = comm.mesh.coord("pipeline")
         self._counts = all(comm.mesh.coord(axis) == 0 for axis in comm.mesh.names if axis != "pipeline")
@@ -41,37 +41,20 @@ class Recording:
         self._begin = self._stamp()
 
     @contextlib.contextmanager
-    def watch(self, action: Action) -> Iterator[None]:
+    def watch(self, what: Action | str) -> Iterator[None]:
         """Note when the body begins and ends, if it is a computation."""
-        if action.kind not in COMPUTATIONS:
+        if isinstance(what, str) or what.kind not in COMPUTATIONS:
             yield
             return
         begin = self._stamp()
         yield
-        self._marks.append((action, begin, self._stamp()))
+        self._marks.append((what, begin, self._stamp()))
 
     def spans(self) -> list[Span]:
         """Milliseconds since the barrier; nothing on ranks that do the same as another one of the pipeline rank."""
         since, origin = self._since, self._begin
         marks = self._marks if self._counts else []
         return [Span(self._rank, action, since(origin, begin), since(origin, end)) for action, begin, end in marks]
-
-
-def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """How to note the time of this device, and the milliseconds between two notes."""
-    if device.type == "cpu":
-        return time.perf_counter, lambda begin, end: 1e3 * (end - begin)
-
-    def stamp() -> torch.Event:
-        event = torch.Event(device, enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed(begin: torch.Event, end: torch.Event) -> float:
-        end.synchronize()
-        return float(begin.elapsed_time(end))
-
-    return stamp, elapsed
 
 
 def gather(recording: Recording, comm: Comm) -> Timeline | None:

@@ -16,7 +16,14 @@ PNG = b"\x89PNG"
 def write_run(folder: Path, steps: int = 5) -> Path:
     folder.mkdir()
     rows = [
-        {"iteration": i, "lm_loss": 5 / i, "grad_norm": float("nan"), "learning_rate": 1e-3, "tokens_per_s": 10.0 * i}
+        {
+            "iteration": i,
+            "lm_loss": 5 / i,
+            "grad_norm": float("nan"),
+            "learning_rate": 1e-3,
+            "tokens_per_s": 10.0 * i,
+            "elapsed_ms": 2.0,
+        }
         for i in range(1, steps + 1)
     ]
     rows.append({"iteration": steps, "validation_loss": 1.5})
@@ -31,6 +38,8 @@ def test_one_and_several_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
         assert plot_run.main([*map(str, runs), "--output", str(output)]) == 0
         assert output.read_bytes().startswith(PNG)
         assert capsys.readouterr().out == f"{output}: curves of {len(runs)} run(s)\n"
+    assert plot_run.main([str(first), str(second), "--output", str(tmp_path / "runs.html")]) == 2
+    assert "a page is of one run, and these are 2" in capsys.readouterr().err
 
 
 def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""What all default logging costs a step: timers of phases and waits, one gather, a console line and a line of
+metrics.jsonl every 10 steps, the search for slow ranks.
+
+Two answers: whole blocks of 10 steps with and without it, taking turns; and the logging of one step alone, with as many
+timers as the real step enters, repeated without the step.
+
+python benchmarks/log_overhead.py --output benchmarks/results/log_overhead.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from report import Row, interleaved, show, times_faster, write
+
+from megatron3d import runtime
+from megatron3d.config.cli import resolve
+from megatron3d.data.indexed import token_dtype
+from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.data.writer import IndexedWriter
+from megatron3d.mesh import Axes
+from megatron3d.pipeline.actions import Action
+from megatron3d.train.build import build_run
+from megatron3d.train.memory import job_of
+from megatron3d.train.run import Run
+from megatron3d.train.step import StepResult, train_step
+from megatron3d.train.watching import Watching
+
+TARGET_MS, INTERVAL, LR = 50.0, 10, 1e-4
+CASES = {
+    "1 rank": [],
+    "2 ranks, data parallel, ZeRO 1": ["parallel.zero_stage=1"],
+    "2 ranks, pipeline": ["parallel.pipeline_model_parallel_size=2"],
+    "2 ranks, tensor parallel": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+}
+
+
+def write_inputs(folder: Path) -> Path:
+    """Random bytes, and a model whose step takes about 50 ms on one core."""
+    rng = np.random.default_rng(0)
+    with IndexedWriter(folder / "corpus", token_dtype(257)) as writer:
+        for _ in range(64):
+            writer.add(rng.integers(256, size=4096).astype(token_dtype(257)), np.array([4096], np.int32))
+        writer.finish(ByteTokenizer(None))
+    config = {
+        "model": {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64},
+        "train": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 10**6},
+        "data": {"data_path": str(folder / "corpus"), "tokenizer_type": "ByteTokenizer", "split": "100,0,0"},
+        "logging": {"log_interval": INTERVAL, "peak_tflops": 0.1},
+        "checkpoint": {"save": str(folder / "run")},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+class Contest:
+    """One run, whose steps are made with and without logging."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._watching = Watching(run, job_of(run.config, run.state.model, run.runtime.device))
+        self._entered: list[Action | str] = []
+        self._waited: list[Axes] = []
+        self._result = self._step(self._note)
+
+    def _step(self, watch: Callable[[Action | str], contextlib.AbstractContextManager[None]]) -> StepResult:
+        run = self.run
+        with watch("batch-generator"):
+            batch = run.train_data.step(run.state.consumed_samples)
+        return train_step(run.state, batch, LR, run.settings, watch=watch)
+
+    @contextlib.contextmanager
+    def _note(self, what: Action | str) -> Iterator[None]:
+        """Note what a step enters, and for what it waits."""
+        self._entered.append(what)
+        self.run.comm.waiting = self._note_wait
+        yield
+
+    def _note_wait(self, axes: Axes) -> contextlib.AbstractContextManager[None]:
+        self._waited.append(axes)
+        return contextlib.nullcontext()
+
+    @property
+    def num_timed(self) -> int:
+        """Timers that a step enters."""
+        return len(self._entered) + len(self._waited)
+
+    def bare(self) -> None:
+        """Steps of an interval, of which nobody wants to know anything."""
+        self.run.comm.waiting = lambda axes: contextlib.nullcontext()
+        for _ in range(INTERVAL):
+            self._step(lambda what: contextlib.nullcontext()).loss.item()
+
+    def logged(self) -> None:
+        """The same steps as the loop makes them."""
+        self.run.comm.waiting = self.run.timers.waiting
+        for _ in range(INTERVAL):
+            result = self._step(self._watching.begin_step())
+            self._watching.end_step(result, LR)
+            result.loss.item()
+
+    def logging_alone(self) -> None:
+        """All that they do beside training."""
+        timers = self.run.timers
+        for _ in range(INTERVAL):
+            watch = self._watching.begin_step()
+            for what in self._entered:
+                with watch(what):
+                    pass
+            for axes in self._waited:
+                with timers.waiting(axes):
+                    pass
+            self.run.state.iteration += 1
+            self._watching.end_step(self._result, LR)
+
+
+def measure(name: str, config: Path, rounds: int) -> Row:
+    """A row of one layout, on any rank; what is printed meanwhile is thrown away."""
+    with runtime.start(on_cpu=True) as here, contextlib.redirect_stdout(io.StringIO()):
+        torch.set_num_threads(1)
+        save = f"checkpoint.save={config.parent / name.replace(' ', '-')}"
+        run = build_run(resolve(config, [*CASES[name], save], here.world_size), here, runtime.Phases(False))
+        contest = Contest(run)
+        steps = {"bare": contest.bare, "logged": contest.logged}
+        turns = interleaved(steps, rounds, 2, run.comm.barrier)
+        alone = []
+        for _ in range(rounds):
+            run.comm.barrier()
+            begin = time.perf_counter()
+            contest.logging_alone()
+            alone.append(time.perf_counter() - begin)
+        run.close()
+    alone_ms = 1e3 * statistics.median(alone) / INTERVAL
+    return {
+        "layout": name,
+        "timers per step": contest.num_timed,
+        "step_ms": 1e3 * statistics.median(turn.wall_s for turn in turns["bare"]) / INTERVAL,
+        "logged_over_bare_pct": 100 * (times_faster(turns, "bare", "logged") - 1),
+        "logging_alone_ms": alone_ms,
+        "of_50_ms_pct": 100 * alone_ms / TARGET_MS,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Every layout; a table, and JSON where it is wanted."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(argv)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = write_inputs(Path(folder))
+        for name in CASES:
+            alone = name.startswith("1 ")
+            rows.append(
+                measure(name, config, args.rounds) if alone else runtime.launch(2, measure, name, config, args.rounds)
+            )
+    show("what logging costs", rows)
+    if args.output:
+        write(args.output, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

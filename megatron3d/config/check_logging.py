@@ -1,0 +1,43 @@
+"""Rules of what is reported: nothing asked for that nobody could write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron3d.config.facts import Facts
+
+
+def logging_problems(facts: Facts) -> Iterator[str]:
+    """Iterations within the run, ranks within the world, and a place for what is written."""
+    config, logging = facts.config, facts.config.logging
+    asked = {"trace_iterations": logging.trace_iterations, "profile": logging.profile}
+    for key in (key for key, value in asked.items() if value and not config.checkpoint.save):
+        what = {"trace_iterations": "the traces", "profile": "the profiles"}[key]
+        yield f"{facts.named(f'logging.{key}')}: nowhere to write {what}; set checkpoint.save, or leave it out"
+    firsts = {"trace_iterations": logging.trace_iterations, "profile_step_start": (logging.profile_step_start,)}
+    last = config.train.train_iters
+    for key, iterations in firsts.items():
+        late = [iteration for iteration in iterations if iteration > last]
+        if late and (logging.profile or key != "profile_step_start"):
+            yield f"{facts.named(f'logging.{key}')}: {late[0]} is more than train.train_iters={last}; use 1 to {last}"
+    yield from _profile_problems(facts)
+    if not logging.wandb_project:
+        for key, given in (("wandb_name", logging.wandb_name), ("wandb_mode", logging.wandb_mode == "offline")):
+            if given:
+                yield f"{facts.named(f'logging.{key}')}: no logging.wandb_project; name one, or leave {key} out"
+
+
+def _profile_problems(facts: Facts) -> Iterator[str]:
+    logging, world = facts.config.logging, facts.world_size
+    if logging.record_memory_history and not logging.profile:
+        where = facts.named("logging.record_memory_history")
+        yield f"{where}: not read without logging.profile; use logging.profile=true, or leave it out"
+    if not logging.profile:
+        return
+    if logging.profile_step_end <= logging.profile_step_start:
+        yield (
+            f"{facts.named('logging.profile_step_end')}: profiling begins with iteration "
+            f"{logging.profile_step_start} and ends before this one; use {logging.profile_step_start + 1} or more"
+        )
+    if absent := [rank for rank in logging.profile_ranks if rank >= world]:
+        yield f"{facts.named('logging.profile_ranks')}: {absent[0]} is outside of {world} ranks; use 0 to {world - 1}"

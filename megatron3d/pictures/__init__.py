@@ -1,0 +1,1 @@
+"""What a run wrote into its folder, as curves and as a page."""

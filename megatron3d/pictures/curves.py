@@ -1,0 +1,65 @@
+"""Curves of one or several runs: a panel per quantity, a colour per run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron3d.errors import UserError
+from megatron3d.metrics.journal import FILE_NAME, read_journal
+
+Rows = list[dict[str, Any]]
+
+
+class Panel(NamedTuple):
+    """Which keys of a row are drawn together, and what they are divided by."""
+
+    title: str
+    keys: tuple[str, ...]
+    unit: float = 1.0
+
+
+PANELS = (
+    Panel("loss", ("lm_loss", "validation_loss")),
+    Panel("learning rate", ("learning_rate",)),
+    Panel("gradient norm", ("grad_norm",)),
+    Panel("tokens per second", ("tokens_per_s",)),
+    Panel("milliseconds per step", ("elapsed_ms",)),
+    Panel("peak memory of a rank (GB)", ("peak_memory_bytes",), 1e9),
+)
+STYLES = {"validation_loss": "o--"}
+
+
+def read_run(folder: Path) -> Rows:
+    """The rows of a run's metrics.jsonl; raises UserError where no step has been logged."""
+    path = folder / FILE_NAME
+    rows = read_journal(path)
+    if not any("lm_loss" in row for row in rows):
+        raise UserError(f"{path}: holds no training step yet; give a run that has logged at least one")
+    return rows
+
+
+def draw(runs: Mapping[str, Rows]) -> Figure:
+    """One panel per quantity, one colour per run."""
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    for axes, panel in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+        for number, (name, rows) in enumerate(runs.items()):
+            for key in panel.keys:
+                _curve(axes, rows, key, panel.unit, f"C{number}", name)
+        axes.set_title(panel.title)
+        axes.set_xlabel("iteration")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    return figure
+
+
+def _curve(axes: Axes, rows: Rows, key: str, unit: float, colour: str, name: str) -> None:
+    """One quantity of one run; a quantity that was never logged leaves no trace."""
+    points = [(row["iteration"], row[key] / unit) for row in rows if row.get(key) is not None]
+    if points:
+        kind = " (validation)" if key == "validation_loss" else ""
+        axes.plot(*zip(*points, strict=True), STYLES.get(key, "-"), color=colour, label=name + kind, markersize=4)

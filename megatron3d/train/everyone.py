@@ -1,0 +1,48 @@
+"""The numbers of all ranks, in one gather: times of phases, memory."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron3d.comm import ProcessComm
+from megatron3d.hardware import device_name
+from megatron3d.metrics.memory import memory_bytes
+from megatron3d.metrics.timers import PHASES, Spread, along, spread
+
+Table = Mapping[str, Spread]
+TIMERS, MEMORY = "timers", "memory"
+
+
+class Everyone:
+    """Numbers by name, which are the same on all ranks.
+
+    Attributes:
+        names: host and device of each rank, on rank 0; empty elsewhere.
+    """
+
+    def __init__(self, comm: ProcessComm, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+        self._timers = (*PHASES, *map(along, comm.axis_sets))
+        self._memory = tuple(memory_bytes(device))
+        self.names: Sequence[str] = comm.gather_object(f"host {socket.gethostname()}, {device_name(device)}") or ()
+
+    def gather(self, times_ms: Mapping[str, float]) -> list[dict[str, float]]:
+        """Times and bytes of every rank, in rank order, on rank 0; empty elsewhere."""
+        labels, mine = (*self._timers, *self._memory), {**times_ms, **memory_bytes(self._device)}
+        assert mine.keys() <= set(labels), f"{mine.keys() - set(labels)} are not known to the other ranks"
+        row = torch.tensor([[mine.get(label, 0.0) for label in labels]], dtype=torch.float64, device=self._device)
+        rows = self._comm.all_gather(row, self._comm.mesh.names, dim=0).wait()
+        if self._comm.mesh.rank > 0:
+            return []
+        return [dict(zip(labels, values, strict=True)) for values in rows.tolist()]
+
+    def tables(self, ranks: Sequence[Mapping[str, float]]) -> dict[str, Table]:
+        """Least, most, mean and the rank with most: milliseconds of phases that took any, and bytes."""
+        wanted = {TIMERS: self._timers, MEMORY: self._memory}
+        return {
+            name: {label: over for label in labels if (over := spread([each[label] for each in ranks])).max > 0}
+            for name, labels in wanted.items()
+        }

@@ -1,0 +1,69 @@
+"""Everything that a run consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.saver import Saver
+from megatron3d.comm import ProcessComm
+from megatron3d.config.schema import Config
+from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.packing import Packing
+from megatron3d.hardware import Peak
+from megatron3d.metrics import MetricsWriter
+from megatron3d.metrics.timers import Timers
+from megatron3d.runtime import Runtime
+from megatron3d.train.state import TrainState
+from megatron3d.train.step import Settings
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run consists of.
+
+    Attributes:
+        metrics: on rank 0, None elsewhere.
+        saver: writes checkpoints; None where the run has no folder.
+        lock: of that folder, on rank 0.
+        identity: what a later run must share to continue this one.
+        comm: the state's, to and from every rank.
+        timers: are told what the step does, and what the ranks wait for.
+        peak: of one device, None where unknown.
+        baseline_bytes: peak memory before the model was built.
+        packing: what documents in samples mean.
+        consumed_tokens: of each corpus of a blend in the first samples, to be logged.
+    """
+
+    config: Config
+    runtime: Runtime
+    state: TrainState
+    train_data: Prefetching
+    valid_data: Loader | None
+    metrics: MetricsWriter | None
+    saver: Saver | None
+    lock: FolderLock | None
+    identity: Mapping[str, JsonValue]
+    comm: ProcessComm
+    timers: Timers
+    peak: Peak | None
+    baseline_bytes: int
+    packing: Packing
+    consumed_tokens: Callable[[int], Mapping[str, float]]
+
+    @property
+    def settings(self) -> Settings:
+        """Constants of a step."""
+        train = self.config.train
+        num_tokens = train.global_batch_size * self.config.model.seq_length
+        return Settings(train.seed, num_tokens, train.global_batch_size, self.packing)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self.metrics:
+            self.metrics.close()
+        if self.lock:
+            self.lock.release()
