@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.live import Live
 from megatron3d.comm import Comm
 from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.derive import Pipeline
@@ -32,10 +33,8 @@ from megatron3d.modes import MODES, build_mode
 from megatron3d.modes.mode import Mode
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.recompute import MODULES, Recompute
-from tests.memory.live import Live
 from tests.memory.saved import saved_beside
-from tests.pool import Pool
-from tests.shards import every_group
+from tests.shards import every_group, pretended_world
 
 NUM_RANKS = 8
 SEQ_LENGTH, MICRO_BATCH_SIZE = 8, 4
@@ -104,7 +103,7 @@ def expected(work: Work) -> dict[str, int]:
     return {name: total(part(work)) for name, part in parts.items()}
 
 
-def compare(rank: int, world_size: int, works: list[Work]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def compare(rank: int, works: list[Work]) -> list[tuple[dict[str, int], dict[str, int]]]:
     """What is kept and what is expected, for several settings one after another."""
     comms = {axes: every_group(Mesh(axes, rank)) for axes in dict.fromkeys(work.mesh.axes for work in works)}
     mine = [replace(work, mesh=work.mesh.at(rank)) for work in works]
@@ -126,9 +125,11 @@ def settings(name: str) -> list[Work]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_mode_keeps_what_is_said(pool: Pool, name: str) -> None:
+def test_every_mode_keeps_what_is_said(name: str) -> None:
     works = settings(name)
-    for rank, results in enumerate(pool.run(compare, NUM_RANKS, works)):
+    for rank in range(NUM_RANKS):
+        with pretended_world(rank, NUM_RANKS):
+            results = compare(rank, works)
         for work, (got, expected) in zip(works, results, strict=True):
             assert got == expected, f"rank {rank}, {work.mode.name} {work.mode.residual}, {work.itemsize} bytes"
 
@@ -136,7 +137,7 @@ def test_every_mode_keeps_what_is_said(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("name,itemsize,micro_batch_size", list(product(MODELS, DTYPES, (1, 3))))
 def test_one_rank_keeps_what_is_said(name: str, itemsize: int, micro_batch_size: int) -> None:
     work = alone(name, micro_batch_size, itemsize)
-    ((got, expected),) = compare(0, 1, [work])
+    ((got, expected),) = compare(0, [work])
     assert got == expected
 
 

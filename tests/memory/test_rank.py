@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.live import Live
 from megatron3d.adam import CPU_PIECE, PIECE
 from megatron3d.config.architecture import architecture
 from megatron3d.config.check import check
@@ -28,7 +29,6 @@ from megatron3d.recompute import Recompute, recompute_of
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
 from megatron3d.verify import RandomSamples
-from tests.memory.live import Live
 from tests.pool import Pool
 
 NUM_RANKS, VOCAB_SIZE = 8, 509

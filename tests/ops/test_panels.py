@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.live import Live
 from megatron3d.comm import Comm
 from megatron3d.layout import box, box_shape
 from megatron3d.mesh import Mesh
@@ -21,7 +22,6 @@ from megatron3d.ops.overlap import WeightGrads
 from megatron3d.plan import MatmulPlan
 from megatron3d.record import Recorder
 from megatron3d.sweep import Direction, Execution, Sweep, panels
-from tests.memory.live import Live
 from tests.ops.test_matmul import CUBE, MESH, Diary, cases, errors
 from tests.pool import Pool
 from tests.shards import cut, every_group, normal, plan_comm, pretended_world

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.live import Live
 from megatron3d.mesh import Mesh
 from megatron3d.pipeline.actions import (
     COMPUTATIONS,
@@ -31,7 +32,6 @@ from megatron3d.pipeline.engine import MAX_LEAVING
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
-from tests.memory.live import Live
 from tests.pipeline.toy import HIDDEN, Pipeline, ThreadComm, Wire, any_schedule, as_threads, process_comm, reference
 from tests.pool import Pool
 from tests.shards import error
