@@ -21,11 +21,7 @@ from megatron3d.config.architecture import architecture
 from megatron3d.config.check import check
 from megatron3d.config.schema import Config
 from megatron3d.cost.hardware import load_accelerator, load_cluster
-from megatron3d.cost.kernels import device
-from megatron3d.cost.layer import Machine
-from megatron3d.cost.network import Network
-from megatron3d.cost.practice import OURS
-from megatron3d.cost.step import make_step, predict
+from megatron3d.cost.step import machine_with, make_step, predict
 from megatron3d.data.loader import Loader
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
@@ -97,18 +93,12 @@ def measure(configs: list[str], num_steps: int) -> list[float]:
     return best
 
 
-def machine_from(folder: Path, num_ranks: int) -> Machine:
-    """The calibrated machine with so many ranks on its cores."""
-    cluster, accelerator = load_cluster("local", folder / "clusters"), load_accelerator("local", folder)
-    slowdown = max(1.0, num_ranks / (cluster.cores or num_ranks))
-    return Machine(device(accelerator, "fp32", 4, slowdown), Network(cluster, slowdown), OURS)
-
-
 def compare(options: argparse.Namespace) -> list[Row]:
     """Calibrate, predict, measure; a row per layout."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         calibrate(Path(name), options.seconds)
+        cluster, accelerator = load_cluster("local", Path(name, "clusters")), load_accelerator("local", Path(name))
         chosen = LAYOUTS[:4] if options.quick else LAYOUTS
         for num_ranks in sorted({each[1] for each in chosen}):
             mine = [each for each in chosen if each[1] == num_ranks]
@@ -121,7 +111,8 @@ def compare(options: argparse.Namespace) -> list[Row]:
             )
             for (label, *_), config, seconds in zip(mine, configs, measured, strict=True):
                 arch = architecture(config.model, 2048)
-                expected = predict(make_step(config, arch, num_ranks, machine_from(Path(name), num_ranks))).step_s
+                machine = machine_with(cluster, accelerator, "fp32", num_ranks)
+                expected = predict(make_step(config, arch, num_ranks, machine)).step_s
                 rows.append(
                     {
                         "layout": label,

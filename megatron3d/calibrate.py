@@ -1,11 +1,13 @@
 """What this machine's processors and links reach, measured: the numbers of a `local` accelerator and cluster.
 
 A product as a function of its depth, passes over memory as the network makes them, fused attention, the start of a
-kernel, and an all-reduce of two sizes between two ranks.
+kernel, and all-reduces among products, where a rank waits for others that are late: between two ranks, and between more
+ranks than cores.  Operands are in no cache, as in a step.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron3d import runtime
 from megatron3d.comm import ProcessComm
@@ -24,6 +27,12 @@ Measured = dict[str, float]
 ROWS, WIDTH = 1024, 256
 # Of a norm, an addition and an activation, forward and backward, as `cost.practice` counts passes: 5, 6 and 5.
 PASSES = 16
+# More than the caches of a processor hold.
+CACHE_BYTES = 2**26
+# All-reduces of so many elements, in rounds of so many calls.
+SMALL, LARGE, CALLS = 16, 2**19, 20
+# Ranks on more cores than that are nobody's way to train.
+MOST_CORES = 8
 
 
 def best_s(function: Callable[[], object], budget_s: float) -> float:
@@ -37,43 +46,58 @@ def best_s(function: Callable[[], object], budget_s: float) -> float:
     return best
 
 
+def cold_s(function: Callable[..., object], operands: Callable[[], tuple[Tensor, ...]], budget_s: float) -> float:
+    """Seconds of a call on operands that other calls have driven out of the caches."""
+    first = operands()
+    count = max(1, CACHE_BYTES // sum(x.nbytes for x in first))
+    sets = [first, *(operands() for _ in range(count - 1))]
+    return best_s(lambda: [function(*each) for each in sets], budget_s) / count
+
+
 def products(budget_s: float) -> Measured:
     """The rate of deep products, and the depth that starting one costs."""
 
-    def seconds(rows: int, columns: int, depth: int) -> float:
-        a, b = torch.randn(rows, depth), torch.randn(columns, depth)
-        return best_s(lambda: product(a, b), budget_s)
+    def seconds(depth: int) -> float:
+        return cold_s(product, lambda: (torch.randn(ROWS, depth), torch.randn(WIDTH, depth)), budget_s)
 
-    shallow, deep = seconds(ROWS, WIDTH, 64), seconds(ROWS, WIDTH, 1024)
+    shallow, deep = seconds(64), seconds(1024)
     rate = (deep - shallow) / (1024 - 64)
     return {"peak_tflops": 2 * ROWS * WIDTH / rate / 1e12, "ramp_k": max(0.0, shallow / rate - 64)}
 
 
 def passes(budget_s: float) -> Measured:
     """Bytes per second of a norm, an addition and an activation with their gradients."""
-    x = torch.randn(ROWS, 4 * WIDTH, requires_grad=True)
-    weight, dy = torch.ones(4 * WIDTH, requires_grad=True), torch.randn(ROWS, 4 * WIDTH)
+    weight = torch.ones(4 * WIDTH, requires_grad=True)
 
-    def network() -> None:
+    def operands() -> tuple[Tensor, Tensor]:
+        return torch.randn(ROWS, 4 * WIDTH, requires_grad=True), torch.randn(ROWS, 4 * WIDTH)
+
+    def network(x: Tensor, dy: Tensor) -> None:
         (F.silu(F.rms_norm(x, weight.shape, weight)) + x).backward(dy)
         x.grad = weight.grad = None
 
-    return {"stream_gb_s": PASSES * x.nbytes / best_s(network, budget_s) / 1e9}
+    num_bytes = 4 * ROWS * 4 * WIDTH
+    return {"stream_gb_s": PASSES * num_bytes / cold_s(network, operands, budget_s) / 1e9}
 
 
 def attention(budget_s: float, peak_tflops: float) -> tuple[float, float]:
     """Fractions of the peak of causal attention, forward and backward."""
-    q, k, v = (torch.randn(1, 8, WIDTH, 32, requires_grad=True) for _ in range(3))
-    flops = 4 * 8 * WIDTH * WIDTH * 32 / 2
-    dy = torch.randn(1, 8, WIDTH, 32)
+    shape, flops = (1, 8, WIDTH, 32), 4 * 8 * WIDTH * WIDTH * 32 / 2
+
+    def operands() -> tuple[Tensor, ...]:
+        return (*(torch.randn(shape, requires_grad=True) for _ in range(3)), torch.randn(shape))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> None:
+        forward(q, k, v, dy).backward(dy)
+        q.grad = k.grad = v.grad = None
+
     with torch.no_grad():
-        forward = best_s(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), budget_s)
-
-    def both() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(dy)
-
-    backward = max(best_s(both, budget_s) - forward, forward)
-    return flops / forward / 1e12 / peak_tflops, 2.5 * flops / backward / 1e12 / peak_tflops
+        forward_s = cold_s(forward, operands, budget_s)
+    backward_s = max(cold_s(both, operands, budget_s) - forward_s, forward_s)
+    return flops / forward_s / 1e12 / peak_tflops, 2.5 * flops / backward_s / 1e12 / peak_tflops
 
 
 def launch_us(budget_s: float) -> float:
@@ -88,21 +112,45 @@ def launch_us(budget_s: float) -> float:
 
 
 def exchange(budget_s: float) -> Measured:
-    """Latency and bandwidth between two ranks; on rank 0."""
+    """Seconds of a product, and beside it of a small and a large all-reduce between each two ranks, and of a small one
+    alone: means of several calls, the fastest of many rounds; on rank 0."""
     with runtime.start(on_cpu=True) as here:
         torch.set_num_threads(1)
-        comm = ProcessComm(Mesh((("t", here.world_size),), here.rank), [("t",)])
-        found = []
-        for numel in (16, 2**19):
-            x, seconds = torch.zeros(numel), []
-            for _ in range(max(20, int(100 * budget_s))):
-                comm.barrier()
-                begin = time.perf_counter()
-                comm.all_reduce(x, ("t",)).wait()
-                seconds.append(time.perf_counter() - begin)
-            found.append(min(seconds))
-        small, large = found
-        return {"latency_us": small / 2 * 1e6, "gb_s": 4 * 2**19 / (large - small) / 1e9}
+        comm = ProcessComm(Mesh((("pairs", here.world_size // 2), ("t", 2)), here.rank), [("t",)])
+        a, b = torch.randn(ROWS, WIDTH), torch.randn(4 * WIDTH, WIDTH)
+
+        def round_s(numel: int, multiplies: bool) -> float:
+            x = torch.zeros(numel)
+            comm.barrier()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                if multiplies:
+                    product(a, b)
+                if numel:
+                    comm.all_reduce(x, ("t",)).wait()
+            return (time.perf_counter() - begin) / CALLS
+
+        def fastest_s(numel: int, multiplies: bool = True) -> float:
+            return min(round_s(numel, multiplies) for _ in range(max(3, int(10 * budget_s))))
+
+        product_s = fastest_s(0)
+        small_s, large_s = (max(fastest_s(numel) - product_s, 1e-6) for numel in (SMALL, LARGE))
+        alone_s = min(fastest_s(SMALL, multiplies=False), small_s)
+        return {"product_s": product_s, "small_s": small_s, "large_s": large_s, "alone_s": alone_s}
+
+
+def links(budget_s: float) -> Measured:
+    """The numbers of a cluster of one level, from what exchanges take between two ranks, and on shared cores."""
+    two, cores = runtime.launch(2, exchange, budget_s), runtime.num_cores()
+    per_byte_s = max(two["large_s"] - two["small_s"], 1e-6) / (4 * LARGE)
+    found = {"latency_us": two["alone_s"] / 2 * 1e6, "call_us": (two["small_s"] - two["alone_s"]) * 1e6}
+    found |= {"gb_s": 1e-9 / per_byte_s, "crowding": 1.0}
+    if cores <= MOST_CORES:
+        many = runtime.launch(2 * max(cores, 2), exchange, budget_s)
+        slowdown = 2 * max(cores, 2) / cores
+        ratio = (many["large_s"] + many["product_s"] - slowdown * two["product_s"]) / two["large_s"]
+        found["crowding"] = min(max(math.log(max(ratio, 1.0)) / math.log(slowdown), 0.0), 2.0)
+    return found
 
 
 def calibrate(folder: Path, budget_s: float = 1.0) -> tuple[Path, Path]:
@@ -110,7 +158,7 @@ def calibrate(folder: Path, budget_s: float = 1.0) -> tuple[Path, Path]:
     torch.set_num_threads(1)
     core, memory = products(budget_s), passes(budget_s)
     fractions = attention(budget_s, core["peak_tflops"])
-    links: Measured = runtime.launch(2, exchange, budget_s)
+    joined = links(budget_s)
     start, when = launch_us(budget_s), f"{datetime.now(timezone.utc):%Y-%m-%d}"
     where = f"measured by tools/calibrate.py on {platform.machine()} with one thread, {when}"
     sheet = f"""device_names: 'local'
@@ -137,15 +185,21 @@ kernels:
   launch_us: {start:.2f}
   # A processor starts a kernel when the one before is done.
   adds_launch: true
+  # A core that sends does not compute.
+  comm_units: 1
 """
     cluster = f"""name: local
 accelerator: local
 levels:
-  # An all-reduce of 64 bytes and of 2 MiB between two ranks over gloo, {where}.
-  - {{name: node, ranks: 4096, gb_s: {links["gb_s"]:.4f}, latency_us: {links["latency_us"]:.2f}}}
+  # An all-reduce of 64 bytes between two ranks over gloo, and what 2 MiB take more, {where}.
+  - {{name: node, ranks: 4096, gb_s: {joined["gb_s"]:.4f}, latency_us: {joined["latency_us"]:.2f}}}
 source: {where}
+# What it takes more among products, where each waits for the other, {where}.
+call_us: {joined["call_us"]:.2f}
 # Cores that this process may use, of which each rank needs one.
 cores: {runtime.num_cores()}
+# How much slower exchanges are on shared cores, as a power of how much slower products are, {where}.
+crowding: {joined["crowding"]:.3f}
 """
     paths = folder / "local.yaml", folder / "clusters" / "local.yaml"
     for path, text in zip(paths, (sheet, cluster), strict=True):

@@ -122,7 +122,7 @@ def draw(arguments: argparse.Namespace, plans: Sequence[Plan]) -> None:
     scales = arguments.scale or []
     figure, panels = pyplot.subplots(1, 1 + bool(scales), figsize=(7 + 6 * bool(scales), 6), squeeze=False)
     bars, left = panels[0][0], [0.0] * len(plans)
-    every = [{**plan.step.parts, "bubble": plan.step.bubble_s, "update": plan.step.optimizer_s} for plan in plans]
+    every = [plan.step.all_parts for plan in plans]
     for kind in dict.fromkeys(kind for each in every for kind in each):
         widths = [each.get(kind, 0.0) for each in every]
         bars.barh(range(len(plans)), widths, left=left, label=kind)

@@ -1,7 +1,7 @@
-"""The step time that a run expects of its cluster, and after 20 steps what it took instead.
+"""The step time that a run expects of its cluster, and after 20 steps what each part took instead.
 
-A part that is wrong by itself cannot be told from the time of whole steps; what is said is which parts are large enough
-to explain the difference.
+Each part rests on one assumption: computation on the accelerator's kernels, a wait on the links that it crosses and on
+what hides it, the bubble on ranks that are as fast as each other.  The part that is off names the one to look at.
 """
 
 from __future__ import annotations
@@ -12,42 +12,73 @@ from dataclasses import dataclass
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.schema import Config
 from megatron3d.cost.hardware import CLUSTERS
+from megatron3d.cost.layer import Machine
 from megatron3d.cost.step import Prediction, machine_of, make_step, predict
+from megatron3d.cost.times import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
+from megatron3d.memory.show import lines_of
+from megatron3d.mesh import Mesh
 
-STEPS, NEAR = 20, 0.15
+# After so many steps; what is nearer than that, relative to the step, is not worth a word.
+STEPS, NEAR = 20, 0.1
 LOCAL = "local"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prediction for a cluster."""
+    """A prediction for a cluster, and what it rests on."""
 
     cluster: str
     step: Prediction
+    machine: Machine
+    mesh: Mesh
 
     @property
-    def parts(self) -> Mapping[str, float]:
-        """Seconds by kind, the largest first."""
-        parts = {**self.step.parts, "bubble": self.step.bubble_s, "update": self.step.optimizer_s}
-        return dict(sorted(parts.items(), key=lambda item: -item[1]))
+    def parts(self) -> Times:
+        """Seconds of what can be told apart by measuring; the next batch is expected to be there in time."""
+        step = self.step
+        return Times({COMPUTATION: step.compute_s, **step.waits, BUBBLE: step.bubble_s, UPDATE: step.optimizer_s})
 
     def line(self) -> str:
         """What is expected."""
-        shown = ", ".join(f"{kind} {seconds:.4g}" for kind, seconds in self.parts.items() if seconds > 0)
+        shown = ", ".join(f"{kind} {seconds:.4g}" for kind, seconds in self.step.all_parts.items() if seconds > 0)
         return f"step time by arithmetic on {self.cluster}: {self.step.step_s:.4g} s = {shown}"
 
-    def verdict(self, measured_s: float) -> list[str]:
-        """The prediction beside the mean of some steps."""
-        predicted = self.step.step_s
-        off = measured_s / predicted - 1
-        told = f"step time predicted {predicted:.4g} s, measured {measured_s:.4g} s: {100 * off:+.0f} %"
-        if abs(off) <= NEAR:
-            return [told]
-        missing = measured_s - predicted
-        able = [kind for kind, seconds in self.parts.items() if missing > 0 or seconds > -missing / 2][:2]
-        cause = f"first suspects, the largest parts: {' and '.join(able)}; " if able else ""
-        advice = "run tools/calibrate.py again" if self.cluster == LOCAL else "compare the cluster's file with this one"
-        return [told, f"{cause}{advice} while nothing else runs, or trace a pipeline with logging.trace_iterations"]
+    def verdict(self, measured_s: float, measured: Mapping[str, float]) -> list[str]:
+        """The prediction beside the mean of some steps, all and by `parts`, in seconds, and what is to be corrected."""
+        expected, predicted = self.parts, self.step.step_s
+        told = f"step time predicted {predicted:.4g} s, measured {measured_s:.4g} s: "
+        told += f"{100 * (measured_s / predicted - 1):+.0f} %"
+        rows: list[tuple[str, ...]] = [("", "predicted s", "measured s", "difference s", "")]
+        missing: dict[str, float] = {}
+        for kind in {**expected, **measured} if measured else ():
+            numbers = expected.get(kind, 0.0), measured.get(kind, 0.0)
+            missing[kind] = numbers[1] - numbers[0]
+            if max(numbers) > 0:
+                rows.append(("", *(f"{number:.4g}" for number in numbers), f"{missing[kind]:+.4g}", kind))
+        off = [kind for kind, seconds in missing.items() if abs(seconds) > NEAR * predicted]
+        off.sort(key=lambda kind: -abs(missing[kind]))
+        return [told, *(lines_of(rows) if measured else ()), *(self._assumption(k, missing[k]) for k in off)]
+
+    def _assumption(self, kind: str, missing_s: float) -> str:
+        """What a part that is so many seconds off says of the files that describe the machine."""
+        kernels, device = self.machine.device.kernels, self.machine.device
+        sheet = f"{self.machine.network.cluster.accelerator}.yaml"
+        memory = f"memory at {kernels.bytes_per_s / 1e9:,.0f} GB/s"
+        products = f"products at {device.peak * kernels.matmul_fraction / 1e12:.3g} TFLOP/s"
+        reasons = {
+            COMPUTATION: f"{products} and {memory} ({sheet}), and no other program beside this one",
+            UPDATE: f"{memory} ({sheet}) and {self.machine.practice.optimizer_bytes:.0f} bytes for each parameter",
+            BUBBLE: "that all ranks are as fast as each other; logging.trace_iterations draws which is not",
+            DATA: "that the next batch is read while the step runs; the file system or the tokenizer is slower",
+        }
+        reason = self._link(kind) if is_wait(kind) else reasons[kind]
+        again = "; run tools/calibrate.py again" if self.cluster == LOCAL and kind != DATA else ""
+        return f"{kind} is {missing_s:+.4g} s off: it assumes {reason}{again}"
+
+    def _link(self, kind: str) -> str:
+        rate, level = self.machine.network.bottleneck(self.mesh, axes_of(kind))
+        where = f"{rate / 1e9:.3g} GB/s through {level.name} ({self.machine.network.cluster.name})"
+        return f"{where}, transfers under computation where the layout has them, and ranks that arrive together"
 
 
 def forecast(config: Config, arch: Architecture, world_size: int, is_cpu: bool) -> Forecast | str:
@@ -59,4 +90,5 @@ def forecast(config: Config, arch: Architecture, world_size: int, is_cpu: bool) 
     if is_cpu and config.train.precision != "fp32" and config.logging.cluster is None:
         return "step time is not predicted: tools/calibrate.py measures processors in fp32 only"
     machine = machine_of(cluster, config.train.precision, world_size)
-    return Forecast(cluster, predict(make_step(config, arch, world_size, machine)))
+    step = make_step(config, arch, world_size, machine)
+    return Forecast(cluster, predict(step), machine, step.mesh)

@@ -99,14 +99,22 @@ class Cluster(Sheet):
     """Accelerators and the levels that join them, from the inside to the outside.
 
     Attributes:
+        call_us: of every collective beside its steps: starting it, and waiting for ranks that come late.
         cores: processors that ranks share, where the accelerators are processors: with more ranks, each is slower.
+        crowding: communication is then slower by this power of it: while one rank waits, others compute.
     """
 
     name: str
     accelerator: str
     levels: tuple[Level, ...] = Field(min_length=1)
     source: str
-    cores: int | None = None
+    call_us: float = Field(0, ge=0)
+    cores: int | None = Field(None, ge=1)
+    crowding: float = Field(1, ge=0)
+
+    def slowdown(self, num_ranks: int) -> float:
+        """By how much ranks that share cores are slower than one alone."""
+        return max(1.0, min(num_ranks, self.node_ranks) / self.cores) if self.cores else 1.0
 
     @property
     def node_ranks(self) -> int:

@@ -162,7 +162,10 @@ def _backward(
             over.under(gathers_w, 2 * seconds, execution.overlap_weight_gather),
         ]
         sums = over.under(sent.reduce_dw, 2 * seconds, execution.overlap_weight_grad)
-        add_up = Times({MEMORY: machine.device.pass_s(each.weight * machine.practice.grad_bytes)})
+        adding_s = machine.device.pass_s(each.weight * machine.practice.grad_bytes)
+        if machine.practice.fuses_grad_sum:
+            adding_s = max(0.0, adding_s - seconds)
+        add_up = Times({MEMORY: adding_s})
         bias = machine.practice.bias_grad * each.output * work.arch.add_bias_linear * machine.device.itemsize
         common.append(Times({MEMORY: machine.device.pass_s(bias)}))
         half += [*common, over.panelled(sent.reduce_dx, seconds)]
@@ -190,6 +193,8 @@ def _between(work: Work, machine: Machine, backward: bool) -> Iterator[Times]:
     yield passes(inner * (2 * heads + keys), practice.layout)
     if arch.position_embedding_type == "rope":
         yield passes(inner * (heads + keys / 2), Passes(2, 2))
+    if arch.qk_layernorm:
+        yield passes(inner * (heads + keys / 2), practice.norm)
     yield _attention(work, machine, backward)
     axes = work.heads.gather_axes
     if axes:

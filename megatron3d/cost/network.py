@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron3d.cost.hardware import Cluster
+from megatron3d.cost.hardware import Cluster, Level
 from megatron3d.mesh import Axes, Mesh
 from megatron3d.plan import Traffic
 
@@ -36,7 +36,8 @@ class Network:
         if ranks == 1:
             return 0.0
         rounds = 2 if call.collective == "all_reduce" else 1
-        return self.slowdown * (self._latency_s(members, rounds) + call.wire_bytes / self._ring_bytes_per_s(members))
+        latency_s = self.cluster.call_us * 1e-6 + self._latency_s(members, rounds)
+        return self.slowdown * (latency_s + call.wire_bytes / self._bottleneck(members)[0])
 
     def transfer_s(self, num_bytes: float, mesh: Mesh, axes: Axes) -> float:
         """From a rank to its neighbour along an axis, all ranks doing the same."""
@@ -45,6 +46,10 @@ class Network:
         crossed = [level for level, count in zip(self.cluster.levels, members, strict=True) if count > 1]
         level = (crossed or self.cluster.levels)[-1]
         return self.slowdown * (level.latency_us * 1e-6 + num_bytes / (level.gb_s * 1e9))
+
+    def bottleneck(self, mesh: Mesh, axes: Axes) -> tuple[float, Level]:
+        """Bytes per second of a ring along axes of several ranks, and the level that lets no more pass."""
+        return self._bottleneck(members_by_level(self.cluster, mesh, axes))
 
     def _latency_s(self, members: list[int], rounds: int) -> float:
         """Of a ring inside of the innermost level, and a tree, or a ring where that is shorter, over units."""
@@ -56,14 +61,14 @@ class Network:
             below = count
         return total
 
-    def _ring_bytes_per_s(self, members: list[int]) -> float:
-        below, slowest = 1, math.inf
+    def _bottleneck(self, members: list[int]) -> tuple[float, Level]:
+        found, below = [], 1
         for level, count in zip(self.cluster.levels, members, strict=True):
             if count > below:
                 links = count - 1 if level.is_pairwise else below
-                slowest = min(slowest, links * level.gb_s * 1e9)
+                found.append((links * level.gb_s * 1e9, level))
             below = count
-        return slowest
+        return min(found, key=lambda each: each[0])
 
 
 def members_by_level(cluster: Cluster, mesh: Mesh, axes: Axes) -> list[int]:

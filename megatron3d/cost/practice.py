@@ -33,6 +33,7 @@ class Practice:
         layout: of q, k and v and attention's output: cutting, turning and copying them.
         bias_grad: passes over the outputs of a linear for the gradient of its bias.
         grad_bytes: per weight and microbatch, to add a gradient to the sum of those before.
+        fuses_grad_sum: that is a part of the product that makes the gradient, and hidden under it.
         logit_bytes: per logit, for loss and gradient, beside the products.
         optimizer_bytes: per parameter that a rank updates: norm, clipping, update, and the copy for the network.
         reduce_itemsize: bytes of a gradient on its way over the data axis; None: of the sum.
@@ -54,6 +55,7 @@ class Practice:
     layout: Passes = COPIES
     bias_grad: float = 1.0
     grad_bytes: float = 10.0
+    fuses_grad_sum: bool = False
     logit_bytes: float = 48.0
     optimizer_bytes: float = 40.0
     reduce_itemsize: int | None = None
@@ -95,16 +97,40 @@ MEGATRON_2021 = Practice(
 # input's gradient under the product of the weight's.
 MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM, 2022", overlaps_input_grad=True)
 
-# Megatron-Core 0.8 with Transformer Engine: fused attention, sums of gradients in fp32 as part of the product (reads
-# and writes 4 bytes), `--tp-comm-overlap`, `--overlap-grad-reduce`, `--overlap-param-gather`; sums over the data axis
-# are of the fp32 gradients.
+# Another year later: `gradient_accumulation_fusion`, sums of gradients in fp32 as part of the product (reads and writes
+# 4 bytes), and the distributed optimizer's fp32 sums over the data axis.
+MEGATRON_2023 = replace(
+    MEGATRON_2022, name="Megatron-LM, 2023", grad_bytes=8.0, fuses_grad_sum=True, reduce_itemsize=None
+)
+
+# Megatron-Core 0.8 with Transformer Engine: fused attention, sums of gradients as a year before, `--tp-comm-overlap`,
+# `--overlap-grad-reduce`, `--overlap-param-gather`.
 MEGATRON_CORE = Practice(
     "Megatron-Core 0.8",
     grad_bytes=8.0,
+    fuses_grad_sum=True,
     layout=NONE,
     logit_bytes=54.0,
     optimizer_bytes=46.0,
     ring_panels=True,
 )
 
-PRACTICES: Mapping[str, Practice] = {each.name: each for each in (OURS, MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE)}
+# llm.c of 2024: kernels of its own for all between the products.  An addition writes its sum and what the next norm
+# makes of it; a norm's backward adds to the residual's gradient in place; loss and gradient read the logits twice and
+# overwrite them (2 + 2 + 2); bf16 gradients are added in the product (2 + 2), and summed in bf16.  optimizer_bytes:
+# norm (2), AdamW with fp32 weights (2 + 24), and the copy (2).
+LLM_C = Practice(
+    "llm.c",
+    norm=Passes(2, 4),
+    add=Passes(2, 0),
+    layout=NONE,
+    grad_bytes=4.0,
+    fuses_grad_sum=True,
+    logit_bytes=6.0,
+    optimizer_bytes=30.0,
+    reduce_itemsize=2,
+)
+
+PRACTICES: Mapping[str, Practice] = {
+    each.name: each for each in (OURS, MEGATRON_2021, MEGATRON_2022, MEGATRON_2023, MEGATRON_CORE, LLM_C)
+}

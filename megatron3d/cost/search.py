@@ -21,6 +21,7 @@ from megatron3d.cost.data_axis import Held
 from megatron3d.cost.ends import head_times
 from megatron3d.cost.layer import Machine, layer_phases
 from megatron3d.cost.options import RECOMPUTATIONS, Layout, Tensor, micro_batches, pipelines, tensors
+from megatron3d.cost.practice import OURS, Practice
 from megatron3d.cost.step import Prediction, few_microbatches, machine_of, make_step, predict
 from megatron3d.errors import UserError
 from megatron3d.memory.activations import layer_activations, recomputed_activations, total
@@ -60,17 +61,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and its batch on so many ranks of a cluster."""
+    """A model and its batch on so many ranks of a cluster, by a program of these habits."""
 
     config: Config
     vocab_size: int
     cluster: str
     num_ranks: int
+    practice: Practice = OURS
 
     @cached_property
     def machine(self) -> Machine:
         """What it runs on."""
-        return machine_of(self.cluster, self.config.train.precision, self.num_ranks)
+        return machine_of(self.cluster, self.config.train.precision, self.num_ranks, self.practice)
 
     @property
     def memory_bytes(self) -> float:

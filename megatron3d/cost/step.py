@@ -14,12 +14,12 @@ from megatron3d.config.derive import num_microbatches as config_microbatches
 from megatron3d.config.schema import Config
 from megatron3d.cost.data_axis import Exchange, Held, exchange, exposed
 from megatron3d.cost.ends import embedding_times, head_times
-from megatron3d.cost.hardware import load_accelerator, load_cluster
+from megatron3d.cost.hardware import Accelerator, Cluster, load_accelerator, load_cluster
 from megatron3d.cost.kernels import device
 from megatron3d.cost.layer import Machine, Phases, layer_phases
 from megatron3d.cost.network import Network
 from megatron3d.cost.practice import OURS, Practice
-from megatron3d.cost.times import Times, add, waiting
+from megatron3d.cost.times import BUBBLE, UPDATE, Times, add, is_wait, waiting
 from megatron3d.memory.job import ITEMSIZES
 from megatron3d.memory.work import KERNELS, Work
 from megatron3d.mesh import DATA, Mesh
@@ -56,16 +56,28 @@ class Prediction:
     @property
     def waits(self) -> dict[str, float]:
         """Seconds of communication that nothing hides, by axes."""
-        return {kind: seconds for kind, seconds in self.parts.items() if kind.startswith("along ")}
+        return {kind: seconds for kind, seconds in self.parts.items() if is_wait(kind)}
+
+    @property
+    def all_parts(self) -> Times:
+        """Seconds by kind of all that the step consists of, the largest first."""
+        parts = {**self.parts, BUBBLE: self.bubble_s, UPDATE: self.optimizer_s}
+        return Times(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def machine_of(cluster_name: str, precision: str, num_ranks: int, practice: Practice = OURS) -> Machine:
-    """The machine of a cluster; where ranks share processors, each has its part of them."""
+    """The machine of a cluster."""
     cluster = load_cluster(cluster_name)
-    accelerator = load_accelerator(cluster.accelerator)
-    slowdown = max(1.0, min(num_ranks, cluster.node_ranks) / cluster.cores) if cluster.cores else 1.0
-    itemsize = ITEMSIZES[precision]
-    return Machine(device(accelerator, precision, itemsize, slowdown), Network(cluster), practice)
+    return machine_with(cluster, load_accelerator(cluster.accelerator), precision, num_ranks, practice)
+
+
+def machine_with(
+    cluster: Cluster, accelerator: Accelerator, precision: str, num_ranks: int, practice: Practice = OURS
+) -> Machine:
+    """The machine of a cluster of accelerators; where ranks share processors, each has its part of them."""
+    slowdown = cluster.slowdown(num_ranks)
+    computes = device(accelerator, precision, ITEMSIZES[precision], slowdown)
+    return Machine(computes, Network(cluster, slowdown**cluster.crowding), practice)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron3d.cost.search import Found, Plan, Problem
+from megatron3d.cost.times import is_wait
 from megatron3d.memory.rank import Memory
 from megatron3d.memory.show import lines_of
 
@@ -40,15 +41,12 @@ def found_table(found: Found, problem: Problem) -> list[str]:
 
 def limit(plan: Plan) -> str:
     """What takes most of the step's time."""
-    step = plan.step
-    parts = {**step.parts, "bubble": step.bubble_s, "update": step.optimizer_s}
-    return max(parts, key=lambda kind: parts[kind])
+    return next(iter(plan.step.all_parts))
 
 
 def explained(plan: Plan, problem: Problem, num_tokens: float) -> list[str]:
     """Memory by kind and time by kind of one layout."""
     step, memory, batch = plan.step, plan.memory, problem.config.train.global_batch_size
-    parts = {**step.parts, "bubble": step.bubble_s, "update": step.optimizer_s}
     tokens_per_s = problem.tokens_per_s(plan)
     lines = [
         f"{plan.layout}, on {problem.num_ranks} ranks of {problem.machine.network.cluster.name}",
@@ -57,7 +55,7 @@ def explained(plan: Plan, problem: Problem, num_tokens: float) -> list[str]:
         f"{num_tokens:,.0f} tokens: {num_tokens / tokens_per_s / DAY_S:,.1f} days",
         "time:",
     ]
-    for kind, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+    for kind, seconds in step.all_parts.items():
         if seconds > 0:
             lines.append(f"  {seconds:10.4f} s  {100 * seconds / step.step_s:5.1f} %  {named(kind)}")
     return [*lines, *memory_lines(memory, problem)]
@@ -74,16 +72,13 @@ def memory_lines(memory: Memory, problem: Problem) -> Iterator[str]:
 
 def named(kind: str) -> str:
     """What waits, in words."""
-    return f"waiting for communication {kind}" if kind.startswith("along ") else kind
+    return f"waiting for communication {kind}" if is_wait(kind) else kind
 
 
 def compared(one: Plan, other: Plan) -> list[str]:
     """Two plans part by part."""
     rows = [("", "first s", "second s", "difference s", "")]
-    parts = [
-        {**plan.step.parts, "bubble": plan.step.bubble_s, "update": plan.step.optimizer_s} for plan in (one, other)
-    ]
-    totals = [{**each, "step": plan.step.step_s} for each, plan in zip(parts, (one, other), strict=True)]
+    totals = [{**plan.step.all_parts, "step": plan.step.step_s} for plan in (one, other)]
     for kind in dict.fromkeys((*totals[0], *totals[1])):
         first, second = (each.get(kind, 0.0) for each in totals)
         rows.append(("", f"{first:.4f}", f"{second:.4f}", f"{second - first:+.4f}", named(kind)))

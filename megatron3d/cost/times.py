@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from megatron3d.mesh import Axes
 
+COMPUTATION, BUBBLE, UPDATE, DATA, ALONG = "computation", "bubble", "update", "data", "along "
 PRODUCTS, ATTENTION, MEMORY, TAX = COMPUTE = ("products", "attention", "passes over memory", "slowed by transfers")
 
 
@@ -42,4 +43,14 @@ def add(many: Iterable[Times]) -> Times:
 
 def waiting(axes: Axes, seconds: float) -> Times:
     """Time that is spent waiting for a collective."""
-    return Times({f"along {'·'.join(axes)}": seconds}) if seconds > 0 else Times()
+    return Times({ALONG + "·".join(axes): seconds}) if seconds > 0 else Times()
+
+
+def is_wait(kind: str) -> bool:
+    """Whether a kind is waiting for communication."""
+    return kind.startswith(ALONG)
+
+
+def axes_of(kind: str) -> Axes:
+    """The axes that a wait's communication goes along."""
+    return tuple(kind.removeprefix(ALONG).split("·"))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from megatron3d.cost.forecast import STEPS, Forecast, forecast
 from megatron3d.cost.traffic import step_flops
 from megatron3d.memory.job import Job
 from megatron3d.memory.show import memory_table
@@ -23,7 +22,8 @@ from megatron3d.metrics.throughput import Work
 from megatron3d.metrics.timers import Spread, own_ms, pipeline_bubble
 from megatron3d.model.count import flops_per_token
 from megatron3d.pipeline.actions import Action
-from megatron3d.train.everyone import TIMERS, Everyone, Table
+from megatron3d.train.everyone import TIMERS, Everyone
+from megatron3d.train.expected import Expected
 from megatron3d.train.memory import measured
 from megatron3d.train.moments import Moments
 from megatron3d.train.profiling import Profiling
@@ -169,22 +169,3 @@ def stragglers_of(run: Run, flops: Sequence[int]) -> Stragglers | None:
     if logging.straggler_factor is None or logging.timing_log_level == 0:
         return None
     return Stragglers(Peers.of(run.comm.mesh, flops), logging.straggler_factor, logging.straggler_steps)
-
-
-class Expected:
-    """Says once what was predicted, when enough steps after the first were measured."""
-
-    def __init__(self, run: Run) -> None:
-        on_cpu = run.runtime.device.type == "cpu"
-        self.forecast = forecast(run.config, run.state.model.arch, run.runtime.world_size, on_cpu)
-        self._num_steps, self._sum_s = 0, 0.0
-
-    def see(self, step_s: float, num_steps: int, phases_ms: Table) -> None:
-        """Add some steps: seconds of one, and milliseconds of its phases over all ranks."""
-        if self._num_steps >= STEPS or not isinstance(self.forecast, Forecast):
-            return
-        self._sum_s += step_s * num_steps
-        self._num_steps += num_steps
-        if self._num_steps >= STEPS:
-            lines = self.forecast.verdict(self._sum_s / self._num_steps)
-            print("\n".join(f"> {line}" for line in lines), flush=True)

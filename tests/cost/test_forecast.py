@@ -15,10 +15,14 @@ from megatron3d.errors import UserError
 MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 8192}
 
 
+def forecast_of(config: Config, cluster: str | None, num_ranks: int, is_cpu: bool = False) -> Forecast | str:
+    config = config.model_copy(update={"logging": config.logging.model_copy(update={"cluster": cluster})})
+    return forecast(config, architecture(config.model, 8192), num_ranks, is_cpu)
+
+
 def expected(cluster: str | None, is_cpu: bool = False) -> Forecast | str:
-    parts = {"model": MODEL, "train": {"precision": "bf16"}, "logging": {"cluster": cluster}}
-    config = Config.model_validate(parts)
-    return forecast(config, architecture(config.model, 8192), 8, is_cpu)
+    config = Config.model_validate({"model": MODEL, "train": {"precision": "bf16"}})
+    return forecast_of(config, cluster, 8, is_cpu)
 
 
 def test_a_known_cluster_is_predicted() -> None:
@@ -36,12 +40,26 @@ def test_an_unknown_one_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
         expected("nowhere")
 
 
-def test_the_verdict_names_what_is_large_enough() -> None:
+def test_the_verdict_names_the_assumption_that_is_off() -> None:
+    """Of each part that is far off, the worst first, and of no other."""
     found = expected("selene")
     assert isinstance(found, Forecast)
-    seconds = found.step.step_s
-    assert found.verdict(1.1 * seconds) == [
-        f"step time predicted {seconds:.4g} s, measured {1.1 * seconds:.4g} s: +10 %"
-    ]
-    told, why = found.verdict(2 * seconds)
-    assert "+100 %" in told and next(iter(found.parts)) in why
+    seconds, parts = found.step.step_s, found.parts
+    (told,) = found.verdict(1.1 * seconds, {})
+    assert told == f"step time predicted {seconds:.4g} s, measured {1.1 * seconds:.4g} s: +10 %"
+    assert not [line for line in found.verdict(seconds, parts) if "it assumes" in line]
+    slow = {**parts, "computation": parts["computation"] + 0.2 * seconds, "data": 0.5 * seconds}
+    worst, next_one = (line for line in found.verdict(1.7 * seconds, slow) if "it assumes" in line)
+    assert worst.startswith("data is +") and "next batch" in worst
+    assert next_one.startswith("computation is +") and "TFLOP/s and memory at" in next_one and "a100.yaml" in next_one
+
+
+def test_a_slow_link_is_named() -> None:
+    """The level of the cluster that the axis' ring crosses, with its rate."""
+    parallel = {"tensor_model_parallel_size": 2}
+    config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": {"precision": "bf16"}})
+    found = forecast_of(config, "perlmutter", 8)
+    assert isinstance(found, Forecast)
+    for axis, where in (("t", "76 GB/s through node (Perlmutter)"), ("data", "GB/s through network (Perlmutter)")):
+        slow = {**found.parts, f"along {axis}": found.step.step_s}
+        assert any(f"along {axis} is +" in line and where in line for line in found.verdict(1.0, slow))

@@ -1,0 +1,47 @@
+"""What a run expects of its steps, and once, after 20 of them, what each part took instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron3d.cost.forecast import STEPS, Forecast, forecast
+from megatron3d.cost.times import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
+from megatron3d.metrics import timers
+from megatron3d.metrics.timers import Spread
+from megatron3d.train.run import Run
+
+
+class Expected:
+    """Says once what was predicted, when enough steps after the first were measured."""
+
+    def __init__(self, run: Run) -> None:
+        on_cpu = run.runtime.device.type == "cpu"
+        self.forecast = forecast(run.config, run.state.model.arch, run.runtime.world_size, on_cpu)
+        self._num_steps, self._sum_s, self._parts = 0, 0.0, Times()
+
+    def see(self, step_s: float, num_steps: int, phases_ms: Mapping[str, Spread]) -> None:
+        """Add some steps: seconds of one, and milliseconds of its phases over all ranks."""
+        if self._num_steps >= STEPS or not isinstance(self.forecast, Forecast):
+            return
+        self._sum_s += step_s * num_steps
+        self._num_steps += num_steps
+        parts = parts_of({name: 1e-3 * spread.mean for name, spread in phases_ms.items()})
+        self._parts = self._parts.plus(parts.times(num_steps))
+        if self._num_steps >= STEPS:
+            lines = self.forecast.verdict(self._sum_s / self._num_steps, self._parts.times(1 / self._num_steps))
+            print("\n".join(f"> {line}" for line in lines), flush=True)
+
+
+def parts_of(phases: Mapping[str, float]) -> Times:
+    """Seconds of timed phases as the parts that are predicted; none where phases were not timed.
+
+    What waits for the pipeline's neighbours is a part of the bubble, all that is between computations.
+    """
+    if timers.SCHEDULE not in phases:
+        return Times()
+    waits = {name: s for name, s in phases.items() if is_wait(name) and axes_of(name) != ("pipeline",)}
+    computes = sum(phases.get(name, 0.0) for name in timers.COMPUTES)
+    own = computes + phases.get(timers.GRADS, 0.0) - sum(waits.values())
+    bubble, update = phases[timers.SCHEDULE] - computes, phases.get(timers.UPDATE, 0.0)
+    rest = {BUBBLE: max(bubble, 0.0), UPDATE: update, DATA: phases.get(timers.BATCH, 0.0)}
+    return Times({COMPUTATION: max(own, 0.0), **waits, **rest})

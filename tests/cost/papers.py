@@ -1,0 +1,40 @@
+"""What the papers of tensor-parallel modes claim, as runs of the cost model: 64 V100, and 1024 A100."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron3d.config.schema import Config
+from megatron3d.cost.options import Layout, Tensor
+from megatron3d.cost.practice import OURS, Practice
+from megatron3d.cost.search import Problem
+from megatron3d.modes import MODES
+
+# On 64 ranks; every rank is on the tensor axes.
+SHAPES: Mapping[str, tuple[int, ...]] = {"1d": (64,), "2d": (8, 8), "2.5d": (4, 4, 4), "3d": (4, 4, 4)}
+
+
+def problem(
+    cluster: str, num_ranks: int, precision: str, batch: int, model: Mapping[str, Any], practice: Practice = OURS
+) -> Problem:
+    """A GPT with 51200 tokens on a cluster."""
+    train = {"global_batch_size": batch, "precision": precision}
+    config = Config.model_validate({"model": {**model, "vocab_size": 51200}, "train": train})
+    return Problem(config, 51200, cluster, num_ranks, practice)
+
+
+def on_v100(mode: str, hidden: int, sequences: int) -> tuple[float, float]:
+    """Seconds of a step of a mode's first form on 64 V100 of Longhorn, and GiB of a rank: 24 layers, length 512."""
+    model = {"num_layers": 24, "hidden_size": hidden, "num_attention_heads": 64, "seq_length": 512}
+    tensor = Tensor(mode, next(iter(MODES[mode].forms)), SHAPES[mode])
+    plan = problem("longhorn", 64, "fp16", sequences, model).plan(Layout(tensor, micro_batch_size=sequences))
+    return plan.step.step_s, plan.memory.total / 2**30
+
+
+def on_perlmutter(layout: Layout, practice: Practice = OURS) -> tuple[float, float]:
+    """Seconds of a step of AxoNN's GPT of 80B on 1024 A100, with 2048 sequences of 2048 tokens, and MFU."""
+    model = {"num_layers": 42, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
+    asked = problem("perlmutter", 1024, "bf16", 2048, model, practice)
+    plan = asked.plan(layout)
+    return plan.step.step_s, asked.mfu(plan)
