@@ -40,6 +40,36 @@ class Placement:
         return [problem for problem, holds in rules.items() if not holds]
 
 
+@dataclass(frozen=True)
+class Allocation:
+    """The SLURM job that this process belongs to, and what of it is on this machine.
+
+    Attributes:
+        num_requeues: how often the job has been queued again, its number staying the same.
+        num_gpus: that the job has on this machine.
+        node, nodes: names of this machine, and of all of the job's, as `--exclude` takes them.
+    """
+
+    job: int
+    num_requeues: int
+    num_gpus: int
+    node: str
+    nodes: str
+
+
+def read_allocation(environ: Mapping[str, str]) -> Allocation:
+    """What SLURM says of a job; raises UserError outside of one."""
+    if "SLURM_JOB_ID" not in environ:
+        raise UserError("SLURM_JOB_ID is not set: this is a part of a SLURM job; submit one as docs/slurm.md says")
+    return Allocation(
+        job=_number(environ, "SLURM_JOB_ID"),
+        num_requeues=_number(environ, "SLURM_RESTART_COUNT", "0"),
+        num_gpus=_number(environ, "SLURM_GPUS_ON_NODE", "0"),
+        node=environ.get("SLURMD_NODENAME", "localhost"),
+        nodes=environ.get("SLURM_JOB_NODELIST", "localhost"),
+    )
+
+
 def read_environment(environ: Mapping[str, str]) -> Placement:
     """This process's place: torchrun's variables, else SLURM's, else a single process.
 

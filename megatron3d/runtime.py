@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron3d.errors import UserError
-from megatron3d.placement import Placement, read_environment
+from megatron3d.placement import Allocation, Placement, read_allocation, read_environment
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,11 @@ class Runtime:
 def placement() -> Placement:
     """What the launcher says about this process."""
     return read_environment(os.environ)
+
+
+def allocation() -> Allocation:
+    """What SLURM says of the job that this process belongs to."""
+    return read_allocation(os.environ)
 
 
 @contextlib.contextmanager

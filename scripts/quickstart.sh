@@ -32,12 +32,8 @@ if [ "$gpus" -eq 1 ]; then
     processes=1
     layout=(parallel.tensor_model_parallel_size=1 parallel.sequence_parallel=false)
 fi
-cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-export OMP_NUM_THREADS=$((cores / processes > 0 ? cores / processes : 1))
-
 step "Training on $processes process(es)"
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" \
-    pretrain_gpt.py --config configs/quickstart.yaml "${layout[@]}" ||
+bash scripts/launch_local.sh "$processes" --config configs/quickstart.yaml "${layout[@]}" ||
     fail "training did not reach its end; what was saved is kept: run this again to go on from there"
 
 step "Curves"
@@ -45,5 +41,4 @@ step "Curves"
 echo "$out/curves.png"
 
 step "A sample"
-unset OMP_NUM_THREADS
 "$python" tools/generate.py --load "$out/checkpoints" --prompt "def " --max-new-tokens 120

@@ -188,10 +188,20 @@ def launch_ranks(program: Sequence[str], num_ranks: int) -> list[subprocess.Pope
 def launch(program: Sequence[str], num_ranks: int = 1) -> subprocess.Popen[str]:
     """A program in processes of its own, bare or under torchrun, on the CPU; a session, to be signalled as one."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return _session([sys.executable, *(launcher if num_ranks > 1 else []), *program])
+
+
+def launch_local(num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
+    """The same of pretrain_gpt.py by scripts/launch_local.sh."""
+    return _session(["bash", "scripts/launch_local.sh", str(num_ranks), *arguments])
+
+
+def _session(command: Sequence[str]) -> subprocess.Popen[str]:
+    ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
     return subprocess.Popen(
-        [sys.executable, *(launcher if num_ranks > 1 else []), *program],
+        command,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        env=os.environ | ours,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

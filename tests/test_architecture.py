@@ -74,10 +74,17 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.convert",
         "megatron3d.dryrun",
         "megatron3d.calibrate",
+        "megatron3d.launch",
     ),
     "programs": ("pretrain_gpt", "tools", "benchmarks"),
 }
-WITHOUT_TORCH = ("megatron3d.runtime", "megatron3d.board", "megatron3d.watchdog", "megatron3d.metrics")
+WITHOUT_TORCH = (
+    "megatron3d.runtime",
+    "megatron3d.board",
+    "megatron3d.watchdog",
+    "megatron3d.metrics",
+    "megatron3d.launch.__main__",
+)
 
 Rule = Callable[[ast.Module], list[int]]
 

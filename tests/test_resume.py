@@ -16,7 +16,18 @@ import torch
 
 from megatron3d import runtime
 from megatron3d.metrics import MetricsWriter, StepRecord
-from tests.end_to_end import evaluations, in_run, launch, run, run_as_rank, steps, stored, tree, write_config
+from tests.end_to_end import (
+    evaluations,
+    in_run,
+    launch,
+    launch_local,
+    run,
+    run_as_rank,
+    steps,
+    stored,
+    tree,
+    write_config,
+)
 from tests.pool import Pool
 
 HARD = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1", "train.eval_interval=3", "train.eval_iters=1"]
@@ -171,15 +182,19 @@ def wait_for(process: subprocess.Popen[str], words: str) -> None:
     raise AssertionError(f"it ended without {words!r}: {''.join(lines)}{finish(process)[2]}")
 
 
-@pytest.mark.parametrize(("num_ranks", "axis"), [(1, "tensor"), (2, "tensor"), (2, "pipeline")])
-def test_ctrl_c_in_a_terminal(config: Path, tmp_path: Path, num_ranks: int, axis: str) -> None:
-    """The terminal signals the launcher and all ranks; the launcher signals the ranks once more, and exits with 1."""
+@pytest.mark.parametrize(
+    ("num_ranks", "axis", "number"),
+    [(1, "tensor", signal.SIGINT), (2, "tensor", signal.SIGINT), (2, "pipeline", signal.SIGUSR1)],
+)
+def test_a_signal_to_launch_local(
+    config: Path, tmp_path: Path, num_ranks: int, axis: str, number: signal.Signals
+) -> None:
+    """Ctrl-C of a terminal goes to all processes, other signals to the script; with several ranks torchrun exits with 1."""
     size = f"parallel.{axis}_model_parallel_size={num_ranks}"
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "optimizer.lr_decay_style=constant"]
-    typed = ["pretrain_gpt.py", "--config", str(config), *settings, size, "train.train_iters=1000000"]
-    process = launch(typed, num_ranks)
+    process = launch_local(num_ranks, "--config", str(config), *settings, size, "train.train_iters=1000000")
     wait_for(process, "iteration        3/")
-    os.killpg(process.pid, signal.SIGINT)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     code, out, err = finish(process)
     assert code == (runtime.EXIT_STOPPED if num_ranks == 1 else 1), err
     assert "> saved" in out

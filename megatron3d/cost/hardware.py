@@ -95,11 +95,19 @@ class Level(Sheet):
     latency_us: float = Field(ge=0)
 
 
+class Slurm(Sheet):
+    """What jobs of a cluster need: options of sbatch (null: without a value), and lines of shell before the start."""
+
+    options: Mapping[str, str | int | None] = {}
+    setup: tuple[str, ...] = ()
+
+
 class Cluster(Sheet):
     """Accelerators and the levels that join them, from the inside to the outside.
 
     Attributes:
         call_us: of every collective beside its steps: starting it, and waiting for ranks that come late.
+        slurm: for tools/make_slurm.py.
         cores: processors that ranks share, where the accelerators are processors: with more ranks, each is slower.
         crowding: communication is then slower by this power of it: while one rank waits, others compute.
     """
@@ -109,6 +117,7 @@ class Cluster(Sheet):
     levels: tuple[Level, ...] = Field(min_length=1)
     source: str
     call_us: float = Field(0, ge=0)
+    slurm: Slurm = Slurm()
     cores: int | None = Field(None, ge=1)
     crowding: float = Field(1, ge=0)
 

@@ -1,0 +1,91 @@
+"""A job is queued again exactly where another start will get further: the table of codes, and a job's own history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.config.schema import Config
+from megatron3d.errors import UserError
+from megatron3d.launch.requeue import (
+    PATIENCE,
+    Ended,
+    begun_at,
+    newest_iteration,
+    note_start,
+    run_folder,
+    verdict,
+)
+from megatron3d.placement import Allocation
+
+KILLED = 137
+
+
+@pytest.mark.parametrize(
+    ("code", "before_limit", "again", "words"),
+    [
+        (0, False, False, "done"),
+        (0, True, False, "done"),
+        (2, False, False, "what was given is wrong"),
+        (2, True, False, "what was given is wrong"),
+        (3, False, False, "stopped on request"),
+        (3, True, True, "the time limit is near; the next start goes on from iteration 8"),
+        (1, False, True, "it ended with code 1"),
+        (KILLED, False, True, "it ended with code 137"),
+        (1, True, True, "the time limit is near"),
+    ],
+)
+def test_after_progress(code: int, before_limit: bool, again: bool, words: str) -> None:
+    decided, why = verdict(Ended(code, before_limit), [0, 4], newest=8)
+    assert decided == again and words in why
+
+
+@given(code=st.sampled_from([1, 3, KILLED]), steps=st.lists(st.integers(0, 3), min_size=1, max_size=8))
+def test_a_job_never_starts_for_ever_and_never_gives_up_early(code: int, steps: list[int]) -> None:
+    """Each start saves so many iterations more; the job goes on until two in a row save none."""
+    begun, newest, idle = [], 0, 0
+    for step in steps:
+        begun.append(newest)
+        newest += step
+        idle = 0 if step else idle + 1
+        again, why = verdict(Ended(code, True), begun, newest)
+        assert again == (idle < PATIENCE), why
+        if not again:
+            assert f"nothing beyond iteration {newest}" in why
+            return
+
+
+def test_a_start_that_was_not_noted_is_the_last() -> None:
+    assert verdict(Ended(1, False), [], 8) == (
+        False,
+        "not queued again: it ended with code 1 before its start could be noted",
+    )
+
+
+def allocation(job: int, num_requeues: int) -> Allocation:
+    return Allocation(job, num_requeues, 0, "n1", "n[1-2]")
+
+
+def test_a_job_remembers_its_own_starts(tmp_path: Path) -> None:
+    """In the run's folder, which is made; what a killed node left of a line is no start."""
+    root = tmp_path / "runs" / "a"
+    assert note_start(root, allocation(7, 0)).iteration == 0
+    (root / "iter_0000040").mkdir()
+    (root / "latest_checkpointed_iteration.txt").write_text("40\n")
+    (root / "iter_0000050").mkdir()
+    assert newest_iteration(root) == 40, "a save that was not finished does not count"
+    note_start(root, allocation(8, 0))
+    with (root / "starts.jsonl").open("a") as file:
+        file.write('{"job": 7, "requ')
+    assert begun_at(root, allocation(7, 0)) == [0] and begun_at(root, allocation(7, 1)) == []
+    note_start(root, allocation(7, 1))
+    assert begun_at(root, allocation(7, 1)) == [0, 40] and begun_at(root, allocation(8, 0)) == [40]
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"save": "a"}, {"load": "a"}, {"save": "a", "load": "b"}])
+def test_a_run_that_would_not_continue_itself_is_refused(checkpoint: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="set both to one folder"):
+        run_folder(Config.model_validate({"checkpoint": checkpoint}))
