@@ -100,22 +100,25 @@ class Slurm:
         (folder / "slurm.conf").write_text(CONF.format(folder=folder, ports=free_ports(3), nodes=NODES))
         files = (f"--{name}={folder}/{file}" for name, file in MUNGE_FILES.items())
         self._start("munged", "--foreground", "--force", *files)
-        self._until(lambda: (folder / "munge").exists(), "munged does not listen")
+        self.until(lambda: (folder / "munge").exists(), self._log)
         self._start("slurmctld", "-D")
         for node in NODES:
             self._start("slurmd", "-D", "-N", node)
-        self._until(lambda: self._run("sinfo", "-h", "-o", "%T").split() == ["idle"], "the nodes are not idle")
+        self.until(lambda: self._run("sinfo", "-h", "-o", "%T").split() == ["idle"], self._log)
 
     def _start(self, *command: str) -> None:
         with (self._folder / "daemons.log").open("ab") as log:
             typed = ["setpriv", "--pdeathsig", "KILL", *command]
             self._daemons.append(subprocess.Popen(typed, env=self.environ, stdout=log, stderr=log))
 
-    def _until(self, holds: Callable[[], bool], otherwise: str, timeout_s: float = 30) -> None:
+    def _log(self) -> str:
+        return (self._folder / "daemons.log").read_text()[-3000:]
+
+    def until(self, holds: Callable[[], bool], otherwise: Callable[[], str], timeout_s: float = 150) -> None:
+        """Wait until something holds; raises AssertionError, with what may explain it, where that takes too long."""
         end = time.monotonic() + timeout_s
         while not holds():
-            if time.monotonic() > end:
-                raise AssertionError(f"{otherwise}: {(self._folder / 'daemons.log').read_text()[-3000:]}")
+            assert time.monotonic() < end, otherwise()
             time.sleep(0.2)
 
     def _run(self, *command: str) -> str:
@@ -133,7 +136,14 @@ class Slurm:
         facts = dict(re.findall(r"(JobState|ExitCode|Restarts)=(\S+)", said))
         return Job(facts["JobState"], int(facts["ExitCode"].partition(":")[0]), int(facts["Restarts"]))
 
-    def wait(self, number: str, timeout_s: float = 150) -> Job:
+    def elapsed_min(self, number: str) -> int:
+        """Minutes that a job has run since it last started, and the next half one, rounded down."""
+        hours, minutes, seconds = re.findall(
+            r"RunTime=(\d+):(\d+):(\d+)", self._run("scontrol", "show", "job", number)
+        )[0]
+        return (3600 * int(hours) + 60 * int(minutes) + int(seconds) + 30) // 60
+
+    def wait(self, number: str) -> Job:
         """How a job has ended, not to start again: one that is about to looks ended for a moment."""
         seen: list[Job] = []
 
@@ -141,14 +151,14 @@ class Slurm:
             seen.append(self.job(number))
             return seen[-PATIENCE:] == PATIENCE * [seen[-1]] and seen[-1].state not in UNFINISHED
 
-        self._until(is_over, f"job {number} has not ended", timeout_s)
+        self.until(is_over, lambda: f"job {number}: {seen[-1]}")
         return seen[-1]
 
     def close(self) -> None:
         """End all jobs, then the daemons, newest first."""
         self._run("scancel", "--user=root")
         with contextlib.suppress(AssertionError):
-            self._until(lambda: not self._run("squeue", "-h"), "jobs are left", 15)
+            self.until(lambda: not self._run("squeue", "-h"), self._log, 15)
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:

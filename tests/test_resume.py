@@ -189,7 +189,7 @@ def wait_for(process: subprocess.Popen[str], words: str) -> None:
 def test_a_signal_to_launch_local(
     config: Path, tmp_path: Path, num_ranks: int, axis: str, number: signal.Signals
 ) -> None:
-    """Ctrl-C of a terminal goes to all processes, other signals to the script; with several ranks torchrun exits with 1."""
+    """Ctrl-C of a terminal goes to all processes, other signals to the script; torchrun then exits with 1."""
     size = f"parallel.{axis}_model_parallel_size={num_ranks}"
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "optimizer.lr_decay_style=constant"]
     process = launch_local(num_ranks, "--config", str(config), *settings, size, "train.train_iters=1000000")

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.pool import Pool
 from tests.slurm import Job, Slurm, missing
 from tools import make_slurm, preprocess_data
 
-NUM_ITERS = 60
+NUM_ITERS = 50
 CLUSTER = """
 name: two nodes of two processes
 accelerator: cpu
@@ -28,7 +29,7 @@ levels: [{name: node, ranks: 2, gb_s: 1, latency_us: 1}, {name: network, ranks: 
 source: this test
 """
 LAYOUT = ["parallel.tensor_model_parallel_size=2", f"train.train_iters={NUM_ITERS}", "model.hidden_dropout=0.1"]
-# A second for each step of a start that begins at the beginning, so that on any machine the limit comes before the end.
+# Two seconds for each step of a start that begins at the beginning, so that the limit comes before the end.
 SLOW = """
 import sys, time
 sys.path.insert(0, {root!r})
@@ -38,7 +39,7 @@ from megatron3d.train import loop
 
 train, step = loop.train, loop.train_step
 def slow_train(run, stop):
-    pause_s = 0.0 if run.state.iteration else 1.0
+    pause_s = 0.0 if run.state.iteration else 2.0
     loop.train_step = lambda *args: (time.sleep(pause_s), step(*args))[1]
     return train(run, stop)
 loop.train = slow_train
@@ -65,8 +66,8 @@ def submit(slurm: Slurm, config: Path, name: str, nodes: int, program: str | Non
     here = config.parent
     (here / "two.yaml").write_text(CLUSTER)
     job = here / f"{name}.sbatch"
-    typed = ["--config", str(config), "--cluster", str(here / "two.yaml"), "--nodes", str(nodes), "--time", "1"]
-    typed += ["--python", sys.executable, "--warn", "10", "--sbatch", f"output={here}/{name}.log", "--output", str(job)]
+    typed = ["--config", str(config), "--cluster", str(here / "two.yaml"), "--nodes", str(nodes), "--time", "10"]
+    typed += ["--python", sys.executable, "--warn", "30", "--sbatch", f"output={here}/{name}.log", "--output", str(job)]
     assert make_slurm.main([*typed, *in_run(str(here / name)), *overrides]) == 0
     if program is not None:
         (here / f"{name}.py").write_text(program.format(root=str(ROOT)))
@@ -79,40 +80,83 @@ def said(config: Path, name: str) -> str:
     return (config.parent / f"{name}.log").read_text()
 
 
+@dataclass(frozen=True)
+class Jobs:
+    """Numbers of jobs that run side by side, and the folder of the corpora."""
+
+    limited: str
+    wrong: str
+    crashing: str
+    merging: str
+    corpora: Path
+
+
 @pytest.fixture(scope="module")
-def limited(slurm: Slurm, config: Path) -> str:
-    """A job that meets its limit of a minute, submitted with the first test since it takes longest."""
-    return submit(slurm, config, "limited", 2, SLOW, *LAYOUT)
+def jobs(slurm: Slurm, config: Path) -> Jobs:
+    """All are submitted at once, since most of their time they wait."""
+    return Jobs(
+        submit(slurm, config, "limited", 2, SLOW, *LAYOUT),
+        submit(slurm, config, "wrong", 1, None, "model.vocab_size=64"),
+        submit(slurm, config, "crashing", 2, "raise SystemExit(1)"),
+        submit_array(slurm, config.parent),
+        config.parent,
+    )
 
 
-def test_an_array_writes_the_bytes_of_one_process(slurm: Slurm, limited: str, tmp_path: Path) -> None:
-    source = tmp_path / "text.jsonl"
+def submit_array(slurm: Slurm, folder: Path) -> str:
+    """Three tasks that preprocess two kinds of text, and a job that joins what they write; the latter's number."""
+    source = folder / "text.jsonl"
     rows = ({"text": f"document {i}\n" * (i % 7 + 1), "title": str(i)} for i in range(300))
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     typed = ["--input", str(source), "--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "1"]
     typed += ["--piece-mb", "0.002", "--json-keys", "text", "title"]
-    script = ["bash", "scripts/slurm/preprocess.sbatch", "3", str(tmp_path / "array"), *typed]
-    merge = slurm.run(*script, SBATCH_OUTPUT=f"{tmp_path}/%A-%a.log", PYTHON=sys.executable).split()[-1]
-    assert preprocess_data.main([*typed, "--output-prefix", str(tmp_path / "single")]) == 0
-    job = slurm.wait(merge)
-    assert (job.state, job.code) == ("COMPLETED", 0), [path.read_text() for path in tmp_path.glob("*.log")]
-    for suffix in (f"_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx", "manifest.json")):
-        assert (tmp_path / f"array{suffix}").read_bytes() == (tmp_path / f"single{suffix}").read_bytes()
+    assert preprocess_data.main([*typed, "--output-prefix", str(folder / "single")]) == 0
+    script = ["bash", "scripts/slurm/preprocess.sbatch", "3", str(folder / "array"), *typed]
+    return slurm.run(*script, SBATCH_OUTPUT=f"{folder}/array-%a.log", PYTHON=sys.executable).split()[-1]
 
 
-def test_a_wrong_configuration_is_not_queued_again(slurm: Slurm, config: Path) -> None:
-    """One that the ranks find wrong, in the corpus."""
-    number = submit(slurm, config, "wrong", 1, None, "model.vocab_size=64")
-    assert slurm.wait(number) == Job("FAILED", runtime.EXIT_USER_ERROR, 0), said(config, "wrong")
+def test_a_run_that_meets_its_limit_ends_with_the_numbers_of_one_that_never_stopped(
+    slurm: Slurm, config: Path, jobs: Jobs, pool: Pool
+) -> None:
+    """Once it trains, its limit is drawn near, so that SLURM's warning comes within half a minute."""
+    folder, whole = config.parent / "limited", config.parent / "whole"
+    slurm.until(lambda: num_steps(folder) > 1, lambda: said(config, "limited"))
+    slurm.run("scontrol", "update", f"JobId={jobs.limited}", f"TimeLimit={slurm.elapsed_min(jobs.limited) + 1}")
+    assert pool.run(run_as_rank, 4, config, [[*in_run(str(whole)), *LAYOUT]]) == [[runtime.EXIT_DONE]] * 4
+    slurm.until(lambda: slurm.job(jobs.limited).num_requeues > 0, lambda: said(config, "limited"))
+    slurm.run("scontrol", "update", f"JobId={jobs.limited}", "TimeLimit=10")
+    assert slurm.wait(jobs.limited) == Job("COMPLETED", runtime.EXIT_DONE, 1), said(config, "limited")
+    assert "> queued again: the time limit is near" in said(config, "limited")
+    begun = [json.loads(line)["iteration"] for line in (folder / "slurm.jsonl").read_text().splitlines()]
+    assert begun[0] == 0 < begun[1] < NUM_ITERS and len(begun) == 2, "it was stopped on its way"
+    assert steps(folder) == steps(whole) and len(steps(whole)) == NUM_ITERS
+    got, wanted = stored(folder, NUM_ITERS), stored(whole, NUM_ITERS)
+    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == [] and got.keys() == wanted.keys()
+
+
+def num_steps(folder: Path) -> int:
+    """That a run has logged so far."""
+    return len(steps(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def test_a_wrong_configuration_is_not_queued_again(slurm: Slurm, config: Path, jobs: Jobs) -> None:
+    """One that only the ranks find wrong."""
+    assert slurm.wait(jobs.wrong) == Job("FAILED", runtime.EXIT_USER_ERROR, 0), said(config, "wrong")
     assert re.search("model.vocab_size=64.*\n(.*\n)*> not queued again: what was given is wrong", said(config, "wrong"))
     assert not list((config.parent / "wrong").glob("iter_*"))
 
 
-def test_two_starts_without_progress_are_enough(slurm: Slurm, config: Path) -> None:
-    number = submit(slurm, config, "crashing", 2, "raise SystemExit(1)")
-    assert slurm.wait(number) == Job("FAILED", runtime.EXIT_CRASH, 1), said(config, "crashing")
+def test_two_starts_without_progress_are_enough(slurm: Slurm, config: Path, jobs: Jobs) -> None:
+    assert slurm.wait(jobs.crashing) == Job("FAILED", runtime.EXIT_CRASH, 1), said(config, "crashing")
     verdicts = re.findall("> (.*queued again: .*)", said(config, "crashing"))
     assert [line.partition(":")[0] for line in verdicts] == ["queued again", "not queued again"]
+
+
+def test_an_array_writes_the_bytes_of_one_process(slurm: Slurm, jobs: Jobs) -> None:
+    logs = "".join(path.read_text() for path in jobs.corpora.glob("array-*.log"))
+    assert slurm.wait(jobs.merging) == Job("COMPLETED", 0, 0), logs
+    for suffix in (f"_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx", "manifest.json")):
+        assert (jobs.corpora / f"array{suffix}").read_bytes() == (jobs.corpora / f"single{suffix}").read_bytes()
 
 
 def test_an_allocation_in_which_srun_starts_ranks(slurm: Slurm) -> None:
@@ -122,19 +166,3 @@ def test_an_allocation_in_which_srun_starts_ranks(slurm: Slurm) -> None:
     typed = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "srun", sys.executable, "-c", program]
     lines = slurm.run("bash", "scripts/slurm/interactive.sh", *typed).splitlines()
     assert sorted(lines) == [f"{rank} 4 {rank % 2} 127.0.0.1" for rank in range(4)]
-
-
-def test_a_run_that_meets_its_limit_ends_with_the_numbers_of_one_that_never_stopped(
-    slurm: Slurm, config: Path, limited: str, pool: Pool
-) -> None:
-    overrides = [*in_run(str(config.parent / "whole")), *LAYOUT]
-    assert pool.run(run_as_rank, 4, config, [overrides]) == [[runtime.EXIT_DONE]] * 4
-    job = slurm.wait(limited)
-    assert (job.state, job.code) == ("COMPLETED", 0) and job.num_requeues >= 1, said(config, "limited")
-    folder, whole = config.parent / "limited", config.parent / "whole"
-    begun = [json.loads(line)["iteration"] for line in (folder / "starts.jsonl").read_text().splitlines()]
-    assert begun[0] == 0 < begun[-1] < NUM_ITERS, "it was stopped on its way"
-    assert "> queued again: the time limit is near" in said(config, "limited")
-    assert steps(folder) == steps(whole) and len(steps(whole)) == NUM_ITERS
-    got, wanted = stored(folder, NUM_ITERS), stored(whole, NUM_ITERS)
-    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == [] and got.keys() == wanted.keys()

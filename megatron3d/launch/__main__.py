@@ -41,8 +41,8 @@ def before(typed: argparse.Namespace) -> int:
     else:
         if is_first:
             start = note_start(root, allocation)
-            times = f", queued again {start.requeue} times" if start.requeue else ""
-            print(f"> job {start.job}{times}, on {start.nodes}, from iteration {start.iteration}", flush=True)
+            where = f"on {start.nodes}, from iteration {start.iteration}"
+            print(f"> start {start.requeue + 1} of job {start.job}, {where}", flush=True)
     problems += node_problems(allocation.num_gpus, find_gpus(allocation.num_gpus))
     for problem in problems:
         print(f"node {allocation.node}: {problem}; or submit with --exclude={allocation.node}", file=sys.stderr)

@@ -26,14 +26,14 @@ from megatron3d.metrics.journal import read_journal
 from megatron3d.placement import Allocation
 from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 
-FILE_NAME = "starts.jsonl"
+FILE_NAME = "slurm.jsonl"
 # Starts in a row that may save nothing.
 PATIENCE = 2
 
 
 @dataclass(frozen=True)
 class Start:
-    """A line of `starts.jsonl`, in the run's folder.
+    """A line of `slurm.jsonl`, in the run's folder.
 
     Attributes:
         requeue: how often the job had been queued again.

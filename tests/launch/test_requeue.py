@@ -78,7 +78,7 @@ def test_a_job_remembers_its_own_starts(tmp_path: Path) -> None:
     (root / "iter_0000050").mkdir()
     assert newest_iteration(root) == 40, "a save that was not finished does not count"
     note_start(root, allocation(8, 0))
-    with (root / "starts.jsonl").open("a") as file:
+    with (root / "slurm.jsonl").open("a") as file:
         file.write('{"job": 7, "requ')
     assert begun_at(root, allocation(7, 0)) == [0] and begun_at(root, allocation(7, 1)) == []
     note_start(root, allocation(7, 1))
