@@ -51,13 +51,8 @@ def find_gpus(expected: int) -> list[Gpu]:
         return []
     import torch
 
-    return [probe(torch.device(torch.accelerator.current_accelerator(), index)) for index in range(_count())]
-
-
-def _count() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return [probe(torch.device(kind.type, index)) for index in range(torch.accelerator.device_count())] if kind else []
 
 
 def probe(device: torch.device) -> Gpu:
