@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start several times; report medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gloo-ranks", type=int, nargs="+", default=[8, 64], choices=[*LAYOUTS])
-    parser.add_argument("--fake-ranks", type=int, nargs="+", default=[4096], choices=[*LAYOUTS])
+    parser.add_argument("--gloo-ranks", type=int, nargs="*", default=[8, 64], choices=[*LAYOUTS])
+    parser.add_argument("--fake-ranks", type=int, nargs="*", default=[4096], choices=[*LAYOUTS])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     cases = [("gloo", gloo, ranks) for ranks in args.gloo_ranks] + [("fake", fake, ranks) for ranks in args.fake_ranks]

@@ -61,7 +61,6 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.convert.tokenizer",
         "megatron3d.convert.weights",
         "megatron3d.metrics",
-        "megatron3d.pictures",
         "megatron3d.hardware",
     ),
     "model": ("megatron3d.model",),
@@ -75,6 +74,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.dryrun",
         "megatron3d.calibrate",
         "megatron3d.launch",
+        "megatron3d.pictures",
     ),
     "programs": ("pretrain_gpt", "tools", "benchmarks"),
 }

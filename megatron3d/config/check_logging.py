@@ -10,16 +10,13 @@ from megatron3d.config.facts import Facts
 def logging_problems(facts: Facts) -> Iterator[str]:
     """Iterations within the run, ranks within the world, and a place for what is written."""
     config, logging = facts.config, facts.config.logging
-    asked = {"trace_iterations": logging.trace_iterations, "profile": logging.profile}
-    for key in (key for key, value in asked.items() if value and not config.checkpoint.save):
-        what = {"trace_iterations": "the traces", "profile": "the profiles"}[key]
-        yield f"{facts.named(f'logging.{key}')}: nowhere to write {what}; set checkpoint.save, or leave it out"
-    firsts = {"trace_iterations": logging.trace_iterations, "profile_step_start": (logging.profile_step_start,)}
-    last = config.train.train_iters
-    for key, iterations in firsts.items():
-        late = [iteration for iteration in iterations if iteration > last]
-        if late and (logging.profile or key != "profile_step_start"):
+    last, profiled = config.train.train_iters, (logging.profile_step_start,) if logging.profile else ()
+    for key, iterations in (("trace_iterations", logging.trace_iterations), ("profile_step_start", profiled)):
+        if late := [iteration for iteration in iterations if iteration > last]:
             yield f"{facts.named(f'logging.{key}')}: {late[0]} is more than train.train_iters={last}; use 1 to {last}"
+    asked = ("trace_iterations", logging.trace_iterations, "traces"), ("profile", logging.profile, "profiles")
+    for key, _, what in (each for each in asked if each[1] and not config.checkpoint.save):
+        yield f"{facts.named(f'logging.{key}')}: nowhere to write the {what}; set checkpoint.save, or leave it out"
     yield from _profile_problems(facts)
     if not logging.wandb_project:
         for key, given in (("wandb_name", logging.wandb_name), ("wandb_mode", logging.wandb_mode == "offline")):

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; color: #222; }
 h1 { margin-bottom: 0.2rem; } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin: 0.6rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.15rem 0.8rem; text-align: right; border-bottom: 1px solid #eee; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
 th { border-bottom: 1px solid #999; } svg { max-width: 100%; height: auto; } .note { color: #666; }

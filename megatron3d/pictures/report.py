@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +25,7 @@ from megatron3d.pictures.curves import Rows, draw, read_run
 from megatron3d.pictures.html import details, note, page, section, svg, svg_element, table
 from megatron3d.pipeline.plot import figure
 from megatron3d.pipeline.simulate import Timeline, run
+from megatron3d.train.expected import parts_of
 
 RECENT, MAX_SPANS = 50, 4000
 _SECTION, _KEY = re.compile(r"(\w+):\s*"), re.compile(r"  (\w+): (.*\S)\s+# (.*)")
@@ -94,14 +96,14 @@ def _events(rows: Rows, steps: Rows) -> Iterator[str]:
 
 def _time(start: Start, steps: Rows) -> Iterator[str]:
     """Phases of recent steps, and the step beside its prediction."""
-    recent = [row for row in steps[-RECENT:] if "timers" in row]
-    names = dict.fromkeys(name for row in recent for name in row["timers"])
-    lines = []
-    for name in names:
-        seen = [row["timers"][name] for row in recent if name in row["timers"]]
-        slowest = [each["max_rank"] for each in seen]
-        cells = [f"{median(each[key] for each in seen):,.3f}" for key in ("min", "mean", "max")]
-        lines.append((name, *cells, max(set(slowest), key=slowest.count)))
+    recent = [row["timers"] for row in steps[-RECENT:] if "timers" in row]
+    seen = {name: [timers[name] for timers in recent if name in timers] for name in dict.fromkeys(chain(*recent))}
+    lines, mean_s = [], {}
+    for name, spreads in seen.items():
+        slowest = [each["max_rank"] for each in spreads]
+        least, mean, most = (median(each[key] for each in spreads) for key in ("min", "mean", "max"))
+        lines.append((name, f"{least:,.3f}", f"{mean:,.3f}", f"{most:,.3f}", max(set(slowest), key=slowest.count)))
+        mean_s[name] = 1e-3 * mean
     parts = [table(("phase", "min ms", "mean ms", "max ms", "mostly slowest rank"), lines)] if lines else []
     parts.append(
         note(
@@ -109,16 +111,21 @@ def _time(start: Start, steps: Rows) -> Iterator[str]:
             "within the other phases: communication that nothing hides."
         )
     )
-    expected, measured = start.get("step_s", {}), median(row["elapsed_ms"] for row in steps[-RECENT:]) / 1e3
+    step_s = median(row["elapsed_ms"] for row in steps[-RECENT:]) / 1e3
+    yield section("Time of a step", *parts, *_beside(start.get("step_s", {}), step_s, mean_s))
+
+
+def _beside(expected: Mapping[str, Any], step_s: float, phases_s: Mapping[str, float]) -> Iterator[str]:
+    """The parts of a step that were predicted, and what was measured of them."""
     if "total" in expected:
-        off = measured / expected["total"] - 1
-        shown = [("step, measured", f"{measured:.4g}", f"{off:+.0%} of the prediction")]
-        shown += [("step, predicted", f"{expected['total']:.4g}", f"on {expected['cluster']}")]
-        shown += [(f"  {kind}", f"{seconds:.4g}", "") for kind, seconds in expected["parts"].items() if seconds > 0]
-        parts.append(table(("time", "seconds", ""), shown))
+        found, told = parts_of(phases_s), expected["parts"]
+        kinds = [kind for kind in dict.fromkeys((*told, *found)) if kind in found or told[kind]]
+        rows = [(kind, f"{told.get(kind, 0.0):.4g}", f"{found.get(kind, 0.0):.4g}") for kind in kinds]
+        total = expected["total"]
+        rows.append(("the step", f"{total:.4g}", f"{step_s:.4g}, {step_s / total - 1:+.0%}"))
+        yield table((f"on {expected['cluster']}", "predicted s", "measured s"), rows)
     elif expected:
-        parts.append(note(f"step measured: {measured:.4g} s; {expected['unknown']}"))
-    yield section("Time of a step", *parts)
+        yield note(f"step measured: {step_s:.4g} s; {expected['unknown']}")
 
 
 def _layout(start: Start) -> Iterator[str]:

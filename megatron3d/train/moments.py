@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.state import param_pieces, written
+from megatron3d.checkpoint.state import written
 from megatron3d.comm import Comm
 from megatron3d.layout import num_copies
 from megatron3d.mesh import DATA
 from megatron3d.model.gpt import unobserved
 from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.shard import part_views
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepResult, Watch
 
@@ -27,7 +28,7 @@ Table = Mapping[str, Mapping[str, float]]
 
 
 def layer_of(name: str) -> str:
-    """`layers.3` of `layers.3.mlp.fc1.weight`, `embedding` of `embedding.position`."""
+    """`layers.3` of `layers.3.mlp.fc1.weight`, `embedding` of `embedding.position`: of a logical tensor."""
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if first == "layers" else first
 
@@ -116,6 +117,6 @@ class Moments:
         mine, mesh = written(buffers), buffers.comm.mesh
         for name, start, values in buffers.held(which):
             _, spec, low, high = mine[name]
-            for piece in param_pieces(which, spec, values[low - start : high - start], mesh, low):
-                sums.add(layer_of(name), piece.tensor)
+            for part, _, view in part_views(spec, values[low - start : high - start], mesh, low):
+                sums.add(layer_of(part.name), view)
         return sums
