@@ -79,7 +79,7 @@ class Contest:
         run = self.run
         with watch("batch-generator"):
             batch = run.train_data.step(run.state.consumed_samples)
-        return train_step(run.state, batch, LR, run.settings, watch=watch)
+        return train_step(run.state, batch, LR, run.settings(run.batches.last), watch=watch)
 
     @contextlib.contextmanager
     def _note(self, what: Action | str) -> Iterator[None]:
@@ -108,7 +108,7 @@ class Contest:
         self.run.comm.waiting = self.run.timers.waiting
         for _ in range(INTERVAL):
             result = self._step(self._watching.begin_step())
-            self._watching.end_step(result, LR)
+            self._watching.end_step(result, LR, self.run.batches.last)
             result.loss.item()
 
     def logging_alone(self) -> None:
@@ -123,7 +123,7 @@ class Contest:
                 with timers.waiting(axes):
                     pass
             self.run.state.iteration += 1
-            self._watching.end_step(self._result, LR)
+            self._watching.end_step(self._result, LR, self.run.batches.last)
 
 
 def measure(name: str, config: Path, rounds: int) -> Row:

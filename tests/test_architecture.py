@@ -32,6 +32,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.config",
         "megatron3d.data.samples",
         "megatron3d.data.blend",
+        "megatron3d.data.ramp",
         "megatron3d.model.count",
         "megatron3d.model.params",
         "megatron3d.memory",

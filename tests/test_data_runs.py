@@ -8,10 +8,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED
-from tests.end_to_end import evaluations, in_run, refuse, run, steps, write_config, write_corpus
+from megatron3d.train.resume import read_meta
+from tests.end_to_end import evaluations, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus
+from tests.pool import Pool
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,43 @@ def test_a_corpus_without_ends_of_documents_is_refused(config: Path) -> None:
     (config.parent / "plain.bin").write_bytes(bytes(tokens).replace(b"\x00\x01", b"\x20\x00"))
     overrides = [f"data.data_path={config.parent}/plain", "data.eod_mask_loss=true"]
     refuse(config, overrides, ("document 0 does not end with token 256", "--append-eod"))
+
+
+RAMPS = ["train.rampup_batch_size=[4,4,40]", "train.seq_length_warmup=[4,4,60]"]
+
+
+def test_batches_that_grow_are_the_same_with_and_without_a_stop(config: Path, tmp_path: Path, pool: Pool) -> None:
+    wide = ["train.precision=fp64", *RAMPS]
+    assert run(config, *in_run(f"{tmp_path}/whole"), *wide).code == EXIT_DONE
+    parts = [*in_run(f"{tmp_path}/parts"), *wide]
+    assert run(config, *parts, "train.exit_interval=3").code == EXIT_STOPPED
+    assert run(config, *parts).code == EXIT_DONE
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    whole, parted = (stored(tmp_path / name, 8) for name in ("whole", "parts"))
+    assert all(torch.equal(parted[name], whole[name]) for name in whole)
+    rows = [row for row in read_journal(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" in row]
+    assert [row["global_batch_size"] for row in rows] == [4, 4, 4, 4, 8, 8, 12, 16]
+    assert [row["seq_length"] for row in rows] == [4, 4, 4, 4, 4, 8, 8, 12]
+    assert [row["consumed_samples"] for row in rows] == [4, 8, 12, 16, 24, 32, 44, 60]
+    assert rows[-1]["consumed_tokens"] == 24 * 4 + 20 * 8 + 16 * 12
+    layout = ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=1"]
+    pool.run(run_as_rank, 4, config, [[*in_run(f"{tmp_path}/ranks"), *wide, *layout]])
+    for one, other in zip(steps(tmp_path / "ranks"), steps(tmp_path / "whole"), strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+
+
+def test_a_streamed_dataset_is_gone_on_with_on_other_ranks(config: Path, tmp_path: Path, pool: Pool) -> None:
+    lines = [json.dumps({"body": line}) + "\n" for line in inspect.getsource(textwrap).splitlines()]
+    (tmp_path / "data").mkdir()
+    for part in range(3):
+        (tmp_path / "data" / f"part-{part}.jsonl").write_text("".join(lines[part::3]))
+    paths = ["data.data_path=null", "data.split=969,30,1", f"data.train_data_path=hf:{tmp_path}/data"]
+    keys = [*paths, "data.stream_key=body", "data.stream_lanes=4", "train.precision=fp64"]
+    assert run(config, *in_run(f"{tmp_path}/whole"), *keys).code == EXIT_DONE
+    parts = [*in_run(f"{tmp_path}/parts"), *keys]
+    assert pool.run(run_as_rank, 2, config, [[*parts, "train.exit_interval=3"]]) == [[EXIT_STOPPED]] * 2
+    assert len(read_meta(tmp_path / "parts" / "iter_0000003").cursors) == 4
+    assert run(config, *parts).code == EXIT_DONE
+    for one, other in zip(steps(tmp_path / "parts"), steps(tmp_path / "whole"), strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+    refuse(config, [*keys, "data.stream_key=text"], ("no key 'text'; it has 'body'",))

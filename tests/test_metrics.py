@@ -44,6 +44,8 @@ RECORD = StepRecord(
     mfu=0.1234,
     hfu=0.2345,
     peak_memory_bytes=1_230_000_000,
+    global_batch_size=48,
+    seq_length=64,
 )
 UNSET = {"iteration", "loss_scale", "pipeline_bubble"}
 
@@ -57,7 +59,7 @@ def write(folder: Path, iterations: range, config: Config | None = None, start_i
 
 
 def test_the_console_line_has_megatrons_order_and_words() -> None:
-    line = step_line(RECORD, train_iters=1000, global_batch_size=48, now=datetime(2026, 11, 21, 0, 10))
+    line = step_line(RECORD, train_iters=1000, now=datetime(2026, 11, 21, 0, 10))
     assert line == (
         " [2026-11-21 00:10:00] iteration       10/    1000 | consumed samples:          480 | "
         "elapsed time per iteration (ms): 123.4 | tokens per second: 24887 | tokens per second per rank: 12444 | "
@@ -67,12 +69,12 @@ def test_the_console_line_has_megatrons_order_and_words() -> None:
 
 
 def test_the_loss_scale_stands_beside_the_loss() -> None:
-    line = step_line(replace(RECORD, loss_scale=65536.0), 10, 8, datetime(2026, 1, 1))
+    line = step_line(replace(RECORD, loss_scale=65536.0), 10, datetime(2026, 1, 1))
     assert "| lm loss: 1.234568E+00 | loss scale: 65536.0 | grad norm" in line
 
 
 def test_an_unknown_peak_leaves_mfu_out_and_nan_stays_visible() -> None:
-    line = step_line(replace(RECORD, mfu=None, lm_loss=math.nan), 10, 8, datetime(2026, 1, 1))
+    line = step_line(replace(RECORD, mfu=None, lm_loss=math.nan), 10, datetime(2026, 1, 1))
     assert "MFU" not in line
     assert "| lm loss: NaN |" in line
     assert evaluation_line(3, math.inf).startswith(" validation loss at iteration 3 | lm loss value: inf |")

@@ -52,7 +52,7 @@ def reference(tokens: list[int]) -> tuple[list[list[bool]], list[int]]:
 def test_documents_are_found_as_one_by_one(rows: list[list[int]]) -> None:
     documents = Packing(EOD, **RESET).documents(torch.tensor(rows))
     assert documents is not None and documents.segments_BS is not None and documents.positions_BS is not None
-    mask = document_mask(documents.segments_BS)
+    mask = document_mask(documents.segments_BS, torch.float32) == 0
     for row, tokens in enumerate(rows):
         sees, positions = reference(tokens)
         assert mask[row].tolist() == sees and documents.positions_BS[row].tolist() == positions

@@ -79,8 +79,9 @@ def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | N
             f"data.split={config.data.split}: {split} is shorter than one sample of {seq_length + 1} tokens; evaluate "
             "another split, or the whole corpus"
         )
-    if len(found.sources) > 1:
-        raise UserError(f"data.data_path: {len(found.sources)} corpora; evaluate one at a time, data.data_path=PREFIX")
+    if len(found.sources) != 1:
+        what = f"{len(found.sources)} corpora" if found.sources else "a dataset that is streamed"
+        raise UserError(f"data.data_path: {what}; evaluate one corpus of token files at a time, data.data_path=PREFIX")
     source = found.sources[0]
     return EveryToken.of(source.dataset, source.split, seq_length, vocab_size, most)
 

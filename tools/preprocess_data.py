@@ -85,6 +85,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
             arguments.append_eod,
             arguments.split_sentences,
             arguments.on_bad_record == "skip",
+            ", or leave such out with --on-bad-record skip",
         ),
         tokenizer=tokenizer,
         reading=Reading(keys, cutter(tokenizer.encode), int(arguments.max_record_mb * 1e6)),
@@ -172,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--shard", help="i/n: do the i-th of n parts, i from 0, as one task of a SLURM array")
     add("--shuffle-seed", type=int, help="shuffle pieces of the input (files, ranges, row groups); default: in order")
     add("--piece-mb", type=float, default=64.0, help="size of the pieces that plain .jsonl files are cut into")
-    add("--max-record-mb", type=float, default=64.0, help="longest line of JSON")
+    add("--max-record-mb", type=float, default=64.0, help="longest line of JSON, or text of a row")
     add("--on-bad-record", choices=("stop", "skip"), default="stop", help="skip: leave it out, and count it")
     add("--restart", action="store_true", help="drop what an unfinished job has done")
     add("--ledger-interval", type=float, default=5.0, help="seconds of work that a kill may cost")

@@ -24,7 +24,8 @@ from megatron3d.config.schema import Config
 from megatron3d.data.corpus import BlendedSamples, open_corpus
 from megatron3d.data.loader import Loader
 from megatron3d.data.packing import IGNORED, Packing
-from megatron3d.data.samples import sample_offsets
+from megatron3d.data.ramp import Batches
+from megatron3d.data.stream import Stream
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 
@@ -38,11 +39,13 @@ def show(arguments: argparse.Namespace) -> None:
         raise UserError(f"--rank {arguments.rank}: not below --world-size {arguments.world_size}; use 0 or more")
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     samples = open_corpus(config, tokenizer).train
-    packing = Packing.of(config.data, tokenizer.eod)
+    packing, batches = Packing.of(config.data, tokenizer.eod), Batches.of(config)
     for iteration in range(first, last + 1):
-        begin = (iteration - 1) * config.train.global_batch_size
-        for number in positions(config, arguments, samples):
-            print(describe(samples, begin + number, iteration, tokenizer, packing)[: arguments.max_characters])
+        begin = batches.consumed_samples(iteration - 1)
+        batch = batches.at(begin)
+        for number in positions(config, arguments, samples, batch.num_samples):
+            what = describe(samples, begin + number, batch.seq_length, tokenizer, packing)
+            print(f"== iteration {iteration}, {what}"[: arguments.max_characters])
 
 
 def parse_iterations(text: str) -> tuple[int, int]:
@@ -54,28 +57,25 @@ def parse_iterations(text: str) -> tuple[int, int]:
     return int(bounds[0]), int(bounds[1])
 
 
-def positions(config: Config, arguments: argparse.Namespace, samples: BlendedSamples) -> Sequence[int]:
-    """Places in the global batch of the sequences that the rank reads, or of all."""
+def positions(
+    config: Config, arguments: argparse.Namespace, samples: BlendedSamples | Stream, num_samples: int
+) -> Sequence[int]:
+    """Places in a global batch of the sequences that the rank reads, or of all."""
     train = config.train
     if arguments.rank is None:
-        return range(train.global_batch_size)
+        return range(num_samples)
     mesh = make_mesh(config.parallel, arguments.world_size, arguments.rank)
     axes = tensor_mode(config.parallel).batch_axes
-    sizes = train.micro_batch_size, train.global_batch_size
+    sizes = train.micro_batch_size, num_samples
     return [int(place) for place in Loader(samples, mesh, axes, *sizes, torch.device("cpu")).positions]
 
 
-def describe(samples: BlendedSamples, number: int, iteration: int, tokenizer: Tokenizer, packing: Packing) -> str:
-    """Where a sample comes from, and its text."""
-    sources, places = samples.blend.locate(np.array([number]))
-    source = samples.sources[int(sources[0])]
-    (offset,) = sample_offsets(source.split, source.seq_length, source.seed, places).tolist()
-    epoch = int(places[0]) // source.num_windows
-    (tokens,) = samples.read(np.array([number]))
+def describe(samples: BlendedSamples | Stream, number: int, length: int, tokenizer: Tokenizer, packing: Packing) -> str:
+    """Where a sample comes from, and its text up to a length."""
+    (tokens,) = samples.read(np.array([number]))[:, : length + 1]
     masked = int((packing.labels(torch.from_numpy(tokens[None])) == IGNORED).sum()) if packing.masks_loss else 0
-    head = f"== iteration {iteration}, sample {number}, {source.dataset.prefix} from token {offset}, epoch {epoch}"
     text = "".join(pieces(tokens.tolist(), tokenizer))
-    return f"{head}{f', {masked} tokens not learnt' if masked else ''}\n{text}"
+    return f"sample {number}, {samples.place(number)}{f', {masked} tokens not learnt' if masked else ''}\n{text}"
 
 
 def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:

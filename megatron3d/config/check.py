@@ -11,6 +11,7 @@ from megatron3d.config.check_layout import execution_problems, feature_problems,
 from megatron3d.config.check_logging import logging_problems
 from megatron3d.config.check_pipeline import pipeline_problems
 from megatron3d.config.check_precision import precision_problems
+from megatron3d.config.check_ramp import ramp_batch_problems, ramp_problems
 from megatron3d.config.derive import tensor_mode, tensor_size
 from megatron3d.config.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.schema import Config
@@ -34,8 +35,8 @@ def check(
 
 def value_problems(facts: Facts) -> Iterator[str]:
     """All that does not depend on how ranks are arranged."""
-    rules = model_problems, schedule_problems, data_problems, precision_problems, unused_problems, logging_problems
-    for rule in rules:
+    rules = model_problems, schedule_problems, ramp_problems, data_problems, precision_problems, unused_problems
+    for rule in (*rules, logging_problems):
         yield from rule(facts)
 
 
@@ -150,3 +151,4 @@ def batch_problems(facts: Facts) -> Iterator[str]:
             f"parallel {data} x a whole number of microbatches ({batch} / {step} = {batch / step:.4g}); "
             f"use {one_of(near_multiples(step, batch))}"
         )
+    yield from ramp_batch_problems(facts, step)

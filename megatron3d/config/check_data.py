@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron3d.config.architecture import architecture
 from megatron3d.config.facts import Facts, plain
-from megatron3d.data.blend import parse_paths
+from megatron3d.data.blend import STREAM, parse_paths
 from megatron3d.data.samples import parse_split
 from megatron3d.errors import UserError
 
@@ -28,10 +28,27 @@ def data_problems(facts: Facts) -> Iterator[str]:
             except UserError as error:
                 rule = str(error).partition(": ")[2]
                 yield f"{facts.named(f'data.{key}')}: {rule}"
+    yield from _stream_problems(facts)
     if data.reset_position_ids and architecture(facts.config.model, 1).position_embedding_type == "none":
         yield f"{facts.named('data.reset_position_ids')}: the model has no positions; use false"
     if data.goldfish_k is None and data.goldfish_h != type(data).model_fields["goldfish_h"].default:
         yield f"{facts.named('data.goldfish_h')}: not read without data.goldfish_k; give that, or leave goldfish_h out"
+
+
+def _stream_problems(facts: Facts) -> Iterator[str]:
+    data = facts.config.data
+    given = {key: value for key in PATH_KEYS if (value := getattr(data, key)) is not None}
+    for key, value in given.items():
+        if isinstance(value, tuple) and any(str(word).startswith(STREAM) for word in value):
+            yield f"{facts.named(f'data.{key}')}: a dataset is read alone; name it alone, or make token files of it"
+    if isinstance(data.data_path, str) and data.data_path.startswith(STREAM):
+        where = facts.named("data.data_path")
+        yield f"{where}: a dataset that is streamed is not split; use data.train_data_path and data.valid_data_path"
+    if not any(str(value).startswith(STREAM) for value in given.values()):
+        for key in ("stream_key", "stream_lanes", "stream_shuffle_rows"):
+            if getattr(data, key) != type(data).model_fields[key].default:
+                where = facts.named(f"data.{key}")
+                yield f"{where}: not read without a path that begins with {STREAM}; give one, or leave {key} out"
 
 
 def _split_problems(facts: Facts) -> Iterator[str]:

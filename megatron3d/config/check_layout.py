@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from megatron3d.config.architecture import Architecture, architecture
+from megatron3d.config.check_ramp import ramp_length_problems
 from megatron3d.config.derive import SEQUENCE_PARALLEL
 from megatron3d.config.document import show
 from megatron3d.config.facts import Facts, describe_mode, near_divisors, near_multiples
@@ -114,6 +115,7 @@ def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
             f"{facts.named('model.seq_length')}: micro_batch_size {rows} x {length} = {rows * length} tokens are not "
             f"a multiple of {axes}, {how} them; use {one_of(lengths)}"
         )
+    yield from ramp_length_problems(facts, step)
 
 
 def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:

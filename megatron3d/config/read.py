@@ -137,6 +137,8 @@ def _words(kind: Mapping[str, Any], given: object) -> str:
         near = nearest(str(given).lower(), map(str, kind["enum"]))
         return one_of(sorted(map(str, kind["enum"]), key=lambda value: value != near))
     if kind["type"] == "array":
+        if "prefixItems" in kind:
+            return f"a list of {len(kind['prefixItems'])} whole numbers of at least 1, such as [8,8,1000]"
         if "anyOf" in kind["items"]:
             return "a list such as [0.7, data/web, 0.3, data/books]"
         if "enum" in kind["items"]:

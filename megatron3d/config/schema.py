@@ -30,6 +30,7 @@ ModeName = Annotated[str, AfterValidator(_known_mode), Field(json_schema_extra={
 ScheduleName = Annotated[str, AfterValidator(_known_schedule), Field(json_schema_extra={"enum": [*SCHEDULES, FILE]})]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False)]
 MomentDtype = Literal["fp32", "bf16"]
 DataPath = str | Annotated[tuple[str | float, ...], Field(strict=False)]
 
@@ -122,6 +123,8 @@ class TrainConfig(Section):
 
     micro_batch_size: int = Field(1, ge=1)
     global_batch_size: int = Field(8, ge=1)
+    rampup_batch_size: Growth | None = Field(None, description="[start, increment, samples] of a batch that grows")
+    seq_length_warmup: Growth | None = Field(None, description="the same of a length that samples are cut to")
     train_iters: int = Field(1000, ge=1)
     iterations_to_skip: tuple[Positive, ...] = Field(
         (), strict=False, description="iterations whose samples are passed over: nothing is computed, logged or saved"
@@ -201,9 +204,14 @@ class DataConfig(Section):
 
     data_path: DataPath | None = Field(None, description="prefix of .bin and .idx, or several, each after its weight")
     split: str = Field("969,30,1", description="weights of train, valid and test")
-    train_data_path: DataPath | None = Field(None, description="in place of data_path and split")
+    train_data_path: DataPath | None = Field(
+        None, description="in place of data_path and split; hf:NAME_OR_FOLDER[@CONFIG][:SPLIT] is read as a stream"
+    )
     valid_data_path: DataPath | None = Field(None, description="with train_data_path")
     test_data_path: DataPath | None = Field(None, description="with train_data_path")
+    stream_key: str = Field("text", description="column with the text, where a path is the name of a dataset, hf:...")
+    stream_lanes: int = Field(8, ge=1, description="parts in which a dataset is read at one time")
+    stream_shuffle_rows: int = Field(1000, ge=1, description="neighbouring rows of a dataset that are shuffled")
     max_epochs: float = Field(4.0, gt=0, description="above so many readings of a corpus the start warns")
     reset_position_ids: bool = Field(False, description="positions begin anew at each document")
     reset_attention_mask: bool = Field(False, description="tokens see their own document only")

@@ -108,6 +108,8 @@ def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
     return tuple(part // math.gcd(*parts) for part in parts)
 
 
+STREAM = "hf:"
+"""What the name of a dataset begins with, where it is no prefix of token files."""
 Paths = str | tuple[str | float | int, ...]
 
 

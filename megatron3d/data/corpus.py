@@ -3,13 +3,14 @@
     data_path, split                                       each corpus is cut into train, valid and test
     train_data_path, valid_data_path, test_data_path       each is whole
 
-A path is a prefix, or several with weights: then samples come from all, as blend.py says.
+A path is a prefix, or several with weights: then samples come from all, as blend.py says.  In place of whole token
+files the name of a dataset may stand, which is read as stream.py says.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,10 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron3d.config.schema import Config
-from megatron3d.data.blend import Blend, Paths, parse_paths, whole_parts
+from megatron3d.data.blend import STREAM, Blend, Paths, parse_paths, whole_parts
+from megatron3d.data.encode import Encoder
 from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.packing import Packing
 from megatron3d.data.samples import Indices, Split, sample_offsets, split_tokens
+from megatron3d.data.stream import Stream, open_stream
 from megatron3d.data.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
@@ -87,6 +90,18 @@ class BlendedSamples:
             tokens[rows] = self.sources[source].read(positions[rows])
         return tokens
 
+    @property
+    def contents(self) -> list[list[object]]:
+        """What decides the samples: of each corpus its fingerprint and part."""
+        return [[fingerprint(each.dataset), part] for each, part in zip(self.sources, self.blend.parts, strict=True)]
+
+    def place(self, sample: int) -> str:
+        """Where a sample comes from, for a person."""
+        sources, places = self.blend.locate(np.array([sample]))
+        source = self.sources[int(sources[0])]
+        (offset,) = sample_offsets(source.split, source.seq_length, source.seed, places).tolist()
+        return f"{source.dataset.prefix} from token {offset}, epoch {int(places[0]) // source.num_windows}"
+
     def plan(self, num_samples: int) -> tuple[Source, ...]:
         """What the first samples are made of."""
         total = sum(self.blend.parts)
@@ -96,20 +111,23 @@ class BlendedSamples:
             for source, part, count in zip(self.sources, self.blend.parts, counts, strict=True)
         )
 
-    def consumed_tokens(self, num_samples: int) -> Mapping[str, float]:
-        """Tokens of each corpus in the first samples, by its prefix; nothing where there is only one."""
-        length = self.sources[0].seq_length
-        plan = self.plan(num_samples) if len(self.sources) > 1 else ()
-        return {f"consumed_tokens/{source.name}": float(source.num_samples * length) for source in plan}
+    def consumed_tokens(self, spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
+        """Tokens of each corpus, by its prefix, in samples from one to before another that are cut to a length;
+        nothing where there is only one corpus."""
+        totals = dict.fromkeys([f"consumed_tokens/{source.dataset.prefix}" for source in self.sources], 0.0)
+        for start, stop, length in spans if len(self.sources) > 1 else ():
+            for name, before, after in zip(totals, self.blend.counts(start), self.blend.counts(stop), strict=True):
+                totals[name] += (after - before) * length
+        return totals if len(self.sources) > 1 else {}
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Three splits, valid and test in order; None where a split that is not used is shorter than one sample."""
 
-    train: BlendedSamples
-    valid: BlendedSamples | None
-    test: BlendedSamples | None
+    train: BlendedSamples | Stream
+    valid: BlendedSamples | Stream | None
+    test: BlendedSamples | Stream | None
 
     @property
     def datasets(self) -> tuple[IndexedDataset, ...]:
@@ -121,17 +139,14 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """Of one corpus its own; of several, sha256 of theirs and of the blends."""
-        if self.valid is None or self.valid.sources[0].dataset is self.train.sources[0].dataset:
-            splits: tuple[BlendedSamples | None, ...] = (self.train,)
-        else:
-            splits = (self.train, self.valid)
-        found = [
-            [fingerprint(source.dataset), part]
-            for split in splits
-            if split
-            for source, part in zip(split.sources, split.blend.parts, strict=True)
-        ]
+        found = list(self.train.contents)
+        if self.valid is not None and not _are_cut_from_one(self.train, self.valid):
+            found += self.valid.contents
         return str(found[0][0]) if len(found) == 1 else hashlib.sha256(str(found).encode()).hexdigest()
+
+
+def _are_cut_from_one(one: BlendedSamples | Stream, other: BlendedSamples | Stream) -> bool:
+    return bool(one.sources and other.sources) and one.sources[0].dataset is other.sources[0].dataset
 
 
 def fingerprint(data: IndexedDataset) -> str:
@@ -158,12 +173,12 @@ def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
     opener = _Opener(config, tokenizer, vocab_size)
     if data.data_path is not None:
         opened = opener.paths("data.data_path", data.data_path)
-        splits = [opener.split(opened, number) for number in range(3)]
+        splits: list[BlendedSamples | Stream | None] = [opener.split(opened, number) for number in range(3)]
     else:
         paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
         keys = (f"data.{name}_data_path" for name in NAMES)
         splits = [
-            opener.split(opener.paths(key, path), number, is_whole=True) if path is not None else None
+            opener.whole(key, path, number) if path is not None else None
             for number, (key, path) in enumerate(zip(keys, paths, strict=True))
         ]
     assert splits[0] is not None, "a run has something to train on"
@@ -186,6 +201,22 @@ class _Opener:
             _check_tokenizer(dataset, self.tokenizer, self.vocab_size)
             _check_documents(dataset, Packing.of(self.config.data, self.tokenizer.eod))
         return tuple((dataset, weight or Fraction(dataset.num_tokens)) for dataset, weight in opened)
+
+    def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | Stream | None:
+        """A split with a path of its own: token files, or a dataset."""
+        if not (isinstance(path, str) and path.startswith(STREAM)):
+            return self.split(self.paths(key, path), number, is_whole=True)
+        data, tokenizer, seed = self.config.data, self.tokenizer, self.config.train.seed if number == 0 else None
+        Packing.of(data, tokenizer.eod)
+        encoder = Encoder(
+            data.tokenizer_type,
+            data.tokenizer_model,
+            tokenizer.fingerprint,
+            (data.stream_key,),
+            append_eod=tokenizer.eod is not None,
+        )
+        rows = open_stream(path, data.stream_lanes, data.stream_shuffle_rows, seed, encoder)
+        return Stream(rows, self.config.model.seq_length)
 
     def split(self, opened: _Opened, number: int, is_whole: bool = False) -> BlendedSamples | None:
         """Train, valid or test of the corpora; None where it is not used and some corpus has too little of it."""
@@ -252,6 +283,9 @@ def _check_documents(dataset: IndexedDataset, packing: Packing) -> None:
 
 def describe_plan(corpus: Corpus, num_samples: int, max_epochs: float) -> Iterator[str]:
     """For the start of a run: what it is to read of each corpus, with a warning where that is often."""
+    if isinstance(corpus.train, Stream):
+        yield corpus.train.describe()
+        return
     for source in corpus.train.plan(num_samples):
         share = f"{100 * source.share:.4g} % " if len(corpus.train.sources) > 1 else ""
         yield (

@@ -75,6 +75,4 @@ class Record:
         return text
 
     def _wrong(self, problem: str) -> UserError:
-        return UserError(
-            f"{self.place}: {problem}; correct it or remove it, or leave such out with --on-bad-record skip"
-        )
+        return UserError(f"{self.place}: {problem}; correct it or remove it")

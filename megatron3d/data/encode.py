@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,12 @@ Ints = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Encoder:
-    """What a worker needs to turn documents into tokens; the fingerprint is that of the tokenizer."""
+    """What a worker needs to turn documents into tokens.
+
+    Attributes:
+        fingerprint: of the tokenizer.
+        remedy: what else than to correct it can be done about a bad record.
+    """
 
     tokenizer_type: str
     tokenizer_model: str | None
@@ -42,6 +49,7 @@ class Encoder:
     append_eod: bool
     split_sentences: bool = False
     skip_bad: bool = False
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,20 +79,32 @@ def encode(encoder: Encoder, records: Iterable[tuple[int, Record]], num_workers:
     """
     if num_workers == 1:
         for number, batch in _batches(records):
-            yield _encode_batch(encoder, batch), number, batch[-1].after
+            yield encode_batch(encoder, batch), number, batch[-1].after
         return
     with ExitStack() as stack:
-        pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"))
+        pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
         stack.callback(pool.shutdown, cancel_futures=True)
         pending: deque[tuple[Future[Encoded], int, int, int]] = deque()
         for number, batch in _batches(records):
             with _deferred_interrupts():  # a task may start a worker
-                future = pool.submit(_encode_batch, encoder, batch)
+                future = pool.submit(encode_batch, encoder, batch)
             pending.append((future, number, batch[-1].after, sum(map(_size, batch))))
             while len(pending) > 1 and _is_full(pending, num_workers):
                 yield _result(pending)
         while pending:
             yield _result(pending)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent is killed would wait for its next task for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
 
 
 def _is_full(pending: Sequence[tuple[Future[Encoded], int, int, int]], num_workers: int) -> bool:
@@ -173,7 +193,8 @@ class _Column:
         return np.concatenate([np.empty(0, dtype), *self.runs]), lengths, np.array(self.marks, np.int8)
 
 
-def _encode_batch(encoder: Encoder, batch: list[Record]) -> Encoded:
+def encode_batch(encoder: Encoder, batch: list[Record]) -> Encoded:
+    """The tokens of records, in this process; raises UserError that names a bad one."""
     tools = _tools(encoder)
     columns = tuple(_Column() for _ in encoder.keys)
     faults: list[str] = []
@@ -184,7 +205,7 @@ def _encode_batch(encoder: Encoder, batch: list[Record]) -> Encoded:
             runs = [_encode_text(encoder, tools, record, text) for text in texts]
         except UserError as error:
             if not encoder.skip_bad or not record.is_whole:
-                raise
+                raise UserError(f"{error}{encoder.remedy}") from error
             num_bad += 1
             faults += [str(error)] if len(faults) < KEPT_FAULTS else []
             continue

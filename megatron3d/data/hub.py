@@ -8,9 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron3d.data.blend import STREAM as PREFIX
 from megatron3d.errors import UserError
-
-PREFIX = "hf:"
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class HubName:
         return cls(name, config or None, split or "train")
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def open_dataset(text: str) -> Any:
     """The stream of a dataset that is downloaded, in a folder, or on the hub; raises UserError."""
     try:
@@ -56,7 +55,6 @@ def num_shards(text: str) -> int:
 
 
 def open_shard(text: str, number: int, count: int, first_row: int) -> Iterator[Mapping[str, Any]]:
-    """Rows of a shard from `first_row` on."""
-    shard = open_dataset(text)
-    shard = shard.shard(count, number) if count > 1 else shard
+    """Rows of a shard from `first_row` on; several may be read by turns."""
+    shard = open_dataset(text).shard(count, number)
     yield from shard.skip(first_row) if first_row else shard

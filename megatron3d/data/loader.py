@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron3d.data.ramp import Batch, Batches
 from megatron3d.layout import span
 from megatron3d.mesh import DATA, Axes, Mesh
 
@@ -62,7 +63,7 @@ class Loader:
             f"global batch {global_batch_size} is no multiple of {micro_batch_size} x {data_ranks} data ranks"
         )
         low, high = span(micro_batch_size, batch_axes, mesh)
-        self.global_batch_size = global_batch_size
+        self._rows = high - low
         self._samples = samples
         self._device = device
         self._firsts = range(mesh.index(data_axes) * micro_batch_size, global_batch_size, data_ranks * micro_batch_size)
@@ -72,32 +73,38 @@ class Loader:
         """The microbatches of the global batch whose first sequence is sample `consumed_samples`."""
         return self.microbatches(self.read(consumed_samples))
 
-    def read(self, consumed_samples: int) -> Tensor:
-        """The rows of this rank in the host's memory, which is pinned where they are to leave it."""
-        rows = torch.from_numpy(self._samples.read(consumed_samples + self.positions))
+    def read(self, consumed_samples: int, batch: Batch | None = None) -> Tensor:
+        """The rows of this rank in the host's memory, which is pinned where they are to leave it.
+
+        Of a batch that is smaller, or cut to a shorter length, only these.
+        """
+        positions = self.positions if batch is None else self.positions[self.positions < batch.num_samples]
+        rows = torch.from_numpy(self._samples.read(consumed_samples + positions))
+        rows = rows if batch is None else rows[:, : batch.seq_length + 1].contiguous()
         return rows if self._device.type == "cpu" else rows.pin_memory()
 
     def microbatches(self, rows: Tensor) -> list[Microbatch]:
         """The rows on their way to the device."""
         rows = rows.to(self._device, non_blocking=True)
-        chunks = rows.view(len(self._firsts), -1, rows.shape[1])
-        return [Microbatch(tokens, first) for tokens, first in zip(chunks, self._firsts, strict=True)]
+        chunks = rows.view(-1, self._rows, rows.shape[1])
+        return [Microbatch(tokens, first) for tokens, first in zip(chunks, self._firsts, strict=False)]
 
 
 class Prefetching:
     """A loader that reads the next global batch while the device works on this one; what it gives is the same."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: Loader, batches: Batches) -> None:
+        self._loader, self._batches = loader, batches
         self._thread = ThreadPoolExecutor(1, "prefetch")
         self._next: tuple[int, Future[Tensor]] | None = None
 
     def step(self, consumed_samples: int) -> list[Microbatch]:
         """As the loader's; what went wrong while reading ahead is raised when it is asked for."""
         begin, ahead = self._next or (-1, None)
-        rows = (
-            ahead.result() if ahead is not None and begin == consumed_samples else self._loader.read(consumed_samples)
-        )
-        following = consumed_samples + self._loader.global_batch_size
-        self._next = following, self._thread.submit(self._loader.read, following)
+        rows = ahead.result() if ahead is not None and begin == consumed_samples else self._read(consumed_samples)
+        following = consumed_samples + self._batches.at(consumed_samples).num_samples
+        self._next = following, self._thread.submit(self._read, following)
         return self._loader.microbatches(rows)
+
+    def _read(self, consumed_samples: int) -> Tensor:
+        return self._loader.read(consumed_samples, self._batches.at(consumed_samples))

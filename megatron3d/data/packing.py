@@ -125,7 +125,10 @@ def _goldfish(tokens_BS: Tensor, k: int, h: int) -> Tensor:
     return dropped
 
 
-def document_mask(segments_BS: Tensor) -> Tensor:
-    """[B, S, S]: whether a query (row) may see a key: not later, and of its document."""
-    same = segments_BS.unsqueeze(-1) == segments_BS.unsqueeze(-2)
-    return same.tril_()
+def document_mask(segments_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, S, S], to be added to scores: 0 where a query (row) may see a key, not later and of its document, else -inf.
+
+    Of booleans torch would make just this, but again in every layer, and keep each until backward.
+    """
+    may_see = (segments_BS.unsqueeze(-1) == segments_BS.unsqueeze(-2)).tril_()
+    return torch.zeros_like(may_see, dtype=dtype).masked_fill_(may_see.logical_not_(), float("-inf"))

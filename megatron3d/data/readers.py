@@ -14,7 +14,8 @@ from megatron3d.data.pieces import Piece, open_parquet, open_stream
 from megatron3d.errors import UserError
 
 SKIP_BYTES = 1 << 20
-ROWS = 256
+ROWS, ROWS_BYTES = 256, 1 << 22
+"""Rows of a parquet file that are taken at one time, and about how many bytes of them at most; one at least."""
 DEFAULT_RECORD_BYTES = 64 << 20
 
 
@@ -25,7 +26,7 @@ class Reading:
     Attributes:
         keys: fields of a row that are wanted.
         cut: where a long text may be cut.
-        max_record_bytes: longest line of JSON that is taken into memory.
+        max_record_bytes: longest line of JSON, or text of a row, that is taken.
     """
 
     keys: tuple[str, ...]
@@ -56,7 +57,7 @@ def _lines(piece: Piece, reading: Reading, position: int | None) -> Iterator[Rec
             after = place + len(line)
             if len(line) > limit:
                 after += _rest_of_line(file, line)
-                content = UserError(f"longer than --max-record-mb {limit / 1e6:g}")
+                content = _too_long(reading)
             if not line.isspace():
                 yield Record(piece, place, after, content, after - place)
             place = after
@@ -127,12 +128,13 @@ def _rows(piece: Piece, reading: Reading, position: int | None) -> Iterator[Reco
     if missing := [key for key in reading.keys if key not in columns]:
         names = ", ".join(map(repr, file.schema_arrow.names)) or "none"
         raise UserError(f"{piece.path}: no column {missing[0]!r}; it has {names}, see --json-keys")
-    row, count = 0, max(file.metadata.row_group(piece.start).num_rows, 1)
-    for batch in file.iter_batches(ROWS, row_groups=[piece.start], columns=columns, use_threads=False):
+    row, size = 0, piece.num_bytes // max(file.metadata.row_group(piece.start).num_rows, 1)
+    at_once = min(max(ROWS_BYTES // max(size, 1), 1), ROWS)
+    for batch in file.iter_batches(at_once, row_groups=[piece.start], columns=columns, use_threads=False):
         if row + batch.num_rows > first:
             for number, fields in enumerate(batch.to_pylist(), row):
                 if number >= first:
-                    yield Record(piece, number, number + 1, fields, piece.num_bytes // count)
+                    yield Record(piece, number, number + 1, _within(fields, reading), size)
         row += batch.num_rows
 
 
@@ -141,7 +143,18 @@ def _dataset(piece: Piece, reading: Reading, position: int | None) -> Iterator[R
     rows: Iterator[Mapping[str, Any]] = open_shard(piece.path, piece.start, piece.stop, first)
     for number, fields in enumerate(rows, first):
         wanted = {key: fields[key] for key in reading.keys if key in fields}
-        yield Record(piece, number, number + 1, wanted or dict(fields), 0)
+        yield Record(piece, number, number + 1, _within(wanted or dict(fields), reading), 0)
+
+
+def _within(fields: Mapping[str, object], reading: Reading) -> Mapping[str, object] | UserError:
+    """The fields of a row, unless one of them is too long."""
+    if any(isinstance(value, str) and len(value) > reading.max_record_bytes for value in fields.values()):
+        return _too_long(reading)
+    return fields
+
+
+def _too_long(reading: Reading) -> UserError:
+    return UserError(f"longer than --max-record-mb {reading.max_record_bytes / 1e6:g}")
 
 
 _READERS: Mapping[str, Callable[[Piece, Reading, int | None], Iterator[Record]]] = {

@@ -67,9 +67,15 @@ def sample_offsets(split: Split, seq_length: int, seed: int | None, samples: Ind
     num_windows = split.num_windows(seq_length)
     epochs, windows = np.divmod(samples, num_windows)
     if seed is not None:
-        windows = permute(windows, num_windows, _epoch_keys(seed, epochs))
+        windows = permute(windows, num_windows, permutation_keys(f"data order {seed}", epochs))
     offsets: Indices = split.first_token + windows * seq_length
     return offsets
+
+
+def permutation_keys(what: str, epochs: Indices) -> _Words:
+    """For `permute`: keys of what is permuted, another one in each epoch."""
+    key = np.frombuffer(hashlib.sha256(what.encode()).digest(), "<u8", count=1).astype(np.uint64)
+    return _mix(key ^ _mix(epochs.astype(np.uint64), 0), 0)
 
 
 def permute(positions: Indices, size: int, keys: _Words) -> Indices:
@@ -100,8 +106,3 @@ def _mix(words: _Words, number: int) -> _Words:
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
     return words
-
-
-def _epoch_keys(seed: int, epochs: Indices) -> _Words:
-    key = np.frombuffer(hashlib.sha256(f"data order {seed}".encode()).digest(), "<u8", count=1).astype(np.uint64)
-    return _mix(key ^ _mix(epochs.astype(np.uint64), 0), 0)

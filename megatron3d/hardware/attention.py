@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megatron3d.errors import UserError
+
 NAMES: Mapping[SDPBackend, str] = {
     SDPBackend.FLASH_ATTENTION: "flash",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
@@ -18,13 +20,22 @@ NAMES: Mapping[SDPBackend, str] = {
 
 
 def describe_attention(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seq_length: int, dropout: float = 0.0
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    seq_length: int,
+    dropout: float = 0.0,
+    is_masked: bool = False,
 ) -> str:
     """One line for the start-up report.
 
     Args:
         heads: query heads and key/value heads of one rank, and the size of a head.
         dropout: on the attention weights; where there is any, training does not use these kernels.
+        is_masked: documents are kept apart by a mask.
+
+    Raises:
+        UserError: no kernel takes a mask, but one is needed.
     """
     num_heads, num_groups, size = heads
     q, k = (
@@ -33,26 +44,35 @@ def describe_attention(
     )
     groups = "" if num_groups == num_heads else f" ({num_groups} key/value)"
     what = f"{num_heads} heads{groups} of {size} in {str(dtype).removeprefix('torch.')} on each rank"
-    line = f"{chosen(q, k)} kernel for {what} (usable: {', '.join(usable(q, k))})"
+    mask = torch.zeros(1, 1, seq_length, seq_length, dtype=dtype, device=device) if is_masked else None
+    names = usable(q, k, mask)
+    if is_masked and not names:
+        raise UserError(
+            f"data.reset_attention_mask=true: none of torch's attention kernels here takes a mask with {what} (without "
+            f"one: {', '.join(usable(q, k)) or 'none'}); allow its memory-efficient or math kernel, or use false"
+        )
+    with_mask = ", with a mask," if is_masked else ""
+    line = f"{chosen(q, k, mask)} kernel{with_mask} for {what} (usable: {', '.join(names)})"
     if dropout > 0:
         return f"attention: plain products in training, since attention_dropout={dropout:g}; in evaluation {line}"
     return f"attention: {line}"
 
 
-def chosen(q: Tensor, k: Tensor) -> str:
-    """The kernel that torch takes for causal attention of these queries and keys [B, heads, S, D]."""
-    backend: int = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+def chosen(q: Tensor, k: Tensor, mask: Tensor | None = None) -> str:
+    """The kernel that torch takes for causal or masked attention of these queries and keys [B, heads, S, D]."""
+    is_grouped = q.shape[1] != k.shape[1]
+    backend: int = torch._fused_sdp_choice(q, k, k, mask, is_causal=mask is None, enable_gqa=is_grouped)
     return NAMES[SDPBackend(backend)]
 
 
-def usable(q: Tensor, k: Tensor) -> tuple[str, ...]:
+def usable(q: Tensor, k: Tensor, mask: Tensor | None = None) -> tuple[str, ...]:
     """Kernels that are there, not switched off, and able to do it."""
     flags = torch.backends.cuda
     math = flags.math_sdp_enabled()
     if q.device.type == "cpu":
         able = {SDPBackend.FLASH_ATTENTION: flags.flash_sdp_enabled(), SDPBackend.MATH: math}
     else:
-        params = flags.SDPAParams(q, k, k, None, 0.0, True, q.shape[1] != k.shape[1])
+        params = flags.SDPAParams(q, k, k, mask, 0.0, mask is None, q.shape[1] != k.shape[1])
         able = {
             SDPBackend.FLASH_ATTENTION: flags.can_use_flash_attention(params),
             SDPBackend.EFFICIENT_ATTENTION: flags.can_use_efficient_attention(params),

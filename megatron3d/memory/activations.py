@@ -59,7 +59,7 @@ def embedding_activations(work: Work) -> tuple[Item, ...]:
     read = work.part(work.num_tokens, plan.m)
     is_plain = not (plan.m or plan.k or plan.n) and work.itemsize == work.wide
     items = [Item("embedding", "rows", read * (_INDEX if is_plain else _INDEX + 1))]
-    if work.arch.position_embedding_type == "learned_absolute":
+    if work.arch.position_embedding_type == "learned_absolute" and not work.begins_anew:  # else a view of what is there
         items.append(Item("embedding", "positions", work.tokens * _INDEX))
     return (*items, *_mask(work, "embedding_dropout"))
 
@@ -75,6 +75,17 @@ def rotary_tables(work: Work) -> tuple[Item, ...]:
     if work.arch.position_embedding_type != "rope":
         return ()
     return (Item("rotary", "cos and sin", 2 * work.arch.seq_length * work.arch.kv_channels * work.itemsize),)
+
+
+def document_activations(work: Work) -> tuple[Item, ...]:
+    """What all layers of a stage share of documents in a microbatch: who sees whom [S, S], and rotary tables."""
+    tokens, is_rope = work.sequences_read * work.arch.seq_length, work.arch.position_embedding_type == "rope"
+    items = []
+    if work.keeps_apart and (not work.arch.attention_dropout or work.recompute != KEEP_ALL):
+        items.append(Item("documents", "mask", tokens * work.arch.seq_length * work.itemsize))
+    if work.begins_anew and is_rope:
+        items.append(Item("documents", "cos and sin", 2 * tokens * work.arch.kv_channels * work.itemsize))
+    return tuple(items)
 
 
 def put_off_activations(work: Work) -> int:
@@ -184,7 +195,8 @@ def _written_out(work: Work, last: Mapping[str, Item]) -> Iterator[Item]:
     is_copied = work.sequences > 1 and work.num_queries > 1
     yield Item(site, "q by head", by_head) if is_copied else last["q"]
     yield Item(site, "k and v by head", 2 * by_head)
-    yield Item(site, "which positions are later", seq * seq)
+    if not work.keeps_apart:
+        yield Item(site, "which positions are later", seq * seq)
     yield Item(site, "softmax", scores * work.wide)
     yield Item(site, "dropout mask", scores)
     yield Item(site, "softmax after dropout", scores * work.itemsize)

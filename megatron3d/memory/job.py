@@ -91,7 +91,8 @@ def make_job(
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
     itemsize = ITEMSIZES[train.precision]
     mode, execution = tensor_mode(parallel), execution_of(parallel)
-    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, execution, kernels)
+    documents = config.data.reset_attention_mask, config.data.reset_position_ids
+    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, execution, kernels, *documents)
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     first, second = (work.wide if name is None else ITEMSIZES[name] for name in moments)
     pipeline = make_pipeline(config, arch, mesh)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megatron3d.layout import ParamSpec, num_copies
 from megatron3d.memory.activations import (
+    document_activations,
     embedding_activations,
     head_activations,
     layer_activations,
@@ -33,6 +34,8 @@ from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind, kept, own
 
 # Of a microbatch: a token's index, in the batch and among its labels.
 _TOKEN_BYTES = 2 * 8
+# The number of its document, or its position there.
+_DOCUMENT_BYTES = 8
 # Of an element: what AdamW holds when it rounds a moment, when it computes, and of the piece before.
 _ROUNDED_BYTES, _COMPUTED_BYTES, _LEFT_BYTES = 30, 20, 18
 
@@ -132,6 +135,7 @@ def stage_activations(job: Job, stage: Stage) -> int:
     reader = head if first is None else () if first.is_offloaded else layer_activations(work)
     holds_input = (first and first.is_repeated and not first.is_offloaded) or (reader and reader[0].what == "input")
     own_input = 0 if stage.has_embedding or holds_input else work.residual
+    own_input += total(document_activations(work)) if stage.layers else 0
     return own_input + total(embedding) + sum(run_activations(work, run) for run in runs) + total(head)
 
 
@@ -171,12 +175,12 @@ def buffers(job: Job) -> dict[str, int]:
     """Bytes of what is there all the time: the step's tokens, rotary tables, gathered weights that stay until backward,
     and where weights are shared out two whole blocks, one that computes and one that is gathered."""
     work = job.work
-    sequences = work.part(work.micro_batch_size, work.mode.batch_axes)
+    token_bytes = _TOKEN_BYTES + _DOCUMENT_BYTES * (work.keeps_apart + work.begins_anew)
     blocks = Counter[str]()
     for block, _, spec in _params(job):
         blocks[block] += math.prod(spec.local_shape(work.mesh))
     return {
-        "tokens": job.num_microbatches * sequences * work.arch.seq_length * _TOKEN_BYTES,
+        "tokens": job.num_microbatches * work.sequences_read * work.arch.seq_length * token_bytes,
         "rotary tables": total(rotary_tables(work)),
         "gathered weights": gathered_weights(job),
         "whole blocks": _largest(2, blocks.values()) * work.itemsize if job.shares(3) else 0,

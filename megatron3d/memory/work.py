@@ -40,7 +40,11 @@ KERNELS: Mapping[str, Kernels] = {
 
 @dataclass(frozen=True)
 class Work:
-    """A microbatch of `micro_batch_size` sequences over all ranks that share it, as this rank of the mesh sees it."""
+    """A microbatch of `micro_batch_size` sequences over all ranks that share it, as this rank of the mesh sees it.
+
+    Attributes:
+        keeps_apart: documents in a sequence do not see each other; `begins_anew`: their positions begin at 0.
+    """
 
     arch: Architecture
     mode: Mode
@@ -50,11 +54,18 @@ class Work:
     recompute: Recompute = KEEP_ALL
     execution: Execution = AS_PLANNED
     kernels: Kernels = KERNELS["cpu"]
+    keeps_apart: bool = False
+    begins_anew: bool = False
 
     def part(self, size: int, axes: Axes) -> int:
         """My share of a dimension that `axes` split."""
         low, high = span(size, axes, self.mesh)
         return high - low
+
+    @property
+    def sequences_read(self) -> int:
+        """Sequences that this rank reads."""
+        return self.part(self.micro_batch_size, self.mode.batch_axes)
 
     @property
     def wide(self) -> int:

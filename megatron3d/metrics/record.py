@@ -26,6 +26,7 @@ class StepRecord:
         peak_memory_bytes: largest of any rank's.
         skipped_iterations: steps without an update since the last record.
         loss_scale: what the next step's loss is multiplied by; None where nothing is scaled.
+        global_batch_size: sequences of this step, and `seq_length` of them that it was trained on.
     """
 
     iteration: int
@@ -44,9 +45,11 @@ class StepRecord:
     pipeline_bubble: float | None = None
     skipped_iterations: int = 0
     loss_scale: float | None = None
+    global_batch_size: int = 0
+    seq_length: int = 0
 
 
-def step_line(record: StepRecord, train_iters: int, global_batch_size: int, now: datetime) -> str:
+def step_line(record: StepRecord, train_iters: int, now: datetime) -> str:
     """The console line of a step."""
     fields = {
         "consumed samples": f"{record.consumed_samples:12d}",
@@ -55,7 +58,7 @@ def step_line(record: StepRecord, train_iters: int, global_batch_size: int, now:
         "tokens per second per rank": f"{record.tokens_per_s_per_rank:.0f}",
         "MFU": None if record.mfu is None else f"{100 * record.mfu:.1f}%",
         "learning rate": f"{record.learning_rate:.6E}",
-        "global batch size": f"{global_batch_size:5d}",
+        "global batch size": f"{record.global_batch_size:5d}",
         "lm loss": scientific(record.lm_loss),
         "loss scale": None if record.loss_scale is None else f"{record.loss_scale:.1f}",
         "grad norm": f"{record.grad_norm:.3f}",

@@ -29,8 +29,8 @@ class MetricsWriter:
 
     def step(self, record: StepRecord, more: Mapping[str, Any] | None = None) -> None:
         """Report one step, and `more` of it, of which the console shows `timers` where that is asked for."""
-        train, more = self._config.train, dict(more or {})
-        print(step_line(record, train.train_iters, train.global_batch_size, datetime.now()), flush=True)
+        more = dict(more or {})
+        print(step_line(record, self._config.train.train_iters, datetime.now()), flush=True)
         if self._config.logging.timing_log_level == 2:
             print("\n".join(timer_lines(more.get("timers", {}))), flush=True)
         self._write(asdict(record) | more)

@@ -77,7 +77,7 @@ class GPT(nn.Module):
         if self.stages[-1].has_head:
             self.final_norm = Norm("final_norm", mode.residual[1], build)
             self.head = LossHead("head", loss_chunk_tokens, build)
-        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rotary: tuple[Tensor, Tensor] | None = None
         self.observe: Callable[[str, Tensor], None] = unobserved
 
     @property
@@ -194,7 +194,7 @@ class GPT(nn.Module):
         if at.documents is None:
             return at
         segments_BS, positions_BS = at.documents.segments_BS, at.documents.positions_BS
-        mask = None if segments_BS is None else document_mask(segments_BS)
+        mask = None if segments_BS is None else document_mask(segments_BS, next(self.parameters()).dtype)
         rotary = at.rotary
         if rotary is not None and positions_BS is not None:
             rotary = rotary[0][positions_BS], rotary[1][positions_BS]
@@ -204,10 +204,11 @@ class GPT(nn.Module):
         return replace(at, mask_BSS=mask, rotary=rotary)
 
     def _rotary_tables(self, seq_length: int) -> tuple[Tensor, Tensor]:
-        if seq_length not in self._rotary:
-            like = next(self.parameters())
-            self._rotary[seq_length] = rotary_tables(seq_length, self.arch.kv_channels, self.arch.rotary_base, like)
-        return self._rotary[seq_length]
+        if self._rotary is None or len(self._rotary[0]) < seq_length:
+            like, longest = next(self.parameters()), max(seq_length, self.arch.seq_length)
+            self._rotary = rotary_tables(longest, self.arch.kv_channels, self.arch.rotary_base, like)
+        cos, sin = self._rotary
+        return cos[:seq_length], sin[:seq_length]
 
     def _layers(self, layers: range, x_MH: Tensor, at: Pass) -> Tensor:
         for index in layers:

@@ -86,7 +86,8 @@ def attention(
 
     Args:
         drop: (rate, key, index of the first sequence in the global batch).
-        mask_BST: which keys, of T positions, each query sees; default: those that do not come after it.
+        mask_BST: which keys, of T positions, each query sees, or what is added to scores; default: those that do not
+            come after it.
     """
     q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
     if not heads.are_even:
@@ -103,13 +104,16 @@ def attention(
 def _attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, heads: Heads, drop: tuple[float, int, int], mask: Tensor | None
 ) -> Tensor:
-    """The slow, obvious form: torch's kernels draw masks that depend on the layout, ours must not."""
+    """The slow, obvious form: torch's kernels draw masks that depend on the layout, ours must not; `mask` is added."""
     rate, key, first_sequence = drop
     batch, num_heads, seq, size = q.shape
     k, v = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2) * size**-0.5).to(torch.promote_types(q.dtype, torch.float32))
-    future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill(future if mask is None else ~mask, float("-inf")).softmax(-1).to(q.dtype)
+    if mask is None:
+        scores = scores.masked_fill(torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
+    else:
+        scores = scores + mask
+    weights = scores.softmax(-1).to(q.dtype)
     sequence = torch.arange(first_sequence, first_sequence + batch, device=q.device).unsqueeze(1)
     head = torch.arange(*heads.query_span, device=q.device)
     rows = ((sequence * heads.num_heads + head).unsqueeze(-1) * seq + torch.arange(seq, device=q.device)).flatten()

@@ -80,6 +80,11 @@ def forwards(schedule: Schedule, m: int) -> Schedule:
     return tuple(tuple(a for a in actions if a.kind is Kind.F and a.mb in range(m)) for actions in schedule)
 
 
+def first_microbatches(schedule: Schedule, m: int) -> Schedule:
+    """A valid schedule without the microbatches from m on, which is one too."""
+    return tuple(tuple(a for a in actions if a.mb in range(m)) for actions in schedule)
+
+
 def results(action: Action) -> tuple[Action, ...]:
     """What is available when a computation is done: a whole backward is both of its halves."""
     if action.kind is Kind.B:

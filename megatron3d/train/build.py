@@ -23,6 +23,8 @@ from megatron3d.data.corpus import BlendedSamples, Corpus, describe_plan, open_c
 from megatron3d.data.indexed import BLOCK, IndexedDataset
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing
+from megatron3d.data.ramp import Batches
+from megatron3d.data.stream import Stream
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.hardware import device_peak
@@ -30,7 +32,7 @@ from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
 from megatron3d.runtime import Phases, Runtime
 from megatron3d.train.profiling import check_history, profile_folder
-from megatron3d.train.report import check_built, startup_report
+from megatron3d.train.report import attention_line, check_built, startup_report
 from megatron3d.train.resume import Loading, load_state
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
@@ -39,14 +41,14 @@ from megatron3d.train.trace import trace_folder
 
 def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     """Read the corpus, connect the ranks, build the model, load a checkpoint, and open the output folder last."""
-    config, is_first = resolved.config, runtime.rank == 0
+    config, is_first, batches = resolved.config, runtime.rank == 0, Batches.of(resolved.config)
     check_history(config.logging, runtime.device)
     with phases("tokenizer and corpus"):
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         corpus = open_corpus(config, tokenizer)
     if is_first:
         arithmetic = batch_arithmetic(config, runtime.world_size, tokenizer.vocab_size)
-        plan = describe_plan(corpus, config.train.train_iters * config.train.global_batch_size, config.data.max_epochs)
+        plan = describe_plan(corpus, batches.consumed_samples(config.train.train_iters), config.data.max_epochs)
         print("> " + "\n".join((arithmetic, *plan)).replace("\n", "\n> "), flush=True)
     baseline_bytes = peak_memory_bytes(runtime.device)
     with phases("process groups"):
@@ -54,23 +56,23 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     with phases("model and optimizer"):
         state = build_state(config, arch, comm, runtime.device)
         check_built(state)
+        attention_line(state, config)  # every rank refuses what its kernels cannot do
+        state.stream = corpus.train if isinstance(corpus.train, Stream) else None
     if runtime.watchdog is not None:
         runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.begun, comm.last_begun))
     identity = identity_of(config, tokenizer, corpus)
     with phases("checkpoint"):
         saver = make_saver(config, comm)
         resume(config, state, identity, comm, saver)
-    unknown = [dataset for dataset in corpus.datasets if dataset.manifest is None]
-    if state.iteration == 0 and unknown:
+    if state.iteration == 0 and any(dataset.manifest is None for dataset in corpus.datasets):
         with phases("token ids of the corpus, which has no manifest"):
-            for dataset in unknown:
-                check_token_ids(dataset, state)
+            check_token_ids(corpus, state)
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
     if is_first:
         print(startup_report(state, peak, config), flush=True)
 
-    def loader(samples: BlendedSamples) -> Loader:
+    def loader(samples: BlendedSamples | Stream) -> Loader:
         train, batch_axes = config.train, state.model.mode.batch_axes
         return Loader(samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device)
 
@@ -81,7 +83,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         config,
         runtime,
         state,
-        Prefetching(loader(corpus.train)),
+        Prefetching(loader(corpus.train), batches),
         loader(corpus.valid) if corpus.valid else None,
         metrics,
         saver,
@@ -92,7 +94,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         peak,
         baseline_bytes,
         Packing.of(config.data, tokenizer.eod),
-        corpus.train.consumed_tokens,
+        batches,
+        lambda num_samples: corpus.train.consumed_tokens(batches.spans(num_samples)),
     )
 
 
@@ -166,11 +169,16 @@ def check_is_new(root: Path, passed: Sequence[tuple[Path, str]]) -> None:
     latest(root)
 
 
-def check_token_ids(data: IndexedDataset, state: TrainState) -> None:
-    """Read the whole corpus, each rank a part; raises UserError where a token is outside the vocabulary.
+def check_token_ids(corpus: Corpus, state: TrainState) -> None:
+    """Read all token files without a manifest, which would tell: those that Megatron made, each rank a part.
 
-    For corpora without a manifest, which would tell: those that Megatron made.
+    Raises UserError where a token is outside the vocabulary.
     """
+    for data in (dataset for dataset in corpus.datasets if dataset.manifest is None):
+        _check_token_ids(data, state)
+
+
+def _check_token_ids(data: IndexedDataset, state: TrainState) -> None:
     comm, vocab_size = state.model.comm, state.model.arch.vocab_size
     starts = range(comm.mesh.rank * BLOCK, data.num_tokens, comm.mesh.world_size * BLOCK)
     blocks = (data.tokens(start, min(start + BLOCK, data.num_tokens)) for start in starts)

@@ -11,7 +11,7 @@ from megatron3d.config.derive import Pipeline
 from megatron3d.layout import box, box_shape
 from megatron3d.model.gpt import GPT
 from megatron3d.model.passes import Pass
-from megatron3d.pipeline.actions import Action, forwards
+from megatron3d.pipeline.actions import Action, Schedule, first_microbatches, forwards
 from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
 from megatron3d.pipeline.lower import lower
 
@@ -26,15 +26,21 @@ class Flow:
     def __init__(self, model: GPT, pipeline: Pipeline) -> None:
         self.model, self.pipeline, self.peak_in_flight = model, pipeline, 0
         self._rank = model.comm.mesh.coord("pipeline")
-        self._training = lower(pipeline.schedule)[self._rank]
+        self._training: dict[int, Sequence[Action]] = {}
         self._sampling: dict[int, Sequence[Action]] = {}
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """What all ranks compute in a step of so many microbatches, at most those of the pipeline's schedule."""
+        return first_microbatches(self.pipeline.schedule, num_microbatches)
 
     def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Watch = unwatched) -> Tensor:
         """Forward and backward of every microbatch; my share of the loss, 0 where the last stage is elsewhere.
 
         `reduce` is called with the index of each of my stages when its gradients are complete.
         """
-        engine = self._engine(self._training, passes, reduce)
+        if len(passes) not in self._training:
+            self._training[len(passes)] = lower(self.schedule(len(passes)))[self._rank]
+        engine = self._engine(self._training[len(passes)], passes, reduce)
         results = engine.run(watch)
         self.peak_in_flight = engine.peak_in_flight
         return self._total(results, passes)

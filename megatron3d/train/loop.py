@@ -24,7 +24,7 @@ STOP_FILE = "stop"
 
 def train(run: Run, stop: StopSignal) -> int:
     """Train to the end, or until something asks to stop; saves before it returns the exit code."""
-    config, state, settings = run.config, run.state, run.settings
+    config, state = run.config, run.state
     job = job_of(config, state.model, run.runtime.device)
     watching, clock, timers = Watching(run, job), Clock(config), run.timers
     judge, previous = Judge(config.train), None
@@ -32,13 +32,14 @@ def train(run: Run, stop: StopSignal) -> int:
     while state.iteration < config.train.train_iters and not stopping:
         if pass_over(run):
             continue
+        size = run.batches.at(state.consumed_samples)
         with timers.watch(BATCH):
             batch = run.train_data.step(state.consumed_samples)
         lr = learning_rate(config.optimizer, state.iteration + 1, config.train.train_iters)
         stop_requested = stop.requested is not None or clock.is_over or has_stop_file(run)
         with explained(job):
-            result = train_step(state, batch, lr, settings, stop_requested, watching.begin_step())
-        watching.end_step(result, lr)
+            result = train_step(state, batch, lr, run.settings(size), stop_requested, watching.begin_step())
+        watching.end_step(result, lr, size)
         if _due(state.iteration, config.train.eval_interval):
             with watching.aside(EVALUATE):
                 validate(run)
@@ -94,7 +95,7 @@ def pass_over(run: Run) -> bool:
     if state.iteration + 1 not in run.config.train.iterations_to_skip:
         return False
     state.iteration += 1
-    state.consumed_samples += run.settings.num_samples
+    state.consumed_samples += run.batches.at(state.consumed_samples).num_samples
     if run.runtime.rank == 0:
         print(f"> iteration {state.iteration} is skipped, as train.iterations_to_skip says", flush=True)
     return True
@@ -106,7 +107,8 @@ def validate(run: Run) -> None:
         return
     size, num_steps = run.config.train.global_batch_size, run.config.train.eval_iters
     steps = (run.valid_data.step(index * size) for index in range(num_steps))
-    settings = replace(run.settings, num_tokens=run.settings.num_tokens * num_steps)
+    settings = run.settings(run.batches.last)
+    settings = replace(settings, num_tokens=settings.num_tokens * num_steps)
     loss = evaluate(run.state.flow, steps, settings).item()
     if run.metrics:
         run.metrics.evaluation(run.state.iteration, loss)

@@ -40,6 +40,14 @@ def check_built(state: TrainState) -> None:
         )
 
 
+def attention_line(state: TrainState, config: Config) -> str:
+    """Which attention kernel this rank takes; raises UserError where a mask is needed that none takes."""
+    arch, whole = state.model.arch, state.buffers.flats[0].whole
+    work = job_of(config, state.model, whole.device).work
+    heads, is_masked = (work.num_queries, work.num_groups, arch.kv_channels), config.data.reset_attention_mask
+    return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)
+
+
 def startup_report(state: TrainState, peak: Peak | None, config: Config) -> str:
     """Model, kernels, stages and memory of the ranks, and the denominator of MFU."""
     return "\n".join(f"> {line}" for line in _lines(state, peak, config))
@@ -65,8 +73,7 @@ def _lines(state: TrainState, peak: Peak | None, config: Config) -> Iterator[str
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
     if uses_onednn(whole.device, whole.dtype):
         yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
-    heads = job.work.num_queries, job.work.num_groups, arch.kv_channels
-    yield describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout)
+    yield attention_line(state, config)
     if "apex" in (config.optimizer.adam_implementation, config.train.norm_implementation):
         yield describe_apex()
     if job.pipeline.num_ranks > 1:

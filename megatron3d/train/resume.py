@@ -33,6 +33,7 @@ class Meta(BaseModel):
     consumed_samples: int
     optimizer_steps: float
     loss_scale: dict[str, float] = {}
+    cursors: dict[str, list[int]] = {}
     config: dict[str, JsonValue] = {}
     mesh: dict[str, int] = {}
     versions: dict[str, str] = {}
@@ -78,10 +79,19 @@ def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Confi
         consumed_samples=state.consumed_samples,
         optimizer_steps=state.optimizer.num_steps.item(),
         loss_scale={name: value.item() for name, value in state.loss_scale.state().items()},
+        cursors=_cursors(state),
         config={} if config is None else config.model_dump(mode="json"),
         mesh=state.model.comm.mesh.sizes,
         versions={"megatron3d": __version__, "torch": str(torch.__version__)},
     ).model_dump()
+
+
+def _cursors(state: TrainState) -> dict[str, list[int]]:
+    """Where a stream is to be read on, as all ranks together know; on rank 0."""
+    if state.stream is None:
+        return {}
+    known = state.model.comm.gather_object(state.stream.cursors(state.consumed_samples)) or []
+    return {lane: list(cursor) for cursors in known for lane, cursor in cursors.items()}
 
 
 def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Path:
@@ -110,6 +120,8 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
         state.buffers.publish()
         if loading.progress:
             state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
+            if state.stream is not None:
+                state.stream.go_on(meta.consumed_samples, meta.cursors)
         if loading.optimizer:
             state.optimizer.set_num_steps(meta.optimizer_steps)
             state.loss_scale.load(meta.loss_scale)

@@ -13,6 +13,7 @@ from megatron3d.comm import ProcessComm
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing
+from megatron3d.data.ramp import Batch, Batches
 from megatron3d.hardware import Peak
 from megatron3d.metrics import MetricsWriter
 from megatron3d.metrics.timers import Timers
@@ -35,6 +36,7 @@ class Run:
         peak: of one device, None where unknown.
         baseline_bytes: peak memory before the model was built.
         packing: what documents in samples mean.
+        batches: the sizes of all global batches.
         consumed_tokens: of each corpus of a blend in the first samples, to be logged.
     """
 
@@ -52,14 +54,12 @@ class Run:
     peak: Peak | None
     baseline_bytes: int
     packing: Packing
+    batches: Batches
     consumed_tokens: Callable[[int], Mapping[str, float]]
 
-    @property
-    def settings(self) -> Settings:
+    def settings(self, batch: Batch) -> Settings:
         """Constants of a step."""
-        train = self.config.train
-        num_tokens = train.global_batch_size * self.config.model.seq_length
-        return Settings(train.seed, num_tokens, train.global_batch_size, self.packing)
+        return Settings(self.config.train.seed, batch.num_tokens, batch.num_samples, self.packing)
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -17,6 +17,7 @@ from megatron3d.config.derive import (
     vocab_multiple,
 )
 from megatron3d.config.schema import Config
+from megatron3d.data.stream import Stream
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import fused_norms
 from megatron3d.mesh import DATA
@@ -33,7 +34,11 @@ from megatron3d.zero import Buffers, Sharding
 
 @dataclass
 class TrainState:
-    """Model, buffers and optimizer; `iteration` steps are done, and `consumed_samples` sequences are used up."""
+    """Model, buffers and optimizer; `iteration` steps are done, and `consumed_samples` sequences are used up.
+
+    Attributes:
+        stream: what is trained on where that is a dataset as it is; checkpoints remember where it is read on.
+    """
 
     model: GPT
     buffers: Buffers
@@ -42,6 +47,7 @@ class TrainState:
     flow: Flow
     iteration: int = 0
     consumed_samples: int = 0
+    stream: Stream | None = None
 
 
 def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tuple[Architecture, ProcessComm]:

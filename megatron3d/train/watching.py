@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron3d.cost.traffic import step_flops
+from megatron3d.data.ramp import Batch
 from megatron3d.memory.job import Job
 from megatron3d.memory.show import memory_table
 from megatron3d.metrics import StepRecord, peak_memory_bytes
@@ -54,7 +55,7 @@ class Watching:
     def restart(self) -> None:
         """Begin to measure anew, after something that is not training."""
         self._run.timers.forget()
-        self._begin_s, self._num_steps = time.perf_counter(), 0
+        self._begin_s, self._num_steps, self._num_tokens = time.perf_counter(), 0, 0
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
@@ -72,15 +73,16 @@ class Watching:
         watch = both(run.timers.watch, self._recording.watch) if self._recording else run.timers.watch
         return self._profiling.begin_step(iteration, self._moments.watch(watch) if self._moments else watch)
 
-    def end_step(self, result: StepResult, lr: float) -> None:
+    def end_step(self, result: StepResult, lr: float, batch: Batch) -> None:
         """Count a step, and report it if that is due."""
         run, iteration = self._run, self._run.state.iteration
         self._num_steps += 1
+        self._num_tokens += batch.num_tokens
         self._skipped += result.skipped
         run.timers.end_step()
         self._profiling.end_step(iteration)
         if iteration % run.config.logging.log_interval == 0:
-            self._report(result, lr)
+            self._report(result, lr, batch)
         if iteration == self._first:
             self._show_memory()
         if self._moments:
@@ -89,13 +91,15 @@ class Watching:
                 run.metrics.moments(iteration, moments)
         if self._recording:
             assert run.config.checkpoint.save is not None, "a traced run has a folder"
-            schedule = run.state.flow.pipeline.schedule
+            num_microbatches = self._job.num_microbatches * batch.num_samples // run.batches.last.num_samples
+            schedule = run.state.flow.schedule(num_microbatches)
             report(self._recording, run.comm, schedule, Path(run.config.checkpoint.save), iteration)
         if iteration == self._first or self._moments or self._recording:
             self.restart()
 
-    def _report(self, result: StepResult, lr: float) -> None:
+    def _report(self, result: StepResult, lr: float, batch: Batch) -> None:
         run, state = self._run, self._run.state
+        part = self._num_tokens / (self._num_steps * run.batches.last.num_tokens)  # of whole batches, while they grow
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         elapsed_s = (time.perf_counter() - self._begin_s) / self._num_steps
         ranks = self._everyone.gather(run.timers.take(self._num_steps))
@@ -103,22 +107,25 @@ class Watching:
             record = StepRecord(
                 iteration=state.iteration,
                 consumed_samples=state.consumed_samples,
-                consumed_tokens=state.consumed_samples * run.config.model.seq_length,
+                consumed_tokens=run.batches.num_tokens(state.consumed_samples),
                 lm_loss=loss,
                 grad_norm=grad_norm,
                 learning_rate=lr,
                 elapsed_ms=1000 * elapsed_s,
-                **asdict(self._work.speed(elapsed_s)),
+                **asdict(self._work.speed(elapsed_s / part)),
                 pipeline_bubble=pipeline_bubble(ranks) if run.comm.mesh.sizes["pipeline"] > 1 else None,
                 peak_memory_bytes=int(max(each["peak"] for each in ranks)),
                 skipped_iterations=int(self._skipped),
                 loss_scale=state.loss_scale.value,
+                global_batch_size=batch.num_samples,
+                seq_length=batch.seq_length,
             )
             tables = self._everyone.tables(ranks)
             shown = {name: {key: rounded(one) for key, one in table.items()} for name, table in tables.items()}
             run.metrics.step(record, {**run.consumed_tokens(record.consumed_samples), **shown})
             self._name_slow(ranks)
-            self._expected.see(elapsed_s, self._num_steps, tables[TIMERS])
+            if part == 1:
+                self._expected.see(elapsed_s, self._num_steps, tables[TIMERS])
         self._skipped.zero_()
         self.restart()
 
@@ -160,7 +167,7 @@ def work_of(run: Run, flops: Sequence[int]) -> Work:
     """What a step is, where the ranks of each part of the pipeline multiply so much."""
     num_ranks, peak = run.runtime.world_size, run.peak.flops if run.peak else None
     per_token = flops_per_token(run.state.model.arch)
-    return Work(run.settings.num_tokens, num_ranks, per_token, sum(flops) / len(flops), peak)
+    return Work(run.batches.last.num_tokens, num_ranks, per_token, sum(flops) / len(flops), peak)
 
 
 def stragglers_of(run: Run, flops: Sequence[int]) -> Stragglers | None:

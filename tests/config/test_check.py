@@ -273,6 +273,22 @@ BROKEN = [
         "valid_data_path out",
     ),
     (
+        {"data": {"data_path": "hf:a"}},
+        1,
+        'data.data_path="hf:a": a dataset that is streamed is not split; use data.train_data_path and '
+        "data.valid_data_path",
+    ),
+    (
+        {"data": {"train_data_path": (1, "hf:a", 1, "b")}},
+        1,
+        'data.train_data_path=[1.0,"hf:a",1.0,b]: a dataset is read alone; name it alone, or make token files of it',
+    ),
+    (
+        {"data": {"stream_lanes": 4}},
+        1,
+        "data.stream_lanes=4: not read without a path that begins with hf:; give one, or leave stream_lanes out",
+    ),
+    (
         {"data": {"goldfish_h": 4}},
         1,
         "data.goldfish_h=4: not read without data.goldfish_k; give that, or leave goldfish_h out",

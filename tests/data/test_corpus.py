@@ -137,7 +137,10 @@ def test_a_blend_reads_each_corpus_in_its_own_order(prefix: Path) -> None:
         np.sort(corpus.train.sources[1].read(np.arange(windows)), axis=0),
         np.sort(alone[1].read(np.arange(windows)), axis=0),
     )
-    assert corpus.train.consumed_tokens(40) == {f"consumed_tokens/{prefix}": 270, f"consumed_tokens/{other}": 90}
+    assert corpus.train.consumed_tokens([(0, 40, 9)]) == {
+        f"consumed_tokens/{prefix}": 270,
+        f"consumed_tokens/{other}": 90,
+    }
     assert corpus.valid is not None and len(corpus.valid.sources) == 2
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from megatron3d.errors import UserError
 from megatron3d.hardware.attention import chosen, describe_attention, usable
 
 CPU = torch.device("cpu")
@@ -45,6 +46,22 @@ def test_elsewhere_torch_is_asked_about_each(monkeypatch: pytest.MonkeyPatch) ->
     assert usable(q, k) == ("flash", "cuDNN", "math")
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         assert usable(q, k) == ("flash", "cuDNN")
+
+
+def test_a_mask_that_no_kernel_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = (4, 2, 16)
+    assert describe_attention(CPU, torch.float32, heads, 64, is_masked=True) == (
+        "attention: flash kernel, with a mask, for 4 heads (2 key/value) of 16 in float32 on each rank "
+        "(usable: flash, math)"
+    )
+    flags = torch.backends.cuda
+    for name in ("efficient", "cudnn"):
+        monkeypatch.setattr(flags, f"can_use_{name}_attention", lambda params: False)
+    monkeypatch.setattr(flags, "can_use_flash_attention", lambda params: params.attn_mask is None)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), pytest.raises(UserError) as refused:
+        describe_attention(torch.device("meta"), torch.bfloat16, heads, 64, is_masked=True)
+    assert "data.reset_attention_mask=true: none of torch's attention kernels here takes a mask" in str(refused.value)
+    assert "(without one: flash); allow its memory-efficient or math kernel" in str(refused.value)
 
 
 def test_the_line_of_the_report() -> None:

@@ -15,8 +15,10 @@ from megatron3d.comm import Comm
 from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.config.schema import ModelConfig
+from megatron3d.data.packing import Packing
 from megatron3d.memory.activations import (
     Item,
+    document_activations,
     embedding_activations,
     head_activations,
     layer_activations,
@@ -32,7 +34,7 @@ from megatron3d.model.stages import Stage, make_stages
 from megatron3d.modes import MODES, build_mode
 from megatron3d.modes.mode import Mode
 from megatron3d.pipeline.schedules import build_schedule
-from megatron3d.recompute import MODULES, Recompute
+from megatron3d.recompute import KEEP_ALL, MODULES, Recompute
 from tests.memory.saved import saved_beside
 from tests.shards import every_group, pretended_world
 
@@ -77,7 +79,9 @@ def build(work: Work, comm: Comm) -> tuple[GPT, Stage, Pass]:
     for parameter in model.parameters():
         nn.init.ones_(parameter)
     sequences = work.part(work.micro_batch_size, work.mode.batch_axes)
-    at = model.begin(torch.zeros(sequences, work.arch.seq_length + 1, dtype=torch.long), 7, 0, (1, 2))
+    tokens = torch.zeros(sequences, work.arch.seq_length + 1, dtype=torch.long)
+    packing = Packing(0, reset_attention_mask=work.keeps_apart, reset_position_ids=work.begins_anew)
+    at = model.begin(tokens, 7, 0, (1, 2), packing=packing)
     return model, stages[0], replace(at, tokens_BS=at.tokens_BS.clone())
 
 
@@ -170,17 +174,32 @@ RECOMPUTED = {
 @pytest.mark.parametrize("name,recompute", list(product(MODELS, RECOMPUTED)))
 def test_what_is_left_by_recomputation(name: str, recompute: str) -> None:
     """Of three layers, by all tensors that a forward leaves behind: recomputation keeps what no hook sees."""
-    work = replace(alone(name), recompute=RECOMPUTED[recompute])
+    check_left(replace(alone(name), recompute=RECOMPUTED[recompute]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("keeps_apart,begins_anew", [(True, True), (True, False), (False, True)])
+def test_what_documents_leave(name: str, keeps_apart: bool, begins_anew: bool) -> None:
+    work = replace(alone(name), keeps_apart=keeps_apart, begins_anew=begins_anew)
+    assert document_activations(work) or not keeps_apart or work.arch.attention_dropout
+    for recompute in (KEEP_ALL, RECOMPUTED["core"], RECOMPUTED["every layer"]):
+        check_left(replace(work, recompute=recompute))
+
+
+def check_left(work: Work) -> None:
+    """That a forward through three layers leaves what is said."""
     work = replace(work, arch=replace(work.arch, num_layers=3))
     model, stage, at = build(work, every_group(work.mesh))
     assert at.target is not None, "a microbatch has labels"
-    with Live([*model.parameters(), at.tokens_BS, at.target.labels_M, *(at.rotary or ())]) as live:
+    known = [at.documents.segments_BS, at.documents.positions_BS] if at.documents else []
+    known += [*model.parameters(), at.tokens_BS, at.target.labels_M, *(at.rotary or ())]
+    with Live([tensor for tensor in known if tensor is not None]) as live:
         before = live.now
         loss = model(stage, None, at)
         left = live.now - before - loss.untyped_storage().nbytes()
     gradient = model.head_weight.grad
     assert gradient is not None, "the head's gradient is there after the forward"
-    ends = total(embedding_activations(work)) + total(head_activations(work))
+    ends = total(embedding_activations(work)) + total(head_activations(work)) + total(document_activations(work))
     layers = sum(run_activations(work, run) for run in work.recompute.runs(stage.layers))
     assert left - gradient.untyped_storage().nbytes() == ends + layers
 

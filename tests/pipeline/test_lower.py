@@ -21,6 +21,7 @@ from megatron3d.pipeline.actions import (
     Action,
     Kind,
     Schedule,
+    first_microbatches,
     owners,
     parse_action,
     predecessors,
@@ -40,7 +41,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
     entry = SCHEDULES[name]
     v = draw(st.integers(entry.min_virtual, entry.max_virtual or 4))
     times = [draw(st.floats(0.2, 5)) for _ in range(4)]
-    return build_schedule(name, draw(st.integers(1, 8)), draw(st.integers(1, 24)), v, Costs(*times))
+    m = draw(st.integers(1, 24))
+    schedule = build_schedule(name, draw(st.integers(1, 8)), m, v, Costs(*times))
+    return first_microbatches(schedule, draw(st.integers(1, m)))
 
 
 def moved(action: Action) -> Action:

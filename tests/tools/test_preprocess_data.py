@@ -7,7 +7,6 @@ import json
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -75,9 +74,10 @@ def test_tokens_are_those_of_the_texts(source: Path, expected: dict[str, bytes])
 def test_bytes_do_not_depend_on_workers_shards_and_pieces(
     source: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    assert run(source, tmp_path / "two", "--workers", "2") == 0
+    for workers in ("2", "4"):
+        assert run(source, tmp_path / workers, "--workers", workers) == 0
     assert run(source, tmp_path / "small", "--piece-mb", "0.002") == 0
-    assert corpus(tmp_path / "two") == corpus(tmp_path / "small") == expected
+    assert corpus(tmp_path / "2") == corpus(tmp_path / "4") == corpus(tmp_path / "small") == expected
     for part in range(3):
         assert run(source, tmp_path / "parts", "--piece-mb", "0.01", "--shard", f"{part}/3") == 0
     inputs = str(tmp_path / "parts_shard-*_text_document")
@@ -195,6 +195,32 @@ def test_bad_records_are_left_out_on_request(
     assert corpus(tmp_path / "x") == expected
 
 
+def test_a_long_row_is_left_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"row {number}" for number in range(5)]
+    rows = [{"text": "x" * 20_000 if number == 3 else text} for number, text in enumerate(texts)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    limit = ["--max-record-mb", "0.01"]
+    assert run(tmp_path / "a.parquet", tmp_path / "x", *limit) == 2
+    assert "row group 0, row 3: longer than --max-record-mb 0.01" in capsys.readouterr().err
+    assert run(tmp_path / "a.parquet", tmp_path / "x", *limit, "--on-bad-record", "skip") == 0
+    data = IndexedDataset(tmp_path / "x_text_document")
+    found = [ByteTokenizer(None).decode(data.sequences(n)[0].tolist()) for n in range(data.num_documents)]
+    assert found == texts[:3] + texts[4:]
+
+
+def test_a_disk_that_fills_while_parts_are_joined_leaves_nothing(
+    source: Path, expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--input", f"{source.parent}/expected_text_document", "--output-prefix", str(tmp_path / "x")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected[".bin"]) // 2, hard))
+    try:
+        assert merge_datasets.main(words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written (File too large)" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_a_compressed_file_that_was_cut_short_is_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,25 +237,57 @@ def command(source: Path, prefix: Path, *more: str) -> list[str]:
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
+KILLS = """
+import os, random, signal, sys, time
+from tools import preprocess_data
+draw, kills, finished = random.Random(3), 0, 0
+while kills < 20 or not finished:
+    began, tool = time.monotonic(), os.fork()
+    if tool == 0:
+        os._exit(preprocess_data.main(sys.argv[2:]))
+    if kills < 20:
+        time.sleep(draw.uniform(0, float(sys.argv[1])))
+        os.kill(tool, signal.SIGKILL)
+    _, status = os.waitpid(tool, 0)
+    kills += os.WIFSIGNALED(status)
+    finished = not os.WIFSIGNALED(status) and os.WEXITSTATUS(status) == 0
+    assert finished or os.WIFSIGNALED(status), status
+"""
+
+
 def test_bytes_survive_kills_at_random_moments(tmp_path: Path) -> None:
-    """Four kills, at moments that a seed draws."""
-    source = write_jsonl(tmp_path / "a.jsonl", documents(60_000))
+    """Twenty kills, at moments that a seed draws, most of them of a job that goes on from the last one."""
+    source, began = write_jsonl(tmp_path / "a.jsonl", documents(20_000)), time.monotonic()
     assert run(source, tmp_path / "expected") == 0
-    draw, kills = random.Random(3), 0
-    for _ in range(40):
-        tool = subprocess.Popen(command(source, tmp_path / "x"), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-        ledger, before = tmp_path / "x.ledger.jsonl", time.monotonic()
-        while tool.poll() is None and not ledger.exists() and time.monotonic() - before < 60:
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.2))
-        if kills == 4:
-            assert tool.wait(120) == 0
-            break
-        kills += tool.poll() is None
-        tool.send_signal(signal.SIGKILL)
-        tool.wait()
-    assert kills >= 3 and corpus(tmp_path / "x") == corpus(tmp_path / "expected")
+    whole = time.monotonic() - began
+    words = command(source, tmp_path / "x")[2:]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(whole / 2), *words],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert corpus(tmp_path / "x") == corpus(tmp_path / "expected")
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.ledger*"))
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", documents(20_000))
+    words = [*command(source, tmp_path / "x"), "--workers", "2"]
+    tool = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True)
+    while not (tmp_path / "x.ledger.jsonl").exists() or b"piece" not in (tmp_path / "x.ledger.jsonl").read_bytes():
+        assert tool.poll() is None, "it was killed too late"
+        time.sleep(0.01)
+    tool.kill()
+    tool.wait()
+    deadline = time.monotonic() + 60
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(tool.pid, 0)
+            time.sleep(0.05)
 
 
 def test_a_full_disk_is_said_and_gone_on_from(tmp_path: Path) -> None:

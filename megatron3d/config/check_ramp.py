@@ -1,0 +1,57 @@
+"""The rules of batches that grow: steps that come out, each of which the ranks and the microbatches divide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron3d.config.facts import Facts, near_divisors, plain
+from megatron3d.config.suggest import one_of
+from megatron3d.data.ramp import Batches
+
+BATCH, LENGTH = "train.rampup_batch_size", "train.seq_length_warmup"
+ENDS = {BATCH: "train.global_batch_size", LENGTH: "model.seq_length"}
+
+
+def ramp_problems(facts: Facts) -> Iterator[str]:
+    """Whether each ramp comes to its end."""
+    batches = Batches.of(facts.config)
+    for key, ramp in ((BATCH, batches.size), (LENGTH, batches.length)):
+        way, end = ramp.end - ramp.start, plain(facts.config, ENDS[key])
+        if way < 0:
+            yield f"{facts.named(key)}: begins above {end}; use a start of 1 to {ramp.end}"
+        elif way % ramp.increment:
+            yield (
+                f"{facts.named(key)}: from {ramp.start} in steps of {ramp.increment} it does not come to {end}; "
+                f"use steps of {one_of(near_divisors(way, ramp.increment))}"
+            )
+
+
+def ramp_batch_problems(facts: Facts, step: int) -> Iterator[str]:
+    """Whether every batch on the way is made of whole microbatches on all ranks, `step` sequences at a time."""
+    train = facts.config.train
+    if train.rampup_batch_size is None or train.global_batch_size % step:
+        return
+    start, increment, samples = train.rampup_batch_size
+    if start % step or increment % step:
+        first = min(max(start // step, 1) * step, train.global_batch_size)
+        yield (
+            f"{facts.named(BATCH)}: start and increment must be multiples of micro_batch_size {train.micro_batch_size} "
+            f"x data parallel {step // train.micro_batch_size} = {step}; use such as [{first},{step},{samples}]"
+        )
+
+
+def ramp_length_problems(facts: Facts, step: int) -> Iterator[str]:
+    """Whether the tokens of every microbatch on the way come out, of which there must be a multiple of `step`."""
+    train = facts.config.train
+    if train.seq_length_warmup is None or (train.micro_batch_size * facts.config.model.seq_length) % step:
+        return
+    start, increment, samples = train.seq_length_warmup
+    least = step // math.gcd(step, train.micro_batch_size)
+    if start % least or increment % least:
+        first = min(max(start // least, 1) * least, facts.config.model.seq_length)
+        yield (
+            f"{facts.named(LENGTH)}: start and increment must be multiples of {least}, so that micro_batch_size "
+            f"{train.micro_batch_size} x length is one of the {step} ranks that split tokens; use such as "
+            f"[{first},{least},{samples}]"
+        )
