@@ -1,6 +1,7 @@
 """A SLURM of two nodes on this machine, as root, in a folder of its own: Debian's slurmctld, slurmd and munged.
 
 The nodes are named 127.0.0.1 and 127.0.0.2, so that their names are addresses, as those of real nodes lead to some.
+Each is said to have two GPUs, which torch cannot find.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
-NodeName={nodes[0]} Port={ports[1]} CPUs=32 State=UNKNOWN
-NodeName={nodes[1]} Port={ports[2]} CPUs=32 State=UNKNOWN
+GresTypes=gpu
+NodeName={nodes[0]} Port={ports[1]} CPUs=32 Gres=gpu:2 State=UNKNOWN
+NodeName={nodes[1]} Port={ports[2]} CPUs=32 Gres=gpu:2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -82,7 +84,7 @@ class Job:
 
 
 class Slurm:
-    """Runs from construction until `close`; daemons end with this process, however that ends."""
+    """Runs from `start` until `close`; daemons end with this process, however that ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -94,17 +96,22 @@ class Slurm:
             "PYTHONPATH": str(ROOT),
             "CUDA_VISIBLE_DEVICES": "",
         }
+
+    def start(self) -> None:
+        """Begin, and wait until jobs can run."""
+        folder = self._folder
         (folder / "state").mkdir()
         (folder / "key").write_bytes(secrets.token_bytes(128))
         (folder / "key").chmod(0o400)
         (folder / "slurm.conf").write_text(CONF.format(folder=folder, ports=free_ports(3), nodes=NODES))
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         files = (f"--{name}={folder}/{file}" for name, file in MUNGE_FILES.items())
         self._start("munged", "--foreground", "--force", *files)
         self.until(lambda: (folder / "munge").exists(), self._log)
         self._start("slurmctld", "-D")
         for node in NODES:
             self._start("slurmd", "-D", "-N", node)
-        self.until(lambda: self._run("sinfo", "-h", "-o", "%T").split() == ["idle"], self._log)
+        self.until(lambda: self._run("sinfo", "-h", "-o", "%T").split() == ["idle"], self._log, 30)
 
     def _start(self, *command: str) -> None:
         with (self._folder / "daemons.log").open("ab") as log:

@@ -4,6 +4,7 @@ stopped; a job that cannot get further is not queued again; token files of an ar
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -51,9 +52,9 @@ sys.exit(runtime.run_program(pretrain_gpt.main))
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if why := missing():
         pytest.skip(why)
-    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
-    yield cluster
-    cluster.close()
+    with contextlib.closing(Slurm(tmp_path_factory.mktemp("slurm"))) as cluster:
+        cluster.start()
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +62,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("jobs"))
 
 
-def submit(slurm: Slurm, config: Path, name: str, nodes: int, program: str | None, *overrides: str) -> str:
+def submit(slurm: Slurm, config: Path, name: str, nodes: int, program: str | None, *more: str) -> str:
     """Have a job written, and submit it, perhaps with another program in place of pretrain_gpt.py; its number."""
     here = config.parent
     (here / "two.yaml").write_text(CLUSTER)
     job = here / f"{name}.sbatch"
     typed = ["--config", str(config), "--cluster", str(here / "two.yaml"), "--nodes", str(nodes), "--time", "10"]
     typed += ["--python", sys.executable, "--warn", "30", "--sbatch", f"output={here}/{name}.log", "--output", str(job)]
-    assert make_slurm.main([*typed, *in_run(str(here / name)), *overrides]) == 0
+    assert make_slurm.main([*typed, *in_run(str(here / name)), *more]) == 0
     if program is not None:
         (here / f"{name}.py").write_text(program.format(root=str(ROOT)))
         job.write_text(job.read_text().replace(" pretrain_gpt.py ", f" {here}/{name}.py "))
@@ -87,6 +88,7 @@ class Jobs:
     limited: str
     wrong: str
     crashing: str
+    unfit: str
     merging: str
     corpora: Path
 
@@ -98,6 +100,7 @@ def jobs(slurm: Slurm, config: Path) -> Jobs:
         submit(slurm, config, "limited", 2, SLOW, *LAYOUT),
         submit(slurm, config, "wrong", 1, None, "model.vocab_size=64"),
         submit(slurm, config, "crashing", 2, "raise SystemExit(1)"),
+        submit(slurm, config, "unfit", 1, None, "--sbatch", "gpus-per-node=2"),
         submit_array(slurm, config.parent),
         config.parent,
     )
@@ -150,6 +153,19 @@ def test_two_starts_without_progress_are_enough(slurm: Slurm, config: Path, jobs
     assert slurm.wait(jobs.crashing) == Job("FAILED", runtime.EXIT_CRASH, 1), said(config, "crashing")
     verdicts = re.findall("> (.*queued again: .*)", said(config, "crashing"))
     assert [line.partition(":")[0] for line in verdicts] == ["queued again", "not queued again"]
+
+
+def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs) -> None:
+    """No rank starts there."""
+    assert slurm.wait(jobs.unfit) == Job("FAILED", runtime.EXIT_CRASH, 1), said(config, "unfit")
+    assert re.findall("node (.*): torch sees 0 of the 2 GPUs", said(config, "unfit")) == ["127.0.0.1"] * 2
+    assert "importing torch" not in said(config, "unfit")
+
+
+def test_the_committed_job_is_one_that_slurm_takes(slurm: Slurm) -> None:
+    """With as many GPUs as are there."""
+    sizes = ["--ntasks-per-node=2", "--gpus-per-node=2"]
+    slurm.run("sbatch", "--test-only", *sizes, "scripts/slurm/pretrain.sbatch", "--config", "configs/quickstart.yaml")
 
 
 def test_an_array_writes_the_bytes_of_one_process(slurm: Slurm, jobs: Jobs) -> None:
