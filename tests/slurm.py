@@ -121,7 +121,7 @@ class Slurm:
     def _log(self) -> str:
         return (self._folder / "daemons.log").read_text()[-3000:]
 
-    def until(self, holds: Callable[[], bool], otherwise: Callable[[], str], timeout_s: float = 150) -> None:
+    def until(self, holds: Callable[[], bool], otherwise: Callable[[], str], timeout_s: float = 300) -> None:
         """Wait until something holds; raises AssertionError, with what may explain it, where that takes too long."""
         end = time.monotonic() + timeout_s
         while not holds():
