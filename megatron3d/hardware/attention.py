@@ -44,7 +44,7 @@ def describe_attention(
     )
     groups = "" if num_groups == num_heads else f" ({num_groups} key/value)"
     what = f"{num_heads} heads{groups} of {size} in {str(dtype).removeprefix('torch.')} on each rank"
-    mask = torch.zeros(1, 1, seq_length, seq_length, dtype=dtype, device=device) if is_masked else None
+    mask = torch.empty(1, 1, seq_length, seq_length, dtype=dtype, device=device) if is_masked else None
     names = usable(q, k, mask)
     if is_masked and not names:
         raise UserError(
