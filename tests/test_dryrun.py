@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab
 from megatron3d.config.schema import Config
 from megatron3d.cost.traffic import step_flops, step_traffic
 from megatron3d.dryrun.agree import disagreements
+from megatron3d.dryrun.plot import figure
 from megatron3d.dryrun.program import run_dry, step_lists
 from megatron3d.dryrun.run import RankRun, few_microbatches, measure, microbatches, run_rank
 from megatron3d.dryrun.sums import totals
@@ -176,7 +178,21 @@ def test_many_microbatches_are_filled_in() -> None:
         assert few.peak == pytest.approx(all_of_them.peak, rel=0.02)
 
 
-def test_command_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_picture_has_what_is_held() -> None:
+    """Kinds between steps and activations add up to the timeline; the line on top ends at the peak."""
+    config, runs = runs_of(4)
+    lists = step_lists(config, VOCAB_SIZE, 4)
+    sums = [totals(run, lists[run.coord]) for run in runs]
+    (panel, *rest) = figure(runs, sums).axes
+    assert len(rest) == len(runs) - 1
+    (line,) = panel.lines
+    top, size = list(line.get_ydata()), sums[0].peak / max(line.get_ydata())
+    assert top == pytest.approx([peak / size for peak in sums[0].peaks])
+    highest = max(y for area in panel.collections for path in area.get_paths() for _, y in path.vertices)
+    assert highest == pytest.approx(max(sums[0].timeline) / size, rel=1e-6)
+
+
+def test_command_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def dry(*words: str) -> int:
         arguments = ("--config", "configs/gpt3-175b.yaml", "--dry-run", "--world-size", "64", *words)
         return run_dry(
@@ -192,8 +208,12 @@ def test_command_line(capfd: pytest.CaptureFixture[str]) -> None:
             1,
         )
 
-    assert dry("--ranks", "0,8") == 0
+    picture = tmp_path / "memory.svg"
+    assert dry("--ranks", "0,8", "--picture", str(picture)) == 0
     out, _ = capfd.readouterr()
-    assert "all_reduce  pipeline·t" in out and "2 ranks agree" in out
+    assert "all_reduce  pipeline·t" in out and "2 ranks agree" in out and "drew" in out
+    assert picture.read_text(encoding="utf-8").count('<g id="axes_') == 2
+    with pytest.raises(UserError, match=r"--picture .*use a file such as memory.svg in a folder that exists"):
+        dry("--ranks", "0", "--picture", str(tmp_path / "none" / "memory.svg"))
     with pytest.raises(UserError, match="--ranks 0,64: must be pipeline, all, or ranks of 0 to 63"):
         dry("--ranks", "0,64")

@@ -33,6 +33,7 @@ class Arguments:
     world_size: int | None = None
     dry_run: bool = False
     ranks: str = "pipeline"
+    picture: Path | None = None
 
 
 def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Arguments:
@@ -54,6 +55,9 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
         "--ranks", default="pipeline", metavar="RANKS", help="of a dry run: pipeline (one of each), all, or such as 0,5"
     )
     parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="of a dry run: memory by kind over the step (.svg, .png, .pdf)"
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
     )
     typed = parser.parse_intermixed_args(argv)
@@ -65,8 +69,10 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
         parser.error("--check and --dry-run exclude each other; a dry run checks first")
     if typed.ranks != "pipeline" and not typed.dry_run:
         parser.error("--ranks only goes with --dry-run")
+    if typed.picture and not typed.dry_run:
+        parser.error("--picture only goes with --dry-run")
     overrides = tuple(typed.overrides)
-    return Arguments(typed.config, overrides, typed.check, typed.world_size, typed.dry_run, typed.ranks)
+    return Arguments(typed.config, overrides, typed.check, typed.world_size, typed.dry_run, typed.ranks, typed.picture)
 
 
 def _positive(text: str) -> int:

@@ -6,6 +6,7 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -14,8 +15,10 @@ from megatron3d.config.derive import architecture, make_mesh, make_pipeline
 from megatron3d.config.schema import Config
 from megatron3d.data.tokenizer import build_tokenizer
 from megatron3d.dryrun.agree import disagreements
+from megatron3d.dryrun.plot import figure
 from megatron3d.dryrun.run import RankRun, few_microbatches, run_rank
 from megatron3d.dryrun.show import report
+from megatron3d.dryrun.sums import Totals, totals
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.lower import lower
@@ -54,13 +57,26 @@ def run_dry(arguments: Arguments, environ_world_size: int) -> int:
     if vocab_size is None:
         vocab_size = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model).vocab_size
     runs = dry_run(config, vocab_size, world_size, chosen_ranks(arguments.ranks, config, world_size))
-    print(report(runs, step_lists(config, vocab_size, world_size)))
+    lists = step_lists(config, vocab_size, world_size)
+    sums = [totals(run, lists[run.coord]) for run in runs]
+    print(report(runs, sums))
+    if arguments.picture:
+        draw(arguments.picture, runs, sums)
     problems = disagreements(runs, config, world_size)
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems:
         print(f"> {len(runs)} ranks agree on every call to every group that two or more of them are in")
     return int(bool(problems))
+
+
+def draw(path: Path, runs: Sequence[RankRun], sums: Sequence[Totals]) -> None:
+    """Write the picture of memory.  Raises UserError where that cannot be."""
+    try:
+        figure(runs, sums).savefig(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--picture {path}: {error}; use a file such as memory.svg in a folder that exists") from error
+    print(f"> drew {path}")
 
 
 def step_lists(config: Config, vocab_size: int, world_size: int) -> Sequence[Sequence[Action]]:

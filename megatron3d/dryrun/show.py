@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron3d.dryrun.run import RankRun
-from megatron3d.dryrun.sums import Totals, totals
+from megatron3d.dryrun.sums import Totals
 from megatron3d.memory.show import BYTES, lines_of, unit_for
-from megatron3d.pipeline.actions import Action
 
 OPERATIONS = {"GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}
 
 
-def report(runs: Sequence[RankRun], lists: Sequence[Sequence[Action]]) -> str:
+def report(runs: Sequence[RankRun], sums: Sequence[Totals]) -> str:
     """All tables."""
-    sums = [totals(run, lists[run.coord]) for run in runs]
     busiest = max(range(len(runs)), key=lambda index: sums[index].flops)
     lines = [*rank_table(runs, sums), "", f"collectives of rank {runs[busiest].rank} in a step, sent over rings:"]
     return "\n".join(f"> {line}".rstrip() for line in [*lines, *call_table(sums[busiest])])

@@ -18,7 +18,7 @@ class Totals:
     Attributes:
         peak: most bytes at one time, and `peak_at`, the action then; `activations` are what it held then beyond what it
             holds between steps and the moment.
-        timeline: bytes that are held after each action.
+        timeline: bytes that are held after each action; `peaks` are the most during each, and in the update.
     """
 
     flops: int
@@ -29,6 +29,7 @@ class Totals:
     activations: int
     moment: int
     timeline: Sequence[int]
+    peaks: Sequence[int]
 
 
 def totals(run: RankRun, actions: Sequence[Action]) -> Totals:
@@ -70,4 +71,5 @@ def totals(run: RankRun, actions: Sequence[Action]) -> Totals:
     peaks.append((held + run.peak_update, held, run.peak_update, "update"))
     peak, at, moment, name = max(peaks, key=lambda item: item[0])
     flops = sum(each.flops for each in [*rest, *every])
-    return Totals(flops, calls, sent, peak, name, at - sum(run.between.values()), moment, timeline)
+    tops = [each[0] for each in peaks]
+    return Totals(flops, calls, sent, peak, name, at - sum(run.between.values()), moment, timeline, tops)
