@@ -40,9 +40,9 @@ def test_large_products_reach_what_is_sustained() -> None:
 
 
 def test_waves_are_whole() -> None:
-    """One tile more than the units take at one time needs a second wave."""
-    rows = 108 * 256
-    assert A100.product_s(rows + 256, 128, 4096) > 1.3 * A100.product_s(rows, 128, 4096)
+    """A row of tiles more than the units take at one time needs a second wave."""
+    rows, columns = 12 * 256, 9 * 128  # 108 units
+    assert A100.product_s(rows + 256, columns, 4096) > 1.3 * A100.product_s(rows, columns, 4096)
 
 
 def test_a_processor_adds_what_starting_a_kernel_takes() -> None:
