@@ -6,14 +6,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
 
 setup_venv dev
-command -v chromium >/dev/null || [[ $EUID -ne 0 ]] || timeout 300 apt-get install -y -qq chromium >/dev/null 2>&1 || true # looks at pages
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests run several ranks on few cores
 
-# tests/test_slurm.py submits jobs to a SLURM of its own; where there is none, it says so and is skipped.
-if [[ $EUID == 0 && ! -x /usr/sbin/slurmctld ]] && command -v apt-get >/dev/null; then
-    step "SLURM and munge"
-    (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge) >/dev/null ||
-        echo "they cannot be installed here"
+# Tests submit jobs to a SLURM of their own, and look at pages in a browser; where these are not, they say so and are skipped.
+packages=()
+[[ -x /usr/sbin/slurmctld ]] || packages+=(slurm-wlm munge)
+command -v chromium >/dev/null || packages+=(chromium)
+if ((${#packages[@]})) && [[ $EUID == 0 ]] && command -v apt-get >/dev/null; then
+    step "${packages[*]}"
+    (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}") >/dev/null ||
+        echo "cannot be installed here"
 fi
 
 step "ruff: style"
