@@ -21,7 +21,7 @@ from megatron3d.mesh import Axes
 from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
 from megatron3d.ops.panels import WeightResult, weight_result
 from megatron3d.ops.product import product
-from megatron3d.ops.sink import deliver
+from megatron3d.ops.sink import add_grad
 from megatron3d.plan import MatmulPlan, moves
 from megatron3d.sweep import Sweep
 
@@ -74,7 +74,7 @@ def head_loss(
     dw = weight_result(w_VH, head.plan, head.comm, chunks) if torch.is_grad_enabled() else None
     loss = _HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, chunks, dw)
     if dw is not None and (coming := dw.finish()) is not None:
-        deliver(w_VH, coming.wait())
+        add_grad(w_VH, coming.wait())
     return cast(Tensor, loss)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron3d.comm import Comm, Pending, ready
 from megatron3d.ops.moving import W_DIMS, gather
 from megatron3d.ops.panels import Operand, WholeOperand, operand
-from megatron3d.ops.sink import deliver
+from megatron3d.ops.sink import add_grad
 from megatron3d.plan import MatmulPlan
 from megatron3d.sweep import Direction, Execution, Sweep
 
@@ -71,7 +71,7 @@ class WeightGrads:
         """Wait for the last gradient.  To be called when a backward is over: its parameter has to have it then."""
         if self._coming is not None:
             (w, coming), self._coming = self._coming, None
-            deliver(w, coming.wait())
+            add_grad(w, coming.wait())
 
 
 class GatheredWeight:

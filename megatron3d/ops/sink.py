@@ -34,7 +34,7 @@ def sink_of(leaf: Tensor) -> Sink | None:
     return cast("Sink | None", getattr(leaf, "grad_sink", None))
 
 
-def deliver(leaf: Tensor, grad: Tensor) -> None:
+def add_grad(leaf: Tensor, grad: Tensor) -> None:
     """Add a gradient that was computed outside of autograd's own pass."""
     sink = sink_of(leaf)
     if sink is None:

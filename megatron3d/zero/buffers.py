@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron3d.comm import Comm
 from megatron3d.layout import ParamSpec
 from megatron3d.mesh import DATA
-from megatron3d.ops.sink import deliver, give_sink
+from megatron3d.ops.sink import add_grad, give_sink
 from megatron3d.zero.blocks import wait_for_blocks, watch_blocks
 from megatron3d.zero.flat import Block, Flat, Sharding, make_flats
 from megatron3d.zero.reduction import Reduction
@@ -178,7 +178,7 @@ def _collect(param: Tensor) -> None:
     """Take a gradient from autograd, which tells of those that it was not given as well."""
     if param.grad is not None:
         grad, param.grad = param.grad, None
-        deliver(param, grad)
+        add_grad(param, grad)
 
 
 @dataclass(frozen=True)
