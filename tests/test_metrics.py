@@ -9,10 +9,12 @@ import math
 import struct
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,19 +191,91 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4]
 
 
-def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What continues has the id of what it continues, what begins anew has another."""
+def test_tensorboard_shows_what_was_done_last(tmp_path: Path) -> None:
+    """After a setback within a run, and a start that goes on from before its end."""
+    config = Config(logging=LoggingConfig(tensorboard_dir=str(tmp_path / "events")))
+    log_twice(tmp_path / "run", config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm_loss")] == LAST
+
+
+LAST = [(1, 1.0), (2, 1.0), (3, 2.0), (4, 3.0), (5, 3.0)]
+
+
+def log_twice(folder: Path, config: Config) -> None:
+    """Iterations 1 to 4, back to 2 and again 3 and 4; then a start that goes on after 3.  The loss is the attempt."""
+    writer = MetricsWriter(folder, config)
+    for iteration, attempt in ((1, 1), (2, 1), (3, 1), (4, 1), (3, 2), (4, 2)):
+        if (iteration, attempt) == (3, 2):
+            writer.rollback(2, "a loss was too high")
+        writer.step(replace(RECORD, iteration=iteration, lm_loss=float(attempt)))
+    writer.close()
+    writer = MetricsWriter(folder, config, start_iteration=3)
+    for iteration in (4, 5):
+        writer.step(replace(RECORD, iteration=iteration, lm_loss=3.0))
+    writer.close()
+    rows = [row for row in read_journal(folder / FILE_NAME) if "lm_loss" in row]
+    assert [(row["iteration"], row["lm_loss"]) for row in rows] == LAST
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """wandb as a computer without a network has it."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_BASE_URL", "http://localhost:1")
-    config = Config(logging=LoggingConfig(wandb_project="p", wandb_mode="offline"))
+    return Config(logging=LoggingConfig(wandb_project="p", wandb_mode="offline"))
+
+
+def test_wandb_offline_needs_no_network(offline: Config, tmp_path: Path) -> None:
+    """What continues has the id of what it continues, what begins anew has another."""
     ids = []
     for start in (0, 2, 0):
-        write(tmp_path / "run", range(start + 1, start + 3), config, start)
+        write(tmp_path / "run", range(start + 1, start + 3), offline, start)
         ids.append((tmp_path / "run" / WANDB_ID).read_text().strip())
         assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{ids[-1]}/run-{ids[-1]}.wandb"))
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_wandb_drops_nothing_that_is_done_again(offline: Config, tmp_path: Path) -> None:
+    """Its own steps count rows, curves are over iterations, and the last row of an iteration is what was done last."""
+    log_twice(tmp_path / "run", offline)
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert len(files) == 2 and len({path.name for path in files}) == 1
+    logs = [list(wandb_records(path)) for path in files]
+    rows = [[row(record) for record in log if record.HasField("history")] for log in logs]
+    assert [[each["_step"] for each in part] for part in rows] == [[*range(7)], [*range(2)]]
+    assert [each["iteration"] for part in rows for each in part] == [1, 2, 3, 4, 2, 3, 4, 4, 5]
+    losses = {each["iteration"]: each["lm_loss"] for part in rows for each in part if "lm_loss" in each}
+    assert sorted(losses.items()) == LAST
+    axes = {each.metric.glob_name: each.metric.step_metric for each in logs[1] if each.HasField("metric")}
+    assert axes["*"] == "iteration"
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Of a .wandb file: 7 bytes, and LevelDB's log of protocol buffers in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record, parts = Record.FromString(parts), b""
+            yield record
+
+
+def row(record: Any) -> dict[str, Any]:
+    """The numbers of a row by name, and wandb's step."""
+    named = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+    return named | {"_step": record.history.step.num}
 
 
 def test_absent_wandb_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

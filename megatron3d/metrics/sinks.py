@@ -6,10 +6,13 @@ import json
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 WANDB_ID = Path("wandb", "run_id.txt")
 
@@ -23,20 +26,27 @@ class Sink(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
 
+    def go_back(self, iteration: int) -> None:
+        """Expect what comes after an iteration once more."""
+
     def close(self) -> None:
         """Finish writing."""
 
 
 class TensorboardSink:
-    """Event files; what an earlier run wrote after `start_iteration` is hidden."""
+    """Event files; what an earlier start, or this one, wrote after the iteration that it goes on from is hidden."""
 
     def __init__(self, folder: Path, start_iteration: int) -> None:
+        self._folder = folder
+        self._writer = self._open(start_iteration)
+
+    def _open(self, iteration: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            self._writer = SummaryWriter(str(folder), purge_step=start_iteration + 1)
+            return SummaryWriter(str(self._folder), purge_step=iteration + 1)
         except OSError as error:
-            raise UserError(f"logging.tensorboard_dir={folder}: cannot be written: {error.strerror}") from error
+            raise UserError(f"logging.tensorboard_dir={self._folder}: cannot be written: {error.strerror}") from error
 
     def describe(self, start: Mapping[str, Any]) -> None:
         """Record what a run is."""
@@ -48,6 +58,11 @@ class TensorboardSink:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def go_back(self, iteration: int) -> None:
+        """Begin another file, which hides what follows the iteration."""
+        self._writer.close()
+        self._writer = self._open(iteration)
+
     def close(self) -> None:
         """Finish writing."""
         self._writer.close()
@@ -56,8 +71,9 @@ class TensorboardSink:
 class WandbSink:
     """A run of Weights & Biases; offline it writes files under `folder` and needs no network.
 
-    A start that continues another in the same folder continues its run, of which the folder keeps the id.  Curves are
-    over `iteration`, so that iterations that are done again after a crash are taken, and seen twice.
+    A start that continues another in the same folder continues its run, of which the folder keeps the id.  wandb drops
+    a row whose step is not above the one before, so that its steps are left to count rows and curves are over
+    `iteration`: what is done again after a crash or a setback is there twice, the later row being the one that counts.
     """
 
     def __init__(self, config: Config, folder: Path, start_iteration: int) -> None:
@@ -77,7 +93,7 @@ class WandbSink:
                 dir=str(folder),
                 config=config.model_dump(mode="json"),
                 id=run_id(folder / WANDB_ID, start_iteration),
-                resume="allow" if config.logging.wandb_mode == "online" else None,
+                resume="allow",
                 allow_val_change=True,
             )
         except wandb.errors.Error as error:
@@ -96,6 +112,10 @@ class WandbSink:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
         self._run.log({**values, "iteration": step})
+
+    def go_back(self, iteration: int) -> None:
+        """Mark the place: no row can be taken back."""
+        self.log({"rollback_to": iteration}, iteration)
 
     def close(self) -> None:
         """Finish writing."""

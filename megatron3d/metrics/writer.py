@@ -46,6 +46,8 @@ class MetricsWriter:
         if self._journal is not None:
             self._journal.drop_after(iteration)
             self._journal.append({"iteration": iteration, "rollback": what})
+        for sink in self._sinks:
+            sink.go_back(iteration)
 
     def first_step(self, iteration: int, memory_bytes: Sequence[int]) -> None:
         """Report what the first step of a start has needed, the most of each part of the pipeline."""
