@@ -27,10 +27,10 @@ def _worker(tasks: Queue[Any], results: Queue[Any]) -> None:
             results.put((rank, False, traceback.format_exc()))
 
 
-def _as_rank(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _as_rank(rank: int, world_size: int, store: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     import torch.distributed as dist
 
-    if world_size == 1:
+    if world_size == 1 or store is None:
         return fn(rank, world_size, *args)
     timeout = timedelta(seconds=TIMEOUT_S - 60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
@@ -59,12 +59,15 @@ class Pool:
         for worker in self._workers:
             worker.start()
 
-    def run(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        """Raises AssertionError with the traceback of the first rank that failed; a hang ends after `TIMEOUT_S`."""
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, meet: bool = True) -> list[Any]:
+        """Raises AssertionError with the traceback of the first rank that failed; a hang ends after `TIMEOUT_S`.
+
+        With `meet` False the ranks have no group yet: `fn` makes one.
+        """
         if not self._workers:
             self._start()
         self._count += 1
-        store = str(self._folder / f"store{self._count}")
+        store = str(self._folder / f"store{self._count}") if meet else None
         for rank in range(world_size):
             self._tasks[rank].put((rank, world_size, store, fn, args))
         try:

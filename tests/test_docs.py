@@ -1,124 +1,153 @@
-"""Every command that README and docs show is one that works, and every message that they explain is one that is said.
+"""Every command that README and docs show works, and every message that they explain is one that is said.
 
-The walk through getting_started.md is done in a folder of its own, as far as it needs one process.  Elsewhere each
-command is read by its program's own parser, and a configuration that it names is held against every rule.
+The walk of getting_started.md is done first; in a copy of the folder that it leaves, with what the pages talk of beside
+it, each page's commands are done one after the other.  What cannot be done here is in one table, with the reason, and
+is read by its program's own parser.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import importlib
+import json
+import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
-from megatron3d.config.cli import parse_args, resolve
-from megatron3d.config.derive import tensor_size
-from megatron3d.config.read import read_config
-from tests.end_to_end import ROOT, run
+from tests.commands import LAUNCHERS, PROGRAM, Words, code, commands, perform, understand
+from tests.convert.hub_models import GPT2, write_hub
+from tests.end_to_end import ROOT
+from tests.pool import Pool
+from tools import train_tokenizer
 
 WALK = ROOT / "docs" / "getting_started.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-LAUNCHERS = ("python", "torchrun", "srun", "bash", "sbatch")
-PROGRAM = r"(?:tools|benchmarks)/\w+\.py|pretrain_gpt\.py"
-# Of the walk: what needs several processes or minutes, and is tested elsewhere.
-ONLY_READ = ("bash", "tools/verify_layout.py")
-Words = list[str]
+CLUSTER = "of a cluster: tests/test_slurm.py starts one and submits the like"
+HUB = "asks a hub for questions: tests/train/test_scoring.py scores without one"
+IMAGE = "makes an image of a container from others, which come from a registry"
+# How a command that is not done here begins, and why.
+NOT_DONE: Mapping[str, str] = {
+    "bash scripts/quickstart.sh": "installs, and trains for minutes; the walk has its programs",
+    "bash scripts/test.sh": "installs, and runs these tests",
+    "pip install": "installs",
+    "docker build": IMAGE,
+    "enroot import": IMAGE,
+    "apptainer build": IMAGE,
+    "python tools/lm_harness.py": HUB,
+    "torchrun --nproc-per-node 8 tools/lm_harness.py": HUB,
+    "python tools/calibrate.py": "keeps every core of the machine busy for a minute: tests/test_calibrate.py",
+    "sbatch": CLUSTER,
+    "srun": CLUSTER,
+    "scancel": CLUSTER,
+    "bash scripts/slurm/": CLUSTER,
+    "touch runs/mine/stop": "stops a run that is under way: tests/test_resume.py",
+}
+# Other exit codes than 0: the two runs differ.
+CODES: Mapping[str, int] = {"python tools/checkpoint.py diff": 1}
 
 
-class ReadError(Exception):
-    """The parser has taken the words: raised in place of going on."""
+def reason(words: Words) -> str | None:
+    """Why a command is not done here; None where it is."""
+    return next((why for begun, why in NOT_DONE.items() if shlex.join(words).startswith(begun)), None)
 
 
-@contextlib.contextmanager
-def only_parsing() -> Iterator[None]:
-    """While entered, a program stops when its arguments are read."""
-
-    def stopping(name: str) -> object:
-        parse = getattr(argparse.ArgumentParser, name)
-
-        def parse_and_stop(*args: object) -> None:
-            parse(*args)
-            raise ReadError
-
-        return parse_and_stop
-
-    patches: Mapping[str, object] = {name: stopping(name) for name in ("parse_args", "parse_intermixed_args")}
-    with mock.patch.multiple(argparse.ArgumentParser, **patches), pytest.raises(ReadError):
-        yield
+def do(words: Words, pool: Pool) -> None:
+    """Do a command, which must succeed."""
+    outcome, typed = perform(words, pool), shlex.join(words)
+    expected = next((number for begun, number in CODES.items() if typed.startswith(begun)), 0)
+    assert outcome.code == expected, f"{typed}\n{outcome.out}\n{outcome.err}"
 
 
-def code(page: Path) -> tuple[str, str]:
-    """Fenced and indented code of a page without a language or in bash, lines that go on joined; and the rest."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    fence, indented = r"^```(\w*)\n(.*?)^```\n", r"(?<=\n\n)(?: {4}.*\n)+"
-    fenced = "".join(body for language, body in re.findall(fence, text, re.M | re.S) if language in ("", "bash"))
-    text = re.sub(fence, "", text, flags=re.M | re.S)
-    return fenced + "".join(re.findall(indented, text)), re.sub(indented, "", text)
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Iterator[Path]:
+    """The folder in which the walk has been walked, and what other pages talk of."""
+    folder, back = tmp_path_factory.mktemp("docs"), Path.cwd()
+    for name in ("configs", "scripts", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    os.chdir(folder)
+    try:
+        (path, text), *more = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", WALK.read_text(encoding="utf-8"), re.M | re.S)
+        assert not more
+        Path(path).parent.mkdir(parents=True)
+        Path(path).write_text(text)
+        for words in commands(WALK):
+            if reason(words) is None:
+                do(words, pool)
+        with mock.patch.object(train_tokenizer, "in_child", train_tokenizer.learn):
+            furnish(pool)
+    finally:
+        os.chdir(back)
+    yield folder
 
 
-def commands(page: Path) -> list[Words]:
-    """Of the code, and those within sentences that are whole."""
-    lines, prose = code(page)
-    begun = [line.strip().removeprefix("$ ") for line in lines.splitlines()]
-    shown = [line for line in begun if line.partition(" ")[0] in LAUNCHERS]
-    spans = re.findall(rf"`((?:python|torchrun .*?) (?:{PROGRAM}) [^`\n]+)`", prose)
-    return [shlex.split(line, comments=True) for line in (*shown, *spans)]
+def furnish(pool: Pool) -> None:
+    """Texts, tokenizers, token files, runs and a model of Hugging Face under the names that the pages use."""
+    run = "python pretrain_gpt.py --config runs/first/first.yaml checkpoint.save_interval=10"
+    documents = [json.loads(line)["text"] for line in Path("runs/first/corpus.jsonl").read_text().splitlines()]
+    text = "\n".join(documents[:5])
+    for folder in ("data/gpt2", "runs/quickstart", "web"):
+        Path(folder).mkdir(parents=True)
+    for name in ("input.txt", "web/a.txt"):
+        Path(name).write_text(text)
+    Path("prompts.txt").write_text("def \nclass\n")
+    Path("web/b.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    Path("news-1.jsonl.zst").write_bytes(zstandard.compress(Path("web/b.jsonl").read_bytes()))
+    pq.write_table(pa.table({"text": [text]}), "books.parquet")
+    write_hub(Path("gpt2"), GPT2)
+    learn, prepare = (f"python tools/{tool}.py --input input.txt" for tool in ("train_tokenizer", "preprocess_data"))
+    for command in (
+        f"{run} checkpoint.save=runs/one checkpoint.load=runs/one",
+        f"{run} checkpoint.save=runs/other checkpoint.load=runs/other train.seed=2",
+        f"{prepare} --output-prefix data/other --tokenizer-type CharTokenizer "
+        "--tokenizer-model runs/first/tokenizer.json",
+        f"{learn} --vocab-size 400 --output-prefix runs/quickstart/tokenizer",
+        f"{prepare} --output-prefix runs/quickstart/corpus --tokenizer-model runs/quickstart/tokenizer.model",
+        f"{learn} --vocab-size 400 --type byte-bpe --output-prefix data/web",
+        f"{prepare} --output-prefix data/gpt2/corpus --tokenizer-type HuggingFaceTokenizer "
+        "--tokenizer-model data/web.tokenizer.json",
+    ):
+        do(shlex.split(command), pool)
+    shutil.copy("data/web.tokenizer.json", "data/gpt2/tokenizer.json")
 
 
-def parse(program: str, typed: Words, num_ranks: int | None = None) -> None:
-    """Arguments as the program's own parser reads them; a preset must keep every rule with them."""
-    assert (ROOT / program).is_file(), f"there is no {program}"
-    if program != "pretrain_gpt.py":
-        with only_parsing():
-            importlib.import_module(program.removesuffix(".py").replace("/", ".")).main(typed)
+def test_the_walk_arrives(walked: Path) -> None:
+    assert (walked / "runs/first/run/latest_checkpointed_iteration.txt").read_text() == "40\n"
+    assert (walked / "runs/first/curves.png").is_file()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != WALK], ids=lambda page: page.name)
+def test_every_command_works(
+    page: Path, walked: Path, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [words for words in commands(page) if reason(words) is None]
+    if not wanted:
         return
-    given = parse_args(typed)
-    if (ROOT / given.config).is_file():
-        parallel = read_config(ROOT / given.config, given.overrides).config.parallel
-        least = tensor_size(parallel) * parallel.pipeline_model_parallel_size
-        resolve(ROOT / given.config, given.overrides, given.world_size or num_ranks or least, elsewhere=True)
+    shutil.copytree(walked, tmp_path / "here", symlinks=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for words in wanted:
+        do(words, pool)
 
 
-def check(words: Words) -> None:
-    """A command is one of ours, and would be understood."""
-    match words:
-        case ["python", program, *typed] | ["srun", "python" | ".venv/bin/python", program, *typed]:
-            parse(program, typed)
-        case ["torchrun", "--nproc-per-node", number, program, *typed]:
-            parse(program, typed, int(number))
-        case ["bash", "scripts/launch_local.sh", number, *typed]:
-            parse("pretrain_gpt.py", typed, int(number))
-        case ["bash", "scripts/slurm/preprocess.sbatch", number, prefix, *typed]:
-            assert number.isdigit(), number
-            parse("tools/preprocess_data.py", ["--output-prefix", prefix, *typed])
-        case ["sbatch", *_] if "scripts/slurm/pretrain.sbatch" in words:
-            parse("pretrain_gpt.py", words[words.index("scripts/slurm/pretrain.sbatch") + 1 :])
-        case ["bash", script, *_]:
-            assert (ROOT / script).is_file(), f"there is no {script}"
-        case ["sbatch", script]:
-            assert script.endswith(".sbatch"), script
-        case _:
-            raise AssertionError(f"not a way to start anything here: {shlex.join(words)}")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_are_understood(page: Path) -> None:
-    for words in commands(page):
+def test_what_is_not_done_is_understood() -> None:
+    left = [words for page in PAGES for words in commands(page) if reason(words) is not None]
+    for words in left:
         try:
-            check(words)
+            understand(words)
         except (Exception, SystemExit) as error:
-            raise AssertionError(f"{page.name}: {shlex.join(words)}: {error}") from error
+            raise AssertionError(f"{shlex.join(words)}: {error}") from error
+    assert [begun for begun in NOT_DONE if not any(shlex.join(words).startswith(begun) for words in left)] == []
 
 
 def test_commands_are_found() -> None:
     found = [words for page in PAGES for words in commands(page)]
-    assert len(found) > 60 and {words[0] for words in found} == set(LAUNCHERS)
+    assert len(found) > 80 and {words[0] for words in found} == set(LAUNCHERS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -133,36 +162,6 @@ def test_programs_and_options_that_are_mentioned_are_there(page: Path) -> None:
         reader = "megatron3d/config/cli.py" if program == "pretrain_gpt.py" else program
         source = (ROOT / reader).read_text(encoding="utf-8")
         assert [flag for flag in re.findall(r"--[a-z-]+", rest) if f'"{flag}"' not in source] == [], f"{program}{rest}"
-
-
-def test_the_walk_can_be_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("configs", "scripts", "tools"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    (path, text), *more = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", WALK.read_text(encoding="utf-8"), re.M | re.S)
-    assert not more
-    Path(path).parent.mkdir(parents=True)
-    Path(path).write_text(text)
-    for words in commands(WALK):
-        if not any(word in ONLY_READ for word in words):
-            assert walk(words[1], words[2:]) == 0, shlex.join(words)
-    assert Path("runs/first/run/latest_checkpointed_iteration.txt").read_text() == "30\n"
-
-
-def walk(program: str, typed: Words) -> int:
-    """Do a command in this process; its exit code."""
-    if program != "pretrain_gpt.py":
-        code: int = importlib.import_module(program.removesuffix(".py").replace("/", ".")).main(typed)
-        return code
-    elsewhere = typed.index("--world-size") + 1 if "--world-size" in typed else None
-    config = Path(typed[typed.index("--config") + 1])
-    if "--check" in typed:
-        given = parse_args(typed)
-        resolve(config, given.overrides, given.world_size or 1, elsewhere=elsewhere is not None)
-        return 0
-    outcome = run(config, *parse_args(typed).overrides)
-    print(outcome.out, outcome.err)
-    return outcome.code
 
 
 def test_explained_messages_are_said() -> None:
