@@ -40,7 +40,7 @@ PROGRAM = r"(?:tools|benchmarks)/\w+\.py|pretrain_gpt\.py"
 FEW_LAYERS = ("model.num_layers=4",)
 TINY = (
     *("model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=8", "model.seq_length=16"),
-    *("train.micro_batch_size=4", "train.global_batch_size=32", "train.train_iters=2"),
+    *("train.micro_batch_size=4", "train.global_batch_size=16", "train.train_iters=2"),
     *("optimizer.lr_decay_iters=100000", "data.split=90,10,0"),
 )
 Words = list[str]
@@ -134,12 +134,13 @@ def perform(words: Words, pool: Pool) -> Outcome:
 
 def smaller(program: str, typed: Sequence[str]) -> Sequence[str]:
     """What makes a command one of seconds."""
-    if program == "tools/preprocess_data.py":
-        return ("--workers", "1")
+    always = {"tools/preprocess_data.py": ("--workers", "1"), "tools/generate.py": ("--max-new-tokens", "8")}
+    if program in always:
+        return always[program]
     if "--check" in typed or "--compare" in typed or not any(word.startswith("configs/") for word in typed):
         return ()
     small = FEW_LAYERS if "--dry-run" in typed else TINY
-    return {"pretrain_gpt.py": small, "tools/plan.py": FEW_LAYERS}.get(program, ())
+    return {"pretrain_gpt.py": small, "tools/plan.py": (*FEW_LAYERS, "--modes", "1d")}.get(program, ())
 
 
 def begin(program: str, typed: Words) -> int:
