@@ -6,7 +6,7 @@ ranks = arange(world).reshape(pipeline, data, *tensor axes)      # last axis fas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -83,3 +83,14 @@ class Mesh:
     def at(self, rank: int) -> Mesh:
         """The same mesh seen from another rank."""
         return Mesh(self.axes, rank)
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ranks in few words, `0-3, 8`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] + 1 == rank:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ", ".join("-".join(map(str, dict.fromkeys(each))) for each in runs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron3d.config.derive import make_pipeline
 from megatron3d.config.read import read_config
 from megatron3d.errors import UserError
 from megatron3d.memory.show import BYTES, unit_for
-from megatron3d.mesh import Mesh
+from megatron3d.mesh import Mesh, ranges
 from megatron3d.model.stages import stage_flops
 from megatron3d.pictures.curves import Rows, draw, read_run
 from megatron3d.pictures.html import details, note, page, section, svg, svg_element, table
@@ -151,17 +151,6 @@ def _layout(start: Start) -> Iterator[str]:
     ]
     header = ("stage", "pipeline rank", "layers", "parameters", "GFLOP/microbatch", "in flight", f"keeps {name}", "")
     yield section("Stages", table(header, rows))
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """`0-3, 8`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] + 1 == rank:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ", ".join("-".join(map(str, dict.fromkeys(each))) for each in runs)
 
 
 def _memory(start: Start, rows: Rows) -> Iterator[str]:

@@ -1,0 +1,54 @@
+"""When each rank of a pipeline computes what, one schedule below the other on one scale of time, as simulated."""
+
+from __future__ import annotations
+
+from megatron3d.pictures.svg import GREY, INK, PAPER, Canvas, Rect
+from megatron3d.pipeline.actions import Kind
+from megatron3d.pipeline.costs import UNIT, Costs
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.simulate import Timeline, num_virtual, peak_activations, simulate
+
+# Forward, backward, gradients of inputs and of weights; paler where it is a rank's second stage.
+COLOURS = {
+    Kind.F: ("#1f5fa8", "#8fb4de"),
+    Kind.B: ("#c2600a", "#eeb27f"),
+    Kind.I: ("#c2600a", "#eeb27f"),
+    Kind.W: ("#3f8f5f", "#9fcdb0"),
+}
+MEANINGS = {Kind.F: "forward", Kind.B: "backward, or gradient of the input", Kind.W: "gradient of the weights"}
+UNIT_PX, BAR, HEAD, LEFT, TOP, GAP = 22.0, 19, 24, 82, 88, 16
+
+
+def schedules_picture(num_ranks: int = 4, num_microbatches: int = 8, costs: Costs = UNIT) -> str:
+    """Every schedule of the table, as an SVG file."""
+    made = {name: build_schedule(name, num_ranks, num_microbatches, None, costs) for name in SCHEDULES}
+    lines = {name: simulate(schedule, costs) for name, schedule in made.items()}
+    longest = max(line.makespan for line in lines.values())
+    panel = HEAD + num_ranks * (BAR + 2) + GAP
+    title = f"{num_microbatches} microbatches through {num_ranks} ranks, one scale of time"
+    canvas = Canvas(LEFT + UNIT_PX * longest + 24, TOP + panel * len(made), title)
+    canvas.text((24, 30), title, 17, INK, "bold")
+    canvas.text((24, 50), "Forward, input gradient and weight gradient take the same time. White is idle.", 12, GREY)
+    canvas.legend((24, 74), [(COLOURS[kind][0], COLOURS[kind][0], words) for kind, words in MEANINGS.items()])
+    for number, (name, schedule) in enumerate(made.items()):
+        held = " ".join(f"{peak / num_virtual(schedule):g}" for peak in peak_activations(schedule))
+        idle = f"idle {100 * lines[name].idle_rate:.0f} %, at most {held} microbatches on ranks 0 to {num_ranks - 1}"
+        top = TOP + number * panel
+        canvas.text((24, top + 15), name, 14, INK, "bold")
+        canvas.text((LEFT + 54, top + 15), idle, 12, GREY)
+        _timeline(canvas, top + HEAD, lines[name])
+    return canvas.document()
+
+
+def _timeline(canvas: Canvas, top: float, line: Timeline) -> None:
+    """A bar per rank."""
+    for rank, spans in enumerate(line.rank_spans):
+        y = top + rank * (BAR + 2)
+        canvas.text((24, y + 14), f"rank {rank}", 12, GREY)
+        stages = sorted({span.action.stage for span in spans})
+        for span in spans:
+            depth = stages.index(span.action.stage)
+            place = Rect(LEFT + UNIT_PX * span.start, y, UNIT_PX * (span.end - span.start), BAR)
+            canvas.rect(place, COLOURS[span.action.kind][min(depth, 1)], PAPER)
+            x, middle = place.middle
+            canvas.text((x, middle + 3.5), str(span.action.mb), 10, INK if depth else PAPER, "middle")

@@ -1,0 +1,123 @@
+"""What ZeRO shares out over the data axis: which part of weights, gradients and optimizer state each rank keeps.
+
+Bars are the bytes of `memory.rank_memory` between steps, what moves is `cost.step_traffic`'s over the data axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import NamedTuple
+
+from megatron3d.config.architecture import architecture
+from megatron3d.config.derive import make_mesh
+from megatron3d.config.schema import Config
+from megatron3d.cost.traffic import step_traffic
+from megatron3d.memory.job import Job, make_job
+from megatron3d.memory.rank import rank_memory
+from megatron3d.mesh import DATA
+from megatron3d.pictures.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
+
+RANKS, MICROBATCHES, VOCABULARY = 4, 2, 64
+# Pixels: of a byte per parameter, of a rank's bar, and of a panel.
+BYTE, BAR, PANEL, LEFT, TOP = 19.0, 20, 126, 92, 96
+KINDS: Mapping[str, str] = {
+    "weights": "#1f5fa8",
+    "main weights": "#5b8fd0",
+    "gradients": "#c2600a",
+    "optimizer": "#3f8f5f",
+}
+
+
+class Case(NamedTuple):
+    """A stage of ZeRO, and the number of groups that each hold everything."""
+
+    title: str
+    zero_stage: int
+    num_groups: int = 1
+
+    def job(self) -> Job:
+        """A small GPT in bf16 on some data-parallel ranks, whose sizes they divide."""
+        config = Config.model_validate(
+            {
+                "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64},
+                "parallel": {
+                    "zero_stage": self.zero_stage,
+                    "num_distributed_optimizer_instances": self.num_groups,
+                },
+                "train": {"global_batch_size": RANKS * MICROBATCHES, "micro_batch_size": 1, "precision": "bf16"},
+            }
+        )
+        return make_job(config, architecture(config.model, VOCABULARY), make_mesh(config.parallel, RANKS))
+
+
+CASES = (
+    Case("ZeRO 0: everything everywhere", 0),
+    Case("ZeRO 1: optimizer state and main weights are shared out", 1),
+    Case("ZeRO 2: gradients too", 2),
+    Case("ZeRO 3: weights too", 3),
+    Case("ZeRO 3 in two groups: shared out inside of each", 3, 2),
+)
+
+
+def sharing_picture() -> str:
+    """The stages one below the other, a bar per rank, as an SVG file."""
+    title = f"What each of {RANKS} data-parallel ranks keeps between steps, in bf16"
+    canvas = Canvas(820, TOP + len(CASES) * PANEL, title)
+    canvas.text((24, 30), title, 17, INK, "bold")
+    canvas.text((24, 50), "As long as their bytes per parameter; what is coloured is held", 12, GREY)
+    full = rank_memory(CASES[0].job()).categories
+    per_byte = sum(full[kind] for kind in KINDS) / 18
+    entries = [(colour, colour, f"{kind}, {full[kind] / per_byte:.0f} bytes") for kind, colour in KINDS.items()]
+    canvas.legend((24, 78), entries)
+    for number, case in enumerate(CASES):
+        _panel(canvas, TOP + number * PANEL, case, full, per_byte)
+    return canvas.document()
+
+
+def _panel(canvas: Canvas, top: float, case: Case, full: Mapping[str, int], per_byte: float) -> None:
+    """Four bars, and what moves."""
+    job = case.job()
+    held = rank_memory(job).categories
+    canvas.text((24, top + 16), case.title, 14, INK, "bold")
+    for rank in range(RANKS):
+        y = top + 26 + rank * (BAR + 3)
+        canvas.text((24, y + 14), f"rank {rank}", 12, GREY)
+        x = float(LEFT)
+        position = job.work.mesh.at(rank).index(("data",))
+        for kind, colour in KINDS.items():
+            place = Rect(x, y, BYTE * full[kind] / per_byte, BAR)
+            _bar(canvas, place, Fraction(held[kind], full[kind]), position, colour)
+            x += place.width + 6
+    x = LEFT + 18 * BYTE + 34
+    total = sum(held[kind] for kind in KINDS) / per_byte
+    canvas.text((x, top + 40), f"{total:g} bytes per parameter", 12, INK, "bold")
+    for line, words in enumerate(told(job)):
+        canvas.text((x, top + 58 + 16 * line), words, 12, GREY)
+
+
+def _bar(canvas: Canvas, place: Rect, share: Fraction, position: int, colour: str) -> None:
+    """A rank's part of one kind of bytes, in its place among the others'."""
+    canvas.rect(place, EMPTY, EMPTY)
+    if not share:
+        return
+    width = place.width * float(share)
+    left = place.x + (width * position if share < 1 else 0.0)
+    canvas.rect(place._replace(x=left, width=width), colour, colour)
+    for part in range(1, int(1 / share)):
+        canvas.rect(Rect(place.x + part * width - 0.5, place.y, 1, place.height), PAPER, "none")
+
+
+def told(job: Job) -> Iterator[str]:
+    """Collectives over the data axes, what a rank sends in a step as a part of all gradients or weights, and what it
+    holds for a while."""
+    full, in_groups = rank_memory(CASES[0].job()), job.work.mesh.sizes["replica"] > 1
+    for (collective, axes), sent in step_traffic(job).sent.items():
+        if not axes or not set(axes) <= set(DATA) or sent < full.weights / 100:
+            continue
+        what, whole = ("weights", full.weights) if collective == "all_gather" else ("gradients", full.gradients)
+        where = " between groups" if "data" not in axes else " in a group" if in_groups else ""
+        part = Fraction(sent / whole).limit_denominator(100)
+        yield f"{collective.replace('_', '-')}{where} sends {part} of the {what}"
+    if job.shares(3):
+        yield "while computing also two whole blocks of weights"

@@ -1,0 +1,82 @@
+"""Scalable pictures as text: rectangles and words, the same bytes wherever they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+INK, GREY, PAPER, EMPTY = "#1c2530", "#6b7582", "#ffffff", "#eef1f4"
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif"
+
+
+class Rect(NamedTuple):
+    """A place: left, top, width and height, in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    def inside(self, by: float) -> Rect:
+        """The same, narrower on every side."""
+        return Rect(self.x + by, self.y + by, self.width - 2 * by, self.height - 2 * by)
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Its centre."""
+        return self.x + self.width / 2, self.y + self.height / 2
+
+
+class Canvas:
+    """A picture on white paper, that later shapes are drawn over."""
+
+    def __init__(self, width: float, height: float, title: str) -> None:
+        self._size, self._title, self._shapes = (width, height), title, list[str]()
+
+    def rect(self, at: Rect, fill: str, stroke: str = PAPER, width: float = 1.0, dashes: str = "") -> None:
+        """A rectangle; a fill of `none` leaves what is below."""
+        places = " ".join(
+            f'{name}="{number(value)}"' for name, value in zip(("x", "y", "width", "height"), at, strict=True)
+        )
+        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        self._shapes.append(
+            f'<rect {places} rx="2" fill="{fill}" stroke="{stroke}" stroke-width="{number(width)}"{dashed}/>'
+        )
+
+    def text(self, at: tuple[float, float], words: str, size: float = 12, colour: str = INK, style: str = "") -> None:
+        """Words that begin here; a style `middle` or `end` puts their middle or end here, `bold` makes them so."""
+        kinds = style.split()
+        anchor = "".join(f' text-anchor="{kind}"' for kind in kinds if kind in ("middle", "end"))
+        weight = ' font-weight="600"' if "bold" in kinds else ""
+        x, y = map(number, at)
+        self._shapes.append(
+            f'<text x="{x}" y="{y}" font-size="{number(size)}" fill="{colour}"{anchor}{weight}>{escape(words)}</text>'
+        )
+
+    def legend(self, at: tuple[float, float], entries: Sequence[tuple[str, str, str]]) -> None:
+        """Boxes with words behind them in one line: fill, stroke, words; their widths are guessed from the letters."""
+        x, y = at
+        for fill, stroke, words in entries:
+            self.rect(Rect(x, y - 10, 13, 12), fill, stroke, 1.5)
+            self.text((x + 19, y), words, 12)
+            x += 42 + 6.3 * len(words)
+
+    def document(self) -> str:
+        """The file."""
+        width, height = map(number, self._size)
+        return "\n".join(
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+                f'viewBox="0 0 {width} {height}" font-family="{FONT}" role="img">',
+                f"<title>{escape(self._title)}</title>",
+                f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
+                *self._shapes,
+                "</svg>\n",
+            )
+        )
+
+
+def number(value: float) -> str:
+    """As many digits as a screen can show."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,86 @@
+"""Draws which rank holds which block of X, W and Y in a tensor-parallel mode, and what moves, as an SVG file.
+
+python tools/draw_layouts.py --mode 3d --shape 2 3 4 --rank 7 --output 3d.svg
+python tools/draw_layouts.py --output docs/pictures          # every picture of the documentation, into a folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron3d.cli import positive, run_tool
+from megatron3d.errors import UserError
+from megatron3d.modes import MODES, build_mode
+from megatron3d.pictures.layouts import layout_picture
+from megatron3d.pictures.schedules import schedules_picture
+from megatron3d.pictures.sharing import sharing_picture
+
+# Of the pictures of the documentation: ranks of a mode, and the one that is in colour.
+NUM_RANKS, RANK, MOST_RANKS = 8, 5, 64
+
+
+def every_picture() -> Iterator[tuple[str, str]]:
+    """Names and contents of the documentation's files."""
+    for name, entry in MODES.items():
+        for form in entry.forms:
+            mode = build_mode(name, form, entry.default_shape(NUM_RANKS))
+            yield f"{name}-{form}.svg", layout_picture(mode, form, RANK)
+    yield "zero.svg", sharing_picture()
+    yield "schedules.svg", schedules_picture()
+
+
+def one_picture(arguments: argparse.Namespace) -> str:
+    """The picture that is asked for."""
+    entry = MODES[arguments.mode]
+    form, axes = arguments.form or next(iter(entry.forms)), entry.axis_names
+    shape = tuple(arguments.shape or entry.default_shape(NUM_RANKS))
+    ranks, forms = math.prod(shape), ", ".join(entry.forms)
+    problems = []
+    if len(shape) != len(axes):
+        problems.append(
+            f"--shape {' '.join(map(str, shape))}: {arguments.mode} has the axes {', '.join(axes)}; give "
+            f"{len(axes)} numbers"
+        )
+    elif ranks > MOST_RANKS:
+        problems.append(f"--shape: {ranks} ranks are too many to draw; use at most {MOST_RANKS}")
+    elif not 0 <= arguments.rank < ranks:
+        problems.append(f"--rank {arguments.rank}: the shape has ranks 0 to {ranks - 1}")
+    if form not in entry.forms:
+        problems.append(f"--form {form}: {arguments.mode} has {forms}")
+    UserError.collect(problems)
+    return layout_picture(build_mode(arguments.mode, form, shape), form, arguments.rank)
+
+
+def draw(arguments: argparse.Namespace) -> None:
+    """Write one picture, or all."""
+    output = arguments.output
+    if arguments.mode:
+        files = {output: one_picture(arguments)}
+    else:
+        files = {output / name: text for name, text in every_picture()}
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another") from error
+    print(f"{output}: {len(files)} picture(s)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the tool."""
+    parser = argparse.ArgumentParser(prog="draw_layouts", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mode", choices=MODES, help="default: every picture of the documentation")
+    parser.add_argument("--form", help="default: the mode's first")
+    parser.add_argument("--shape", type=positive, nargs="+", metavar="N", help=f"default: {NUM_RANKS} ranks")
+    parser.add_argument("--rank", type=int, default=RANK, help="the one in colour; default: %(default)s")
+    parser.add_argument("--output", type=Path, required=True, help="a file, or without --mode a folder")
+    return run_tool(draw, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
