@@ -8,6 +8,7 @@ import json
 import math
 import struct
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -245,7 +246,7 @@ def test_wandb_drops_nothing_that_is_done_again(offline: Config, tmp_path: Path)
     log_twice(tmp_path / "run", offline)
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len(files) == 2 and len({path.name for path in files}) == 1
-    logs = [list(wandb_records(path)) for path in files]
+    logs = [wandb_log(path) for path in files]
     rows = [[row(record) for record in log if record.HasField("history")] for log in logs]
     assert [[each["_step"] for each in part] for part in rows] == [[*range(7)], [*range(2)]]
     assert [each["iteration"] for part in rows for each in part] == [1, 2, 3, 4, 2, 3, 4, 4, 5]
@@ -253,6 +254,16 @@ def test_wandb_drops_nothing_that_is_done_again(offline: Config, tmp_path: Path)
     assert sorted(losses.items()) == LAST
     axes = {each.metric.glob_name: each.metric.step_metric for each in logs[1] if each.HasField("metric")}
     assert axes["*"] == "iteration"
+
+
+def wandb_log(path: Path) -> list[Any]:
+    """All records of a start; a process of wandb's own may still be writing them when the run is closed."""
+    for _ in range(200):
+        records = list(wandb_records(path))
+        if any(record.HasField("exit") for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end")
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
