@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -40,6 +41,25 @@ def test_one_and_several_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
         assert capsys.readouterr().out == f"{output}: curves of {len(runs)} run(s)\n"
     assert plot_run.main([str(first), str(second), "--output", str(tmp_path / "runs.html")]) == 2
     assert "a page is of one run, and these are 2" in capsys.readouterr().err
+
+
+def test_curves_of_several_runs_are_drawn_again_until_all_have_ended(tmp_path: Path) -> None:
+    """The first has ended, and each look at the second finds a step more, of which it wants seven."""
+    runs, output = [write_run(tmp_path / "ended"), write_run(tmp_path / "goes on")], tmp_path / "curves.png"
+    pictures = list[bytes]()
+
+    def look(seconds: float) -> None:
+        pictures.append(output.read_bytes())
+        with (runs[1] / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"iteration": 5 + len(pictures), "lm_loss": 9.0}) + "\n")
+
+    for run, wanted in zip(runs, (5, 7), strict=True):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"iteration": 0, "start": {"train_iters": wanted}}) + "\n")
+    with mock.patch.object(plot_run.time, "sleep", look):
+        assert plot_run.main([*map(str, runs), "--output", str(output), "--refresh", "1"]) == 0
+    pictures.append(output.read_bytes())
+    assert len(set(pictures)) == 3 and all(picture.startswith(PNG) for picture in pictures)
 
 
 def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ not a number is visible everywhere; moments of layers are the same in every layo
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
 import math
 import socket
@@ -20,6 +22,7 @@ from megatron3d import runtime
 from megatron3d.data.loader import Prefetching
 from megatron3d.metrics.journal import read_journal
 from megatron3d.metrics.timers import BACKWARD, COMPUTES, EVALUATE, FORWARD, PARTS, SAVE, SCHEDULE
+from megatron3d.modes import MODES
 from megatron3d.train import loop
 from megatron3d.train.state import TrainState
 from tests.end_to_end import in_run, run, run_as_rank, write_config
@@ -151,6 +154,46 @@ def test_moments_are_the_same_in_every_layout(config: Path, pool: Pool) -> None:
         scale = {key: expected[key.replace("/mean", "/rms")] for key in expected}
         wrong = {key for key in expected if not abs(got[key] - expected[key]) <= TOLERANCE * scale[key]}
         assert not wrong, f"{name}: {wrong}"
+
+
+def every_layout() -> dict[str, list[str]]:
+    """Of 4 ranks: each mode on all of them, each of ZeRO's stages on 2 with another schedule on the other 2."""
+    found = {}
+    for mode, entry in MODES.items():
+        asked = {"mode": mode, "shape": list(entry.default_shape(4))}
+        found[mode] = [f"parallel.tensor_parallel_{key}={value}" for key, value in asked.items()]
+    for stage, name in enumerate(("1f1b", "interleaved", "zb-h1", "zb-v")):
+        found[name] = ["parallel.pipeline_model_parallel_size=2", f"parallel.pipeline_schedule={name}"]
+        found[name].append(f"parallel.zero_stage={stage}")
+    return found
+
+
+def run_told(rank: int, world_size: int, config: Path, asked: list[list[str]]) -> list[str]:
+    """The lines of steps that a rank prints, of every run."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert run_as_rank(rank, world_size, config, asked) == [runtime.EXIT_DONE] * len(asked)
+    return [line for line in out.getvalue().splitlines() if "iteration " in line and "lm loss" in line]
+
+
+def test_every_layout_reports_the_same(config: Path, pool: Pool) -> None:
+    """Loss, gradient norm and throughput, in metrics.jsonl and in the lines of rank 0, which alone prints any."""
+    asked = ["train.precision=fp64", "train.train_iters=1", "optimizer.lr_warmup_iters=0"]
+    asked += ["train.micro_batch_size=2", "model.num_layers=4"]
+    alone = config.parent / "told alone"
+    assert run(config, *in_run(str(alone)), *asked).code == runtime.EXIT_DONE
+    (expected,) = rows(alone, "lm_loss")
+    folders = {name: config.parent / f"told {name}" for name in every_layout()}
+    wanted = [[*in_run(str(folders[name])), *asked, *keys] for name, keys in every_layout().items()]
+    first, *others = pool.run(run_told, 4, config, wanted)
+    assert len(first) == len(folders) and not any(others)
+    for (name, folder), line in zip(folders.items(), first, strict=True):
+        (row,) = rows(folder, "lm_loss")
+        for key in ("lm_loss", "grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=TOLERANCE), f"{name}: {key}"
+        assert row["tokens_per_s"] == pytest.approx(4 * row["tokens_per_s_per_rank"]) and row["mfu"] > 0, name
+        said = (f"lm loss: {expected['lm_loss']:.6E} |", f"grad norm: {expected['grad_norm']:.3f} |")
+        assert all(words in line for words in (*said, f"tokens per second: {row['tokens_per_s']:.0f} |")), line
 
 
 def test_a_profile_has_the_steps_phases(config: Path) -> None:
