@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron3d.cli import run_tool
+from megatron3d.cli import positive, run_tool
 from megatron3d.config.cli import resolve
 from megatron3d.config.derive import tensor_mode, tensor_shape, virtual_size
 from megatron3d.config.read import Resolved, read_config
@@ -21,6 +21,7 @@ from megatron3d.config.schema import Config
 from megatron3d.cost.options import Layout, Tensor
 from megatron3d.cost.search import Plan, Problem, search
 from megatron3d.cost.tell import compared, explained, found_table, shown_layout
+from megatron3d.data.ramp import Batches
 from megatron3d.errors import UserError
 from megatron3d.modes import MODES
 from megatron3d.pipeline.schedules import FILE
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--config: missing; give a YAML file, such as --config configs/gpt3-175b.yaml")
     if arguments.explain:
         plan, problem = planned(arguments, arguments.config)
-        print("\n".join(explained(plan, problem, num_tokens(arguments, problem.config))))
+        print("\n".join([*explained(plan, problem, num_tokens(arguments, problem.config)), *growing(problem.config)]))
         draw(arguments, [plan])
         return
     resolved = read_config(arguments.config, arguments.overrides)
@@ -79,17 +80,28 @@ def run(arguments: argparse.Namespace) -> None:
     found = search(problem, arguments.top, arguments.modes)
     best = found.plans[0]
     lines = [*found_table(found, problem), "", *explained(best, problem, num_tokens(arguments, problem.config))]
-    print("\n".join(lines))
+    print("\n".join([*lines, *growing(problem.config)]))
     if arguments.output:
         write(best, resolved, arguments.output, arguments.num_gpus)
     draw(arguments, found.plans)
 
 
 def num_tokens(arguments: argparse.Namespace, config: Config) -> float:
-    """Of the whole run."""
-    return arguments.tokens or float(
-        config.train.train_iters * config.train.global_batch_size * config.model.seq_length
-    )
+    """Of the whole run, batches that grow as they are."""
+    batches = Batches.of(config)
+    return arguments.tokens or float(batches.num_tokens(batches.consumed_samples(config.train.train_iters)))
+
+
+def growing(config: Config) -> Iterator[str]:
+    """What is not predicted where batches or lengths grow; nothing elsewhere."""
+    batches = Batches.of(config)
+    *ramp, last = batches.runs()
+    if ramp:
+        num_iterations = sum(run.num_iterations or 0 for run in ramp)
+        yield (
+            f"the first {num_iterations:,} iterations, {batches.num_tokens(last.first_sample):,} tokens, have smaller "
+            "or shorter batches, which take longer per token: all of the above is of whole ones, the days too"
+        )
 
 
 def write(plan: Plan, resolved: Resolved, path: Path, num_ranks: int) -> None:
@@ -153,13 +165,6 @@ def draw_scaling(arguments: argparse.Namespace, panel: object) -> None:
     panel.set_ylabel("tokens per second")  # type: ignore[attr-defined]
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the tool."""
     parser = argparse.ArgumentParser(prog="plan", description=(__doc__ or "").partition("\n")[0])
@@ -171,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--num-gpus", type=positive, required=True, metavar="N", help="ranks")
     parser.add_argument("--vocab-size", type=positive, help="where the configuration leaves it to the tokenizer")
-    parser.add_argument("--tokens", type=float, help="of the run; default: train_iters x global_batch_size x length")
+    parser.add_argument("--tokens", type=float, help="of the run; default: those of train_iters")
     parser.add_argument("--top", type=positive, default=10, help="layouts that are printed (default: 10)")
     parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")

@@ -126,6 +126,19 @@ def test_the_tool_says_what_is_missing(config_file: Path, capsys: pytest.Capture
     assert "--vocab-size" in capsys.readouterr().err
 
 
+def test_tokens_of_batches_that_grow_are_counted_as_they_are(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(config_file), "--explain", *ARGUMENTS, "train.train_iters=10"]
+    assert tool.main([*words, "parallel.tensor_model_parallel_size=8"]) == 0
+    assert f"\n{10 * 8 * 2048:,} tokens: " in (said := capsys.readouterr().out) and "shorter batches" not in said
+    growing = ["train.rampup_batch_size=[4,4,12]", "train.seq_length_warmup=[1024,1024,8]"]
+    assert tool.main([*words, "parallel.tensor_model_parallel_size=8", *growing]) == 0
+    said = capsys.readouterr().out
+    assert f"\n{8 * 1024 + 4 * 2048 + 7 * 8 * 2048:,} tokens: " in said
+    assert f"the first 3 iterations, {8 * 1024 + 4 * 2048:,} tokens, have smaller or shorter batches" in said
+
+
 def test_a_layout_reads_as_it_is_written() -> None:
     layout = Layout(Tensor("3d", "heads", (1, 2, 2)), 2, "interleaved", 2, 1, 1, "full")
     plan: Plan = problem().plan(layout)
