@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron3d.compile import Compiler
+from megatron3d.compile import Backend, Compiler
 from megatron3d.config.schema import Config
 from megatron3d.model.layers import Linear
-from megatron3d.train.state import build_state, connect
+from megatron3d.train.state import TrainState, build_state, connect
 from tests.pool import Pool
 
 # torch's tracer and compiler warn of what they do themselves, and hide it where warnings are no errors.
@@ -167,31 +167,55 @@ def test_a_block_that_asks_for_ever_new_graphs_goes_on_uncompiled_and_says_so(
     assert capsys.readouterr().out.count("WARNING") == 1
 
 
-def communicating(rank: int, world_size: int, tokens: Tensor) -> None:
-    """A GPT of two tensor ranks, compiled and not."""
+def states(rank: int, world_size: int, backend: Backend, **model: Any) -> tuple[TrainState, TrainState, Compiler]:
+    """A small GPT as it is, and the same one with compiled layers."""
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, **model}
     config = Config.model_validate(
         {
-            "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8},
+            "model": sizes,
             "parallel": {"tensor_model_parallel_size": world_size, "tensor_parallel_mode": "1d"},
-            "train": {"global_batch_size": 2},
+            "train": {"global_batch_size": 16},
         }
     )
     torch._dynamo.reset()
     arch, comm = connect(config, 61, world_size, rank)
     plain, compiled = (build_state(config, arch, comm, torch.device("cpu")) for _ in range(2))
-    compiler = Compiler(rank, lambda module: isinstance(module, Linear), as_it_is)
+    compiler = Compiler(rank, lambda module: isinstance(module, Linear), backend)
     for layer in compiled.model.layers.values():
         compiler.block(layer)
+    return plain, compiled, compiler
+
+
+def same_step(plain: TrainState, compiled: TrainState, tokens: Tensor, num_passes: int = 2) -> None:
+    """Loss and gradients of both."""
     results = []
     for state in (plain, compiled):
-        passes = [state.model.begin(tokens, tokens.numel()) for _ in range(2)]
-        state.buffers.begin_step(2)
+        passes = [state.model.begin(tokens, tokens.numel()) for _ in range(num_passes)]
+        state.buffers.begin_step(num_passes)
         loss = state.flow.train(passes, state.buffers.check_stage)
         state.buffers.reduce_grads()
         results.append((loss, *(flat.grad.clone() for flat in state.buffers.flats)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def communicating(rank: int, world_size: int, tokens: Tensor) -> None:
+    """A GPT of two tensor ranks, compiled and not."""
+    plain, compiled, compiler = states(rank, world_size, as_it_is)
+    same_step(plain, compiled, tokens)
     assert compiler.num_graphs > 0 and compiler.failures == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_sequences_and_batches_that_grow_ask_for_graphs_once_more(family: str) -> None:
+    """The second length is met by graphs for any length, which the others and evaluations of the whole one share."""
+    plain, compiled, compiler = states(0, 1, as_it_is, family=family, seq_length=64)
+    tokens = torch.randint(0, 61, (2, 65), generator=torch.Generator().manual_seed(1))
+    num_graphs = []
+    for step, length in enumerate(range(4, 65, 12)):
+        same_step(plain, compiled, tokens[:, : length + 1], num_passes=1 + step)
+        num_graphs.append(compiler.num_graphs)
+    assert num_graphs[1] == num_graphs[-1] <= 2 * num_graphs[0] and compiler.failures == []
 
 
 def test_what_communicates_stays_out_of_the_graphs(pool: Pool) -> None:
