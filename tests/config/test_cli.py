@@ -17,7 +17,10 @@ from megatron3d.config.check_files import check_files
 from megatron3d.config.cli import parse_args, resolve, run_check
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
-from tests.config.test_check import BROKEN, VALID
+from tests.config import test_check, test_check_data, test_check_layout
+from tests.config.valid import sections, with_changes
+
+BROKEN = [*test_check.BROKEN, *test_check_data.BROKEN, *test_check_layout.BROKEN]
 
 
 def config_of(**sections: Any) -> Config:
@@ -82,10 +85,9 @@ def test_rules_on_values_that_could_not_be_read_are_left_out(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("changes", "world_size", "message"), BROKEN, ids=[message[:50] for _, _, message in BROKEN])
 def test_a_run_refuses_what_a_rule_finds(tmp_path: Path, changes: Any, world_size: int, message: str) -> None:
-    sections = {section: VALID.get(section, {}) | changes.get(section, {}) for section in (*VALID, *changes)}
-    found = [problem.partition("=")[0] for problem in check(config_of(**sections), world_size, vocab_size=None)]
+    found = [problem.partition("=")[0] for problem in check(with_changes(changes), world_size, vocab_size=None)]
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(json.loads(json.dumps(sections))))
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(sections(changes)))))
     with pytest.raises(UserError) if found else contextlib.nullcontext() as caught:
         resolve(path, [], world_size, elsewhere=True)
     assert not found or [problem.partition("=")[0] for problem in caught.value.problems] == found, message
