@@ -27,7 +27,7 @@ import torch
 from report import Row, interleaved, show, times_faster, write
 
 from megatron3d.config.read import read_config
-from megatron3d.data.corpus import Samples
+from megatron3d.data.blended import Samples
 from megatron3d.data.indexed import HEADER, MAGIC, IndexedDataset
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.ramp import Batches
@@ -40,7 +40,7 @@ BLOCK = 1 << 22
 FIRST = """
 import sys, time
 import numpy as np
-from megatron3d.data.corpus import Samples
+from megatron3d.data.blended import Samples
 from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.samples import Split
 prefix, length, batch, vocab_size = sys.argv[1], *map(int, sys.argv[2:])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron3d.metrics.journal import read_journal
-from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED
+from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from megatron3d.train.resume import read_meta
 from tests.end_to_end import evaluations, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus
 from tests.pool import Pool
@@ -108,3 +108,31 @@ def test_a_streamed_dataset_is_gone_on_with_on_other_ranks(config: Path, tmp_pat
     for one, other in zip(steps(tmp_path / "parts"), steps(tmp_path / "whole"), strict=True):
         assert one == pytest.approx(other, rel=1e-10)
     refuse(config, [*keys, "data.stream_key=text"], ("no key 'text'; it has 'body'",))
+
+
+def test_bad_records_of_a_stream_are_counted_on_any_ranks_and_over_a_stop(
+    config: Path, tmp_path: Path, pool: Pool
+) -> None:
+    rows = [None if number % 7 == 6 else line for number, line in enumerate(inspect.getsource(textwrap).splitlines())]
+    (tmp_path / "data").mkdir()
+    for part in range(3):
+        lines = "".join(json.dumps({"body": row}) + "\n" for row in rows[part::3])
+        (tmp_path / "data" / f"part-{part}.jsonl").write_text(lines)
+    paths = ["data.data_path=null", "data.split=969,30,1", f"data.train_data_path=hf:{tmp_path}/data"]
+    keys = [*paths, "data.stream_key=body", "data.stream_lanes=4", "train.precision=fp64"]
+    stopped = run(config, *in_run(f"{tmp_path}/stopped"), *keys)
+    assert stopped.code == EXIT_USER_ERROR and "'body' holds a NoneType" in stopped.err, stopped.err
+    assert "or leave such out with data.on_bad_record=skip" in stopped.err
+    keys.append("data.on_bad_record=skip")
+    whole = run(config, *in_run(f"{tmp_path}/whole"), *keys)
+    assert whole.code == EXIT_DONE, whole.err
+    assert f"> rank 0 leaves out a record: hf:{tmp_path}/data, shard " in whole.out
+    counts = [row["skipped_records"] for row in read_journal(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" in row]
+    assert counts == sorted(counts) and counts[-1] > 0 and f"skipped records: {counts[-1]:3d} |" in whole.out
+    parts = [*in_run(f"{tmp_path}/parts"), *keys]
+    assert pool.run(run_as_rank, 2, config, [[*parts, "train.exit_interval=3"]]) == [[EXIT_STOPPED]] * 2
+    assert run(config, *parts).code == EXIT_DONE
+    found = [row["skipped_records"] for row in read_journal(tmp_path / "parts" / "metrics.jsonl") if "lm_loss" in row]
+    assert found == counts
+    for one, other in zip(steps(tmp_path / "parts"), steps(tmp_path / "whole"), strict=True):
+        assert one == pytest.approx(other, rel=1e-10)

@@ -50,7 +50,7 @@ RECORD = StepRecord(
     global_batch_size=48,
     seq_length=64,
 )
-UNSET = {"iteration", "loss_scale", "pipeline_bubble"}
+UNSET = {"iteration", "loss_scale", "pipeline_bubble", "skipped_records"}
 
 
 def write(folder: Path, iterations: range, config: Config | None = None, start_iteration: int = 0) -> None:

@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron3d.cli import run_tool
+from megatron3d.cli import positive, run_tool
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus import BlendedSamples, open_corpus
+from megatron3d.data.blended import BlendedSamples
+from megatron3d.data.corpus import open_corpus
 from megatron3d.data.loader import Loader
 from megatron3d.data.packing import IGNORED, Packing
 from megatron3d.data.ramp import Batches
@@ -38,14 +39,18 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.rank is not None and not 0 <= arguments.rank < arguments.world_size:
         raise UserError(f"--rank {arguments.rank}: not below --world-size {arguments.world_size}; use 0 or more")
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
-    samples = open_corpus(config, tokenizer).train
+    corpus = open_corpus(config, tokenizer)
+    samples = corpus.train
     packing, batches = Packing.of(config.data, tokenizer.eod), Batches.of(config)
     for iteration in range(first, last + 1):
         begin = batches.consumed_samples(iteration - 1)
         batch = batches.at(begin)
         for number in positions(config, arguments, samples, batch.num_samples):
             what = describe(samples, begin + number, batch.seq_length, tokenizer, packing)
-            print(f"== iteration {iteration}, {what}"[: arguments.max_characters])
+            skipped = " (skipped)" if iteration in config.train.iterations_to_skip else ""
+            print(f"== iteration {iteration}{skipped}, {what}"[: arguments.max_characters])
+    for fault in corpus.faults:
+        print(f"left out: {fault}", file=sys.stderr)
 
 
 def parse_iterations(text: str) -> tuple[int, int]:
@@ -92,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="show_samples", description=__doc__.partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True, help="of the run")
     parser.add_argument("--iterations", default="1", metavar="N", help="one, or FIRST-LAST")
-    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--world-size", type=positive, default=1)
     parser.add_argument("--rank", type=int, help="what this rank reads; default: the whole global batch")
-    parser.add_argument("--max-characters", type=int, default=100_000, help="of each sample")
+    parser.add_argument("--max-characters", type=positive, default=100_000, help="of each sample")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on the configuration")
     return run_tool(show, parser, argv)
 

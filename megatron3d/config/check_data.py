@@ -45,7 +45,7 @@ def _stream_problems(facts: Facts) -> Iterator[str]:
         where = facts.named("data.data_path")
         yield f"{where}: a dataset that is streamed is not split; use data.train_data_path and data.valid_data_path"
     if not any(str(value).startswith(STREAM) for value in given.values()):
-        for key in ("stream_key", "stream_lanes", "stream_shuffle_rows"):
+        for key in ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record"):
             if getattr(data, key) != type(data).model_fields[key].default:
                 where = facts.named(f"data.{key}")
                 yield f"{where}: not read without a path that begins with {STREAM}; give one, or leave {key} out"

@@ -212,6 +212,7 @@ class DataConfig(Section):
     stream_key: str = Field("text", description="column with the text, where a path is the name of a dataset, hf:...")
     stream_lanes: int = Field(8, ge=1, description="parts in which a dataset is read at one time")
     stream_shuffle_rows: int = Field(1000, ge=1, description="neighbouring rows of a dataset that are shuffled")
+    on_bad_record: Literal["stop", "skip"] = Field("stop", description="rows of a dataset; skip: left out, counted")
     max_epochs: float = Field(4.0, gt=0, description="above so many readings of a corpus the start warns")
     reset_position_ids: bool = Field(False, description="positions begin anew at each document")
     reset_attention_mask: bool = Field(False, description="tokens see their own document only")

@@ -3,26 +3,24 @@
     data_path, split                                       each corpus is cut into train, valid and test
     train_data_path, valid_data_path, test_data_path       each is whole
 
-A path is a prefix, or several with weights: then samples come from all, as blend.py says.  In place of whole token
+A path is a prefix, or several with weights: then samples come from all, as blended.py says.  In place of whole token
 files the name of a dataset may stand, which is read as stream.py says.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
-import numpy.typing as npt
-
 from megatron3d.config.schema import Config
 from megatron3d.data.blend import STREAM, Blend, Paths, parse_paths, whole_parts
+from megatron3d.data.blended import BlendedSamples, Samples
 from megatron3d.data.encode import Encoder
 from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.packing import Packing
-from megatron3d.data.samples import Indices, Split, sample_offsets, split_tokens
+from megatron3d.data.samples import Split, split_tokens
 from megatron3d.data.stream import Stream, open_stream
 from megatron3d.data.tokenizer import Tokenizer
 from megatron3d.errors import UserError
@@ -32,102 +30,18 @@ CHECKED_DOCUMENTS = 16
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Samples 0, 1, ... of one split without end, epoch after epoch; shuffled unless seed is None."""
-
-    dataset: IndexedDataset
-    split: Split
-    seq_length: int
-    vocab_size: int
-    seed: int | None
-
-    @property
-    def num_windows(self) -> int:
-        """Number of different samples: the length of an epoch."""
-        return self.split.num_windows(self.seq_length)
-
-    def read(self, samples: Indices) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens; raises UserError for a token id beyond the vocabulary."""
-        offsets = sample_offsets(self.split, self.seq_length, self.seed, samples)
-        tokens = self.dataset.windows(offsets, self.seq_length + 1).astype(np.int64)
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
-            row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0]
-            raise UserError(
-                f"data.data_path={self.dataset.prefix}: token {offsets[row] + column} has id {tokens[row, column]}, "
-                f"outside the vocabulary of {self.vocab_size}; use the tokenizer that made the corpus"
-            )
-        return tokens
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a run plans to read of one corpus."""
-
-    name: str
-    share: float
-    num_samples: int
-    num_windows: int
-
-    @property
-    def epochs(self) -> float:
-        """How often each token is read."""
-        return self.num_samples / self.num_windows
-
-
-@dataclass(frozen=True)
-class BlendedSamples:
-    """Samples of one or several corpora in the order of a blend; one corpus alone is read as it is."""
-
-    sources: tuple[Samples, ...]
-    blend: Blend
-
-    def read(self, samples: Indices) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens; raises UserError for a token id beyond the vocabulary."""
-        sources, positions = self.blend.locate(samples)
-        tokens = np.empty((len(samples), self.sources[0].seq_length + 1), np.int64)
-        for source in np.unique(sources).tolist():
-            rows = sources == source
-            tokens[rows] = self.sources[source].read(positions[rows])
-        return tokens
-
-    @property
-    def contents(self) -> list[list[object]]:
-        """What decides the samples: of each corpus its fingerprint and part."""
-        return [[fingerprint(each.dataset), part] for each, part in zip(self.sources, self.blend.parts, strict=True)]
-
-    def place(self, sample: int) -> str:
-        """Where a sample comes from, for a person."""
-        sources, places = self.blend.locate(np.array([sample]))
-        source = self.sources[int(sources[0])]
-        (offset,) = sample_offsets(source.split, source.seq_length, source.seed, places).tolist()
-        return f"{source.dataset.prefix} from token {offset}, epoch {int(places[0]) // source.num_windows}"
-
-    def plan(self, num_samples: int) -> tuple[Source, ...]:
-        """What the first samples are made of."""
-        total = sum(self.blend.parts)
-        counts = self.blend.counts(num_samples)
-        return tuple(
-            Source(str(source.dataset.prefix), part / total, count, source.num_windows)
-            for source, part, count in zip(self.sources, self.blend.parts, counts, strict=True)
-        )
-
-    def consumed_tokens(self, spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
-        """Tokens of each corpus, by its prefix, in samples from one to before another that are cut to a length;
-        nothing where there is only one corpus."""
-        totals = dict.fromkeys([f"consumed_tokens/{source.dataset.prefix}" for source in self.sources], 0.0)
-        for start, stop, length in spans if len(self.sources) > 1 else ():
-            for name, before, after in zip(totals, self.blend.counts(start), self.blend.counts(stop), strict=True):
-                totals[name] += (after - before) * length
-        return totals if len(self.sources) > 1 else {}
-
-
-@dataclass(frozen=True)
 class Corpus:
     """Three splits, valid and test in order; None where a split that is not used is shorter than one sample."""
 
     train: BlendedSamples | Stream
     valid: BlendedSamples | Stream | None
     test: BlendedSamples | Stream | None
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with the first records that were left out so far."""
+        streams = (split for split in (self.train, self.valid, self.test) if isinstance(split, Stream))
+        return [fault for stream in streams for fault in stream.rows.faults]
 
     @property
     def datasets(self) -> tuple[IndexedDataset, ...]:
@@ -147,14 +61,6 @@ class Corpus:
 
 def _are_cut_from_one(one: BlendedSamples | Stream, other: BlendedSamples | Stream) -> bool:
     return bool(one.sources and other.sources) and one.sources[0].dataset is other.sources[0].dataset
-
-
-def fingerprint(data: IndexedDataset) -> str:
-    """sha256 of the counts, the data type, and 64 pieces of 1024 tokens from all over a corpus."""
-    digest = hashlib.sha256(f"{data.num_documents} {data.num_tokens} {data.dtype.str}".encode())
-    for start in np.linspace(0, max(0, data.num_tokens - 1024), 64).astype(np.int64).tolist():
-        digest.update(data.tokens(start, min(start + 1024, data.num_tokens)).tobytes())
-    return digest.hexdigest()
 
 
 def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
@@ -214,6 +120,8 @@ class _Opener:
             tokenizer.fingerprint,
             (data.stream_key,),
             append_eod=tokenizer.eod is not None,
+            skip_bad=data.on_bad_record == "skip",
+            remedy=", or leave such out with data.on_bad_record=skip",
         )
         rows = open_stream(path, data.stream_lanes, data.stream_shuffle_rows, seed, encoder)
         return Stream(rows, self.config.model.seq_length)

@@ -10,6 +10,8 @@ from megatron3d.data.pieces import Piece
 from megatron3d.errors import UserError
 
 TEXT_KEY = "text"
+BYTE_ORDER_MARK = "\ufeff"
+"""What some programs of Windows begin a file with; it is no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +55,17 @@ class Record:
 
     def _parsed(self, line: bytes) -> Mapping[str, object]:
         try:
-            fields: object = json.loads(line.decode())
+            fields: object = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK))
         except (ValueError, RecursionError) as error:
-            raise self._wrong(f"not JSON ({error})") from error
+            raise self._wrong(f"not JSON, of which a line is to hold a document ({error})") from error
         if not isinstance(fields, dict):
             raise self._wrong(f"a JSON {type(fields).__name__}, not an object with a text under a key")
         return fields
 
     def _text(self, fields: Mapping[str, object], key: str) -> str:
         if key not in fields:
-            raise self._wrong(f"no key {key!r}; it has {', '.join(map(repr, fields)) or 'none'}, see --json-keys")
+            names = ", ".join(map(repr, fields)) or "none"
+            raise self._wrong(f"no key {key!r}; it has {names}, see --json-keys, or data.stream_key of a run")
         text = fields[key]
         if not isinstance(text, str):
             raise self._wrong(f"{key!r} holds a {type(text).__name__}, not a string")

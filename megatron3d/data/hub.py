@@ -23,8 +23,10 @@ class HubName:
     @classmethod
     def parse(cls, text: str) -> HubName:
         """The parts of a name; raises UserError."""
-        name, _, split = text.removeprefix(PREFIX).partition(":")
-        name, _, config = name.partition("@")
+        whole = text.removeprefix(PREFIX)
+        is_folder = bool(whole) and Path(whole).is_dir()  # then : and @ are of its name
+        name, _, split = (whole, "", "") if is_folder else whole.partition(":")
+        name, _, config = (name, "", "") if is_folder else name.partition("@")
         if not text.startswith(PREFIX) or not name:
             raise UserError(f"{text}: not a dataset; write {PREFIX}NAME_OR_FOLDER, then @CONFIG and :SPLIT if needed")
         return cls(name, config or None, split or "train")
@@ -45,8 +47,12 @@ def open_dataset(text: str) -> Any:
             return saved.to_iterable_dataset(num_shards=max(1, min(len(saved), 64)))
         return datasets.load_dataset(name.name, name.config, split=name.split, streaming=True)
     except (ValueError, OSError, KeyError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{text}: cannot be opened ({reason}); name a folder with data files, or a dataset") from error
+        why = _first_line(error)
+        raise UserError(f"{text}: cannot be opened ({why}); name a folder with data files, or a dataset") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def num_shards(text: str) -> int:
@@ -55,6 +61,12 @@ def num_shards(text: str) -> int:
 
 
 def open_shard(text: str, number: int, count: int, first_row: int) -> Iterator[Mapping[str, Any]]:
-    """Rows of a shard from `first_row` on; several may be read by turns."""
+    """Rows of a shard from `first_row` on; several may be read by turns.  Raises UserError for a damaged file."""
     shard = open_dataset(text).shard(count, number)
-    yield from shard.skip(first_row) if first_row else shard
+    try:
+        yield from shard.skip(first_row) if first_row else shard
+    except Exception as error:  # of any kind: those of pyarrow, of decompressors, of the file system
+        raise UserError(
+            f"{text}: shard {number} of {count} cannot be read ({_first_line(error)}); correct or remove its file: "
+            "tools/preprocess_data.py --input with the files themselves names the line"
+        ) from error

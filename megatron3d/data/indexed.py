@@ -70,7 +70,10 @@ class IndexedDataset:
         """[offsets, length]: a window of tokens from each offset; raises UserError if the file has changed."""
         if self._stamped() != self._stamp:
             raise self._fail(self._bin, "the file has changed since it was opened")
-        return np.lib.stride_tricks.sliding_window_view(self._tokens, length)[offsets]
+        size, count = self.dtype.itemsize, self.num_tokens - length + 1
+        assert count > 0, f"windows of {length} of {self.num_tokens} tokens"
+        every: Tokens = np.ndarray((count, length), self.dtype, self._tokens, strides=(size, size))
+        return every[offsets]
 
     def sequences(self, document: int) -> list[Tokens]:
         """The sequences (sentences, or one) of a document."""

@@ -7,7 +7,8 @@
 
 A sample is a function of (seed, dataset, i), as one of a token file is, so that layouts and restarts change nothing.
 Finding where a window begins takes reading all before it; a Cursor, kept for the last windows and in checkpoints, is
-such a place, so that reading goes on there at once.
+such a place, so that reading goes on there at once.  Records that are left out count in it, so that their number, too,
+is a function of the samples that are used up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron3d.data.documents import Record
-from megatron3d.data.encode import Encoder, encode_batch
+from megatron3d.data.encode import KEPT_FAULTS, Encoded, Encoder, encode_batch
 from megatron3d.data.hub import num_shards, open_shard
 from megatron3d.data.indexed import Tokens
 from megatron3d.data.pieces import Piece
@@ -42,6 +43,7 @@ class Cursor(NamedTuple):
         shard: how many of the lane's shards are used up in this epoch, `row` the first of the lane's rows of the block
             in this one, `place` the documents used up of the block, and `token` the tokens used up of the next one.
         check: a checksum of these tokens.
+        num_bad: records of the lane that were left out before this document.
     """
 
     epoch: int = 0
@@ -50,6 +52,7 @@ class Cursor(NamedTuple):
     place: int = 0
     token: int = 0
     check: int = 0
+    num_bad: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Rows:
         name: as hub.HubName reads it.
         shuffle_rows: rows of a block.
         seed: of the order; None keeps that of the dataset.
+        faults: what is wrong with the first records that were left out.
     """
 
     name: str
@@ -68,28 +72,34 @@ class Rows:
     shuffle_rows: int
     seed: int | None
     encoder: Encoder
+    faults: list[str] = field(default_factory=list)
 
     def documents(self, lane: int, at: Cursor) -> Iterator[tuple[Cursor, Tokens]]:
         """The documents of a lane without end, from a place on, with their places; raises UserError without any."""
+        num_bad = at.num_bad
         while True:
-            is_empty = at[1:] == Cursor()[1:]
+            is_empty = at == Cursor(at.epoch, num_bad=at.num_bad)
             for number, shard in islice(enumerate(self._shards(lane, at.epoch)), at.shard, None):
                 here = at if number == at.shard else Cursor(at.epoch, number)
-                for place, tokens in self._of_shard(lane, shard, here):
-                    is_empty = False
-                    yield place, tokens
+                for place, encoded in self._of_shard(lane, shard, here):
+                    if encoded.columns[0][0].size:
+                        is_empty = False
+                        yield place._replace(num_bad=num_bad), encoded.columns[0][0]
+                    num_bad += encoded.num_bad
+                    if encoded.faults and len(self.faults) < KEPT_FAULTS:  # met again in later epochs
+                        self.faults.extend(fault for fault in encoded.faults if fault not in self.faults)
             if is_empty:
                 raise UserError(
                     f"{self.name}: lane {lane} of data.stream_lanes={self.num_lanes} has no text under "
                     f"{self.encoder.keys[0]!r}; use fewer lanes, or another data.stream_key"
                 )
-            at = Cursor(at.epoch + 1)
+            at = Cursor(at.epoch + 1, num_bad=num_bad)
 
     def _shards(self, lane: int, epoch: int) -> list[int]:
         shards = range(lane % self.num_shards, self.num_shards, self.num_lanes)
         return [shards[place] for place in self._order(len(shards), f"shards of lane {lane}", epoch)]
 
-    def _of_shard(self, lane: int, shard: int, at: Cursor) -> Iterator[tuple[Cursor, Tokens]]:
+    def _of_shard(self, lane: int, shard: int, at: Cursor) -> Iterator[tuple[Cursor, Encoded]]:
         sharing = len(range(shard, self.num_lanes, self.num_shards)) or 1
         mine, done = lane // self.num_shards, at.place
         rows = enumerate(open_shard(self.name, shard, self.num_shards, at.row * sharing), at.row * sharing)
@@ -103,8 +113,7 @@ class Rows:
             order = self._order(len(block), f"rows from {row} of shard {shard}", at.epoch)
             for place, chosen in islice(enumerate(order), done, None):
                 encoded = encode_batch(self.encoder, [self._record(shard, *block[chosen])])
-                if encoded.columns[0][0].size:
-                    yield Cursor(at.epoch, at.shard, row, place), encoded.columns[0][0]
+                yield Cursor(at.epoch, at.shard, row, place), encoded
             done = 0
 
     def _order(self, size: int, what: str, epoch: int) -> Sequence[int]:
@@ -114,9 +123,18 @@ class Rows:
         return [int(place) for place in permute(np.arange(size), size, keys)]
 
     def first_text(self, shard: int) -> str:
-        """The first text of a shard; raises UserError where its first row has none."""
-        rows = islice(open_shard(self.name, shard, self.num_shards, 0), 1)
-        return str([self._record(shard, 0, fields).texts(self.encoder.keys) for fields in rows])
+        """The first text of a shard; raises UserError where its first row, or none that may stand for it, has one."""
+        fault: UserError | None = None
+        for row, fields in islice(enumerate(open_shard(self.name, shard, self.num_shards, 0)), self.shuffle_rows):
+            try:
+                return str([self._record(shard, row, fields).texts(self.encoder.keys)])
+            except UserError as error:
+                fault = fault or UserError(f"{error}{self.encoder.remedy}")
+                if not self.encoder.skip_bad:
+                    break
+        if fault is not None:
+            raise fault
+        return str([])
 
     def _record(self, shard: int, row: int, fields: Mapping[str, Any]) -> Record:
         return Record(Piece("dataset", self.name, shard, self.num_shards, 0), row, row + 1, fields, 0)
@@ -207,7 +225,7 @@ class Stream:
         return [[hashlib.sha256(str(values).encode()).hexdigest(), 1]]
 
     def read(self, samples: Indices) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens; raises UserError for a row that is no text."""
+        """[samples, seq_length + 1] tokens; raises UserError for a row that is no text, unless such are left out."""
         windows, lanes = np.divmod(samples, self.rows.num_lanes)
         self._lows.append(int(windows.min()))
         tokens = np.empty((len(samples), self._seq_length + 1), np.int64)
@@ -226,6 +244,11 @@ class Stream:
         """By lane where its first sample from so many on begins, as far as this rank knows."""
         found = {str(lane): self._lanes[lane].cursors.get(w) for lane, w in self._next_windows(consumed_samples) if w}
         return {lane: tuple(cursor) for lane, cursor in found.items() if cursor is not None}
+
+    def num_bad(self, consumed_samples: int) -> tuple[int, ...]:
+        """By lane the records that were left out in so many samples, 0 where this rank does not know."""
+        found = (self._lanes[lane].cursors.get(window) for lane, window in self._next_windows(consumed_samples))
+        return tuple(cursor.num_bad if cursor else 0 for cursor in found)
 
     def go_on(self, consumed_samples: int, cursors: Mapping[str, Sequence[int]]) -> None:
         """Know where samples from so many on begin."""

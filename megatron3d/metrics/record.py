@@ -27,6 +27,7 @@ class StepRecord:
         skipped_iterations: steps without an update since the last record.
         loss_scale: what the next step's loss is multiplied by; None where nothing is scaled.
         global_batch_size: sequences of this step, and `seq_length` of them that it was trained on.
+        skipped_records: bad ones left out of the training data since the run began; None where none may be.
     """
 
     iteration: int
@@ -47,6 +48,7 @@ class StepRecord:
     loss_scale: float | None = None
     global_batch_size: int = 0
     seq_length: int = 0
+    skipped_records: int | None = None
 
 
 def step_line(record: StepRecord, train_iters: int, now: datetime) -> str:
@@ -63,6 +65,7 @@ def step_line(record: StepRecord, train_iters: int, now: datetime) -> str:
         "loss scale": None if record.loss_scale is None else f"{record.loss_scale:.1f}",
         "grad norm": f"{record.grad_norm:.3f}",
         "number of skipped iterations": f"{record.skipped_iterations:3d}",
+        "number of skipped records": None if record.skipped_records is None else f"{record.skipped_records:3d}",
         "memory (GB)": f"{record.peak_memory_bytes / 1e9:.2f}",
     }
     shown = "".join(f" {name}: {value} |" for name, value in fields.items() if value is not None)

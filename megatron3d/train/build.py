@@ -19,7 +19,8 @@ from megatron3d.config.check_checkpoint import is_own
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus import BlendedSamples, Corpus, describe_plan, open_corpus
+from megatron3d.data.blended import BlendedSamples
+from megatron3d.data.corpus import Corpus, describe_plan, open_corpus
 from megatron3d.data.indexed import BLOCK, IndexedDataset
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing
@@ -96,6 +97,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         Packing.of(config.data, tokenizer.eod),
         batches,
         lambda num_samples: corpus.train.consumed_tokens(batches.spans(num_samples)),
+        lambda: corpus.faults,
     )
 
 

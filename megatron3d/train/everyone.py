@@ -19,25 +19,34 @@ TIMERS, MEMORY = "timers", "memory"
 class Everyone:
     """Numbers by name, which are the same on all ranks.
 
+    Args:
+        num_lanes: of a streamed dataset whose bad records are left out; else 0.
+
     Attributes:
         names: host and device of each rank, on rank 0; empty elsewhere.
     """
 
-    def __init__(self, comm: ProcessComm, device: torch.device) -> None:
+    def __init__(self, comm: ProcessComm, device: torch.device, num_lanes: int = 0) -> None:
         self._comm, self._device = comm, device
+        self._lanes = tuple(f"records left out of lane {lane}" for lane in range(num_lanes))
         self._timers = (*PHASES, *map(along, comm.axis_sets))
         self._memory = tuple(memory_bytes(device))
         self.names: Sequence[str] = comm.gather_object(f"host {socket.gethostname()}, {device_name(device)}") or ()
 
-    def gather(self, times_ms: Mapping[str, float]) -> list[dict[str, float]]:
-        """Times and bytes of every rank, in rank order, on rank 0; empty elsewhere."""
-        labels, mine = (*self._timers, *self._memory), {**times_ms, **memory_bytes(self._device)}
+    def gather(self, times_ms: Mapping[str, float], left_out: Sequence[int] = ()) -> list[dict[str, float]]:
+        """Times, bytes and records left out by lane of every rank, in rank order, on rank 0; empty elsewhere."""
+        labels = *self._timers, *self._memory, *self._lanes
+        mine = {**times_ms, **memory_bytes(self._device), **dict(zip(self._lanes, left_out, strict=True))}
         assert mine.keys() <= set(labels), f"{mine.keys() - set(labels)} are not known to the other ranks"
         row = torch.tensor([[mine.get(label, 0.0) for label in labels]], dtype=torch.float64, device=self._device)
         rows = self._comm.all_gather(row, self._comm.mesh.names, dim=0).wait()
         if self._comm.mesh.rank > 0:
             return []
         return [dict(zip(labels, values, strict=True)) for values in rows.tolist()]
+
+    def left_out(self, ranks: Sequence[Mapping[str, float]]) -> int | None:
+        """Records of all lanes, of each as who has read it knows; None without lanes."""
+        return sum(int(max(each[lane] for each in ranks)) for lane in self._lanes) if self._lanes else None
 
     def tables(self, ranks: Sequence[Mapping[str, float]]) -> dict[str, Table]:
         """Least, most, mean and the rank with most: milliseconds of phases that took any, and bytes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -38,6 +38,7 @@ class Run:
         packing: what documents in samples mean.
         batches: the sizes of all global batches.
         consumed_tokens: of each corpus of a blend in the first samples, to be logged.
+        faults: what is wrong with the first records that this rank has left out so far.
     """
 
     config: Config
@@ -56,6 +57,7 @@ class Run:
     packing: Packing
     batches: Batches
     consumed_tokens: Callable[[int], Mapping[str, float]]
+    faults: Callable[[], Sequence[str]]
 
     def settings(self, batch: Batch) -> Settings:
         """Constants of a step."""

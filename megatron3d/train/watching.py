@@ -17,6 +17,7 @@ from megatron3d.cost.traffic import step_flops
 from megatron3d.data.ramp import Batch
 from megatron3d.memory.job import Job
 from megatron3d.memory.show import memory_table
+from megatron3d.mesh import DATA
 from megatron3d.metrics import StepRecord, peak_memory_bytes
 from megatron3d.metrics.straggler import Peers, Stragglers
 from megatron3d.metrics.throughput import Work
@@ -40,7 +41,9 @@ class Watching:
     def __init__(self, run: Run, job: Job) -> None:
         self._run, self._job, self._first = run, job, run.state.iteration + 1
         self._skipped = torch.zeros((), device=run.runtime.device)
-        self._everyone = Everyone(run.comm, run.runtime.device)
+        self._stream = run.state.stream if run.config.data.on_bad_record == "skip" else None
+        self._everyone = Everyone(run.comm, run.runtime.device, self._stream.rows.num_lanes if self._stream else 0)
+        self._told: set[str] = set()
         flops = [step_flops(job.on_pipeline_rank(coord)) for coord in range(job.pipeline.num_ranks)]
         self._work, self._stragglers = work_of(run, flops), stragglers_of(run, flops)
         self._expected = Expected(run)
@@ -102,7 +105,9 @@ class Watching:
         part = self._num_tokens / (self._num_steps * run.batches.last.num_tokens)  # of whole batches, while they grow
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         elapsed_s = (time.perf_counter() - self._begin_s) / self._num_steps
-        ranks = self._everyone.gather(run.timers.take(self._num_steps))
+        left_out = self._stream.num_bad(state.consumed_samples) if self._stream else ()
+        ranks = self._everyone.gather(run.timers.take(self._num_steps), left_out)
+        self._tell_faults()
         if run.metrics:
             record = StepRecord(
                 iteration=state.iteration,
@@ -119,6 +124,7 @@ class Watching:
                 loss_scale=state.loss_scale.value,
                 global_batch_size=batch.num_samples,
                 seq_length=batch.seq_length,
+                skipped_records=self._everyone.left_out(ranks),
             )
             tables = self._everyone.tables(ranks)
             shown = {name: {key: rounded(one) for key, one in table.items()} for name, table in tables.items()}
@@ -135,6 +141,16 @@ class Watching:
         assert run.metrics is not None, "rank 0 names slow ranks"
         for slow in self._stragglers.see([own_ms(times) for times in ranks]) if self._stragglers else ():
             run.metrics.straggler(run.state.iteration, slow.rank, self._everyone.names[slow.rank], slow.ratio)
+
+    def _tell_faults(self) -> None:
+        """Say which the first records are that were left out, on one of the ranks that read the same ones."""
+        mesh = self._run.comm.mesh
+        if any(mesh.coord(axis) for axis in mesh.names if axis not in DATA):
+            return
+        for fault in self._run.faults():
+            if fault not in self._told:
+                print(f"> rank {mesh.rank} leaves out a record: {fault}", flush=True)
+                self._told.add(fault)
 
     def _show_memory(self) -> None:
         """Say what the first step has needed beside what was predicted."""

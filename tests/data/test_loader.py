@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus import Samples
+from megatron3d.data.blended import Samples
 from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.ramp import Batches, ramp_of

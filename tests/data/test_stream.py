@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron3d.data.encode import Encoder
 from megatron3d.data.stream import Cursor, Stream, open_stream
@@ -39,10 +41,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def stream(name: str, lanes: int = 4, shuffle_rows: int = 5, seed: int | None = SEED, key: str = "body") -> Stream:
+def stream(name: str, lanes: int = 4, seed: int | None = SEED, key: str = "body", skip: bool = False) -> Stream:
     tokenizer = ByteTokenizer(None)
-    encoder = Encoder("ByteTokenizer", None, tokenizer.fingerprint, (key,), append_eod=True)
-    return Stream(open_stream(name, lanes, shuffle_rows, seed, encoder), SEQ_LENGTH)
+    encoder = Encoder("ByteTokenizer", None, tokenizer.fingerprint, (key,), append_eod=True, skip_bad=skip)
+    return Stream(open_stream(name, lanes, 5, seed, encoder), SEQ_LENGTH)
 
 
 def test_in_order_the_lanes_are_the_rows_by_turns(name: str) -> None:
@@ -130,3 +132,69 @@ def test_what_is_wrong_is_said(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has changed since the run began"):
         after.read(np.array([20]))
     assert contents != after.contents
+
+
+BAD = (3, 4, 31, 60, 88)
+
+
+def write_rows(folder: Path, bodies: list[str | None]) -> str:
+    """A dataset of three files."""
+    folder.mkdir()
+    for part in range(3):
+        lines = "".join(json.dumps({"body": body}) + "\n" for body in bodies[30 * part : 30 * part + 30])
+        (folder / f"part-{part}.jsonl").write_text(lines)
+    return f"hf:{folder}"
+
+
+def test_a_bad_record_stops_or_is_left_out_as_if_it_were_empty(tmp_path: Path) -> None:
+    bad = write_rows(tmp_path / "bad", [None if number in BAD else text for number, text in enumerate(TEXTS)])
+    empty = write_rows(tmp_path / "empty", ["" if number in BAD else text for number, text in enumerate(TEXTS)])
+    with pytest.raises(
+        UserError, match=r"shard 0, row [34]: 'body' holds a NoneType, not a string; correct it or remove"
+    ):
+        stream(bad).read(np.arange(200))
+    made = stream(bad, skip=True)
+    assert np.array_equal(made.read(np.arange(200)), stream(empty).read(np.arange(200)))
+    assert made.rows.faults[0].startswith(f"{bad}, shard ") and len(set(made.rows.faults)) == len(made.rows.faults)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_how_many_are_left_out_depends_on_the_samples_only(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Neither on how they are read, nor on a stop: what ranks know of a lane is what one that reads all knows."""
+    numbers = data.draw(st.sets(st.integers(0, 89), min_size=1, max_size=14))
+    bodies = [None if number in numbers else text for number, text in enumerate(TEXTS)]
+    name = write_rows(tmp_path_factory.mktemp("rows") / "data", bodies)
+    stop, size = data.draw(st.integers(1, 15)), data.draw(st.sampled_from([4, 6, 12]))
+    ranks = data.draw(st.sampled_from([1, 2, 3]))
+    alone = stream(name, skip=True)
+    for begin in range(stop * size):
+        alone.read(np.array([begin]))
+    mine = [stream(name, skip=True) for _ in range(ranks)]
+    for begin in range(0, stop * size, size):
+        for rank, own in enumerate(mine):
+            own.read(begin + np.arange(rank, size, ranks))
+    known = [own.num_bad(stop * size) for own in mine]
+    assert tuple(map(max, zip(*known, strict=True))) == alone.num_bad(stop * size)
+    after = stream(name, skip=True)
+    after.go_on(stop * size, {lane: cursor for own in mine for lane, cursor in own.cursors(stop * size).items()})
+    assert after.num_bad(stop * size) == alone.num_bad(stop * size)
+    more = np.arange(stop * size, stop * size + 40)
+    assert np.array_equal(after.read(more), alone.read(more))
+    assert after.num_bad(stop * size + 40) == alone.num_bad(stop * size + 40)
+
+
+def test_leaving_out_bad_records_does_not_read_a_dataset_without_any_good_one(tmp_path: Path) -> None:
+    name = write_rows(tmp_path / "data", [None] * 5 + TEXTS[5:])
+    with pytest.raises(UserError, match="shard 0, row 0: 'body' holds a NoneType"):
+        assert stream(name, skip=True).contents
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    name = write_rows(tmp_path / "data", list(TEXTS))
+    with (tmp_path / "data" / "part-1.jsonl").open("a") as file:
+        file.write('{"body": "cut')
+    with pytest.raises(UserError, match=r"shard 1 of 3 cannot be read .*names the line"):
+        stream(name).read(np.arange(200))
