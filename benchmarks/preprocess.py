@@ -6,6 +6,7 @@ python benchmarks/preprocess.py --quick
 The text is the standard library's sources, one document a file, encoded with a SentencePiece and a Hugging Face
 tokenizer of 8192 tokens learnt from it.  The bare loop calls the library on texts that are in memory and drops the
 ids: a ceiling.  megatron-core's builder (where the package is installed) is fed by the same tokenizer in one loop.
+Workers are timed as commands, on the text several times over, with the start of all processes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=float, default=16, help="of text whose speed is measured")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--copies", type=int, default=3, help="of the text, for workers")
     parser.add_argument("--memory-mb", type=float, nargs="*", default=[10, 100, 1000])
     parser.add_argument("--record-mb", type=float, default=200, help="size of a single record")
     parser.add_argument("--memory-tokenizer", choices=KINDS, default="SentencePiece")
@@ -61,17 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     if args.quick:
-        args.mb, args.rounds, args.memory_mb, args.record_mb = 1, 1, [1, 2], 2
+        args.mb, args.rounds, args.copies, args.memory_mb, args.record_mb = 1, 1, 1, [1, 2], 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = prepare(folder, args.mb)
         rows = [row for kind in KINDS for row in speed(folder, source, kind, args.rounds)]
         show(f"{source.stat().st_size / 1e6:.1f} MB of JSON lines to token files", rows)
+        workers = [row for kind in KINDS for row in scaling(folder, source, kind, args.copies, args.rounds)]
+        show("the command, with workers", workers)
         large = inputs(folder, source, args.memory_mb, args.record_mb)
         memory = [peak(folder, what, path, args.memory_tokenizer) for what, path in large]
         show("peak memory with two workers", memory)
     if args.output:
-        write(args.output, rows, memory=memory)
+        write(args.output, rows, workers=workers, memory=memory)
     return 0
 
 
@@ -94,17 +98,34 @@ def speed(folder: Path, source: Path, kind: str, rounds: int) -> Iterator[Row]:
     for name in steps:
         wall = statistics.median(turn.wall_s for turn in turns[name])
         cpu = statistics.median(turn.cpu_s for turn in turns[name])
-        is_alone = "2 workers" not in name
         yield {
             "tokenizer": kind,
             "what": name,
             "MB/s": num_bytes / 1e6 / wall,
             "tokens/s": num_tokens / wall,
-            "MB/s per core": num_bytes / 1e6 / cpu if is_alone else None,
-            "tokens/s per core": num_tokens / cpu if is_alone else None,
-            "over bare loop": times(turns, "bare loop", name, "cpu_s") if is_alone else None,
-            "over 1 worker": times(turns, "ours, 1 worker", name, "wall_s"),
+            "MB/s per core": num_bytes / 1e6 / cpu,
+            "tokens/s per core": num_tokens / cpu,
+            "over bare loop": times(turns, "bare loop", name, "cpu_s"),
         }
+
+
+def scaling(folder: Path, source: Path, kind: str, copies: int, rounds: int) -> Iterator[Row]:
+    """One and two workers by turns, in processes whose main program is the tool: workers import it."""
+    tokenizer_type, file = KINDS[kind]
+    large = folder / "copies.jsonl"
+    large.write_bytes(source.read_bytes() * copies)
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(large), "--output-prefix", str(folder / "c")]
+    command += ["--tokenizer-type", tokenizer_type, "--tokenizer-model", str(folder / file), "--append-eod"]
+
+    def done(workers: str) -> Callable[[], object]:
+        return lambda: subprocess.run([*command, "--workers", workers], capture_output=True, check=True)
+
+    turns = interleaved({workers: done(workers) for workers in ("1", "2")}, rounds, warmup=1)
+    for workers, each in turns.items():
+        speed = large.stat().st_size / 1e6 / statistics.median(turn.wall_s for turn in each)
+        over = times(turns, "1", workers, "wall_s")
+        yield {"tokenizer": kind, "workers": workers, "MB/s": speed, "over 1 worker": over}
+    large.unlink()
 
 
 def times(turns: Turns, base: str, name: str, clock: str) -> float:
@@ -123,12 +144,12 @@ def contestants(folder: Path, source: Path, kind: str) -> Mapping[str, Callable[
         for text in texts:
             encode(text)
 
-    def ours(workers: int) -> Callable[[], None]:
-        words = ["--input", str(source), "--output-prefix", str(folder / "ours"), "--workers", str(workers)]
+    def ours() -> None:
+        words = ["--input", str(source), "--output-prefix", str(folder / "ours"), "--workers", "1"]
         words += ["--tokenizer-type", tokenizer_type, "--tokenizer-model", model, "--append-eod"]
-        return lambda: quietly(lambda: preprocess_data.main(words))
+        quietly(lambda: preprocess_data.main(words))
 
-    found = {"bare loop": bare, "ours, 1 worker": ours(1), "ours, 2 workers": ours(2)}
+    found = {"bare loop": bare, "ours, 1 worker": ours}
     theirs = builder()
     return found | ({"megatron-core builder": lambda: build(theirs, folder, source, encode)} if theirs else {})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,19 +23,31 @@ from rich.progress import (
 from megatron3d.errors import UserError
 
 USER_ERROR = 2
-INTERRUPTED = 130
+INTERRUPTED, BROKEN_PIPE = 130, 141
 
 
 def run_tool(
     work: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> int:
-    """Exit code of a tool: 0 done, 2 what the user gave is wrong (a message per problem), 130 stopped by Ctrl-C."""
+    """Exit code of a tool: 0 done, 2 what the user gave is wrong (a message per problem), 130 stopped by Ctrl-C.
+
+    2 is also a file that the system does not let it read or write, 141 that nobody reads what it prints.
+    """
     arguments = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal that lacks a character
     try:
         work(arguments)
+        sys.stdout.flush()
     except UserError as error:
         for problem in error.problems:
             print(f"{parser.prog}: {problem}", file=sys.stderr)
+        return USER_ERROR
+    except BrokenPipeError:  # such as in `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        print(f"{parser.prog}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt as stop:
         print(f"{parser.prog}: stopped; {' '.join(map(str, stop.args)) or 'nothing was written'}", file=sys.stderr)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from megatron3d.cli import run_tool, waiting
+from megatron3d.cli import positive, run_tool, waiting
 from megatron3d.data.indexed import IndexedDataset
-from megatron3d.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron3d.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -94,7 +95,7 @@ def show_documents(data: IndexedDataset, arguments: argparse.Namespace) -> None:
                 f"{data.manifest.tokenizer_type} {data.manifest.fingerprint[:12]}, not {tokenizer.fingerprint[:12]}; "
                 "name the tokenizer that made the corpus"
             )
-        decode = tokenizer.decode
+        decode = partial(decoded, data, tokenizer)
     for number in arguments.documents:
         if not -data.num_documents <= number < data.num_documents:
             last = data.num_documents - 1
@@ -109,6 +110,17 @@ def show_documents(data: IndexedDataset, arguments: argparse.Namespace) -> None:
             print(f"== document {index}{of}, {len(ids)} tokens\n{decode(shown) if decode else shown}{more}")
 
 
+def decoded(data: IndexedDataset, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Their text; raises UserError where they cannot be of this tokenizer, which a file of Megatron does not tell."""
+    wrong = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise UserError(
+            f"--tokenizer-type: {data.prefix} holds token {wrong}, outside the vocabulary of {tokenizer.vocab_size}; "
+            "name the tokenizer that made the corpus"
+        )
+    return tokenizer.decode(ids)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the tool."""
     parser = argparse.ArgumentParser(prog="inspect_dataset", description=__doc__.partition("\n")[0])
@@ -117,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", nargs="+", type=int, help="numbers of documents to show; -1 is the last")
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="to show text; default: token ids")
     parser.add_argument("--tokenizer-model")
-    parser.add_argument("--max-tokens", type=int, default=1000, help="of each sequence")
+    parser.add_argument("--max-tokens", type=positive, default=1000, help="of each sequence")
     return run_tool(inspect, parser, argv)
 
 

@@ -42,14 +42,10 @@ def merge(arguments: argparse.Namespace) -> None:
         for part in parts:
             writer.copy(part)
             progress.advance(task, part.num_tokens * part.dtype.itemsize)
-        writer.close()
-        first = made[0] or Manifest(
-            tokenizer_type="", vocab_size=0, fingerprint="", num_documents=0, num_tokens=0, max_token_id=0
-        )
-        manifest = manifest_of(writer.written, first.tokenizer_type, first.vocab_size, first.fingerprint)
+        first = made[0]  # None where Megatron made them: nobody knows with which tokenizer
+        made_by = first and (first.tokenizer_type, first.vocab_size, first.fingerprint)
+        manifest = manifest_of(writer.written, *made_by) if made_by else None
         publish(arguments.output_prefix, parts[0].dtype, writer.written, manifest)
-    if made[0] is None:  # of corpora that Megatron made nobody knows the tokenizer
-        with_suffix(arguments.output_prefix, ".manifest.json").unlink()
     counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens"
     print(f"{arguments.output_prefix}: {counts} of {len(parts)} corpora")
 

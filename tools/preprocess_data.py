@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +33,7 @@ from megatron3d.data.preprocess import Job, Watch, run
 from megatron3d.data.readers import Reading
 from megatron3d.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime import num_cores
 
 TOLD_FAULTS = 10
 
@@ -46,12 +47,14 @@ def preprocess(arguments: argparse.Namespace) -> None:
     total = sum(piece.num_bytes for piece in job.pieces)
     with reported(total, arguments.log_interval) as watch:
         try:
-            written = run(job, arguments.workers, arguments.ledger_interval, arguments.restart, watch)
+            done = run(job, arguments.workers, arguments.ledger_interval, arguments.restart, watch)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on where it was, or anew where nothing was kept") from None
     dtype = token_dtype(job.tokenizer.vocab_size)
-    for prefix, counts in zip(job.prefixes, written, strict=True):
-        print(f"{prefix}: {counts.num_documents} documents, {counts.num_tokens} tokens, {dtype.name}")
+    for prefix, counts in zip(job.prefixes, done.written, strict=True):
+        lost = (done.num_documents - counts.num_documents, "empty"), (done.num_bad, "bad")
+        left_out = "".join(f", {number} {kind} ones left out" for number, kind in lost if number)
+        print(f"{prefix}: {counts.num_documents} documents{left_out}, {counts.num_tokens} tokens, {dtype.name}")
 
 
 def make_job(arguments: argparse.Namespace) -> Job:
@@ -65,7 +68,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
             ("--ledger-interval", arguments.ledger_interval, 0),
             ("--log-interval", arguments.log_interval, 1),
         )
-        if value < least
+        if not least <= value < math.inf
     )
     tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
     if arguments.append_eod and tokenizer.eod is None:
@@ -104,7 +107,11 @@ def find_pieces(arguments: argparse.Namespace) -> list[Piece]:
             count = num_shards(name)
             pieces += [Piece("dataset", name, number, count, 0) for number in range(count)]
         else:
-            pieces += split_files(find_inputs([name]), max(1, int(arguments.piece_mb * 2**20)))
+            files = find_inputs([name])
+            empty = [str(file) for file in files if not file.stat().st_size]
+            if empty:
+                print(f"WARNING: --input: {len(empty)} empty files, such as {empty[0]}", file=sys.stderr)
+            pieces += split_files(files, max(1, int(arguments.piece_mb * 2**20)))
     return pieces
 
 
@@ -113,7 +120,7 @@ def identity(arguments: argparse.Namespace, fingerprint: str, pieces: Sequence[P
     files = sorted({piece.path for piece in pieces if piece.kind != "dataset"})
     return {
         "--input": hashlib.sha256("\n".join(map(str, pieces)).encode()).hexdigest(),
-        "content of --input": hashlib.sha256("\n".join(map(stamp, files)).encode()).hexdigest(),
+        "content of --input": hashlib.sha256("\n".join(map(stamp, files)).encode(errors="surrogateescape")).hexdigest(),
         "--tokenizer-model": fingerprint,
         "--json-keys": list(arguments.json_keys),
         "--append-eod": arguments.append_eod,
@@ -169,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokenizer-model", help="model file; none for ByteTokenizer")
     add("--append-eod", action="store_true", help="end every document with the tokenizer's token for it")
     add("--split-sentences", action="store_true", help="make every sentence a sequence of its document")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: every core")
+    add("--workers", type=int, default=num_cores(), help="processes; default: every core")
     add("--shard", help="i/n: do the i-th of n parts, i from 0, as one task of a SLURM array")
     add("--shuffle-seed", type=int, help="shuffle pieces of the input (files, ranges, row groups); default: in order")
     add("--piece-mb", type=float, default=64.0, help="size of the pieces that plain .jsonl files are cut into")

@@ -1,13 +1,17 @@
-"""A file appears under its final name only when it is complete; one that grows is cut back to where it was sound."""
+"""A file appears under its final name only when it is complete; one that grows is cut back to where it was sound.
+
+What is being written is locked: of two processes that want to write the same file the second one is refused.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron3d.errors import UserError
 
@@ -16,20 +20,44 @@ BLOCK_BYTES = 1 << 24
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """`prefix` with `suffix` appended; dots inside the prefix are kept."""
+    """`prefix` with `suffix` appended; dots inside the prefix are kept.  Raises UserError where it has no name."""
+    if not prefix.name:
+        raise UserError(f"{prefix}: no name of a file; use such as {prefix / 'corpus'}")
     return prefix.with_name(prefix.name + suffix)
 
 
-def open_for_writing(path: Path) -> BinaryIO:
-    """`path`, new and empty, its folder made if needed; raises UserError where that is impossible."""
+def hold(path: Path) -> io.FileIO:
+    """`path` as it is, or new, its folder made if needed: of this process alone until it is closed.
+
+    Raises UserError where another process holds it, or it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w+b")
+        file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name a folder that you may write to") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_named(file, path):  # else somebody has finished with it in between
+            return file
+        problem = "another process was at work on this; start again"
+    except BlockingIOError:
+        problem = "another process is at work on this; wait for it"
+    except OSError as error:
+        problem = f"cannot be locked ({error.strerror}); name a folder of a file system with flock"
+    file.close()
+    raise UserError(f"{path}: {problem}, or give another name")
 
 
-@contextmanager
+def is_named(file: io.FileIO, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
     """Turns a failure to write, such as a full disk, into a UserError."""
     try:
@@ -40,39 +68,36 @@ def writing(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[io.BufferedRandom]:
     """A file that replaces `path` when the block ends well, and is deleted when it does not."""
     partial = with_suffix(path, PARTIAL)
-    file = open_for_writing(partial)
-    try:
-        with writing(path):
-            with file:
+    with hold(partial) as raw:
+        try:
+            with writing(path):
+                raw.truncate(0)
+                file = io.BufferedRandom(raw)
                 yield file
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+                file.flush()
+                os.fsync(raw.fileno())
+                partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 class GrowingFile:
     """A file that is only appended to, from `size` bytes on: what an interrupted run left behind that is cut off."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
-        self.path, self.size = path, size
-        if size == 0:
-            open_for_writing(path).close()
-        with writing(path):
-            self._file = path.open("r+b", buffering=0)
-            self._file.truncate(size)
-            self._file.seek(size)
+        self.path, self._file = path, hold(path)
+        assert os.fstat(self._file.fileno()).st_size >= size, f"{path} is shorter than the {size} bytes to go on from"
+        cut(self._file, size)
 
     def append(self, data: bytes) -> None:
         """Write all of it; raises UserError where there is no room."""
         with writing(self.path):
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        self.size += len(data)
+            write_all(self._file, data)
 
     def sync(self) -> None:
         """Make what was appended survive a crash of the machine."""
@@ -82,6 +107,25 @@ class GrowingFile:
     def close(self) -> None:
         """Close; may be called twice."""
         self._file.close()
+
+    def discard(self) -> None:
+        """Close, and delete unless it has another name by now."""
+        if not self._file.closed and is_named(self._file, self.path):
+            self.path.unlink()
+        self.close()
+
+
+def cut(file: io.FileIO, size: int) -> None:
+    """Make a file shorter, and go to its end."""
+    file.truncate(size)
+    file.seek(size)
+
+
+def write_all(file: io.FileIO, data: bytes) -> None:
+    """Write all of it, of which the system may take a part at one time; raises OSError where there is no room."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def blocks(path: Path) -> Iterator[bytes]:

@@ -6,17 +6,16 @@ off and done again.  The ledger is locked while a process works on it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
-from megatron3d.data.files import open_for_writing, writing
+from megatron3d.data.files import cut, hold, write_all, writing
 from megatron3d.data.writer import Written
 from megatron3d.errors import UserError
 
@@ -48,22 +47,20 @@ class Ledger:
     """
 
     def __init__(self, path: Path, job: Mapping[str, JsonValue], restart: bool = False) -> None:
-        self.path = path
-        if not path.exists():
-            open_for_writing(path).close()
-        with writing(path):
-            self._file = path.open("r+b", buffering=0)
-        self._lock()
-        lines = [] if restart else list(_whole_lines(self._file.read()))
-        self.entries = [_entry(line) for line in lines[1:]]
-        if lines:
-            self._require_same(lines[0], job)
-        size = sum(len(json.dumps(line)) + 1 for line in lines)
-        with writing(path):
-            self._file.truncate(size)
-            self._file.seek(size)
-        if not lines:
-            self._append(dict(job))
+        self.path, self._file = path, hold(path)
+        found, self.entries, size = _sound(b"" if restart else self._file.readall())
+        if found is not None:
+            self._require_same(found, job)
+        cut(self._file, size)
+        if found is None:
+            self._begin(job)
+
+    def _begin(self, job: Mapping[str, JsonValue]) -> None:
+        try:
+            self._append(job)
+        except UserError:
+            self.remove()
+            raise
 
     def write(self, entry: Entry) -> None:
         """Add a point to go on from."""
@@ -81,17 +78,8 @@ class Ledger:
 
     def _append(self, values: Mapping[str, Any]) -> None:
         with writing(self.path):
-            self._file.write((json.dumps(values) + "\n").encode())
+            write_all(self._file, (json.dumps(values) + "\n").encode())
             os.fsync(self._file.fileno())
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise UserError(
-                f"{self.path}: another process is at work on this; wait for it, or give another --output-prefix"
-            ) from error
 
     def _require_same(self, found: Mapping[str, Any], job: Mapping[str, JsonValue]) -> None:
         differing = [name for name in job if found.get(name) != job[name]]
@@ -103,15 +91,24 @@ class Ledger:
             )
 
 
-def _whole_lines(content: bytes) -> Iterator[dict[str, Any]]:
+def _sound(content: bytes) -> tuple[dict[str, Any] | None, list[Entry], int]:
+    """The job, if any, and its entries up to the first line that is not whole, with the bytes up to there."""
+    job: dict[str, Any] | None = None
+    entries: list[Entry] = []
+    size = 0
     for line in content.splitlines(keepends=True):
         try:
-            values = json.loads(line)
-        except ValueError:
-            return
-        if not line.endswith(b"\n") or not isinstance(values, dict):
-            return
-        yield values
+            values = dict(json.loads(line))
+            if not line.endswith(b"\n"):
+                break
+            if job is None:
+                job = values
+            else:
+                entries.append(_entry(values))
+        except (ValueError, TypeError, KeyError):
+            break
+        size += len(line)
+    return job, entries, size
 
 
 def _entry(values: Mapping[str, Any]) -> Entry:

@@ -36,8 +36,11 @@ class Manifest(BaseModel):
     part: str | None = None
 
 
-def write_manifest(prefix: Path, manifest: Manifest) -> None:
-    """Write it beside the token files."""
+def write_manifest(prefix: Path, manifest: Manifest | None) -> None:
+    """Write it beside the token files; None: there is none, an older one neither."""
+    if manifest is None:
+        with_suffix(prefix, SUFFIX).unlink(missing_ok=True)
+        return
     with replacing(with_suffix(prefix, SUFFIX)) as file:
         file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
 

@@ -33,7 +33,7 @@ class Piece:
 
     Attributes:
         kind: one of KINDS, or "dataset".
-        path: of the file, or the dataset as `Dataset.parse` reads it.
+        path: of the file, or the dataset as `hub.HubName` reads it.
         start: first byte, number of the row group, or number of the shard.
         stop: byte behind the last line's begin, or how many row groups or shards there are.
         num_bytes: of input, about.
@@ -134,11 +134,30 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
 
 def _expand(pattern: str) -> list[Path]:
     path = Path(pattern)
-    if not path.exists():
-        return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) or [path]
-    if path.is_dir():
-        return sorted(inner for inner in path.rglob("*") if inner.is_file() and _suffix(inner)) or [path]
-    return [path]
+    if not pattern:
+        raise UserError("--input: an empty name; give files, folders or globs")
+    if path.exists():
+        return _files(path)
+    try:
+        found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    except ValueError as error:
+        raise UserError(
+            f"--input {pattern}: neither a file nor a pattern of files ({error}); use such as *.jsonl"
+        ) from error
+    return [file for each in found if not _is_ours(each) for file in _files(each)] or [path]
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or those of a folder."""
+    if not path.is_dir():
+        return [path]
+    inside = (inner for inner in path.rglob("*") if inner.is_file() and _suffix(inner) and not _is_ours(inner))
+    return sorted(inside) or [path]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it lies beside the input because token files are, or were, written there."""
+    return path.name.endswith((".ledger.jsonl", ".manifest.json"))
 
 
 def split_files(paths: Sequence[Path], piece_bytes: int = DEFAULT_PIECE_BYTES) -> list[Piece]:
@@ -168,10 +187,10 @@ def parse_part(text: str) -> tuple[int, int]:
 def part_of(pieces: Sequence[Piece], part: tuple[int, int]) -> list[Piece]:
     """Neighbouring pieces of about an n-th of the bytes; all parts one after another are the whole list."""
     number, count = part
-    total, before, mine = sum(piece.num_bytes for piece in pieces), 0, []
-    for piece in pieces:
-        middle = before + piece.num_bytes / 2
-        if min(int(middle * count / max(total, 1)), count - 1) == number:
+    sizes = [max(piece.num_bytes, 1) for piece in pieces]  # those of a dataset's shards are not known
+    total, before, mine = sum(sizes), 0, []
+    for piece, size in zip(pieces, sizes, strict=True):
+        if (2 * before + size) * count // (2 * total) == number:
             mine.append(piece)
-        before += piece.num_bytes
+        before += size
     return mine

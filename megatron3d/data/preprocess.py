@@ -26,7 +26,7 @@ from megatron3d.data.manifest import read_manifest
 from megatron3d.data.pieces import Piece
 from megatron3d.data.readers import Reading, read_piece
 from megatron3d.data.tokenizer import Tokenizer
-from megatron3d.data.writer import IndexedWriter, Written, file_sizes, manifest_of, part_path, publish
+from megatron3d.data.writer import IndexedWriter, Written, can_publish, manifest_of, publish, reaches
 from megatron3d.errors import UserError
 
 Watch = Callable[[Entry, tuple[str, ...]], None]
@@ -83,8 +83,8 @@ class Job:
                 yield number, record
 
 
-def run(job: Job, num_workers: int, interval_s: float, restart: bool, watch: Watch) -> tuple[Written, ...]:
-    """Do a job, or what is left of it; returns what each key's corpus holds.
+def run(job: Job, num_workers: int, interval_s: float, restart: bool, watch: Watch) -> Entry:
+    """Do a job, or what is left of it; returns what was read and written.
 
     Raises UserError for bad input, and KeyboardInterrupt; what is done by then stays if a ledger line counts it.
     """
@@ -101,7 +101,7 @@ def run(job: Job, num_workers: int, interval_s: float, restart: bool, watch: Wat
             ledger.remove()
         raise
     ledger.remove()
-    return entry.written
+    return entry
 
 
 def _last_sound(ledger: Ledger, job: Job) -> Entry:
@@ -109,12 +109,10 @@ def _last_sound(ledger: Ledger, job: Job) -> Entry:
     dtype = token_dtype(job.tokenizer.vocab_size)
 
     def is_there(entry: Entry) -> bool:
-        wanted = (
-            (part_path(prefix, name), size)
-            for prefix, written in zip(job.prefixes, entry.written, strict=True)
-            for name, size in file_sizes(written, dtype).items()
+        is_enough = can_publish if entry.is_done else reaches
+        return all(
+            is_enough(prefix, written, dtype) for prefix, written in zip(job.prefixes, entry.written, strict=True)
         )
-        return entry.is_done or all(path.exists() and path.stat().st_size >= size for path, size in wanted)
 
     start = Entry(written=tuple(Written() for _ in job.prefixes))
     while ledger.entries and not is_there(ledger.entries[-1]):
@@ -170,9 +168,12 @@ def _keep(writers: list[IndexedWriter], ledger: Ledger, entry: Entry) -> None:
 
 def _require_text(job: Job, entry: Entry) -> None:
     """A part may be empty, a corpus not."""
-    if job.part is None and not all(written.num_documents for written in entry.written):
-        empty = next(key for key, w in zip(job.encoder.keys, entry.written, strict=True) if not w.num_documents)
-        raise UserError(f"--input: no text under the key {empty!r}; name other files, or other --json-keys")
+    if job.part is None and not all(written.num_tokens for written in entry.written):
+        empty = next(key for key, w in zip(job.encoder.keys, entry.written, strict=True) if not w.num_tokens)
+        raise UserError(
+            f"--input: no text under the key {empty!r} in {entry.num_documents} documents ({entry.num_bad} more left "
+            "out); name other files, or other --json-keys"
+        )
 
 
 def _publish(job: Job, entry: Entry) -> None:

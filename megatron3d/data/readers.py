@@ -39,7 +39,8 @@ def read_piece(piece: Piece, reading: Reading, position: int | None = None) -> I
     try:
         yield from _READERS[piece.kind](piece, reading, position)
     except OSError as error:
-        raise UserError(f"--input {piece.path}: cannot be read ({error.strerror or error})") from error
+        why = " ".join(str(error.strerror or error).split())
+        raise UserError(f"--input {piece.path}: cannot be read ({why})") from error
 
 
 def read_pieces(pieces: Sequence[Piece], reading: Reading) -> Iterator[Record]:
@@ -97,14 +98,15 @@ def _text(piece: Piece, reading: Reading, position: int | None) -> Iterator[Reco
         yield Record(piece, 0, piece.num_bytes, problem, piece.num_bytes)
         return
     with open_stream(piece.path, piece.kind) as file:
-        file.seek(place)
+        mark = len(codecs.BOM_UTF8) if place == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+        file.seek(place + mark)
         decoder, text, more = codecs.getincrementaldecoder("utf-8")(), "", True
         while more or text:
             while more and len(text) <= LONG:
                 block = file.read(SKIP_BYTES)
                 text, more = text + decoder.decode(block), bool(block)
             end, following = reading.cut(text) if len(text) > LONG else (len(text), len(text))
-            after = place + len(text[:following].encode())
+            after, mark = place + mark + len(text[:following].encode()), 0
             if text:
                 yield Record(piece, place, after, text[:end], after - place, ends=following == len(text))
             place, text = after, text[following:]
@@ -130,12 +132,25 @@ def _rows(piece: Piece, reading: Reading, position: int | None) -> Iterator[Reco
         raise UserError(f"{piece.path}: no column {missing[0]!r}; it has {names}, see --json-keys")
     row, size = 0, piece.num_bytes // max(file.metadata.row_group(piece.start).num_rows, 1)
     at_once = min(max(ROWS_BYTES // max(size, 1), 1), ROWS)
-    for batch in file.iter_batches(at_once, row_groups=[piece.start], columns=columns, use_threads=False):
+    for batch in _sound(
+        piece, file.iter_batches(at_once, row_groups=[piece.start], columns=columns, use_threads=False)
+    ):
         if row + batch.num_rows > first:
             for number, fields in enumerate(batch.to_pylist(), row):
                 if number >= first:
                     yield Record(piece, number, number + 1, _within(fields, reading), size)
         row += batch.num_rows
+
+
+def _sound(piece: Piece, batches: Iterator[Any]) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        yield from batches
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"{piece.path}: row group {piece.start} is damaged ({error}); make the file again or leave it out"
+        ) from error
 
 
 def _dataset(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:

@@ -104,6 +104,8 @@ class HuggingFaceTokenizer:
             self._model = tokenizers.Tokenizer.from_buffer(model)
         except Exception as error:  # the library raises bare Exception
             raise _foreign(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers") from error
+        self._model.no_truncation()  # a file may ask for both, which is for other uses
+        self._model.no_padding()
         ids = self._model.get_vocab(with_added_tokens=True)
         if not ids:
             raise _foreign(path, "HuggingFaceTokenizer", "a tokenizer with any token")

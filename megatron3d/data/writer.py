@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatron3d.data.files import PARTIAL, GrowingFile, blocks, checksum, replacing, with_suffix
 from megatron3d.data.indexed import BLOCK, DTYPES, HEADER, MAGIC, IndexedDataset, Tokens
-from megatron3d.data.manifest import Manifest, write_manifest
+from megatron3d.data.manifest import Manifest, read_manifest, write_manifest
 from megatron3d.data.tokenizer import Tokenizer
 
 CONTINUES, ENDS_SEQUENCE, ENDS_DOCUMENT = 0, 1, 2
@@ -130,15 +130,14 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Close and delete what has no final name yet."""
-        self.close()
         for file in self._files.values():
-            file.path.unlink(missing_ok=True)
+            file.discard()
 
     def finish(self, tokenizer: Tokenizer, **more: str | None) -> None:
         """Publish the corpus, as `publish` does."""
-        self.close()
         manifest = manifest_of(self.written, type(tokenizer).__name__, tokenizer.vocab_size, tokenizer.fingerprint)
         publish(self.prefix, self._dtype, self.written, manifest.model_copy(update=more))
+        self.close()
 
 
 def part_path(prefix: Path, name: str) -> Path:
@@ -155,6 +154,29 @@ def file_sizes(written: Written, dtype: np.dtype[Any]) -> Mapping[str, int]:
     }
 
 
+def reaches(prefix: Path, written: Written, dtype: np.dtype[Any]) -> bool:
+    """Whether the growing files hold at least so much."""
+    sizes = file_sizes(written, dtype)
+    return all(_size(part_path(prefix, name)) >= size for name, size in sizes.items())
+
+
+def can_publish(prefix: Path, written: Written, dtype: np.dtype[Any]) -> bool:
+    """Whether the growing files hold just so much, the tokens perhaps under their name, or all is done already."""
+    wanted = file_sizes(written, dtype)
+    found = {name: _size(part_path(prefix, name)) for name in wanted}
+    if found["lengths"] < 0 and with_suffix(prefix, ".idx").exists():
+        made = read_manifest(prefix)
+        return made is not None and (made.num_documents, made.num_tokens) == (written.num_documents, written.num_tokens)
+    if found["bin"] < 0:
+        found["bin"] = _size(with_suffix(prefix, ".bin"))
+    return found == wanted
+
+
+def _size(path: Path) -> int:
+    """Bytes; -1 where there is no such file."""
+    return path.stat().st_size if path.exists() else -1
+
+
 def manifest_of(written: Written, tokenizer_type: str, vocab_size: int, fingerprint: str) -> Manifest:
     """The manifest of what is written, without checksums yet."""
     return Manifest(
@@ -167,24 +189,26 @@ def manifest_of(written: Written, tokenizer_type: str, vocab_size: int, fingerpr
     )
 
 
-def publish(prefix: Path, dtype: np.dtype[Any], written: Written, manifest: Manifest) -> None:
-    """Give the closed files of a corpus their names; may be repeated after it was killed at any point.
+def publish(prefix: Path, dtype: np.dtype[Any], written: Written, manifest: Manifest | None) -> None:
+    """Give the files of a corpus their names; may be repeated after it was killed at any point.
 
-    The index comes last, so that a reader never sees a mixture with an older corpus.
+    The index comes last, so that a reader never sees a mixture with an older corpus.  Without a manifest it is as if
+    Megatron had made it.
     """
     assert written.open_tokens == 0, "the last document has no end"
     idx, tokens, partial = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin"), part_path(prefix, "bin")
-    if not part_path(prefix, "lengths").exists():
-        return
-    with replacing(idx) as file:
-        _write_index(file, prefix, dtype, written)
-        file.flush()
-        if partial.exists():
-            idx.unlink(missing_ok=True)
-            partial.replace(tokens)
-        sums = {"bin_sha256": checksum(tokens), "idx_sha256": checksum(with_suffix(idx, PARTIAL))}
-        write_manifest(prefix, manifest.model_copy(update=sums))
-    for name in ("documents", "lengths"):
+    if part_path(prefix, "lengths").exists():  # else this was done before
+        with replacing(idx) as file:
+            _write_index(file, prefix, dtype, written)
+            file.flush()
+            if partial.exists():
+                idx.unlink(missing_ok=True)
+                partial.replace(tokens)
+            if manifest is not None:
+                sums = {"bin_sha256": checksum(tokens), "idx_sha256": checksum(with_suffix(idx, PARTIAL))}
+                manifest = manifest.model_copy(update=sums)
+            write_manifest(prefix, manifest)
+    for name in ("lengths", "documents"):
         part_path(prefix, name).unlink(missing_ok=True)
 
 

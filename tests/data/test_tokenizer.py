@@ -130,3 +130,13 @@ def test_a_model_for_bytes_and_an_unknown_type_are_refused() -> None:
         build_tokenizer("ByteTokenizer", "x.model")
     with pytest.raises(UserError, match="use SentencePieceTokenizer, "):
         build_tokenizer("BytesTokenizer", None)
+
+
+def test_what_a_file_asks_to_cut_off_or_to_fill_up_is_not(models: dict[str, str], tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(models["HuggingFaceTokenizer"])
+    library.enable_truncation(4)
+    library.enable_padding(length=9)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"))
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in (CODE, "a")] == [CODE, "a"]
+    assert len(tokenizer.encode("a")) == 1

@@ -1,15 +1,8 @@
-"""Token files are the same bytes for any workers and shards and after any kills, from every kind of input."""
+"""Token files are the same bytes for any workers, shards and pieces, from every kind of input."""
 
 from __future__ import annotations
 
 import gzip
-import json
-import os
-import random
-import resource
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import datasets
@@ -21,33 +14,8 @@ import pytest
 from megatron3d.data import cut
 from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.tokenizer import ByteTokenizer
-from tools import merge_datasets, preprocess_data
-
-ROOT = Path(__file__).parents[2]
-BYTES = ["--tokenizer-type", "ByteTokenizer", "--append-eod"]
-
-
-def documents(count: int = 400) -> list[dict[str, object]]:
-    draw = random.Random(5)
-    return [
-        {"text": "".join(draw.choices("abc é\n", k=draw.choice([0, 5, 300]))), "title": f"t{i}"} for i in range(count)
-    ]
-
-
-def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def run(source: Path | str, prefix: Path, *more: str) -> int:
-    return preprocess_data.main(
-        ["--input", str(source), "--output-prefix", str(prefix), "--workers", "1", *BYTES, *more]
-    )
-
-
-def corpus(prefix: Path, key: str = "text") -> dict[str, bytes]:
-    path = f"{prefix}_{key}_document"
-    return {suffix: Path(path + suffix).read_bytes() for suffix in (".bin", ".idx", ".manifest.json")}
+from tests.tools.jobs import corpus, documents, run, write_jsonl
+from tools import merge_datasets
 
 
 @pytest.fixture(scope="module")
@@ -208,131 +176,9 @@ def test_a_long_row_is_left_out_on_request(tmp_path: Path, capsys: pytest.Captur
     assert found == texts[:3] + texts[4:]
 
 
-def test_a_disk_that_fills_while_parts_are_joined_leaves_nothing(
-    source: Path, expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--input", f"{source.parent}/expected_text_document", "--output-prefix", str(tmp_path / "x")]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected[".bin"]) // 2, hard))
-    try:
-        assert merge_datasets.main(words) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "cannot be written (File too large)" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
 def test_a_compressed_file_that_was_cut_short_is_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-200])
     assert run(tmp_path / "a.jsonl.gz", tmp_path / "x") == 2
     assert "cannot be read" in capsys.readouterr().err and not list(tmp_path.glob("x*"))
-
-
-def command(source: Path, prefix: Path, *more: str) -> list[str]:
-    words = ["--input", str(source), "--output-prefix", str(prefix), "--workers", "1", "--ledger-interval", "0"]
-    return [sys.executable, "tools/preprocess_data.py", *words, *BYTES, *more]
-
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-KILLS = """
-import os, random, signal, sys, time
-from tools import preprocess_data
-draw, kills, finished = random.Random(3), 0, 0
-while kills < 20 or not finished:
-    began, tool = time.monotonic(), os.fork()
-    if tool == 0:
-        os._exit(preprocess_data.main(sys.argv[2:]))
-    if kills < 20:
-        time.sleep(draw.uniform(0, float(sys.argv[1])))
-        os.kill(tool, signal.SIGKILL)
-    _, status = os.waitpid(tool, 0)
-    kills += os.WIFSIGNALED(status)
-    finished = not os.WIFSIGNALED(status) and os.WEXITSTATUS(status) == 0
-    assert finished or os.WIFSIGNALED(status), status
-"""
-
-
-def test_bytes_survive_kills_at_random_moments(tmp_path: Path) -> None:
-    """Twenty kills, at moments that a seed draws, most of them of a job that goes on from the last one."""
-    source, began = write_jsonl(tmp_path / "a.jsonl", documents(20_000)), time.monotonic()
-    assert run(source, tmp_path / "expected") == 0
-    whole = time.monotonic() - began
-    words = command(source, tmp_path / "x")[2:]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(whole / 2), *words],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert corpus(tmp_path / "x") == corpus(tmp_path / "expected")
-    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.ledger*"))
-
-
-def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", documents(20_000))
-    words = [*command(source, tmp_path / "x"), "--workers", "2"]
-    tool = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True)
-    while not (tmp_path / "x.ledger.jsonl").exists() or b"piece" not in (tmp_path / "x.ledger.jsonl").read_bytes():
-        assert tool.poll() is None, "it was killed too late"
-        time.sleep(0.01)
-    tool.kill()
-    tool.wait()
-    deadline = time.monotonic() + 60
-    with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(tool.pid, 0)
-            time.sleep(0.05)
-
-
-def test_a_full_disk_is_said_and_gone_on_from(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", documents(20_000))
-    assert run(source, tmp_path / "expected") == 0
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
-
-    done = subprocess.run(
-        command(source, tmp_path / "x"),
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        preexec_fn=limit,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2 and "cannot be written (File too large)" in done.stderr, done.stderr
-    assert not (tmp_path / "x_text_document.idx").exists() and (tmp_path / "x.ledger.jsonl").exists()
-    assert run(source, tmp_path / "x") == 0
-    assert corpus(tmp_path / "x") == corpus(tmp_path / "expected")
-
-
-def test_another_job_does_not_go_on_from_a_ledger(
-    source: Path, expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "x.ledger.jsonl").write_text('{"--json-keys": ["body"]}\n')
-    assert run(source, tmp_path / "x") == 2
-    assert "another --json-keys" in capsys.readouterr().err
-    assert run(source, tmp_path / "x", "--restart") == 0
-    assert corpus(tmp_path / "x") == expected
-
-
-@pytest.mark.parametrize("moment", ["checksum", "write_manifest", "_write_index"])
-def test_a_kill_between_two_names_is_gone_on_from(
-    moment: str, source: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(*_: object) -> None:
-        raise SystemExit(moment)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(f"megatron3d.data.writer.{moment}", die)
-        with pytest.raises(SystemExit):
-            run(source, tmp_path / "x")
-    assert not (tmp_path / "x_text_document.idx").exists()
-    assert run(source, tmp_path / "x") == 0
-    assert corpus(tmp_path / "x") == expected

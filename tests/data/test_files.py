@@ -1,0 +1,67 @@
+"""What is written appears whole or not at all, and two that write the same file do not mix."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from megatron3d.data.files import GrowingFile, replacing, with_suffix
+from megatron3d.errors import UserError
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "x"
+    with replacing(path) as file:
+        file.write(b"old")
+        assert not path.exists()
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old" and names(path.parent) == ["x"]
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
+    """Also where it is full only when the last bytes are to leave the memory."""
+    path, before = tmp_path / "x", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_bytes(b"old")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
+        with pytest.raises(UserError, match=r"x: cannot be written \(File too large\)"), replacing(path) as file:
+            file.write(b"newer")
+            file.write(b"!")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"old" and names(tmp_path) == ["x"]
+
+
+def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with replacing(path) as first:
+        first.write(b"first")
+        with pytest.raises(UserError, match="another process is at work"), replacing(path):
+            pass
+    assert path.read_bytes() == b"first"
+    growing = GrowingFile(path)
+    growing.append(b"one")
+    with pytest.raises(UserError, match="another process is at work"):
+        GrowingFile(path)
+    growing.append(b"two")
+    growing.close()
+    again = GrowingFile(path, 3)
+    again.append(b"!")
+    assert path.read_bytes() == b"one!"
+    path.rename(tmp_path / "final")
+    path.write_bytes(b"of another")
+    again.discard()
+    assert path.read_bytes() == b"of another" and (tmp_path / "final").read_bytes() == b"one!"
+
+
+def test_a_prefix_without_a_name_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no name of a file; use such as corpus"):
+        with_suffix(Path(), ".bin")
