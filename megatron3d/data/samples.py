@@ -25,6 +25,9 @@ from megatron3d.errors import UserError
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 _ROUNDS = 8
+_STEPS = tuple(np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64) for number in range(_ROUNDS))
+_SCRAMBLE = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST_SHIFT = np.uint64(31)
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,22 @@ def permute(positions: Indices, size: int, keys: _Words) -> Indices:
 
 
 def _feistel(positions: _Words, rows: int, columns: int, keys: _Words) -> _Words:
-    left, right = positions // columns, positions % columns
+    num_rows, num_columns = np.uint64(rows), np.uint64(columns)  # once, not in each operation
+    left, right = np.divmod(positions, num_columns)
     for number in range(0, _ROUNDS, 2):
-        left = (left + _mix(right + keys, number) % rows) % rows
-        right = (right + _mix(left + keys, number + 1) % columns) % columns
-    images: _Words = left * columns + right
+        left += _mix(right + keys, number) % num_rows
+        left %= num_rows
+        right += _mix(left + keys, number + 1) % num_columns
+        right %= num_columns
+    images: _Words = left * num_columns + right
     return images
 
 
 def _mix(words: _Words, number: int) -> _Words:
     """Output `number` of the SplitMix64 generators that start at `words`."""
-    words = words + np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
+    words = words + _STEPS[number]
+    for shift, factor in _SCRAMBLE:
+        words ^= words >> shift
+        words *= factor
+    words ^= words >> _LAST_SHIFT
     return words
