@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from megatron3d.cli import run_tool, waiting
+from megatron3d.cli import positive, run_tool, waiting
 from megatron3d.data.documents import TEXT_KEY
 from megatron3d.data.files import replacing, with_suffix
 from megatron3d.data.pieces import find_inputs
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a .jsonl line that hold text")
     parser.add_argument("--output-prefix", "--model-prefix", type=Path, required=True, help="the model without suffix")
     parser.add_argument("--type", choices=OUTPUTS, default="bpe")
-    parser.add_argument("--vocab-size", type=int, help="number of tokens, with the end of a document and the bytes")
+    parser.add_argument(
+        "--vocab-size", type=positive, help="number of tokens, with the end of a document and the bytes"
+    )
     parser.add_argument("--max-mb", type=float, default=20.0, help="learn from so much, evenly spread; char reads all")
     return run_tool(train_tokenizer, parser, argv)
 

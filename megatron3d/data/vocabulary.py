@@ -89,7 +89,8 @@ def train_sentencepiece(source: Source, model_type: str, vocab_size: int) -> byt
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise UserError(f"--vocab-size {vocab_size}: {str(error).rpartition('] ')[2]}") from error
+        why = str(error).rpartition("] ")[2] or str(error)  # which may be a condition of the library alone
+        raise UserError(f"--vocab-size {vocab_size}: {why.strip()}; use another number, or other text") from error
     return model.getvalue()
 
 

@@ -19,6 +19,7 @@ from megatron3d.data.files import PARTIAL, GrowingFile, blocks, checksum, replac
 from megatron3d.data.indexed import BLOCK, DTYPES, HEADER, MAGIC, IndexedDataset, Tokens
 from megatron3d.data.manifest import Manifest, read_manifest, write_manifest
 from megatron3d.data.tokenizer import Tokenizer
+from megatron3d.errors import UserError
 
 CONTINUES, ENDS_SEQUENCE, ENDS_DOCUMENT = 0, 1, 2
 """How a run of tokens ends: not at all, its sequence (a sentence) does, or its document too."""
@@ -46,8 +47,13 @@ class IndexedWriter:
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any], written: Written | None = None) -> None:
         self.prefix, self._dtype, self.written = Path(prefix), dtype, written or Written()
-        sizes = file_sizes(self.written, dtype)
-        self._files = {name: GrowingFile(part_path(self.prefix, name), size) for name, size in sizes.items()}
+        self._files: dict[str, GrowingFile] = {}
+        try:
+            for name, size in file_sizes(self.written, dtype).items():
+                self._files[name] = GrowingFile(part_path(self.prefix, name), size)
+        except UserError:
+            self.close() if self.written.num_sequences else self.discard()
+            raise
 
     def __enter__(self) -> IndexedWriter:
         return self

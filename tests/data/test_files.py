@@ -5,9 +5,11 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron3d.data.files import GrowingFile, replacing, with_suffix
+from megatron3d.data.writer import IndexedWriter
 from megatron3d.errors import UserError
 
 
@@ -60,6 +62,14 @@ def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"of another")
     again.discard()
     assert path.read_bytes() == b"of another" and (tmp_path / "final").read_bytes() == b"one!"
+
+
+def test_a_writer_that_is_refused_leaves_what_is_there(tmp_path: Path) -> None:
+    other = GrowingFile(tmp_path / "x.lengths.partial")
+    with pytest.raises(UserError, match="another process is at work"):
+        IndexedWriter(tmp_path / "x", np.dtype("<u2"))
+    assert names(tmp_path) == ["x.lengths.partial"]
+    other.close()
 
 
 def test_a_prefix_without_a_name_is_refused() -> None:
