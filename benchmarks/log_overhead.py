@@ -1,9 +1,9 @@
 """What all default logging costs a step: timers of phases and waits, one gather, a console line and a line of
 metrics.jsonl every 10 steps, the search for slow ranks.
 
-Two answers: whole blocks of 10 steps with and without it, taking turns; and the logging of one step alone, with as many
-timers as the real step enters, repeated without the step.  Where others use the machine, processor time is to be
-believed.
+Two answers: neighbouring steps with and without it, taking turns at being first; and the logging of one step alone,
+with as many timers as the real step enters, repeated without the step.  What is added to a step is the median over such
+pairs, taken apart for steps that print their line and for the others; its error is 1.96 standard errors of these.
 
 python benchmarks/log_overhead.py --output benchmarks/results/log_overhead.json
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from report import Row, interleaved, milliseconds, show, times_faster, write
+from report import Row, Turns, interleaved, milliseconds, show, write
 
 from megatron3d import runtime
 from megatron3d.config.cli import resolve
@@ -38,6 +38,8 @@ from megatron3d.train.step import StepResult, train_step
 from megatron3d.train.watching import Watching
 
 TARGET_MS, INTERVAL, LR = 50.0, 10, 1e-4
+# Standard deviations in a normal distribution's median absolute deviation, and in a median's error over a mean's.
+NORMAL, OF_MEDIAN = 1.4826, 1.2533
 CASES = {
     "1 rank": [],
     "2 ranks, data parallel, ZeRO 1": ["parallel.zero_stage=1"],
@@ -63,6 +65,22 @@ def write_inputs(folder: Path) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
+
+
+def added_pct(turns: Turns, last_iteration: int, clock: str) -> tuple[float, float]:
+    """Percent that logging adds to a step's time by a clock, on average over an interval, and 1.96 standard errors."""
+    seconds = {name: [getattr(turn, clock) for turn in turns[name]] for name in ("bare", "logged")}
+    pairs = [logged - bare for bare, logged in zip(seconds["bare"], seconds["logged"], strict=True)]
+    first = last_iteration + 1 - len(pairs)
+    added = variance = 0.0
+    for has_line, weight in ((True, 1 / INTERVAL), (False, 1 - 1 / INTERVAL)):
+        found = [pair for number, pair in enumerate(pairs, first) if (number % INTERVAL == 0) == has_line]
+        middle = statistics.median(found)
+        spread = NORMAL * statistics.median(abs(each - middle) for each in found)
+        added += weight * middle
+        variance += (weight * OF_MEDIAN * spread) ** 2 / len(found)
+    percent = 100 / statistics.median(seconds["bare"])
+    return percent * added, percent * 1.96 * variance**0.5
 
 
 class Contest:
@@ -98,18 +116,17 @@ class Contest:
         return len(self._entered) + len(self._waited)
 
     def bare(self) -> None:
-        """Steps of an interval, of which nobody wants to know anything."""
+        """A step of which nobody wants to know anything, and that is not counted."""
         self.run.comm.waiting = lambda axes: contextlib.nullcontext()
-        for _ in range(INTERVAL):
-            self._step(lambda what: contextlib.nullcontext()).loss.item()
+        self._step(lambda what: contextlib.nullcontext()).loss.item()
+        self.run.state.iteration -= 1
 
     def logged(self) -> None:
-        """The same steps as the loop makes them."""
+        """The same step as the loop makes it."""
         self.run.comm.waiting = self.run.timers.waiting
-        for _ in range(INTERVAL):
-            result = self._step(self._watching.begin_step())
-            self._watching.end_step(result, LR, self.run.batches.last)
-            result.loss.item()
+        result = self._step(self._watching.begin_step())
+        self._watching.end_step(result, LR, self.run.batches.last)
+        result.loss.item()
 
     def logging_alone(self) -> None:
         """All that they do beside training."""
@@ -134,19 +151,19 @@ def measure(name: str, config: Path, rounds: int) -> Row:
         run = build_run(resolve(config, [*CASES[name], save], here.world_size), here, runtime.Phases(False))
         contest = Contest(run)
         steps = {"bare": contest.bare, "logged": contest.logged}
-        turns = interleaved(steps, rounds, 2, run.comm.barrier)
+        turns = interleaved(steps, rounds * INTERVAL, INTERVAL, run.comm.barrier)
+        wall, cpu = (added_pct(turns, run.state.iteration, clock) for clock in ("wall_s", "cpu_s"))
         alone = interleaved({"alone": contest.logging_alone}, rounds, 2, run.comm.barrier)["alone"]
         run.close()
     alone_ms = {key: ms / INTERVAL for key, ms in milliseconds(alone).items()}
-    cpu = statistics.median(
-        with_.cpu_s / without.cpu_s for with_, without in zip(turns["logged"], turns["bare"], strict=True)
-    )
     return {
         "layout": name,
         "timers per step": contest.num_timed,
-        "bare_step_ms": milliseconds(turns["bare"])["step_ms"] / INTERVAL,
-        "logged_over_bare_pct": 100 * (times_faster(turns, "bare", "logged") - 1),
-        "cpu_over_bare_pct": 100 * (cpu - 1),
+        "bare_step_ms": milliseconds(turns["bare"])["step_ms"],
+        "added_pct": wall[0],
+        "error_pct": wall[1],
+        "added_cpu_pct": cpu[0],
+        "error_cpu_pct": cpu[1],
         "alone_ms": alone_ms["step_ms"],
         "alone_best_ms": alone_ms["best_ms"],
         "alone_cpu_ms": alone_ms["cpu_ms"],
