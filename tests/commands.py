@@ -162,7 +162,10 @@ def alone(program: str, typed: Words, pool: Pool) -> Outcome:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        exit_code = runtime.run_program(lambda: begin(program, typed))
+        try:
+            exit_code = runtime.run_program(lambda: begin(program, typed))
+        except SystemExit as stop:  # of a parser
+            exit_code = int(stop.code or 0)
     return Outcome(exit_code, out.getvalue(), err.getvalue())
 
 
