@@ -1,18 +1,19 @@
 """What this machine's processors and links reach, measured: the numbers of a `local` accelerator and cluster.
 
 A product as a function of its depth, passes over memory as the network makes them, fused attention, the start of a
-kernel, and all-reduces among products, where a rank waits for others that are late: between two ranks, and between more
-ranks than cores.  Operands are in no cache, as in a step.
+kernel, and all-reduces between two ranks among products, where one waits for the other that is late.  Operands are in
+no cache, as in a step.
 """
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,7 @@ PASSES = 16
 # More than the caches of a processor hold.
 CACHE_BYTES = 2**26
 # All-reduces of so many elements, in rounds of so many calls.
-SMALL, LARGE, CALLS = 16, 2**19, 20
-# Ranks on more cores than that are nobody's way to train.
-MOST_CORES = 8
+SMALL, LARGE, CALLS = 16, 2**19, 10
 
 
 def best_s(function: Callable[[], object], budget_s: float) -> float:
@@ -111,46 +110,55 @@ def launch_us(budget_s: float) -> float:
     return best_s(step, budget_s) / 6 * 1e6
 
 
-def exchange(budget_s: float) -> Measured:
-    """Seconds of a product, and beside it of a small and a large all-reduce between each two ranks, and of a small one
-    alone: means of several calls, the fastest of many rounds; on rank 0."""
+class Took(NamedTuple):
+    """Seconds by the clock, and of this process's processor time."""
+
+    wall_s: float
+    busy_s: float
+
+
+def exchange(budget_s: float) -> dict[str, Took]:
+    """Between two ranks: a small all-reduce alone, what a small one adds to products, and what a large one takes more.
+
+    Of a round of calls the mean; of many rounds, which take turns, the median; on rank 0.
+    """
     with runtime.start(on_cpu=True) as here:
         torch.set_num_threads(1)
-        comm = ProcessComm(Mesh((("pairs", here.world_size // 2), ("t", 2)), here.rank), [("t",)])
-        a, b = torch.randn(ROWS, WIDTH), torch.randn(4 * WIDTH, WIDTH)
+        comm = ProcessComm(Mesh((("t", 2),), here.rank), [("t",)])
+        a, b = torch.randn(4 * ROWS, WIDTH), torch.randn(4 * WIDTH, WIDTH)
 
-        def round_s(numel: int, multiplies: bool) -> float:
+        def mean(numel: int, multiplies: bool = True) -> Took:
             sent = [torch.zeros(numel) for _ in range(CALLS)]
             comm.barrier()
-            begin = time.perf_counter()
+            begin, worked = time.perf_counter(), time.process_time()
             for x in sent:
                 if multiplies:
                     product(a, b)
                 if numel:
                     comm.all_reduce(x, ("t",)).wait()
-            return (time.perf_counter() - begin) / CALLS
+            return Took((time.perf_counter() - begin) / CALLS, (time.process_time() - worked) / CALLS)
 
-        def fastest_s(numel: int, multiplies: bool = True) -> float:
-            return min(round_s(numel, multiplies) for _ in range(max(3, int(10 * budget_s))))
-
-        product_s = fastest_s(0)
-        small_s, large_s = (max(fastest_s(numel) - product_s, 1e-6) for numel in (SMALL, LARGE))
-        alone_s = min(fastest_s(SMALL, multiplies=False), small_s)
-        return {"product_s": product_s, "small_s": small_s, "large_s": large_s, "alone_s": alone_s}
+        rounds: dict[str, list[Took]] = {"alone": [], "call": [], "bytes": []}
+        for _ in range(max(3, int(15 * budget_s))):
+            alone, without, small, large = mean(SMALL, multiplies=False), mean(0), mean(SMALL), mean(LARGE)
+            for kind, more, less in (("alone", alone, (0, 0)), ("call", small, without), ("bytes", large, small)):
+                rounds[kind].append(Took(more[0] - less[0], more[1] - less[1]))
+        return {kind: Took(*map(median, zip(*each, strict=True))) for kind, each in rounds.items()}
 
 
 def links(budget_s: float) -> Measured:
-    """The numbers of a cluster of one level, from what exchanges take between two ranks, and on shared cores."""
-    two, cores = runtime.launch(2, exchange, budget_s), runtime.num_cores()
-    per_byte_s = max(two["large_s"] - two["small_s"], 1e-6) / (4 * LARGE)
-    found = {"latency_us": two["alone_s"] / 2 * 1e6, "call_us": (two["small_s"] - two["alone_s"]) * 1e6}
-    found |= {"gb_s": 1e-9 / per_byte_s, "crowding": 1.0}
-    if cores <= MOST_CORES:
-        many = runtime.launch(2 * max(cores, 2), exchange, budget_s)
-        slowdown = 2 * max(cores, 2) / cores
-        ratio = (many["large_s"] + many["product_s"] - slowdown * two["product_s"]) / two["large_s"]
-        found["crowding"] = min(max(math.log(max(ratio, 1.0)) / math.log(slowdown), 0.0), 2.0)
-    return found
+    """The numbers of a cluster of one level, from what exchanges take between two ranks."""
+    took = runtime.launch(2, exchange, budget_s)
+    call_s, bytes_s = (max(took[kind].wall_s, 1e-6) for kind in ("call", "bytes"))
+    alone_s = min(took["alone"].wall_s, call_s)
+    return {
+        "latency_us": alone_s / 2 * 1e6,
+        "call_us": (call_s - alone_s) * 1e6,
+        "gb_s": 1e-9 * 4 * LARGE / bytes_s,
+        # Beside products the little that it computes is lost in what these differ by.
+        "call_busy": min(took["alone"].busy_s / call_s, 1.0),
+        "bytes_busy": min(max(took["bytes"].busy_s, 0.0) / bytes_s, 1.0),
+    }
 
 
 def calibrate(folder: Path, budget_s: float = 1.0) -> tuple[Path, Path]:
@@ -196,10 +204,11 @@ levels:
 source: {where}
 # What it takes more among products, where each waits for the other, {where}.
 call_us: {joined["call_us"]:.2f}
+# Processor time of a small one over its time among products, and of what a large one takes more, {where}.
+call_busy: {joined["call_busy"]:.3f}
+bytes_busy: {joined["bytes_busy"]:.3f}
 # Cores that this process may use, of which each rank needs one.
 cores: {runtime.num_cores()}
-# How much slower exchanges are on shared cores, as a power of how much slower products are, {where}.
-crowding: {joined["crowding"]:.3f}
 """
     paths = folder / "local.yaml", folder / "clusters" / "local.yaml"
     for path, text in zip(paths, (sheet, cluster), strict=True):

@@ -7,31 +7,42 @@ from pathlib import Path
 import pytest
 
 from megatron3d import calibrate, runtime
-from megatron3d.cost.hardware import load_accelerator, load_cluster
+from megatron3d.calibrate import Took
+from megatron3d.cost.hardware import Cluster, Level, load_accelerator, load_cluster
 from megatron3d.cost.kernels import device
-from megatron3d.cost.step import machine_with
+from megatron3d.cost.network import Network
+from megatron3d.mesh import Mesh
+from megatron3d.plan import Traffic
 
 
 def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links are those of the exchange; a product takes what it was measured to take, twofold on a shared core.
-
-    The exchange on shared cores takes 1.5 times as long, where products take twice as long.
-    """
-    two = {"product_s": 2e-3, "small_s": 1e-3, "large_s": 5e-3, "alone_s": 2e-4}
-    many = {**two, "product_s": 4e-3, "large_s": 7.5e-3}
-    monkeypatch.setattr(runtime, "launch", lambda num_ranks, function, *args: two if num_ranks == 2 else many)
+    """Links are those of the exchange; a product takes what it was measured to take, twofold on a shared core."""
+    took = {"alone": Took(2e-4, 1e-4), "call": Took(1e-3, 0.0), "bytes": Took(4e-3, 3e-3)}
+    monkeypatch.setattr(runtime, "launch", lambda num_ranks, function, *args: took)
     monkeypatch.setattr(runtime, "num_cores", lambda: 2)
     sheet, cluster = calibrate.calibrate(tmp_path, budget_s=0.02)
     accelerator, local = load_accelerator("local", tmp_path), load_cluster("local", tmp_path / "clusters")
     assert sheet.name == cluster.name == "local.yaml"
     level = local.levels[0]
     assert level.gb_s == pytest.approx(2**21 / 4e-3 / 1e9, rel=1e-3) and level.latency_us == 100 and local.cores == 2
-    assert local.call_us == 800 and 2**local.crowding == pytest.approx(1.5, rel=1e-3)
-    assert machine_with(local, accelerator, "fp32", 4).network.slowdown == pytest.approx(1.5, rel=1e-3)
+    assert (local.call_us, local.call_busy, local.bytes_busy) == (800, 0.1, 0.75)
     one, shared = (device(accelerator, "fp32", 4, slowdown) for slowdown in (1.0, 2.0))
     flops = 2 * 1024 * 256 * 1024
     assert one.product_s(1024, 256, 1024) >= flops / one.peak > 0
     assert shared.product_s(1024, 256, 1024) == pytest.approx(2 * one.product_s(1024, 256, 1024))
+
+
+def test_ranks_that_share_cores_work_while_others_wait() -> None:
+    """An exchange of which processors do half: with a rank per core as alone; on half as many, the half that waits is
+    waited for where all ranks are in it, and half of that where half of them are."""
+    level = Level(name="node", ranks=8, gb_s=1, latency_us=0)
+    local = Cluster(name="n", accelerator="a", levels=(level,), source="s", cores=2, bytes_busy=0.5)
+
+    def seconds(group: int, ranks: int) -> float:
+        mesh = Mesh((("rest", ranks // group), ("t", group)))
+        return Network(local, local.slowdown(ranks)).seconds(Traffic("all_gather", ("t",), 1e9), mesh)
+
+    assert [seconds(2, 2), seconds(4, 4), seconds(2, 4), seconds(2, 8)] == [1, 1.5, 1.25, 2.125]
 
 
 def test_best_is_the_fastest_of_several() -> None:

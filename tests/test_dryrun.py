@@ -29,6 +29,7 @@ from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.recompute import recompute_of
 from megatron3d.record import Recorder
 from megatron3d.train.state import build_state, connect
+from tests.end_to_end import write_config
 
 VOCAB_SIZE = 61
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
@@ -190,6 +191,19 @@ def test_the_picture_has_what_is_held() -> None:
     assert top == pytest.approx([peak / size for peak in sums[0].peaks])
     highest = max(y for area in panel.collections for path in area.get_paths() for _, y in path.vertices)
     assert highest == pytest.approx(max(sums[0].timeline) / size, rel=1e-6)
+
+
+def test_all_ranks_by_command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each of 8 ranks is run and agrees with the others; those of one part of the pipeline are alike."""
+    overrides = ["parallel.tensor_parallel_mode=2d", "parallel.tensor_model_parallel_size=4"]
+    overrides += ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=2"]
+    words = ["--config", str(write_config(tmp_path)), "--dry-run", "--world-size", "8", "--ranks", "all"]
+    assert run_dry(parse_args([*words, *overrides]), 1) == 0
+    out, _ = capfd.readouterr()
+    assert "8 ranks agree" in out
+    rows = [line.split()[1:] for line in out.splitlines() if line[1:].lstrip()[:1].isdigit()]
+    assert [row[0] for row in rows[:8]] == [str(rank) for rank in range(8)]
+    assert len({tuple(row[1:]) for row in rows[:8]}) == 2
 
 
 def test_command_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

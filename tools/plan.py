@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron3d.cli import positive, run_tool
@@ -20,7 +20,7 @@ from megatron3d.config.report import write_resolved
 from megatron3d.config.schema import Config
 from megatron3d.cost.options import Layout, Tensor
 from megatron3d.cost.search import Plan, Problem, search
-from megatron3d.cost.tell import compared, explained, found_table, shown_layout
+from megatron3d.cost.tell import compared, explained, found_table, scaling_table, shown_layout
 from megatron3d.data.ramp import Batches
 from megatron3d.errors import UserError
 from megatron3d.modes import MODES
@@ -83,7 +83,10 @@ def run(arguments: argparse.Namespace) -> None:
     print("\n".join([*lines, *growing(problem.config)]))
     if arguments.output:
         write(best, resolved, arguments.output, arguments.num_gpus)
-    draw(arguments, found.plans)
+    speeds = scaling(arguments, resolved.config)
+    if speeds:
+        print("\n".join(["", *scaling_table(speeds)]))
+    draw(arguments, found.plans, speeds)
 
 
 def num_tokens(arguments: argparse.Namespace, config: Config) -> float:
@@ -122,8 +125,22 @@ def _value(config: Config, key: str) -> object:
     return getattr(getattr(config, section), name)
 
 
-def draw(arguments: argparse.Namespace, plans: Sequence[Plan]) -> None:
-    """Stacked bars of the plans' times, and with --scale the best plan's tokens per second over numbers of ranks."""
+def scaling(arguments: argparse.Namespace, config: Config) -> dict[int, float]:
+    """Tokens per second of the best layout for each number of ranks of --scale, the batch growing with them."""
+    speeds = {}
+    for num_ranks in arguments.scale or ():
+        size = max(config.train.global_batch_size * num_ranks // arguments.num_gpus, 1)
+        here = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
+        problem = problem_of(arguments, here, num_ranks)
+        try:
+            speeds[num_ranks] = problem.tokens_per_s(search(problem, 1, arguments.modes).plans[0])
+        except UserError as error:
+            raise UserError(f"--scale {num_ranks}, where train.global_batch_size is {size}: {error}") from error
+    return speeds
+
+
+def draw(arguments: argparse.Namespace, plans: Sequence[Plan], speeds: Mapping[int, float] | None = None) -> None:
+    """Stacked bars of the plans' times, and where there are several numbers of ranks the speeds over them."""
     if not arguments.picture:
         return
     import matplotlib
@@ -131,8 +148,7 @@ def draw(arguments: argparse.Namespace, plans: Sequence[Plan]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    scales = arguments.scale or []
-    figure, panels = pyplot.subplots(1, 1 + bool(scales), figsize=(7 + 6 * bool(scales), 6), squeeze=False)
+    figure, panels = pyplot.subplots(1, 1 + bool(speeds), figsize=(7 + 6 * bool(speeds), 6), squeeze=False)
     bars, left = panels[0][0], [0.0] * len(plans)
     every = [plan.step.all_parts for plan in plans]
     for kind in dict.fromkeys(kind for each in every for kind in each):
@@ -143,26 +159,14 @@ def draw(arguments: argparse.Namespace, plans: Sequence[Plan]) -> None:
     bars.invert_yaxis()
     bars.set_xlabel("seconds of a step")
     bars.legend(fontsize=7)
-    if scales:
-        draw_scaling(arguments, panels[0][1])
+    if speeds:
+        panels[0][1].loglog(list(speeds), list(speeds.values()), marker="o")
+        panels[0][1].set_xlabel("ranks")
+        panels[0][1].set_ylabel("tokens per second")
     figure.tight_layout()
     figure.savefig(arguments.picture)
     pyplot.close(figure)
     print(f"drew {arguments.picture}")
-
-
-def draw_scaling(arguments: argparse.Namespace, panel: object) -> None:
-    """Tokens per second of the best layout for each number of ranks, the batch growing with them."""
-    config = read_config(arguments.config, arguments.overrides).config
-    speeds = []
-    for num_ranks in arguments.scale:
-        size = max(config.train.global_batch_size * num_ranks // arguments.num_gpus, 1)
-        here = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
-        problem = problem_of(arguments, here, num_ranks)
-        speeds.append(problem.tokens_per_s(search(problem, 1, arguments.modes).plans[0]))
-    panel.loglog(arguments.scale, speeds, marker="o")  # type: ignore[attr-defined]
-    panel.set_xlabel("ranks")  # type: ignore[attr-defined]
-    panel.set_ylabel("tokens per second")  # type: ignore[attr-defined]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,7 +187,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two configurations side by side")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars (.png, .svg, .pdf)")
-    parser.add_argument("--scale", type=positive, nargs="+", metavar="N", help="a curve over so many ranks, too")
+    parser.add_argument(
+        "--scale",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="the best speed on so many ranks, too, the batch growing with them",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return run_tool(run, parser, argv)
 

@@ -63,10 +63,15 @@ class Exchange(NamedTuple):
     tail_s: float
 
 
+def repeats(zero_stage: int, num_microbatches: int) -> tuple[int, int]:
+    """How often a step sums gradients and gathers weights."""
+    return num_microbatches if zero_stage >= 2 else 1, 2 * num_microbatches if zero_stage == 3 else 1
+
+
 def exchange(
-    counts: Counts, mesh: Mesh, machine: Machine, zero_stage: int, repeats: tuple[int, int], bucket_bytes: float
+    counts: Counts, mesh: Mesh, machine: Machine, zero_stage: int, times: tuple[int, int], bucket_bytes: float
 ) -> Exchange:
-    """Of a rank's parameters; `repeats` are how often a step sums gradients and gathers weights."""
+    """Of a rank's parameters; `times` are how often a step sums gradients and gathers weights."""
     wide = max(machine.device.itemsize, 4)
     itemsize, sums, tail = machine.practice.reduce_itemsize or wide, Times(), 0.0
     shared = mesh.nontrivial(DATA[1:]) if zero_stage else ()
@@ -75,11 +80,11 @@ def exchange(
         pieces, whole = _pieces(shared, rest, count * itemsize, mesh), Times()
         for call in pieces:
             whole = whole.plus(waiting(call.axes, machine.network.seconds(call, mesh)))
-        sums = sums.plus(whole.times(repeats[0]))
+        sums = sums.plus(whole.times(times[0]))
         tail += whole.total / max(1.0, count * wide / bucket_bytes)
     total, ranks = sum(counts.values()), mesh.size(shared)
     gather = Traffic("all_gather", shared, total * machine.device.itemsize * (ranks - 1) / ranks)
-    gathers = waiting(shared, repeats[1] * machine.network.seconds(gather, mesh)) if shared else Times()
+    gathers = waiting(shared, times[1] * machine.network.seconds(gather, mesh)) if shared else Times()
     return Exchange(sums, gathers, tail)
 
 

@@ -30,10 +30,10 @@ def head_times(work: Work, machine: Machine) -> Times:
     over, live = Overlaps(machine, work.mesh, 1), plan.on(work.mesh)
     tokens, columns = work.num_tokens / work.mesh.size(plan.m), arch.padded_vocab_size / work.mesh.size(plan.n)
     features = arch.hidden_size / work.mesh.size(plan.k)
-    products = 3 * device.product_s(tokens, columns, features)
+    product = device.product_s(tokens, columns, features)
     kept = work.mesh.size(live.dy)
     logits = device.pass_s(tokens * columns / kept * machine.practice.logit_bytes, 10)
-    adding = device.pass_s(columns * features * machine.practice.grad_bytes)
+    adding = machine.adding_s(columns * features, 0.0 if sent.reduce_dw else product)
     norm = machine.practice.norm
     normed = device.pass_s(work.tokens * work.hidden * (norm.forward + norm.backward) * device.itemsize, 2)
     vocabulary = work.mesh.nontrivial(plan.y_layout[1])
@@ -41,7 +41,7 @@ def head_times(work: Work, machine: Machine) -> Times:
     sums = Traffic("all_reduce", vocabulary, 3 * 4 * tokens / kept * 2 * (ranks - 1) / ranks)
     return add(
         (
-            Times({PRODUCTS: products, MEMORY: logits + adding + normed}),
+            Times({PRODUCTS: 3 * product, MEMORY: logits + adding + normed}),
             *(over.after(calls) for calls in sent),
             waiting(vocabulary, machine.network.seconds(sums, work.mesh)) if vocabulary else Times(),
         )

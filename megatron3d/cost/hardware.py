@@ -109,7 +109,8 @@ class Cluster(Sheet):
         call_us: of every collective beside its steps: starting it, and waiting for ranks that come late.
         slurm: for tools/make_slurm.py.
         cores: processors that ranks share, where the accelerators are processors: with more ranks, each is slower.
-        crowding: communication is then slower by this power of it: while one rank waits, others compute.
+        call_busy, bytes_busy: shares of a call's latency, and of the time of its bytes, in which it keeps a processor
+            busy; while it waits, other ranks may have that.
     """
 
     name: str
@@ -119,7 +120,8 @@ class Cluster(Sheet):
     call_us: float = Field(0, ge=0)
     slurm: Slurm = Slurm()
     cores: int | None = Field(None, ge=1)
-    crowding: float = Field(1, ge=0)
+    call_busy: float = Field(1, ge=0, le=1)
+    bytes_busy: float = Field(1, ge=0, le=1)
 
     def slowdown(self, num_ranks: int) -> float:
         """By how much ranks that share cores are slower than one alone."""

@@ -31,6 +31,12 @@ class Machine:
     network: Network
     practice: Practice
 
+    def adding_s(self, num_weights: float, product_s: float) -> float:
+        """Seconds to add a gradient to its sum; a product of so many seconds makes it, and may do that by the way."""
+        seconds = self.device.pass_s(num_weights * self.practice.grad_bytes)
+        is_hidden = self.practice.fuses_grad_sum and not self.device.kernels.adds_launch
+        return max(0.0, seconds - product_s) if is_hidden else seconds
+
 
 class Phases(NamedTuple):
     """Times of forward, input gradient, weight gradient, and backward in one; and of computing forward again."""
@@ -162,10 +168,7 @@ def _backward(
             over.under(gathers_w, 2 * seconds, execution.overlap_weight_gather),
         ]
         sums = over.under(sent.reduce_dw, 2 * seconds, execution.overlap_weight_grad)
-        adding_s = machine.device.pass_s(each.weight * machine.practice.grad_bytes)
-        if machine.practice.fuses_grad_sum:
-            adding_s = max(0.0, adding_s - seconds)
-        add_up = Times({MEMORY: adding_s})
+        add_up = Times({MEMORY: machine.adding_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
         bias = machine.practice.bias_grad * each.output * work.arch.add_bias_linear * machine.device.itemsize
         common.append(Times({MEMORY: machine.device.pass_s(bias)}))
         half += [*common, over.panelled(sent.reduce_dx, seconds)]

@@ -21,7 +21,7 @@ class Network:
     """A cluster's links under the ranks of a mesh, which follow each other from node to node.
 
     Attributes:
-        slowdown: by how much communication is slower where ranks share processors.
+        slowdown: by how much ranks that share processors are slower.
     """
 
     cluster: Cluster
@@ -37,7 +37,7 @@ class Network:
             return 0.0
         rounds = 2 if call.collective == "all_reduce" else 1
         latency_s = self.cluster.call_us * 1e-6 + self._latency_s(members, rounds)
-        return self.slowdown * (latency_s + call.wire_bytes / self._bottleneck(members)[0])
+        return self._shared(latency_s, call.wire_bytes / self._bottleneck(members)[0], ranks / mesh.world_size)
 
     def transfer_s(self, num_bytes: float, mesh: Mesh, axes: Axes) -> float:
         """From a rank to its neighbour along an axis, all ranks doing the same."""
@@ -45,7 +45,16 @@ class Network:
         # The neighbour that is farthest away counts: some rank has it.
         crossed = [level for level, count in zip(self.cluster.levels, members, strict=True) if count > 1]
         level = (crossed or self.cluster.levels)[-1]
-        return self.slowdown * (level.latency_us * 1e-6 + num_bytes / (level.gb_s * 1e9))
+        return self._shared(level.latency_us * 1e-6, num_bytes / (level.gb_s * 1e9), min(2 / mesh.world_size, 1.0))
+
+    def _shared(self, latency_s: float, bytes_s: float, group: float) -> float:
+        """Of a call of a part of all ranks, which share processors: its work is slower; others work while it waits."""
+        unused = max(group, 1 / self.slowdown)
+
+        def seconds(alone_s: float, busy: float) -> float:
+            return alone_s * (busy * self.slowdown + (1 - busy) * unused)
+
+        return seconds(latency_s, self.cluster.call_busy) + seconds(bytes_s, self.cluster.bytes_busy)
 
     def bottleneck(self, mesh: Mesh, axes: Axes) -> tuple[float, Level]:
         """Bytes per second of a ring along axes of several ranks, and the level that lets no more pass."""

@@ -33,7 +33,7 @@ class Practice:
         layout: of q, k and v and attention's output: cutting, turning and copying them.
         bias_grad: passes over the outputs of a linear for the gradient of its bias.
         grad_bytes: per weight and microbatch, to add a gradient to the sum of those before.
-        fuses_grad_sum: that is a part of the product that makes the gradient, and hidden under it.
+        fuses_grad_sum: where no axis sums a gradient, that is a part of the product that makes it, and hidden under it.
         logit_bytes: per logit, for loss and gradient, beside the products.
         optimizer_bytes: per parameter that a rank updates: norm, clipping, update, and the copy for the network.
         reduce_itemsize: bytes of a gradient on its way over the data axis; None: of the sum.
@@ -67,10 +67,11 @@ class Practice:
     overlaps_input_grad: bool = True
 
 
-# This program.  grad_bytes: read the gradient (2), add it to an fp32 sum (4 + 4).  logit_bytes: to fp32 (2 + 4),
-# largest (4), subtract and exponentiate (16), sum (4), scale (8), to the network's type (4 + 2).  optimizer_bytes:
-# norm (4), AdamW (16 + 12), copy to the network's type (4 + 2).
-OURS = Practice("megatron3d", logit_bytes=44.0, optimizer_bytes=38.0)
+# torch's own operations, and ours.  grad_bytes: read the gradient (2), add it to an fp32 sum (4 + 4).  logit_bytes: to
+# fp32 (2 + 4), largest (4), subtract and exponentiate (16), sum (4), scale (8), to the network's type (4 + 2).
+# optimizer_bytes: norm (4), AdamW (16 + 12), copy to the network's type (4 + 2).
+PYTORCH = Practice("PyTorch", logit_bytes=44.0, optimizer_bytes=38.0)
+OURS = replace(PYTORCH, name="megatron3d", fuses_grad_sum=True)
 
 # Megatron-LM as Narayanan et al. 2021 (arXiv:2104.04473, section 4.2) describe it: fused bias with gelu, fused bias,
 # dropout and addition, fused scale, mask and softmax; everything else as torch does it.  Scores, in passes of fp16:
@@ -132,5 +133,5 @@ LLM_C = Practice(
 )
 
 PRACTICES: Mapping[str, Practice] = {
-    each.name: each for each in (OURS, MEGATRON_2021, MEGATRON_2022, MEGATRON_2023, MEGATRON_CORE, LLM_C)
+    each.name: each for each in (OURS, PYTORCH, MEGATRON_2021, MEGATRON_2022, MEGATRON_2023, MEGATRON_CORE, LLM_C)
 }

@@ -1,13 +1,15 @@
 """The fastest layouts that fit: every one is bounded from below, the most promising are predicted in full.
 
     bound = microbatches x (layers / pipeline ranks) x (forward + backward of a layer) x (1 + bubble of equal stages)
+            + what transfers along the data axis take from computation at least, however well they are hidden
 
-In the order of their bounds, layouts get their memory by closed form and their step by simulation, until no bound is
-below the worst of those that are wanted.
+In the order of their bounds, layouts get their step by simulation, and those that are among the best their memory by
+closed form, until no bound is below the worst of those that are wanted.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
-from megatron3d.cost.data_axis import Held
+from megatron3d.cost.data_axis import Held, exchange, repeats
 from megatron3d.cost.ends import head_times
 from megatron3d.cost.layer import Machine, layer_phases
 from megatron3d.cost.options import RECOMPUTATIONS, Layout, Tensor, micro_batches, pipelines, tensors
@@ -38,6 +40,8 @@ from megatron3d.recompute import Recompute, recompute_of
 
 # Layouts that are predicted in full at most, and the part of memory that is left to the allocator.
 MOST, SPARE = 60, 0.06
+# By pipeline ranks, schedule, virtual stages and microbatches: as a part of a microbatch's time on a rank.
+Bubbles = dict[tuple[int, str, int, int], float]
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,19 @@ class Problem:
 
     def predicted(self, layout: Layout, config: Config) -> Plan:
         """A configuration in full, whatever it says of its layout."""
-        arch = self.arch(config)
-        step = predict(make_step(config, arch, self.num_ranks, self.machine))
+        return Plan(layout, config, self.step(config), self.memory(config))
+
+    def step(self, config: Config) -> Prediction:
+        """A configuration's time."""
+        return predict(make_step(config, self.arch(config), self.num_ranks, self.machine))
+
+    def memory(self, config: Config) -> Memory:
+        """Of the rank that needs most."""
         few, _ = few_microbatches(config, make_mesh(config.parallel, self.num_ranks))
         mesh = make_mesh(config.parallel, self.num_ranks)
-        job = make_job(few, arch, mesh, recompute_of(config.train), KERNELS["gpu"])
+        job = make_job(few, self.arch(config), mesh, recompute_of(config.train), KERNELS["gpu"])
         ends = dict.fromkeys((0, job.pipeline.num_ranks - 1))
-        memory = max((rank_memory(job.on_pipeline_rank(coord)) for coord in ends), key=lambda each: each.total)
-        return Plan(layout, config, step, memory)
+        return max((rank_memory(job.on_pipeline_rank(coord)) for coord in ends), key=lambda each: each.total)
 
     def tokens_per_s(self, plan: Plan) -> float:
         """Of all ranks."""
@@ -131,25 +140,29 @@ def search(problem: Problem, count: int = 10, modes: Sequence[str] = tuple(MODES
     plans: list[Plan] = []
     tried = 0
     for bound in bounds:
-        if tried >= MOST or (len(plans) >= count and bound.seconds > plans[count - 1].step.step_s):
+        worst = plans[count - 1].step.step_s if len(plans) == count else math.inf
+        if tried >= MOST or bound.seconds > worst:
             break
-        broken = check(bound.layout.of(problem.config), problem.num_ranks, problem.vocab_size)
-        if broken:
+        config = bound.layout.of(problem.config)
+        if broken := check(config, problem.num_ranks, problem.vocab_size):
             rejected[_reason(broken[0])] += 1
             continue
-        plan = problem.plan(bound.layout)
+        tried += 1
+        step = problem.step(config)
+        if step.step_s >= worst:
+            continue
+        plan = Plan(bound.layout, config, step, problem.memory(config))
         if plan.memory.total > problem.memory_bytes:
             rejected["needs more memory than a rank has"] += 1
             continue
-        tried += 1
-        plans = sorted([*plans, plan], key=lambda each: each.step.step_s)
+        plans = sorted([*plans, plan], key=lambda each: each.step.step_s)[:count]
     if not plans:
         reasons = "; ".join(f"{reason} ({number} layouts)" for reason, number in rejected.most_common(3))
         raise UserError(
             f"--num-gpus {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
             f"train.global_batch_size or a smaller model ({reasons})"
         )
-    return Found(plans[:count], len(bounds) + rejected.total(), rejected)
+    return Found(plans, len(bounds) + rejected.total(), rejected)
 
 
 def _reason(problem: str) -> str:
@@ -158,15 +171,13 @@ def _reason(problem: str) -> str:
 
 
 def _bounds(problem: Problem, rejected: Counter[str], modes: Sequence[str] = tuple(MODES)) -> Iterator[Bound]:
-    bubbles: dict[tuple[int, str, int, int], float] = {}
+    bubbles: Bubbles = {}
     for tensor in tensors(problem.num_ranks):
         if tensor.mode in modes or tensor.size == 1:
             yield from _bounds_of(problem, tensor, bubbles, rejected)
 
 
-def _bounds_of(
-    problem: Problem, tensor: Tensor, bubbles: dict[tuple[int, str, int, int], float], rejected: Counter[str]
-) -> Iterator[Bound]:
+def _bounds_of(problem: Problem, tensor: Tensor, bubbles: Bubbles, rejected: Counter[str]) -> Iterator[Bound]:
     config, mode = problem.config, build_mode(tensor.mode, tensor.form, tensor.shape)
     broken = check(Layout(tensor, micro_batch_size=64).of(_with_batch(config, problem, tensor)), problem.num_ranks)
     if broken:
@@ -176,6 +187,7 @@ def _bounds_of(
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes))
     held = Held.of(arch, mode, mesh)
     weights = arch.num_layers * sum(held.layer.values())
+    along_data = _AlongData(problem, arch.num_layers, held, mesh)
     batch = config.train.global_batch_size
     rest = problem.num_ranks // tensor.size
     for size in micro_batches(batch):
@@ -194,13 +206,33 @@ def _bounds_of(
                     if cost.least_bytes(layout, data, num) > problem.memory_bytes:
                         rejected["needs more memory than a rank has"] += 1
                         continue
-                    yield Bound(cost.least_s(layout, num, bubbles), layout)
+                    yield Bound(cost.least_s(layout, num, bubbles) + along_data.least_s(layout, data, num), layout)
 
 
 def _with_batch(config: Config, problem: Problem, tensor: Tensor) -> Config:
     """With a batch that no rule of batches refuses, to ask for the rules of shapes alone."""
     size = 64 * (problem.num_ranks // tensor.size)
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
+
+
+class _AlongData:
+    """Least time that the data axis costs layouts of one tensor mode: its transfers keep units from computing."""
+
+    def __init__(self, problem: Problem, num_layers: int, held: Held, mesh: Mesh) -> None:
+        self._machine, self._num_layers, self._held, self._mesh = problem.machine, num_layers, held, mesh
+        self._once: dict[tuple[int, bool], tuple[float, float]] = {}
+
+    def least_s(self, layout: Layout, data: int, num: int) -> float:
+        """Seconds of a step of so many microbatches, the two ends of the network left out."""
+        key = layout.pipeline, layout.zero_stage > 0
+        if key not in self._once:
+            mesh = Mesh((("pipeline", layout.pipeline), ("replica", 1), ("data", data), *self._mesh.axes[3:]))
+            counts = {axes: count * self._num_layers // layout.pipeline for axes, count in self._held.layer.items()}
+            found = exchange(counts, mesh, self._machine, layout.zero_stage, (1, 1), math.inf)
+            self._once[key] = found.sums.total, found.gathers.total
+        sums_s, gathers_s = self._once[key]
+        num_sums, num_gathers = repeats(layout.zero_stage, num)
+        return self._machine.device.comm_tax * (num_sums * sums_s + num_gathers * gathers_s)
 
 
 class _Cost:
@@ -216,7 +248,7 @@ class _Cost:
         self._activations = work.residual if is_full else activations
         self._again = recomputed_activations(work) if is_full else 0
 
-    def least_s(self, layout: Layout, num: int, bubbles: dict[tuple[int, str, int, int], float]) -> float:
+    def least_s(self, layout: Layout, num: int, bubbles: Bubbles) -> float:
         """Seconds of a step with equal stages whose communication over data and pipeline costs nothing."""
         few = min(num, 2 * layout.pipeline)
         key = layout.pipeline, layout.schedule, layout.virtual, few

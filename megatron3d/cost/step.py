@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline, make_mesh, make_pipeline, tensor_mode, virtual_size
 from megatron3d.config.derive import num_microbatches as config_microbatches
 from megatron3d.config.schema import Config
-from megatron3d.cost.data_axis import Exchange, Held, exchange, exposed
+from megatron3d.cost.data_axis import Exchange, Held, exchange, exposed, repeats
 from megatron3d.cost.ends import embedding_times, head_times
 from megatron3d.cost.hardware import Accelerator, Cluster, load_accelerator, load_cluster
 from megatron3d.cost.kernels import device
@@ -77,7 +78,7 @@ def machine_with(
     """The machine of a cluster of accelerators; where ranks share processors, each has its part of them."""
     slowdown = cluster.slowdown(num_ranks)
     computes = device(accelerator, precision, ITEMSIZES[precision], slowdown)
-    return Machine(computes, Network(cluster, slowdown**cluster.crowding), practice)
+    return Machine(computes, Network(cluster, slowdown), practice)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,12 @@ class Step:
     zero_stage: int
     bucket_bytes: float
     machine: Machine
-    held: Held | None = None
     shorter: Schedule | None = None
+
+    @cached_property
+    def held(self) -> Held:
+        """Parameters of ranks."""
+        return Held.of(self.arch, self.work.mode, self.mesh)
 
     @property
     def mesh(self) -> Mesh:
@@ -246,16 +251,15 @@ def _busy(step: Step, durations: Durations, rank: int) -> Times:
 
 
 def _counts(step: Step, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
-    held = step.held or Held.of(step.arch, step.work.mode, step.mesh)
-    return held.on_rank(step.arch, stages)
+    return step.held.on_rank(step.arch, stages)
 
 
 def data_axis(step: Step, durations: Durations, line: Line, rank: int) -> Times:
     """What a rank waits for along the data axis beyond the end of the schedule."""
     m, zero, practice, tax = step.num_microbatches, step.zero_stage, step.machine.practice, step.machine.device.comm_tax
-    repeats = m if zero >= 2 else 1, 2 * m if zero == 3 else 1
+    times = repeats(zero, m)
     each = {
-        stage.index: exchange(_counts(step, [stage]), step.mesh, step.machine, zero, repeats, step.bucket_bytes)
+        stage.index: exchange(_counts(step, [stage]), step.mesh, step.machine, zero, times, step.bucket_bytes)
         for stage in step.pipeline.mine(rank)
     }
     sums, gathers = add(one.sums for one in each.values()), add(one.gathers for one in each.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.cost.search import Found, Plan, Problem
 from megatron3d.cost.times import is_wait
@@ -86,6 +86,15 @@ def compared(one: Plan, other: Plan) -> list[str]:
     faster = one.step.step_s / other.step.step_s
     told = f"the second is {faster:.2f} times as fast as the first; memory {sizes[0]:.1f} and {sizes[1]:.1f} GiB"
     return [*lines_of(rows), told]
+
+
+def scaling_table(speeds: Mapping[int, float]) -> list[str]:
+    """Tokens per second over numbers of ranks, and what of that each rank does, relative to the first number."""
+    rows: list[tuple[str, ...]] = [("", "ranks", "tokens/s", "per rank %")]
+    each = {num_ranks: speed / num_ranks for num_ranks, speed in speeds.items()}
+    first = next(iter(each.values()))
+    rows += [("", str(n), f"{speed:,.0f}", f"{100 * each[n] / first:.1f}") for n, speed in speeds.items()]
+    return lines_of(rows)
 
 
 def shown_layout(plans: Sequence[Plan]) -> list[str]:

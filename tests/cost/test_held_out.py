@@ -16,7 +16,7 @@ from megatron3d.cost import step as steps
 from megatron3d.cost.hardware import Accelerator, load_accelerator
 from megatron3d.cost.layer import layer_phases
 from megatron3d.cost.options import Layout, Tensor
-from megatron3d.cost.practice import MEGATRON_2023, OURS, Practice
+from megatron3d.cost.practice import MEGATRON_2023, OURS, PYTORCH, Practice
 from tests.cost.held_out import GROUPS, ROWS, TABLES, Beside, beside, step_for
 from tests.cost.papers import SHAPES, on_perlmutter, on_v100
 from tests.cost.published import core_tflops, read, sc21_tflops
@@ -140,7 +140,7 @@ def one_d(size: int, stages: tuple[int, int], micro_batch: int, recompute: str |
 PERLMUTTER: Mapping[str, tuple[Layout, Practice]] = {
     "AxoNN's: every layer again, grid 1·2·4": (
         Layout(Tensor("grid", "all_reduce", (1, 2, 4)), zero_stage=1, micro_batch_size=16, recompute="full"),
-        OURS,
+        PYTORCH,
     ),
     "Megatron-LM of 2023: every layer again, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, "full"), MEGATRON_2023),
     "ours, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, None), OURS),

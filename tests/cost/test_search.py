@@ -20,6 +20,8 @@ from megatron3d.cost.step import make_step, predict
 from megatron3d.errors import UserError
 from megatron3d.mesh import Mesh
 from megatron3d.modes import MODES
+from tests.end_to_end import run_as_rank, steps, write_config
+from tests.pool import Pool
 from tools import plan as tool
 
 MODEL = {"num_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 8192}
@@ -100,6 +102,39 @@ def test_the_tool_writes_what_can_be_trained(config_file: Path, capsys: pytest.C
     assert "times as fast as the first" in capsys.readouterr().out
     assert tool.main(["--config", str(out), "--explain", *ARGUMENTS]) == 0
     assert f"{found().plans[0].step.step_s:.3f} s" in capsys.readouterr().out
+
+
+def test_the_written_layout_trains(tmp_path: Path, pool: Pool) -> None:
+    out = tmp_path / "layout.yaml"
+    words = [
+        "--config",
+        str(write_config(tmp_path)),
+        "--cluster",
+        "perlmutter",
+        "--num-gpus",
+        "4",
+        "--vocab-size",
+        "257",
+    ]
+    assert tool.main([*words, "--output", str(out), "train.precision=fp32"]) == 0
+    assert pool.run(run_as_rank, 4, out, [["train.train_iters=3"]]) == [[0]] * 4
+    assert [iteration for iteration, *_ in steps(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_the_tool_draws_the_speed_over_ranks(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each number of ranks with the best layout for its part of the batch; where none fits it says at which."""
+    picture = config_file.with_name("scaling.svg")
+    words = ["--config", str(config_file), *ARGUMENTS, "--modes", "1d", "--picture", str(picture)]
+    assert tool.main([*words, "--scale", "4", "8", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if "per rank %" in line)
+    rows = {int(ranks): (speed, share) for ranks, speed, share in map(str.split, lines[at + 1 : at + 4])}
+    whole = problem()
+    assert rows[8][0] == f"{whole.tokens_per_s(search(whole, 1, ('1d',)).plans[0]):,.0f}"
+    assert rows[4][1] == "100.0" and list(rows) == [4, 8, 16]
+    assert picture.read_text(encoding="utf-8").count('<g id="axes_') == 2
+    assert tool.main([*words, "model.num_layers=100", "--scale", "1"]) == 2
+    assert "--scale 1, where train.global_batch_size is 1: " in capsys.readouterr().err
 
 
 def test_no_other_order_of_the_mesh_is_faster() -> None:
