@@ -252,6 +252,7 @@ def test_wandb_drops_nothing_that_is_done_again(offline: Config, tmp_path: Path)
     assert [each["iteration"] for part in rows for each in part] == [1, 2, 3, 4, 2, 3, 4, 4, 5]
     losses = {each["iteration"]: each["lm_loss"] for part in rows for each in part if "lm_loss" in each}
     assert sorted(losses.items()) == LAST
+    assert all(each.run.resume for log in logs for each in log if each.HasField("run")), "a sync is to append"
     axes = {each.metric.glob_name: each.metric.step_metric for each in logs[1] if each.HasField("metric")}
     assert axes["*"] == "iteration"
 
