@@ -39,6 +39,7 @@ def _as_rank(rank: int, world_size: int, store: str | None, fn: Callable[..., An
     finally:
         dist.destroy_process_group()
         gc.collect()  # a group keeps three threads, which wake up a hundred times a second, for as long as it is held
+        gc.freeze()  # what is left are modules; looking through them took longer than most of the tests
 
 
 class Pool:
