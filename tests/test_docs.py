@@ -19,7 +19,6 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from tests.commands import LAUNCHERS, PROGRAM, Words, code, commands, perform, understand
 from tests.convert.hub_models import GPT2, write_hub
@@ -98,7 +97,7 @@ def furnish(pool: Pool) -> None:
         Path(name).write_text(text)
     Path("prompts.txt").write_text("def \nclass\n")
     Path("web/b.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    Path("news-1.jsonl.zst").write_bytes(zstandard.compress(Path("web/b.jsonl").read_bytes()))
+    Path("news-1.jsonl.zst").write_bytes(pa.compress(Path("web/b.jsonl").read_bytes(), "zstd", asbytes=True))
     pq.write_table(pa.table({"text": [text]}), "books.parquet")
     write_hub(Path("gpt2"), GPT2)
     learn, prepare = (f"python tools/{tool}.py --input input.txt" for tool in ("train_tokenizer", "preprocess_data"))
