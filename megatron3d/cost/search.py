@@ -39,7 +39,7 @@ from megatron3d.pipeline.simulate import simulate
 from megatron3d.recompute import Recompute, recompute_of
 
 # Layouts that are predicted in full at most, and the part of memory that is left to the allocator.
-MOST, SPARE = 60, 0.06
+MOST, SPARE = 40, 0.06
 # By pipeline ranks, schedule, virtual stages and microbatches: as a part of a microbatch's time on a rank.
 Bubbles = dict[tuple[int, str, int, int], float]
 

@@ -18,17 +18,6 @@ from tests.tools.jobs import corpus, documents, run, write_jsonl
 from tools import merge_datasets
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_jsonl(tmp_path_factory.mktemp("source") / "a.jsonl", documents())
-
-
-@pytest.fixture(scope="module")
-def expected(source: Path) -> dict[str, bytes]:
-    assert run(source, source.parent / "expected") == 0
-    return corpus(source.parent / "expected")
-
-
 def test_tokens_are_those_of_the_texts(source: Path, expected: dict[str, bytes]) -> None:
     texts = [str(row["text"]) for row in documents() if row["text"]]
     data = IndexedDataset(source.parent / "expected_text_document")

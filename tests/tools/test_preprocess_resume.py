@@ -17,17 +17,6 @@ from tests.tools.jobs import BYTES, ROOT, corpus, documents, run, write_jsonl
 from tools import merge_datasets
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_jsonl(tmp_path_factory.mktemp("source") / "a.jsonl", documents())
-
-
-@pytest.fixture(scope="module")
-def expected(source: Path) -> dict[str, bytes]:
-    assert run(source, source.parent / "expected") == 0
-    return corpus(source.parent / "expected")
-
-
 def command(source: Path, prefix: Path, *more: str) -> list[str]:
     words = ["--input", str(source), "--output-prefix", str(prefix), "--workers", "1", "--ledger-interval", "0"]
     return [sys.executable, "tools/preprocess_data.py", *words, *BYTES, *more]
