@@ -38,7 +38,7 @@ from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate
 from megatron3d.recompute import Recompute, recompute_of
 
-# Layouts that are predicted in full at most, and the part of memory that is left to the allocator.
+# Layouts that fit or are slower, and are predicted, at most, and the part of memory that is left to the allocator.
 MOST, SPARE = 40, 0.06
 # By pipeline ranks, schedule, virtual stages and microbatches: as a part of a microbatch's time on a rank.
 Bubbles = dict[tuple[int, str, int, int], float]
@@ -147,14 +147,15 @@ def search(problem: Problem, count: int = 10, modes: Sequence[str] = tuple(MODES
         if broken := check(config, problem.num_ranks, problem.vocab_size):
             rejected[_reason(broken[0])] += 1
             continue
-        tried += 1
         step = problem.step(config)
         if step.step_s >= worst:
+            tried += 1
             continue
         plan = Plan(bound.layout, config, step, problem.memory(config))
         if plan.memory.total > problem.memory_bytes:
             rejected["needs more memory than a rank has"] += 1
             continue
+        tried += 1
         plans = sorted([*plans, plan], key=lambda each: each.step.step_s)[:count]
     if not plans:
         reasons = "; ".join(f"{reason} ({number} layouts)" for reason, number in rejected.most_common(3))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from megatron3d.cost.options import Layout, Tensor, signature, tensors
 from megatron3d.cost.search import Found, Plan, Problem, search
 from megatron3d.cost.step import make_step, predict
 from megatron3d.errors import UserError
+from megatron3d.memory.rank import Memory
 from megatron3d.mesh import Mesh
 from megatron3d.modes import MODES
 from tests.end_to_end import run_as_rank, steps, write_config
@@ -64,6 +66,20 @@ def test_parts_add_up_to_the_step() -> None:
     for plan in found().plans:
         step = plan.step
         assert step.parts.total + step.bubble_s + step.optimizer_s == pytest.approx(step.step_s, rel=0.02)
+
+
+def test_layouts_that_do_not_fit_do_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them are more promising than the first that fits."""
+    memory, best = Problem.memory, found().plans[0]
+    refused = iter(range(5))
+
+    def larger(self: Problem, config: Config) -> Memory:
+        kinds = memory(self, config)
+        return kinds if next(refused, None) is None else SimpleNamespace(total=2 * self.memory_bytes)  # type: ignore
+
+    monkeypatch.setattr(Problem, "memory", larger)
+    monkeypatch.setattr(searching, "MOST", 3)
+    assert search(problem(), 1).plans[0].step.step_s >= best.step.step_s
 
 
 def test_each_layout_is_tried_by_one_name() -> None:
