@@ -18,7 +18,10 @@ TIMEOUT_S = 300
 def _worker(tasks: Queue[Any], results: Queue[Any]) -> None:
     import torch
 
+    from megatron3d import runtime
+
     torch.set_num_threads(1)
+    runtime.keep_freed_memory()
     while (task := tasks.get()) is not None:
         rank, world_size, store, fn, args = task
         try:

@@ -233,6 +233,27 @@ def test_ranks_meet_compute_and_part(tmp_path: Path) -> None:
     assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "0 2 3.0\n"), (0, "1 2 3.0\n")], ranks
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory is the C library's to manage")
+def test_freed_memory_is_found_again(tmp_path: Path) -> None:
+    ranks = _launch(
+        """
+        import resource
+
+        with runtime.start(timeout_s=60) as place:
+            import torch
+            group, small, faults = torch.distributed.new_group(), torch.ones(1), []
+            for _ in range(100):
+                torch.nn.functional.silu(torch.ones(2**21))
+                torch.distributed.all_reduce(small, group=group)
+                faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+            pages = 2**21 * 4 // resource.getpagesize()
+            print((faults[-1] - faults[20]) // pages)
+        """,
+        tmp_path,
+    )
+    assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "0\n"), (0, "0\n")], ranks
+
+
 def test_a_crash_ends_the_process_although_collectives_are_pending(tmp_path: Path) -> None:
     ranks = _launch(
         """

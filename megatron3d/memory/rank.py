@@ -196,7 +196,7 @@ def gathered_weights(job: Job) -> int:
 
 
 def _largest(count: int, sizes: Iterable[int]) -> int:
-    return sum(sorted(sizes)[-count:])
+    return sum(sorted(sizes, reverse=True)[:count])
 
 
 def waiting(job: Job) -> list[int]:
@@ -227,8 +227,8 @@ def _consumed(action: Action, num_stages: int) -> int:
 def moments(job: Job) -> dict[str, int]:
     """Bytes of every moment on this rank by its name.
 
-    Gradients that are shared out are whole for a moment: two pieces while they are reduced, and under the backward of
-    earlier layers, when a layer at least has given up what it kept, one more that is filled.
+    Gradients that are shared out are whole for a moment: two pieces while they are reduced, those that are received,
+    and under the backward of earlier layers, when a layer at least has given up what it kept, one more that is filled.
     """
     work, stages, sizes = job.work, job.stages, flat_sizes(job)
     found = layer_moments(work) if any(stage.layers for stage in stages) else {}
@@ -239,7 +239,8 @@ def moments(job: Job) -> dict[str, int]:
     if job.shares(2):
         third = _largest(3, sizes) - _largest(2, sizes)
         filled = max(third * work.wide - total(layer_activations(work)), 0)
-        found = {name: size + _largest(2, sizes) * work.wide + filled for name, size in found.items()}
+        reduced = (_largest(2, sizes) + _largest(work.kernels.num_received, sizes)) * work.wide
+        found = {name: size + reduced + filled for name, size in found.items()}
     return found
 
 

@@ -23,18 +23,20 @@ class Kernels:
         narrow_statistics: LayerNorm's mean and scale are of its input's dtype, not fp32.
         fused_rms_norm: RMSNorm keeps its input and a number per row; else what each of its operations keeps.
         num_leaving: most shards that were sent and are not known to be gone; gloo does not say when they are.
+        num_received: whole pieces beside those that are reduced: gloo receives what all ranks have and then adds.
         update_piece: elements that AdamW updates at one time where its moments are narrower than the weights.
     """
 
     narrow_statistics: bool
     fused_rms_norm: bool
     num_leaving: int
+    num_received: int
     update_piece: int
 
 
 KERNELS: Mapping[str, Kernels] = {
-    "cpu": Kernels(narrow_statistics=True, fused_rms_norm=False, num_leaving=4, update_piece=2**18),
-    "gpu": Kernels(narrow_statistics=False, fused_rms_norm=True, num_leaving=1, update_piece=2**22),
+    "cpu": Kernels(narrow_statistics=True, fused_rms_norm=False, num_leaving=4, num_received=1, update_piece=2**18),
+    "gpu": Kernels(narrow_statistics=False, fused_rms_norm=True, num_leaving=1, num_received=0, update_piece=2**22),
 }
 
 
