@@ -1,7 +1,7 @@
 """Step times that the planner predicts for this machine beside real ones: a dozen layouts of the quickstart's model.
 
-The machine is calibrated in the same run.  Ranks share its cores, which the cluster `local` knows; the fastest of
-several steps counts on both sides.
+The machine is calibrated in the same run: rounds of calibrating and of a few steps of every layout take turns, and of
+both the median round counts.  Ranks share the machine's cores, which the cluster `local` knows.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from report import Row, show, write
 
-from megatron3d import runtime
-from megatron3d.calibrate import calibrate
+from megatron3d import calibrate, runtime
 from megatron3d.config.architecture import architecture
 from megatron3d.config.check import check
 from megatron3d.config.schema import Config
@@ -71,7 +72,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], num_ranks: int) -
 
 
 def measure(configs: list[str], num_steps: int) -> list[float]:
-    """Seconds of the fastest step of each, ranks starting together; one rank's part."""
+    """Seconds of the fastest of a few steps of each, ranks starting together; one rank's part."""
     best = []
     with runtime.start(on_cpu=True) as here:
         torch.set_num_threads(1)
@@ -94,34 +95,38 @@ def measure(configs: list[str], num_steps: int) -> list[float]:
 
 
 def compare(options: argparse.Namespace) -> list[Row]:
-    """Calibrate, predict, measure; a row per layout."""
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as name:
-        calibrate(Path(name), options.seconds)
-        cluster, accelerator = load_cluster("local", Path(name, "clusters")), load_accelerator("local", Path(name))
-        chosen = LAYOUTS[:4] if options.quick else LAYOUTS
+    """Calibrate and measure in turns, then predict; a row per layout."""
+    chosen = LAYOUTS[:4] if options.quick else LAYOUTS
+    configs = {label: config_of(parallel, train, num_ranks) for label, num_ranks, parallel, train in chosen}
+    numbers, seconds = [], defaultdict[str, list[float]](list)
+    for _ in range(options.rounds):
+        numbers.append(calibrate.measure(options.seconds))
         for num_ranks in sorted({each[1] for each in chosen}):
-            mine = [each for each in chosen if each[1] == num_ranks]
-            configs = [config_of(parallel, train, num_ranks) for _, _, parallel, train in mine]
-            texts = [config.model_dump_json() for config in configs]
-            measured = (
-                measure(texts, options.steps)
-                if num_ranks == 1
-                else runtime.launch(num_ranks, measure, texts, options.steps)
-            )
-            for (label, *_), config, seconds in zip(mine, configs, measured, strict=True):
-                arch = architecture(config.model, 2048)
-                machine = machine_with(cluster, accelerator, "fp32", num_ranks)
-                expected = predict(make_step(config, arch, num_ranks, machine)).step_s
-                rows.append(
-                    {
-                        "layout": label,
-                        "ranks": num_ranks,
-                        "predicted_ms": 1e3 * expected,
-                        "measured_ms": 1e3 * seconds,
-                        "error_percent": 100 * (expected / seconds - 1),
-                    }
-                )
+            mine = [each[0] for each in chosen if each[1] == num_ranks]
+            texts = [configs[label].model_dump_json() for label in mine]
+            alone = num_ranks == 1
+            found = measure(texts, options.steps) if alone else runtime.launch(num_ranks, measure, texts, options.steps)
+            for label, took in zip(mine, found, strict=True):
+                seconds[label].append(took)
+    with tempfile.TemporaryDirectory() as name:
+        sheet, cluster = calibrate.write(Path(name), calibrate.typical(numbers))
+        local, accelerator = load_cluster("local", cluster.parent), load_accelerator("local", sheet.parent)
+    rows: list[Row] = []
+    for label, num_ranks, *_ in chosen:
+        config, took = configs[label], median(seconds[label])
+        machine = machine_with(local, accelerator, "fp32", num_ranks)
+        expected = predict(make_step(config, architecture(config.model, 2048), num_ranks, machine)).step_s
+        rows.append(
+            {
+                "layout": label,
+                "ranks": num_ranks,
+                "predicted_ms": 1e3 * expected,
+                "measured_ms": 1e3 * took,
+                "error_percent": 100 * (expected / took - 1),
+                "fastest_ms": 1e3 * min(seconds[label]),
+                "slowest_ms": 1e3 * max(seconds[label]),
+            }
+        )
     return rows
 
 
@@ -136,19 +141,20 @@ def main() -> None:
     """Compare, show and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--steps", type=int, default=8, help="of each layout, the first not counted; default: %(default)s"
+        "--steps", type=int, default=4, help="of each layout in a round, the first not counted; default: %(default)s"
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement of the machine")
+    parser.add_argument("--rounds", type=int, default=7, help="of calibrating and measuring; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement of the machine in a round")
     parser.add_argument("--quick", action="store_true", help="see that it works")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.steps, options.seconds = 2, 0.1
+        options.steps, options.rounds, options.seconds = 2, 1, 0.1
     rows = compare(options)
     show("predicted and measured steps of the quickstart's model", rows)
     print(f"pairs of layouts in the right order: {100 * pairs_in_order(rows):.0f} %")
     if options.output:
-        write(options.output, rows, steps=options.steps, pairs_in_order=pairs_in_order(rows))
+        write(options.output, rows, steps=options.steps, rounds=options.rounds, pairs_in_order=pairs_in_order(rows))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d import runtime
+from megatron3d.allocator import keep_freed_memory
 from megatron3d.comm import ProcessComm
 from megatron3d.mesh import Mesh
 from megatron3d.ops.product import product
@@ -79,7 +80,7 @@ def passes(budget_s: float) -> Measured:
     return {"stream_gb_s": PASSES * num_bytes / cold_s(network, operands, budget_s) / 1e9}
 
 
-def attention(budget_s: float, peak_tflops: float) -> tuple[float, float]:
+def attention(budget_s: float, peak_tflops: float) -> Measured:
     """Fractions of the peak of causal attention, forward and backward."""
     shape, flops = (1, 8, WIDTH, 32), 4 * 8 * WIDTH * WIDTH * 32 / 2
 
@@ -96,7 +97,8 @@ def attention(budget_s: float, peak_tflops: float) -> tuple[float, float]:
     with torch.no_grad():
         forward_s = cold_s(forward, operands, budget_s)
     backward_s = max(cold_s(both, operands, budget_s) - forward_s, forward_s)
-    return flops / forward_s / 1e12 / peak_tflops, 2.5 * flops / backward_s / 1e12 / peak_tflops
+    rates = {"attention_forward": flops / forward_s, "attention_backward": 2.5 * flops / backward_s}
+    return {name: min(1.0, rate / 1e12 / peak_tflops) for name, rate in rates.items()}
 
 
 def launch_us(budget_s: float) -> float:
@@ -161,22 +163,42 @@ def links(budget_s: float) -> Measured:
     }
 
 
-def calibrate(folder: Path, budget_s: float = 1.0) -> tuple[Path, Path]:
-    """Measure, and write `local.yaml` of the accelerator and of the cluster; returns their paths."""
+def measure(budget_s: float = 1.0) -> Measured:
+    """All numbers, with so many seconds for each."""
     torch.set_num_threads(1)
-    core, memory = products(budget_s), passes(budget_s)
-    fractions = attention(budget_s, core["peak_tflops"])
-    joined = links(budget_s)
-    start, when = launch_us(budget_s), f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    keep_freed_memory()
+    core = products(budget_s)
+    return {
+        **core,
+        **passes(budget_s),
+        **attention(budget_s, core["peak_tflops"]),
+        **links(budget_s),
+        "launch_us": launch_us(budget_s),
+    }
+
+
+def typical(rounds: Sequence[Measured]) -> Measured:
+    """The median of each number."""
+    return {name: median(each[name] for each in rounds) for name in rounds[0]}
+
+
+def calibrate(folder: Path, budget_s: float = 1.0) -> tuple[Path, Path]:
+    """Measure in three rounds, and write `local.yaml` of the accelerator and of the cluster; returns their paths."""
+    return write(folder, typical([measure(budget_s / 3) for _ in range(3)]))
+
+
+def write(folder: Path, n: Measured) -> tuple[Path, Path]:
+    """The two files with these numbers."""
+    when = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     where = f"measured by tools/calibrate.py on {platform.machine()} with one thread, {when}"
     sheet = f"""device_names: 'local'
-peak_tflops: {{fp32: {core["peak_tflops"]:.6f}}}
+peak_tflops: {{fp32: {n["peak_tflops"]:.6f}}}
 source: {where}
 kernels:
   # Not measured: what a process may use is the machine's to say; this is a nominal 8 GiB.
   memory_gib: 8
   # A norm, an addition and an activation with their gradients, {PASSES} passes, {where}.
-  stream_gb_s: {memory["stream_gb_s"]:.4f}
+  stream_gb_s: {n["stream_gb_s"]:.4f}
   # What was measured is what is reached.
   stream_fraction: 1.0
   # The peak is that of the measured product.
@@ -186,11 +208,11 @@ kernels:
   # One core.
   num_units: 1
   # From products of depth 64 and 1024, {where}.
-  ramp_k: {core["ramp_k"]:.2f}
+  ramp_k: {n["ramp_k"]:.2f}
   # Causal attention of 8 heads of 32 and length {WIDTH}, {where}.
-  attention_fractions: [{min(fractions[0], 1):.4f}, {min(fractions[1], 1):.4f}]
+  attention_fractions: [{n["attention_forward"]:.4f}, {n["attention_backward"]:.4f}]
   # A small product, activation and sum with their gradients, {where}.
-  launch_us: {start:.2f}
+  launch_us: {n["launch_us"]:.2f}
   # A processor starts a kernel when the one before is done.
   adds_launch: true
   # A core that sends does not compute.
@@ -200,13 +222,13 @@ kernels:
 accelerator: local
 levels:
   # An all-reduce of 64 bytes between two ranks over gloo, and what 2 MiB take more, {where}.
-  - {{name: node, ranks: 4096, gb_s: {joined["gb_s"]:.4f}, latency_us: {joined["latency_us"]:.2f}}}
+  - {{name: node, ranks: 4096, gb_s: {n["gb_s"]:.4f}, latency_us: {n["latency_us"]:.2f}}}
 source: {where}
 # What it takes more among products, where each waits for the other, {where}.
-call_us: {joined["call_us"]:.2f}
+call_us: {n["call_us"]:.2f}
 # Processor time of a small one over its time among products, and of what a large one takes more, {where}.
-call_busy: {joined["call_busy"]:.3f}
-bytes_busy: {joined["bytes_busy"]:.3f}
+call_busy: {n["call_busy"]:.3f}
+bytes_busy: {n["bytes_busy"]:.3f}
 # Cores that this process may use, of which each rank needs one.
 cores: {runtime.num_cores()}
 """

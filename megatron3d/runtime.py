@@ -7,7 +7,6 @@ torch is imported by `start`, not by this file: checking a configuration and ref
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron3d.allocator import keep_freed_memory
 from megatron3d.errors import UserError
 from megatron3d.placement import Allocation, Placement, read_allocation, read_environment
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # What torch waits for longer than the watchdog, which can say more.
 GRACE_S = 30.0
-# Of glibc's mallopt: M_TRIM_THRESHOLD without a bound, M_MMAP_MAX, M_ARENA_MAX.
-KEEPING = ((-1, -1), (-4, 0), (-8, 1))
 EXIT_DONE, EXIT_CRASH, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -70,6 +68,7 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
     device = torch.device("cpu") if on_cpu else _device(place)
     if device.type == "cpu":
         keep_freed_memory()
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // place.local_world_size))
     if place.world_size == 1:
@@ -77,20 +76,6 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
         return
     with _process_group(place, device, timeout_s), _watchdog(place, timeout_s) as watchdog:
         yield Runtime(place.rank, place.world_size, place.local_rank, device, watchdog)
-
-
-def keep_freed_memory() -> None:
-    """Let tensors find what those of the step before have freed, as on GPUs; to be called before groups are made.
-
-    What the C library gives back to the system it asks for again, page by page ("Switch Memory allocator" in PyTorch's
-    performance tuning guide).  And what torch's flight recorder keeps of every collective lies between the holes, in
-    which glibc then finds no room for tensors of the size that they had.  Nothing where there is no glibc.
-    """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        for option, value in KEEPING:
-            library.mallopt(option, value)
 
 
 def _watchdog(place: Placement, timeout_s: float) -> Watchdog:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing as mp
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,10 +19,11 @@ TIMEOUT_S = 300
 def _worker(tasks: Queue[Any], results: Queue[Any]) -> None:
     import torch
 
-    from megatron3d import runtime
+    from megatron3d.allocator import keep_freed_memory
 
     torch.set_num_threads(1)
-    runtime.keep_freed_memory()
+    keep_freed_memory()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     while (task := tasks.get()) is not None:
         rank, world_size, store, fn, args = task
         try:

@@ -18,6 +18,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "values": (
         "megatron3d",
         "megatron3d.errors",
+        "megatron3d.allocator",
         "megatron3d.placement",
         "megatron3d.cli",
         "megatron3d.mesh",

@@ -20,7 +20,7 @@ def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     took = {"alone": Took(2e-4, 1e-4), "call": Took(1e-3, 0.0), "bytes": Took(4e-3, 3e-3)}
     monkeypatch.setattr(runtime, "launch", lambda num_ranks, function, *args: took)
     monkeypatch.setattr(runtime, "num_cores", lambda: 2)
-    sheet, cluster = calibrate.calibrate(tmp_path, budget_s=0.02)
+    sheet, cluster = calibrate.calibrate(tmp_path, budget_s=0.06)
     accelerator, local = load_accelerator("local", tmp_path), load_cluster("local", tmp_path / "clusters")
     assert sheet.name == cluster.name == "local.yaml"
     level = local.levels[0]
