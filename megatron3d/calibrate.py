@@ -35,15 +35,15 @@ CACHE_BYTES = 2**26
 SMALL, LARGE, CALLS = 16, 2**19, 10
 
 
-def best_s(function: Callable[[], object], budget_s: float) -> float:
-    """Seconds of the fastest of many calls, by this process's own clock: other programs do not count."""
+def usual_s(function: Callable[[], object], budget_s: float) -> float:
+    """Seconds of a call, the median of many, by this process's own clock: other programs do not count."""
     function()
-    best, end = float("inf"), time.perf_counter() + budget_s
-    while time.perf_counter() < end or best == float("inf"):
+    took, end = list[float](), time.perf_counter() + budget_s
+    while time.perf_counter() < end or not took:
         begin = time.process_time()
         function()
-        best = min(best, time.process_time() - begin)
-    return best
+        took.append(time.process_time() - begin)
+    return median(took)
 
 
 def cold_s(function: Callable[..., object], operands: Callable[[], tuple[Tensor, ...]], budget_s: float) -> float:
@@ -51,7 +51,7 @@ def cold_s(function: Callable[..., object], operands: Callable[[], tuple[Tensor,
     first = operands()
     count = max(1, CACHE_BYTES // sum(x.nbytes for x in first))
     sets = [first, *(operands() for _ in range(count - 1))]
-    return best_s(lambda: [function(*each) for each in sets], budget_s) / count
+    return usual_s(lambda: [function(*each) for each in sets], budget_s) / count
 
 
 def products(budget_s: float) -> Measured:
@@ -109,7 +109,7 @@ def launch_us(budget_s: float) -> float:
         F.silu(F.linear(x, w)).sum().backward()
         x.grad = w.grad = None
 
-    return best_s(step, budget_s) / 6 * 1e6
+    return usual_s(step, budget_s) / 6 * 1e6
 
 
 class Took(NamedTuple):

@@ -10,12 +10,12 @@ What is hidden under a product costs it a part of its units; what is longer than
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron3d.cost.kernels import Device
 from megatron3d.cost.network import Network
-from megatron3d.cost.practice import Passes, Practice
+from megatron3d.cost.practice import COPIES, Passes, Practice
 from megatron3d.cost.times import ATTENTION, MEMORY, PRODUCTS, TAX, Times, add, waiting
 from megatron3d.memory.work import Work
 from megatron3d.mesh import Mesh
@@ -36,6 +36,10 @@ class Machine:
         seconds = self.device.pass_s(num_weights * self.practice.grad_bytes)
         is_hidden = self.practice.fuses_grad_sum and not self.device.kernels.adds_launch
         return max(0.0, seconds - product_s) if is_hidden else seconds
+
+    def compiled(self) -> Machine:
+        """With what a compiler makes of passes that are counted as they are written."""
+        return replace(self, practice=replace(self.practice, rotary=COPIES))
 
 
 class Phases(NamedTuple):
@@ -195,7 +199,7 @@ def _between(work: Work, machine: Machine, backward: bool) -> Iterator[Times]:
     yield passes(inner * work.ffn * (1.5 if work.is_gated else 1), practice.activation)
     yield passes(inner * (2 * heads + keys), practice.layout)
     if arch.position_embedding_type == "rope":
-        yield passes(inner * (heads + keys / 2), Passes(2, 2))
+        yield passes(inner * (heads + keys / 2), practice.rotary)
     if arch.qk_layernorm:
         yield passes(inner * (heads + keys / 2), practice.norm)
     yield _attention(work, machine, backward)

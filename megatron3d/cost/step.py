@@ -121,6 +121,7 @@ def make_step(config: Config, arch: Architecture, world_size: int, machine: Mach
     pipeline = make_pipeline(few, arch, mesh)
     rest = make_pipeline(shorter, arch, mesh).schedule if shorter else None
     bucket_bytes = train.bucket_mb * 2**20
+    machine = machine.compiled() if train.compile else machine
     return Step(work, pipeline, num, config.parallel.zero_stage, bucket_bytes, machine, shorter=rest)
 
 

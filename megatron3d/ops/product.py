@@ -25,10 +25,17 @@ def uses_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 
 def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """a b^T + bias [M, N], contiguous.  Under autograd use `matmul.linear`: oneDNN's operator has no gradient."""
-    if uses_onednn(a_MK.device, a_MK.dtype):
-        y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, bias_N, "none", [], "")
-        return y_MN
-    return F.linear(a_MK, b_NK, bias_N)
+    if not uses_onednn(a_MK.device, a_MK.dtype):
+        return F.linear(a_MK, b_NK, bias_N)
+    if bias_N is None and not a_MK.is_contiguous() and b_NK.numel() < a_MK.numel():
+        return _onednn(b_NK, a_MK).T.contiguous()
+    return _onednn(a_MK, b_NK, bias_N)
+
+
+def _onednn(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """The operator copies `a` where it is not contiguous, which of a gradient's operands should be the smaller."""
+    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, bias_N, "none", [], "")
+    return y_MN
 
 
 def add_product(total_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> Tensor:

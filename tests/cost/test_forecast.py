@@ -10,6 +10,7 @@ from megatron3d.config.architecture import architecture
 from megatron3d.config.schema import Config
 from megatron3d.cost import forecast as forecasting
 from megatron3d.cost.forecast import Forecast, forecast
+from megatron3d.cost.hardware import load_accelerator
 from megatron3d.errors import UserError
 
 MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 8192}
@@ -63,3 +64,18 @@ def test_a_slow_link_is_named() -> None:
     for axis, where in (("t", "76 GB/s through node (Perlmutter)"), ("data", "GB/s through network (Perlmutter)")):
         slow = {**found.parts, f"along {axis}": found.step.step_s}
         assert any(f"along {axis} is +" in line and where in line for line in found.verdict(1.0, slow))
+
+
+def test_a_compiler_spares_passes_of_rotary_embeddings() -> None:
+    """As written ten of q and of k forward and backward, compiled two."""
+    model = {**MODEL, "position_embedding_type": "rope"}
+    train = {"precision": "bf16", "micro_batch_size": 8, "global_batch_size": 8}
+    eager, compiled = (
+        forecast_of(Config.model_validate({"model": model, "train": {**train, "compile": compiles}}), "selene", 1)
+        for compiles in (False, True)
+    )
+    assert isinstance(eager, Forecast) and isinstance(compiled, Forecast)
+    kernels = load_accelerator("a100").kernels
+    assert kernels is not None
+    spared = 4 * 2 * (10 - 2) * (8 * 1024) * 2 * 1024 * 2
+    assert eager.step.step_s - compiled.step.step_s == pytest.approx(spared / kernels.bytes_per_s, rel=1e-6)
