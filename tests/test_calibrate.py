@@ -45,6 +45,19 @@ def test_ranks_that_share_cores_work_while_others_wait() -> None:
     assert [seconds(2, 2), seconds(4, 4), seconds(2, 4), seconds(2, 8)] == [1, 1.5, 1.25, 2.125]
 
 
+def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
+    """Nothing but latency, of which processors do half: where all ranks are in a group, what is waited for is slower
+    as well; where half of them are, the others have that time."""
+    level = Level(name="node", ranks=8, gb_s=1e9, latency_us=0)
+    local = Cluster(name="n", accelerator="a", levels=(level,), source="s", cores=2, call_us=1e6, call_busy=0.5)
+
+    def seconds(group: int, ranks: int) -> float:
+        mesh = Mesh((("rest", ranks // group), ("t", group)))
+        return Network(local, local.slowdown(ranks)).seconds(Traffic("all_gather", ("t",), 0), mesh)
+
+    assert [seconds(2, 2), seconds(4, 4), seconds(8, 8), seconds(2, 4), seconds(4, 8)] == [1, 2, 4, 1.25, 2.5]
+
+
 def test_a_call_takes_what_most_calls_take() -> None:
     """The first is not counted: it may have something to set up; nor does one that is late make a difference."""
     works = iter([10**6, 10**4, 10**6, *[10**4] * 10**6])
