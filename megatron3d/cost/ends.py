@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron3d.cost.joins import Joins, joins
 from megatron3d.cost.layer import Machine, Overlaps
 from megatron3d.cost.times import MEMORY, PRODUCTS, Times, add, waiting
 from megatron3d.memory.work import Work
@@ -26,7 +27,9 @@ def embedding_times(work: Work, machine: Machine) -> tuple[Times, Times]:
 def head_times(work: Work, machine: Machine) -> Times:
     """Of head and loss, gradients included: they are computed with the loss."""
     arch, plan, device = work.arch, work.mode.expand, machine.device
-    sent = flows(plan, work.mesh, work.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize)
+    sizes = work.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
+    sent = flows(plan, work.mesh, *sizes)
+    copied = joins(plan, work.mesh, *sizes) if machine.practice.copies_joins else Joins()
     over, live = Overlaps(machine, work.mesh, 1), plan.on(work.mesh)
     tokens, columns = work.num_tokens / work.mesh.size(plan.m), arch.padded_vocab_size / work.mesh.size(plan.n)
     features = arch.hidden_size / work.mesh.size(plan.k)
@@ -41,7 +44,7 @@ def head_times(work: Work, machine: Machine) -> Times:
     sums = Traffic("all_reduce", vocabulary, 3 * 4 * tokens / kept * 2 * (ranks - 1) / ranks)
     return add(
         (
-            Times({PRODUCTS: 3 * product, MEMORY: logits + adding + normed}),
+            Times({PRODUCTS: 3 * product, MEMORY: logits + adding + normed + device.pass_s(sum(copied))}),
             *(over.after(calls) for calls in sent),
             waiting(vocabulary, machine.network.seconds(sums, work.mesh)) if vocabulary else Times(),
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron3d.cost.joins import Joins, joins
 from megatron3d.cost.kernels import Device
 from megatron3d.cost.network import Network
 from megatron3d.cost.practice import COPIES, Passes, Practice
@@ -80,6 +81,7 @@ class Planned(NamedTuple):
     sent: Flows
     weight: float
     output: float
+    joins: Joins
 
     @staticmethod
     def of(linear: Linear, mesh: Mesh, machine: Machine) -> Planned:
@@ -89,7 +91,8 @@ class Planned(NamedTuple):
         sent = flows(plan, mesh, m, n, k, machine.device.itemsize)
         y_parts = mesh.size(axis for axis, dim in plan.y.items() if dim)
         seconds = machine.device.product_s(m_here, n_here, k_here)
-        return Planned(seconds, sent, n_here * k_here / mesh.size(plan.w), m_here * n_here / y_parts)
+        copied = joins(plan, mesh, m, n, k, machine.device.itemsize) if machine.practice.copies_joins else Joins()
+        return Planned(seconds, sent, n_here * k_here / mesh.size(plan.w), m_here * n_here / y_parts, copied)
 
 
 class Overlaps:
@@ -130,17 +133,17 @@ def layer_phases(work: Work, machine: Machine) -> Phases:
     """Of one layer for one microbatch, what is computed again being part of the backward and the input's gradient."""
     planned = {name: Planned.of(linear, work.mesh, machine) for name, linear in linears(work).items()}
     over = Overlaps(machine, work.mesh, work.execution.num_panels)
-    forward = [_forward(planned, over, work), *_between(work, machine, backward=False)]
+    forward = [_forward(planned, over, work, machine), *_between(work, machine, backward=False)]
     back_i, back_w, whole = _backward(planned, over, work, machine)
     between = add(_between(work, machine, backward=True))
     again = add(_again(work, machine, add(forward), over, planned))
     return Phases(add(forward), add((back_i, between, again)), back_w, add((whole, between, again)))
 
 
-def _forward(planned: Mapping[str, Planned], over: Overlaps, work: Work) -> Times:
+def _forward(planned: Mapping[str, Planned], over: Overlaps, work: Work, machine: Machine) -> Times:
     execution, parts, before = work.execution, [], 0.0
     for each in planned.values():
-        parts.append(Times({PRODUCTS: each.product_s}))
+        parts.append(Times({PRODUCTS: each.product_s, MEMORY: machine.device.pass_s(each.joins.forward)}))
         parts.append(over.panelled(each.sent.gather_x + each.sent.reduce_y, each.product_s))
         parts.append(over.under(each.sent.gather_w, before, execution.overlap_weight_gather))
         before = each.product_s
@@ -163,7 +166,7 @@ def _backward(
     execution, half, late, whole = work.execution, list[Times](), list[Times](), list[Times]()
     hides = execution.overlap_input_grad and machine.practice.overlaps_input_grad
     for each in planned.values():
-        sent, seconds = each.sent, each.product_s
+        sent, seconds, copied = each.sent, each.product_s, each.joins
         product = Times({PRODUCTS: seconds})
         gathers_w = [] if execution.keep_gathered_weights else sent.gather_w
         common = [
@@ -173,8 +176,10 @@ def _backward(
         ]
         sums = over.under(sent.reduce_dw, 2 * seconds, execution.overlap_weight_grad)
         add_up = Times({MEMORY: machine.adding_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
+        add_up = add_up.plus(Times({MEMORY: machine.device.pass_s(copied.x + copied.w)}))
         bias = machine.practice.bias_grad * each.output * work.arch.add_bias_linear * machine.device.itemsize
         common.append(Times({MEMORY: machine.device.pass_s(bias)}))
+        common.append(Times({MEMORY: machine.device.pass_s(copied.dy + copied.dx + copied.w * bool(gathers_w))}))
         half += [*common, over.panelled(sent.reduce_dx, seconds)]
         late += [product, over.after(sent.gather_x), sums, add_up]
         whole += [*common, over.under(sent.gather_x, seconds), product, sums, add_up]

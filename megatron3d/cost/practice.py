@@ -31,6 +31,7 @@ class Practice:
         norm, add, activation: of a norm's, a residual's and an activation's elements.
         dropout: of the residual, beside `add`.
         layout: of q, k and v and attention's output: cutting, turning and copying them.
+        copies_joins: pieces that are gathered along a tensor's second dimension, or scattered, are copied together.
         rotary: of the elements of q and k.
         bias_grad: passes over the outputs of a linear for the gradient of its bias.
         grad_bytes: per weight and microbatch, to add a gradient to the sum of those before.
@@ -55,6 +56,7 @@ class Practice:
     activation: Passes = TWO_AND_THREE
     layout: Passes = COPIES
     rotary: Passes = COPIES
+    copies_joins: bool = False
     bias_grad: float = 1.0
     grad_bytes: float = 10.0
     fuses_grad_sum: bool = False
@@ -74,7 +76,7 @@ class Practice:
 # optimizer_bytes: norm (4), AdamW (16 + 12), copy to the network's type (4 + 2).
 PYTORCH = Practice("PyTorch", logit_bytes=44.0, optimizer_bytes=38.0)
 # rotary, not compiled: two products (4), halves changed round (3) and an addition (3), and as many backward.
-OURS = replace(PYTORCH, name="megatron3d", fuses_grad_sum=True, rotary=Passes(10, 10, 5))
+OURS = replace(PYTORCH, name="megatron3d", fuses_grad_sum=True, rotary=Passes(10, 10, 5), copies_joins=True)
 
 # Megatron-LM as Narayanan et al. 2021 (arXiv:2104.04473, section 4.2) describe it: fused bias with gelu, fused bias,
 # dropout and addition, fused scale, mask and softmax; everything else as torch does it.  Scores, in passes of fp16:

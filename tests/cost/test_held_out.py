@@ -155,4 +155,4 @@ def test_axonn_on_1024_a100() -> None:
         told_s, told_mfu, *_ = documented(name)
         assert told_s == pytest.approx(step_s, rel=0.01) and told_mfu == pytest.approx(100 * mfu, rel=0.01)
     axonn, megatron, pipelined, cube = (step_s for step_s, _ in found.values())
-    assert 1.10 < megatron / axonn < 1.26 and cube < pipelined < axonn
+    assert 1.10 < megatron / axonn < 1.26 and pipelined < cube < axonn

@@ -1,0 +1,51 @@
+"""Bytes that joining gathered pieces, and cutting what is scattered, passes over.
+
+Pieces come one after another, each of them a whole tensor; along the first dimension they lie where they belong, along
+the second they are read and written once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron3d.mesh import Mesh
+from megatron3d.plan import MatmulPlan, Move, moves
+
+
+class Joins(NamedTuple):
+    """Bytes by operand of Y[m, n] = X[m, k] W[n, k]^T and of its gradients; dW's are W's."""
+
+    x: float = 0
+    w: float = 0
+    y: float = 0
+    dy: float = 0
+    dx: float = 0
+
+    @property
+    def forward(self) -> float:
+        """Of the product."""
+        return self.x + self.w + self.y
+
+
+def joins(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> Joins:
+    """Of one matmul for global sizes m, n, k."""
+    plan = plan.on(mesh)
+    x = m * k / mesh.size(plan.m + plan.k) * itemsize
+    w = n * k / mesh.size(plan.n + plan.k) * itemsize
+    y = m * n / mesh.size(plan.m + plan.n) * itemsize
+    return Joins(
+        _copied(moves(plan.x), "K", x, mesh),
+        _copied(moves(plan.w), "K", w, mesh),
+        _copied(moves(plan.y), "N", y, mesh),
+        _copied(moves(plan.dy), "N", y, mesh),
+        _copied(plan.dx_moves, "K", x, mesh),
+    )
+
+
+def _copied(steps: Iterable[Move], second: str, whole_bytes: float, mesh: Mesh) -> float:
+    total = 0.0
+    for axes, dim in steps:
+        total += 2 * whole_bytes * (dim == second)
+        whole_bytes /= mesh.size(axes) if dim else 1
+    return total
