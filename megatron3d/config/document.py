@@ -68,7 +68,12 @@ def show(value: object) -> str:
 
 def is_plain(text: str) -> bool:
     """Whether the text means itself where it stands without quotes."""
-    return re.fullmatch(r"[\w./,+-]+", text) is not None and parse_value(text) == text
+    if re.fullmatch(r"[\w./,+-]+", text) is None:
+        return False
+    try:
+        return parse_value(text) == text
+    except ValueError:
+        return False
 
 
 def read_document(path: Path, problems: list[str]) -> list[Entry] | None:

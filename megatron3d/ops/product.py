@@ -25,15 +25,15 @@ def uses_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 
 def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """a b^T + bias [M, N], contiguous.  Under autograd use `matmul.linear`: oneDNN's operator has no gradient."""
+    return _strided(a_MK, b_NK, bias_N).contiguous()
+
+
+def _strided(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """The same with any strides: oneDNN copies what comes first unless it is contiguous, so that be the smaller."""
     if not uses_onednn(a_MK.device, a_MK.dtype):
         return F.linear(a_MK, b_NK, bias_N)
     if bias_N is None and not a_MK.is_contiguous() and b_NK.numel() < a_MK.numel():
-        return _onednn(b_NK, a_MK).T.contiguous()
-    return _onednn(a_MK, b_NK, bias_N)
-
-
-def _onednn(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """The operator copies `a` where it is not contiguous, which of a gradient's operands should be the smaller."""
+        return _strided(b_NK, a_MK).T
     y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, bias_N, "none", [], "")
     return y_MN
 
@@ -45,7 +45,7 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> Tensor:
     if _widens(total_MN, a_MK):
         return torch.addmm(total_MN, a_MK, b_NK.T, out_dtype=total_MN.dtype, out=total_MN)
     if total_MN.dtype != a_MK.dtype or uses_onednn(a_MK.device, a_MK.dtype):
-        return total_MN.add_(product(a_MK, b_NK))
+        return total_MN.add_(_strided(a_MK, b_NK))
     return total_MN.addmm_(a_MK, b_NK.T)
 
 
@@ -54,7 +54,7 @@ def put_product(into_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> None:
     if _widens(into_MN, a_MK):
         torch.mm(a_MK, b_NK.T, out_dtype=into_MN.dtype, out=into_MN)
     elif into_MN.dtype != a_MK.dtype or uses_onednn(a_MK.device, a_MK.dtype):
-        into_MN.copy_(product(a_MK, b_NK))
+        into_MN.copy_(_strided(a_MK, b_NK))
     else:
         torch.mm(a_MK, b_NK.T, out=into_MN)
 

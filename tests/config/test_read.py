@@ -172,7 +172,7 @@ CONFIGS = st.builds(
     st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     st.none()
     | st.text(st.characters(exclude_categories=["Cs"]))
-    | st.sampled_from(["1e-3", "null", "yes", "3", "a: b", "#"]),
+    | st.sampled_from(["1e-3", "null", "yes", "3", "a: b", "#", ","]),
     st.none() | st.tuples(*[st.integers(1, 9)] * 3),
     st.integers(0, 10**30),
     st.none() | st.integers(1, 10**6),
