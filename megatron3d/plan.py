@@ -139,9 +139,7 @@ def flows(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -
     A gather or a scatter over p ranks sends (p-1)/p of the whole, an all-reduce twice that (Thakur et al. 2005).
     """
     plan = plan.on(mesh)
-    x = m * k / mesh.size(plan.m + plan.k) * itemsize
-    w = n * k / mesh.size(plan.n + plan.k) * itemsize
-    y = m * n / mesh.size(plan.m + plan.n) * itemsize
+    x, w, y = whole_bytes(plan, mesh, m, n, k, itemsize)
     return Flows(
         _gathers(moves(plan.x), x, mesh),
         _gathers(moves(plan.w), w, mesh),
@@ -150,6 +148,14 @@ def flows(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -
         reductions(plan.dx_moves, x, mesh),
         reductions(moves(plan.w), w, mesh),
     )
+
+
+def whole_bytes(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> tuple[float, float, float]:
+    """Of X, W and Y as a rank multiplies them, all pieces gathered and none scattered."""
+    x = m * k / mesh.size(plan.m + plan.k)
+    w = n * k / mesh.size(plan.n + plan.k)
+    y = m * n / mesh.size(plan.m + plan.n)
+    return x * itemsize, w * itemsize, y * itemsize
 
 
 def traffic(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> list[Traffic]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron3d.mesh import Mesh
-from megatron3d.plan import MatmulPlan, Move, moves
+from megatron3d.plan import MatmulPlan, Move, moves, whole_bytes
 
 
 class Joins(NamedTuple):
@@ -31,9 +31,7 @@ class Joins(NamedTuple):
 def joins(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> Joins:
     """Of one matmul for global sizes m, n, k."""
     plan = plan.on(mesh)
-    x = m * k / mesh.size(plan.m + plan.k) * itemsize
-    w = n * k / mesh.size(plan.n + plan.k) * itemsize
-    y = m * n / mesh.size(plan.m + plan.n) * itemsize
+    x, w, y = whole_bytes(plan, mesh, m, n, k, itemsize)
     return Joins(
         _copied(moves(plan.x), "K", x, mesh),
         _copied(moves(plan.w), "K", w, mesh),
