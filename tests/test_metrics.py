@@ -1,5 +1,5 @@
 """What a run reports: numbers return from metrics.jsonl bit for bit and no iteration is there twice after a resume; the
-console keeps Megatron's words; the sinks get every number; MFU is relative to a dense peak with a named source.
+console keeps Megatron's words; the sinks get every number.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron3d import hardware
 from megatron3d.config.schema import Config, LoggingConfig, TrainConfig
 from megatron3d.errors import UserError
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
@@ -303,59 +300,3 @@ def test_peak_memory_grows_with_what_was_held() -> None:
     before = peak_memory_bytes(device)
     held = torch.ones(before // 4 + 2**24, dtype=torch.float32)
     assert peak_memory_bytes(device) > max(before, held.nbytes)
-
-
-SHEETS = {path.name: path for path in files(hardware).iterdir() if path.name.endswith(".yaml")}
-
-
-@pytest.mark.parametrize("name", SHEETS)
-def test_every_number_of_a_sheet_has_a_source_and_is_dense(name: str) -> None:
-    sheet = yaml.safe_load(SHEETS[name].read_text())
-    assert set(sheet) - {"kernels"} == {"device_names", "peak_tflops", "source"}
-    assert len(sheet["source"]) > 20
-    peaks = sheet["peak_tflops"]
-    assert set(peaks) <= {"fp64", "fp32", "bf16", "fp16"}
-    assert peaks.get("fp64", 0) <= peaks["fp32"] <= peaks["fp16"] <= 2500
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "tflops"),
-    [
-        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
-        ("Tesla V100-PCIE-16GB", "fp32", 14.0),
-        ("Tesla V100-SXM2-32GB", "bf16", None),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
-        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA H100 PCIe", "bf16", 756.0),
-        ("NVIDIA H200", "bf16", 989.5),
-        ("NVIDIA B200", "bf16", 2250.0),
-        ("NVIDIA L4", "bf16", 121.0),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("NVIDIA GH200 480GB", "bf16", None),
-    ],
-)
-def test_peaks_by_the_whole_device_name(name: str, precision: str, tflops: float | None) -> None:
-    peak = hardware.published_peak(name, precision)
-    assert (peak and peak.flops) == (tflops and pytest.approx(tflops * 1e12))
-
-
-def test_what_the_user_states_comes_first() -> None:
-    peak = hardware.device_peak(torch.device("cpu"), "fp32", peak_tflops=2.5)
-    assert peak == hardware.Peak(2.5e12, "logging.peak_tflops")
-
-
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-def test_a_cpu_is_measured_in_the_precision_of_the_run(precision: str) -> None:
-    peak = hardware.measured_peak(precision, budget_s=0.01, size=64)
-    assert 1e6 < peak.flops < 1e15
-    assert precision in peak.source
-    assert f"{torch.get_num_threads()} thread" in peak.source
-
-
-def test_an_unknown_peak_says_how_to_state_it() -> None:
-    device = torch.device("cpu")
-    assert "set logging.peak_tflops" in hardware.describe_peak(None, device, "fp32")
-    assert "2.5 TFLOP/s per device (me)" in hardware.describe_peak(hardware.Peak(2.5e12, "me"), device, "fp32")

@@ -1,0 +1,66 @@
+"""Fact: MFU is relative to a dense peak with a named source: a sheet's, the user's, or a measured one."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import pytest
+import torch
+import yaml
+
+from megatron3d import hardware
+
+SHEETS = {path.name: path for path in files(hardware).iterdir() if path.name.endswith(".yaml")}
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_every_number_of_a_sheet_has_a_source_and_is_dense(name: str) -> None:
+    sheet = yaml.safe_load(SHEETS[name].read_text())
+    assert set(sheet) - {"kernels"} == {"device_names", "peak_tflops", "source"}
+    assert len(sheet["source"]) > 20
+    peaks = sheet["peak_tflops"]
+    assert set(peaks) <= {"fp64", "fp32", "bf16", "fp16"}
+    assert peaks.get("fp64", 0) <= peaks["fp32"] <= peaks["fp16"] <= 2500
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+        ("Tesla V100-PCIE-16GB", "fp32", 14.0),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA H200", "bf16", 989.5),
+        ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA L4", "bf16", 121.0),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+    ],
+)
+def test_peaks_by_the_whole_device_name(name: str, precision: str, tflops: float | None) -> None:
+    peak = hardware.published_peak(name, precision)
+    assert (peak and peak.flops) == (tflops and pytest.approx(tflops * 1e12))
+
+
+def test_what_the_user_states_comes_first() -> None:
+    peak = hardware.device_peak(torch.device("cpu"), "fp32", peak_tflops=2.5)
+    assert peak == hardware.Peak(2.5e12, "logging.peak_tflops")
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_a_cpu_is_measured_in_the_precision_of_the_run(precision: str) -> None:
+    peak = hardware.measured_peak(precision, budget_s=0.01, size=64)
+    assert 1e6 < peak.flops < 1e15
+    assert precision in peak.source
+    assert f"{torch.get_num_threads()} thread" in peak.source
+
+
+def test_an_unknown_peak_says_how_to_state_it() -> None:
+    device = torch.device("cpu")
+    assert "set logging.peak_tflops" in hardware.describe_peak(None, device, "fp32")
+    assert "2.5 TFLOP/s per device (me)" in hardware.describe_peak(hardware.Peak(2.5e12, "me"), device, "fp32")
