@@ -32,8 +32,8 @@ from benchmarks.report import Row, show, write
 from megatron3d.checkpoint.saver import Saver
 from megatron3d.checkpoint.store import Piece, load, resolve
 from megatron3d.comm import aside
-from megatron3d.layout import Shape, box, box_shape
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.layout import Shape, box, box_shape
+from megatron3d.parallel.mesh import Mesh
 
 # Layers, hidden size, vocabulary.
 SIZES = {"1M": (4, 128, 1024), "10M": (8, 256, 16384), "100M": (10, 768, 36864), "300M": (20, 1024, 50304)}

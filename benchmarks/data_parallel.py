@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron3d.comm import Pending, ready
 from megatron3d.data.loader import Microbatch
-from megatron3d.mesh import Axes
+from megatron3d.parallel.mesh import Axes
 from megatron3d.record import Recorder
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step

@@ -29,7 +29,7 @@ from megatron3d.config.cli import resolve
 from megatron3d.data.indexed import token_dtype
 from megatron3d.data.tokenizer import ByteTokenizer
 from megatron3d.data.writer import IndexedWriter
-from megatron3d.mesh import Axes
+from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.train.build import build_run
 from megatron3d.train.memory import job_of

@@ -34,9 +34,9 @@ from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
 from megatron3d.errors import UserError
-from megatron3d.layout import span
-from megatron3d.mesh import Axes
-from megatron3d.modes import MODES
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.modes import MODES
 from megatron3d.record import Recorder
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 
 NUM_RANKS = 2
 OURS = "1d sequence_parallel"

@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron3d import runtime
 from megatron3d.allocator import keep_freed_memory
 from megatron3d.comm import ProcessComm
-from megatron3d.mesh import Mesh
 from megatron3d.ops.product import product
+from megatron3d.parallel.mesh import Mesh
 
 Measured = dict[str, float]
 ROWS, WIDTH = 1024, 256

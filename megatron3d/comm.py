@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron3d.link import Link, matchings
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link, matchings
 
 # torch 2.13 renamed these two and warns under the old names, which are the only ones that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

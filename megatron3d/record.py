@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron3d.comm import Comm, Pending
-from megatron3d.link import Link
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.plan import Traffic
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link
 
 
 class Entry(NamedTuple):

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron3d.comm import ProcessComm
-from megatron3d.layout import Layout, box
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.plan import MatmulPlan, traffic
+from megatron3d.parallel.layout import Layout, box
+from megatron3d.parallel.matmul_plan import MatmulPlan, traffic
+from megatron3d.parallel.mesh import Axes, Mesh
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 from tests.end_to_end import Words, assert_refused, refuse, run, tree, write_config
 
 

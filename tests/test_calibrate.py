@@ -11,8 +11,8 @@ from megatron3d.calibrate import Took
 from megatron3d.cost.hardware import Cluster, Level, load_accelerator, load_cluster
 from megatron3d.cost.kernels import device
 from megatron3d.cost.network import Network
-from megatron3d.mesh import Mesh
-from megatron3d.plan import Traffic
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import Mesh
 
 
 def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

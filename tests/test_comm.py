@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.comm import ProcessComm, ready
-from megatron3d.link import Link, matchings
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link, matchings
 from tests.pool import Pool
 
 AXES = (("data", 2), ("one", 1), ("x", 2), ("y", 2))

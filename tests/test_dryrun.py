@@ -22,9 +22,9 @@ from megatron3d.dryrun.program import run_dry, step_lists
 from megatron3d.dryrun.run import RankRun, few_microbatches, measure, microbatches, run_rank
 from megatron3d.dryrun.sums import totals
 from megatron3d.errors import UserError
-from megatron3d.link import Link
 from megatron3d.memory.job import Job, make_job
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
+from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.recompute import recompute_of
 from megatron3d.record import Recorder

@@ -18,8 +18,8 @@ import pytest
 from megatron3d.config.check import check
 from megatron3d.config.derive import architecture, make_mesh, num_microbatches, stage_owners, tensor_shape
 from megatron3d.config.schema import Config, ParallelConfig
-from megatron3d.mesh import DATA
-from megatron3d.modes import MODES
+from megatron3d.parallel.mesh import DATA
+from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import FILE, SCHEDULES
 from megatron3d.train.state import connect

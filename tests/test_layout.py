@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.layout import Layout, ParamSpec, Part, box, box_shape, layout_axes, num_copies, span
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.layout import Layout, ParamSpec, Part, box, box_shape, layout_axes, num_copies, span
+from megatron3d.parallel.mesh import Mesh
 
 NAMES = ("data", "x", "y", "z")
 

@@ -20,8 +20,8 @@ from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
-from megatron3d.mesh import DATA
-from megatron3d.modes import MODES
+from megatron3d.parallel.mesh import DATA
+from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step

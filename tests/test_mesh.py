@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 NAMES = ("data", "x", "y", "z")
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from megatron3d.comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig, TrainConfig
 from megatron3d.errors import UserError
-from megatron3d.layout import ParamSpec, Part
-from megatron3d.mesh import Mesh
 from megatron3d.optim import MOMENTS, Optimizer, learning_rate
+from megatron3d.parallel.layout import ParamSpec, Part
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.precision import LossScale
 from megatron3d.zero import Buffers
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.layout import layout_axes
-from megatron3d.mesh import Mesh
-from megatron3d.plan import MatmulPlan, Move, Traffic, moves, traffic
+from megatron3d.parallel.layout import layout_axes
+from megatron3d.parallel.matmul_plan import MatmulPlan, Move, Traffic, moves, traffic
+from megatron3d.parallel.mesh import Mesh
 
 NAMES = tuple("abcd")
 CUBE = MatmulPlan(m=("x",), k=("z",), n=("y",), x={"y": "M"}, w={"x": "K"}, y={"z": "N"})

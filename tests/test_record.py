@@ -16,15 +16,15 @@ from megatron3d.comm import ProcessComm
 from megatron3d.config.check import check
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
-from megatron3d.layout import box, box_shape
-from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES, build_mode
 from megatron3d.ops.matmul import linear
+from megatron3d.parallel.layout import box, box_shape
+from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, crossing, traffic
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Schedule, forwards, owners
 from megatron3d.pipeline.lower import crossings, lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
-from megatron3d.plan import MatmulPlan, Traffic, crossing, traffic
 from megatron3d.record import Recorder
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state, connect

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.layout import ParamSpec, Part
-from megatron3d.mesh import Mesh
-from megatron3d.shard import part_views
+from megatron3d.parallel.layout import ParamSpec, Part
+from megatron3d.parallel.logical_views import part_views
+from megatron3d.parallel.mesh import Mesh
 
 LAYOUTS = [((), ()), (("x",), ()), (("y", "x"), ("z",)), (("z",), ("x", "y"))]
 

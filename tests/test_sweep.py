@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron3d.config.schema import ParallelConfig
-from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES, build_mode
-from megatron3d.plan import MatmulPlan
-from megatron3d.sweep import (
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.panel_plan import (
     AS_PLANNED,
     TENSORS,
     WHOLE,

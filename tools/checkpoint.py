@@ -28,7 +28,7 @@ from megatron3d.checkpoint.store import save
 from megatron3d.checkpoint.verify import verify
 from megatron3d.comm import ObjectComm
 from megatron3d.errors import UserError
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 EXIT_DIFFERENT = 1
 ALONE = Mesh((("data", 1),))

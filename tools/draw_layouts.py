@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron3d.cli import positive, run_tool
 from megatron3d.errors import UserError
-from megatron3d.modes import MODES, build_mode
+from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pictures.layouts import layout_picture
 from megatron3d.pictures.schedules import schedules_picture
 from megatron3d.pictures.sharing import sharing_picture

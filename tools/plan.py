@@ -23,7 +23,7 @@ from megatron3d.cost.search import Plan, Problem, search
 from megatron3d.cost.tell import compared, explained, found_table, scaling_table, shown_layout
 from megatron3d.data.ramp import Batches
 from megatron3d.errors import UserError
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE
 
 

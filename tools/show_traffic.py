@@ -2,7 +2,7 @@
 
 python tools/show_traffic.py --hidden-size 12288 --seq-length 2048 --micro-batch-size 16 --num-ranks 8 64
 
-The numbers are closed forms (megatron3d/plan.py), which tests hold against the collectives of real runs.
+The numbers are closed forms (megatron3d/parallel/matmul_plan.py); tests hold them against recorded collectives.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from megatron3d.cli import positive, run_tool
 from megatron3d.errors import UserError
-from megatron3d.layout import Layout
-from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES, build_mode
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import MatmulPlan, Traffic, traffic
+from megatron3d.parallel.layout import Layout
+from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, traffic
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.modes.mode import Mode
 
 HEADER = ("ranks", "mode", "form", "shape", "residual", "weights", "calls", "GB sent", "of 1-D", "GB over each axis")
 ALIGN = ("--:", ":--", ":--", ":--", "--:", "--:", "--:", "--:", "--:", ":--")

@@ -23,7 +23,7 @@ from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
 from megatron3d.errors import UserError
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE
 
 VOCAB_SIZE = 61

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import pairwise
 
-from megatron3d.layout import Box, Shape
+from megatron3d.parallel.layout import Box, Shape
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -16,7 +16,7 @@ from megatron3d.checkpoint.index import Index, StoredTensor, read_index
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.read import fill
 from megatron3d.errors import UserError
-from megatron3d.layout import Box, Shape, box_shape
+from megatron3d.parallel.layout import Box, Shape, box_shape
 
 WEIGHTS = "model."
 # What two checkpoints that can be averaged share, whatever else their runs did.

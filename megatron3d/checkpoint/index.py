@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from megatron3d.checkpoint.boxes import flaw
 from megatron3d.errors import UserError
-from megatron3d.layout import Box, Shape
+from megatron3d.parallel.layout import Box, Shape
 
 FILE_NAME = "index.json"
 FORMAT = "megatron3d checkpoint"

@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from megatron3d.checkpoint.boxes import text
-from megatron3d.layout import Box, Shape, box_shape
+from megatron3d.parallel.layout import Box, Shape, box_shape
 
 # safetensors' names, largest elements first, which is how a file orders them: then every box begins aligned.
 DTYPES: Mapping[torch.dtype, str] = {

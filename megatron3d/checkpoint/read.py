@@ -20,7 +20,7 @@ from megatron3d.checkpoint.boxes import overlap, within
 from megatron3d.checkpoint.index import FILE_NAME, Index, StoredBox, StoredTensor, read_index
 from megatron3d.checkpoint.piece import Piece, checksum, dtype_name
 from megatron3d.errors import UserError
-from megatron3d.layout import Box, box_shape
+from megatron3d.parallel.layout import Box, box_shape
 
 Wanted = tuple[Box, Piece]
 

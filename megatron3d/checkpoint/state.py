@@ -12,9 +12,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron3d.checkpoint.piece import Piece
-from megatron3d.layout import ParamSpec, layout_axes
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.shard import part_views
+from megatron3d.parallel.layout import ParamSpec, layout_axes
+from megatron3d.parallel.logical_views import part_views
+from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.zero import Buffers
 
 

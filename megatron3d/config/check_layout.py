@@ -17,10 +17,10 @@ from megatron3d.config.derive import SEQUENCE_PARALLEL
 from megatron3d.config.document import show
 from megatron3d.config.facts import Facts, describe_mode, near_divisors, near_multiples
 from megatron3d.config.suggest import one_of
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.modes import MODES, build_mode
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import traffic
+from megatron3d.parallel.matmul_plan import traffic
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.modes.mode import Mode
 
 
 def form_problems(facts: Facts) -> Iterator[str]:

@@ -10,10 +10,10 @@ from megatron3d.config.architecture import GATED as GATED
 from megatron3d.config.architecture import Architecture as Architecture
 from megatron3d.config.architecture import architecture as architecture
 from megatron3d.config.schema import Config, ParallelConfig
-from megatron3d.mesh import DATA, Mesh
 from megatron3d.model.stages import Stage, divide, layer_flops, make_stages
-from megatron3d.modes import MODES, build_mode
-from megatron3d.modes.mode import Mode
+from megatron3d.parallel.mesh import DATA, Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.actions import Kind, Schedule, owners
 from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule

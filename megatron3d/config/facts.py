@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from megatron3d.config.derive import tensor_shape, tensor_size
 from megatron3d.config.document import show
 from megatron3d.config.schema import Config, ParallelConfig
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 
 
 @dataclass(frozen=True)

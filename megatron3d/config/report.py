@@ -28,8 +28,8 @@ from megatron3d.config.read import Resolved
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.errors import UserError
-from megatron3d.mesh import DATA, Mesh
 from megatron3d.model.stages import divide, stage_flops
+from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.pipeline.schedules import FILE
 from megatron3d.pipeline.simulate import Timeline, run
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE, SCHEDULES
 
 

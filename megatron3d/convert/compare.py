@@ -22,10 +22,10 @@ from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.convert.plain import PLAIN, Weights
 from megatron3d.convert.settings import Settings
-from megatron3d.mesh import Mesh
 from megatron3d.model.gpt import GPT
 from megatron3d.model.stages import make_stages
-from megatron3d.modes import MODES, build_mode
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
 
 NUM_SEQUENCES, MAX_POSITIONS = 2, 24
 # Relative to the largest logit; transformers normalizes and rotates in fp32 in every precision.

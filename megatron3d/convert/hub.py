@@ -31,7 +31,7 @@ from megatron3d.convert.shards import divide, num_bytes, write_shards
 from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer
 from megatron3d.convert.weights import DTYPES, HubWeights
 from megatron3d.errors import UserError
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.resume import LAYOUT_FIELDS, Meta, read_meta
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from megatron3d.config.architecture import Architecture
 from megatron3d.convert.dialect import DIALECTS
-from megatron3d.layout import Shape
 from megatron3d.model.params import param_specs
-from megatron3d.modes import MODES, build_mode
+from megatron3d.parallel.layout import Shape
+from megatron3d.parallel.modes import MODES, build_mode
 
 # Module there: modules here whose tensors are joined; {n} is the layer.  A * marks a Conv1D.
 _GPT2 = {

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from megatron3d.config.architecture import Architecture
 from megatron3d.cost.layer import Machine
 from megatron3d.cost.times import TAX, Times, waiting
-from megatron3d.mesh import DATA, Axes, Mesh
 from megatron3d.model.params import EMBEDDING, param_specs
 from megatron3d.model.stages import Stage
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import Traffic
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import DATA, Axes, Mesh
+from megatron3d.parallel.modes.mode import Mode
 
 Counts = Mapping[Axes, int]
 

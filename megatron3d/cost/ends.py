@@ -6,7 +6,7 @@ from megatron3d.cost.joins import Joins, joins
 from megatron3d.cost.layer import Machine, Overlaps
 from megatron3d.cost.times import MEMORY, PRODUCTS, Times, add, waiting
 from megatron3d.memory.work import Work
-from megatron3d.plan import Traffic, flows
+from megatron3d.parallel.matmul_plan import Traffic, flows
 
 
 def embedding_times(work: Work, machine: Machine) -> tuple[Times, Times]:

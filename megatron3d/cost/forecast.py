@@ -16,7 +16,7 @@ from megatron3d.cost.layer import Machine
 from megatron3d.cost.step import Prediction, machine_of, make_step, predict
 from megatron3d.cost.times import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
 from megatron3d.memory.show import lines_of
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 # After so many steps; what is nearer than that, relative to the step, is not worth a word.
 STEPS, NEAR = 20, 0.1

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron3d.mesh import Mesh
-from megatron3d.plan import MatmulPlan, Move, moves, whole_bytes
+from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves, whole_bytes
+from megatron3d.parallel.mesh import Mesh
 
 
 class Joins(NamedTuple):

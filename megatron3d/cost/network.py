@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 
 from megatron3d.cost.hardware import Cluster, Level
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.plan import Traffic
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import Axes, Mesh
 
 
 @dataclass(frozen=True)

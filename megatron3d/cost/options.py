@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron3d.config.schema import Config
-from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES, Shape
-from megatron3d.modes.mode import Mode
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, Shape
+from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.schedules import SCHEDULES
 
 # Tensor parallelism beyond so many ranks, and pipelines of more, never pay on the clusters that we know.

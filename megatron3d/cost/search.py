@@ -30,9 +30,9 @@ from megatron3d.memory.activations import layer_activations, recomputed_activati
 from megatron3d.memory.job import ITEMSIZES, make_job
 from megatron3d.memory.rank import Memory, rank_memory
 from megatron3d.memory.work import KERNELS, Work
-from megatron3d.mesh import Mesh
 from megatron3d.model.count import flops_per_token
-from megatron3d.modes import MODES, build_mode
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.costs import UNIT
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate

@@ -23,14 +23,14 @@ from megatron3d.cost.practice import OURS, Practice
 from megatron3d.cost.times import BUBBLE, UPDATE, Times, add, is_wait, waiting
 from megatron3d.memory.job import ITEMSIZES
 from megatron3d.memory.work import KERNELS, Work
-from megatron3d.mesh import DATA, Mesh
 from megatron3d.model.stages import Stage
+from megatron3d.parallel.matmul_plan import crossing
+from megatron3d.parallel.mesh import DATA, Mesh
+from megatron3d.parallel.panel_plan import execution_of
 from megatron3d.pipeline.actions import Action, Kind, Schedule
 from megatron3d.pipeline.schedules import FILE, num_microbatches
 from megatron3d.pipeline.simulate import Span, Timeline, run
-from megatron3d.plan import crossing
 from megatron3d.recompute import KEEP_ALL, recompute_of
-from megatron3d.sweep import execution_of
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron3d.mesh import Axes
+from megatron3d.parallel.mesh import Axes
 
 COMPUTATION, BUBBLE, UPDATE, DATA, ALONG = "computation", "bubble", "update", "data", "along "
 PRODUCTS, ATTENTION, MEMORY, TAX = COMPUTE = ("products", "attention", "passes over memory", "slowed by transfers")

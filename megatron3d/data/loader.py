@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron3d.data.ramp import Batch, Batches
-from megatron3d.layout import span
-from megatron3d.mesh import DATA, Axes, Mesh
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.mesh import DATA, Axes, Mesh
 
 
 @dataclass(frozen=True)

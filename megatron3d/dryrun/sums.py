@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron3d.dryrun.run import Done, RankRun
-from megatron3d.mesh import Axes
+from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action, Kind
 
 

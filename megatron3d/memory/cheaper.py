@@ -18,7 +18,7 @@ from megatron3d.memory.rank import rank_memory
 from megatron3d.memory.work import Work
 from megatron3d.model.count import flops_per_token
 from megatron3d.model.stages import divide, layer_flops, make_stages, stage_flops
-from megatron3d.modes import MODES, build_mode
+from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.actions import Kind, owners
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from megatron3d.layout import ParamSpec, num_copies
 from megatron3d.memory.activations import (
     document_activations,
     embedding_activations,
@@ -27,9 +26,10 @@ from megatron3d.memory.activations import (
 )
 from megatron3d.memory.job import Job
 from megatron3d.memory.momentary import embedding_moment, head_moments, layer_moments, matmuls
-from megatron3d.mesh import Axes
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
+from megatron3d.parallel.layout import ParamSpec, num_copies
+from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind, kept, owners
 
 # Of a microbatch: a token's index, in the batch and among its labels.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron3d.mesh import Axes
+from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action, Kind
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from megatron3d.layout import Box, ParamSpec, box_shape
-from megatron3d.mesh import Mesh
-from megatron3d.shard import part_views
+from megatron3d.parallel.layout import Box, ParamSpec, box_shape
+from megatron3d.parallel.logical_views import part_views
+from megatron3d.parallel.mesh import Mesh
 
 _TILE = (64, 1024)
 

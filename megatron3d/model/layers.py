@@ -18,10 +18,7 @@ from torch import Tensor, nn
 
 from megatron3d.comm import Comm
 from megatron3d.config.derive import Architecture
-from megatron3d.layout import ParamSpec, span
-from megatron3d.mesh import Axes
 from megatron3d.model.passes import Pass
-from megatron3d.modes.mode import Mode
 from megatron3d.ops.attention import Heads, attention, rotate
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
 from megatron3d.ops.embedding import embedding
@@ -31,9 +28,12 @@ from megatron3d.ops.norm import TORCH, norm
 from megatron3d.ops.overlap import GatheredWeight, WeightGrads
 from megatron3d.ops.product import uses_onednn
 from megatron3d.ops.repeat import kept_as, repeated
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.layout import ParamSpec, span
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.modes.mode import Mode
+from megatron3d.parallel.panel_plan import AS_PLANNED, Execution
 from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
-from megatron3d.sweep import AS_PLANNED, Execution
 
 Activation = Callable[[Tensor], Tensor]
 

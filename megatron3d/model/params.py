@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.config.derive import GATED, Architecture, Pipeline
-from megatron3d.layout import ParamSpec, Part
-from megatron3d.mesh import DATA, Axes
 from megatron3d.model.stages import Stage, make_stages
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.layout import ParamSpec, Part
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import DATA, Axes
+from megatron3d.parallel.modes.mode import Mode
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 Named = Iterator[tuple[str, ParamSpec]]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron3d.data.packing import Documents
-from megatron3d.layout import span
-from megatron3d.mesh import Axes, Mesh
 from megatron3d.ops.cache import Known
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.mesh import Axes, Mesh
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm import Comm
-from megatron3d.heads import HeadSplit
-from megatron3d.layout import span
-from megatron3d.mesh import Axes
 from megatron3d.ops.dropout import dropout, keep_mask
+from megatron3d.parallel.attention_heads import HeadSplit
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.mesh import Axes
 
 
 @dataclass(frozen=True)

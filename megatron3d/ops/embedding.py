@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm import Comm
-from megatron3d.layout import span
 from megatron3d.ops.moving import Y_DIMS, gather, gather_dy, reduce
-from megatron3d.plan import MatmulPlan, moves
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 
 W_DIMS = {"K": 0, "N": 1}
 

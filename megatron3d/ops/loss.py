@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm import Comm
-from megatron3d.layout import span
-from megatron3d.mesh import Axes
 from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
 from megatron3d.ops.panels import WeightResult, weight_result
 from megatron3d.ops.product import product
 from megatron3d.ops.sink import add_grad
-from megatron3d.plan import MatmulPlan, moves
-from megatron3d.sweep import Sweep
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.matmul_plan import MatmulPlan, moves
+from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.panel_plan import Sweep
 
 
 @dataclass(frozen=True)

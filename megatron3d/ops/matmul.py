@@ -21,8 +21,8 @@ from megatron3d.ops.overlap import GatheredWeight, WeightGrads
 from megatron3d.ops.panels import Operand, Result, WeightResult, begin, operand, weight_result
 from megatron3d.ops.product import uses_onednn
 from megatron3d.ops.sink import sink_of
-from megatron3d.plan import MatmulPlan, moves
-from megatron3d.sweep import AS_PLANNED, Direction, Execution, Sweep, choose, stored_over
+from megatron3d.parallel.matmul_plan import MatmulPlan, moves
+from megatron3d.parallel.panel_plan import AS_PLANNED, Direction, Execution, Sweep, choose, stored_over
 
 
 def linear(

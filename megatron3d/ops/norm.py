@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm import Comm
-from megatron3d.mesh import Axes
+from megatron3d.parallel.mesh import Axes
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from megatron3d.comm import Comm, Pending, ready
 from megatron3d.ops.moving import W_DIMS, gather
 from megatron3d.ops.panels import Operand, WholeOperand, operand
 from megatron3d.ops.sink import add_grad
-from megatron3d.plan import MatmulPlan
-from megatron3d.sweep import Direction, Execution, Sweep
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.panel_plan import Direction, Execution, Sweep
 
 
 class WeightGrads:

@@ -18,8 +18,8 @@ from megatron3d.comm import Comm, Pending
 from megatron3d.ops.moving import W_DIMS, gather, reduce
 from megatron3d.ops.product import add_product, product
 from megatron3d.ops.sink import SinkResult, sink_of
-from megatron3d.plan import MatmulPlan, Move, moves
-from megatron3d.sweep import Sweep, stored_over
+from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
+from megatron3d.parallel.panel_plan import Sweep, stored_over
 
 Table = Mapping[str, str]
 Dims = Mapping[str, int]

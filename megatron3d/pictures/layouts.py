@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron3d.layout import Box, Layout, box, span
-from megatron3d.mesh import Axes, Mesh, ranges
-from megatron3d.modes.mode import Mode
+from megatron3d.parallel.layout import Box, Layout, box, span
+from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, flows, moves
+from megatron3d.parallel.mesh import Axes, Mesh, ranges
+from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pictures.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
-from megatron3d.plan import Flows, MatmulPlan, flows, moves
 
 # Pixels along each dimension of the residual and the inner stream, and between the pictures' parts.
 RESIDUAL, INNER, TOKENS = 112, 168, 168

@@ -19,8 +19,8 @@ from megatron3d.config.derive import make_pipeline
 from megatron3d.config.read import read_config
 from megatron3d.errors import UserError
 from megatron3d.memory.show import BYTES, unit_for
-from megatron3d.mesh import Mesh, ranges
 from megatron3d.model.stages import stage_flops
+from megatron3d.parallel.mesh import Mesh, ranges
 from megatron3d.pictures.curves import Rows, draw, read_run
 from megatron3d.pictures.html import details, note, page, section, svg, svg_element, table
 from megatron3d.pipeline.plot import figure

@@ -15,7 +15,7 @@ from megatron3d.config.schema import Config
 from megatron3d.cost.traffic import step_traffic
 from megatron3d.memory.job import Job, make_job
 from megatron3d.memory.rank import rank_memory
-from megatron3d.mesh import DATA
+from megatron3d.parallel.mesh import DATA
 from megatron3d.pictures.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 RANKS, MICROBATCHES, VOCABULARY = 4, 2, 64

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron3d.comm import Comm, Pending, ready
-from megatron3d.link import Link
-from megatron3d.mesh import Axes
 from megatron3d.ops.overlap import WeightGrads
+from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind
 from megatron3d.pipeline.lower import peer, transfer
 

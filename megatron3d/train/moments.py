@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron3d.checkpoint.state import written
 from megatron3d.comm import Comm
-from megatron3d.layout import num_copies
-from megatron3d.mesh import DATA
 from megatron3d.model.gpt import unobserved
+from megatron3d.parallel.layout import num_copies
+from megatron3d.parallel.logical_views import part_views
+from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action, Kind
-from megatron3d.shard import part_views
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepResult, Watch
 

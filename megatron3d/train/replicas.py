@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megatron3d.mesh import DATA
+from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
 
 _PIECE = 2**20

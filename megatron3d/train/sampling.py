@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron3d.layout import span
 from megatron3d.model.gpt import GPT
 from megatron3d.model.passes import Pass
 from megatron3d.ops.cache import Cache
+from megatron3d.parallel.layout import span
 from megatron3d.train.flow import Flow
 
 Context = Sequence[int]

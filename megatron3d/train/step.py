@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import PLAIN, Packing
-from megatron3d.layout import num_copies
-from megatron3d.mesh import DATA
 from megatron3d.metrics.timers import BATCH, GRADS, SCHEDULE, UPDATE
 from megatron3d.model.gpt import GPT
+from megatron3d.parallel.layout import num_copies
+from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.engine import unwatched
 from megatron3d.train.state import TrainState

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm import Comm
-from megatron3d.layout import ParamSpec
-from megatron3d.mesh import DATA
 from megatron3d.ops.sink import add_grad, give_sink
+from megatron3d.parallel.layout import ParamSpec
+from megatron3d.parallel.mesh import DATA
 from megatron3d.zero.blocks import wait_for_blocks, watch_blocks
 from megatron3d.zero.flat import Block, Flat, Sharding, make_flats
 from megatron3d.zero.reduction import Reduction

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm import Pending
-from megatron3d.layout import ParamSpec, num_copies
-from megatron3d.link import Link
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.parallel.layout import ParamSpec, num_copies
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link
 
 
 @dataclass(frozen=True)

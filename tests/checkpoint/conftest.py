@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron3d.checkpoint.store import Piece, save
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 
 class ThreadComm:

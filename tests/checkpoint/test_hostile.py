@@ -19,7 +19,7 @@ from megatron3d.checkpoint.read import load
 from megatron3d.checkpoint.store import Piece, save
 from megatron3d.checkpoint.verify import newest_good, verify
 from megatron3d.errors import UserError
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 ONE = Mesh((("x", 1),))
 FILE = "rank_00000.safetensors"

@@ -16,7 +16,7 @@ from megatron3d.checkpoint.saver import Saver
 from megatron3d.checkpoint.store import Piece, latest
 from megatron3d.checkpoint.verify import newest_good
 from megatron3d.config.schema import CheckpointConfig
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 ONE = Mesh((("x", 1),))
 TRACKER = "latest_checkpointed_iteration.txt"

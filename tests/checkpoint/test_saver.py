@@ -16,7 +16,7 @@ from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import Piece, latest, load
 from megatron3d.checkpoint.verify import newest_good, verify
 from megatron3d.errors import UserError
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 TWO, ONE = Mesh((("x", 2),)), Mesh((("x", 1),))
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megatron3d.checkpoint.state import Held, param_pieces, shares
 from megatron3d.checkpoint.store import load, save
-from megatron3d.layout import ParamSpec, Part
-from megatron3d.mesh import Mesh
-from megatron3d.shard import part_views
+from megatron3d.parallel.layout import ParamSpec, Part
+from megatron3d.parallel.logical_views import part_views
+from megatron3d.parallel.mesh import Mesh
 
 AXES = ("pipeline", "data", "x", "y")
 DIM_AXES = [(), ("x",), ("y",), ("y", "x"), ("x", "data"), ("data",)]

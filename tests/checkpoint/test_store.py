@@ -9,7 +9,7 @@ import torch
 
 from megatron3d.checkpoint.store import Piece, latest, load, read_meta, resolve, save
 from megatron3d.errors import UserError
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 TWO = Mesh((("x", 2),))
 ONE = Mesh((("x", 1),))

@@ -6,7 +6,7 @@ import pytest
 
 from megatron3d.checkpoint.together import together
 from megatron3d.errors import UserError
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 FOUR = Mesh((("x", 4),))
 

@@ -12,7 +12,7 @@ from megatron3d.checkpoint.folder import go_back
 from megatron3d.checkpoint.store import Piece, latest, load, save
 from megatron3d.checkpoint.verify import check_whole, newest_good, verify
 from megatron3d.errors import UserError
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 TWO = Mesh((("x", 2),))
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -9,7 +9,7 @@ from megatron3d.config.schema import Config
 from megatron3d.cost.options import Layout, Tensor
 from megatron3d.cost.practice import OURS, Practice
 from megatron3d.cost.search import Problem
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 
 # On 64 ranks; every rank is on the tensor axes.
 SHAPES: Mapping[str, tuple[int, ...]] = {"1d": (64,), "2d": (8, 8), "2.5d": (4, 4, 4), "3d": (4, 4, 4)}

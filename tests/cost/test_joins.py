@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron3d.cost.joins import Joins, joins
-from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES
 
 M, N, K, ITEMSIZE = 48, 96, 24, 2
 MESH = Mesh((("a", 2), ("b", 3)))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron3d.cost.hardware import Cluster, Level, load_cluster
 from megatron3d.cost.network import Network, members_by_level
-from megatron3d.mesh import Mesh
-from megatron3d.plan import Traffic
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import Mesh
 
 GIB = 1e9
 # Ranks inside, ranks of the group, GB/s: axonn-ai/Megatron-AxoNN, examples/comm_model.py at 885d2e7, for Perlmutter.

@@ -20,8 +20,8 @@ from megatron3d.cost.search import Found, Plan, Problem, search
 from megatron3d.cost.step import make_step, predict
 from megatron3d.errors import UserError
 from megatron3d.memory.rank import Memory
-from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES
 from tests.end_to_end import run_as_rank, steps, write_config
 from tests.pool import Pool
 from tools import plan as tool

@@ -14,8 +14,8 @@ from megatron3d.data.samples import Split
 from megatron3d.data.tokenizer import ByteTokenizer
 from megatron3d.data.writer import IndexedWriter
 from megatron3d.errors import UserError
-from megatron3d.layout import span
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.mesh import Mesh
 
 SEQ_LENGTH = 3
 

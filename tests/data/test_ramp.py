@@ -12,7 +12,7 @@ from megatron3d.config.check import check
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.ramp import Batch, Batches, Ramp
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.verify import RandomSamples
 
 CPU = torch.device("cpu")

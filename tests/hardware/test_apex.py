@@ -14,8 +14,8 @@ import torch
 from megatron3d.comm import ProcessComm
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import adam_kernel, describe_apex, find_apex, fused_norms
-from megatron3d.mesh import Mesh
 from megatron3d.ops.norm import Kernels, norm
+from megatron3d.parallel.mesh import Mesh
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NOT_TO_BE_IMPORTED = 'raise AssertionError("imported")\n'

@@ -27,12 +27,12 @@ from megatron3d.memory.activations import (
     total,
 )
 from megatron3d.memory.work import Work
-from megatron3d.mesh import Mesh
 from megatron3d.model.gpt import GPT
 from megatron3d.model.passes import Pass
 from megatron3d.model.stages import Stage, make_stages
-from megatron3d.modes import MODES, build_mode
-from megatron3d.modes.mode import Mode
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.recompute import KEEP_ALL, MODULES, Recompute
 from tests.memory.saved import saved_beside

@@ -18,7 +18,7 @@ from megatron3d.config.schema import Config
 from megatron3d.memory.cheaper import cheaper, fits, makespan
 from megatron3d.memory.job import Job, make_job
 from megatron3d.memory.rank import rank_memory
-from megatron3d.modes import MODES, build_mode
+from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.recompute import recompute_of
 
 NUM_RANKS, VOCAB_SIZE = 8, 500

@@ -22,8 +22,8 @@ from megatron3d.memory.activations import recomputed_activations
 from megatron3d.memory.job import Job, make_job
 from megatron3d.memory.rank import flat_sizes, held, in_flight, rank_memory, stage_activations
 from megatron3d.memory.work import KERNELS
-from megatron3d.modes import MODES
 from megatron3d.optim import MOMENTS
+from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_LEAVING
 from megatron3d.recompute import Recompute, recompute_of
 from megatron3d.train.state import TrainState, build_state, connect

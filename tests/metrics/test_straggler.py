@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron3d.mesh import Mesh
 from megatron3d.metrics.straggler import Peers, Slow, Stragglers
+from megatron3d.parallel.mesh import Mesh
 
 TWO_BY_THREE = Mesh((("pipeline", 2), ("data", 3)))
 

@@ -13,7 +13,7 @@ from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.model.count import flops_per_token, num_parameters
 from megatron3d.model.params import param_specs
-from megatron3d.modes import MODES, build_mode
+from megatron3d.parallel.modes import MODES, build_mode
 
 GPT2_124M = ModelConfig(family="gpt2", num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024)
 GPT3_175B = ModelConfig(family="gpt2", num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)

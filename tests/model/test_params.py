@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from megatron3d.config.derive import Architecture, Pipeline, architecture, vocab_multiple
 from megatron3d.config.schema import ModelConfig
-from megatron3d.layout import ParamSpec, box_shape, layout_axes, num_copies
-from megatron3d.mesh import Mesh
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
 from megatron3d.model.stages import make_stages
-from megatron3d.modes import MODES, build_mode
-from megatron3d.modes.mode import Mode
+from megatron3d.parallel.layout import ParamSpec, box_shape, layout_axes, num_copies
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.modes.mode import Mode
 from tests.pipeline.toy import any_schedule
 
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]

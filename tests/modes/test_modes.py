@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.layout import layout_axes
-from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES, build_mode
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.layout import layout_axes
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.modes.mode import Mode
 
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
 every_form = pytest.mark.parametrize("name,form", EVERY_FORM)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.comm import ProcessComm
-from megatron3d.layout import span
-from megatron3d.mesh import Axes, Mesh
 from megatron3d.ops.attention import Heads, attention, rotary_tables, rotate
 from megatron3d.ops.dropout import dropout_key
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.mesh import Axes, Mesh
 from tests.pool import Pool
 from tests.shards import cut, error, every_group, normal
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron3d.comm import Comm, ProcessComm
-from megatron3d.mesh import Mesh
-from megatron3d.modes import MODES, build_mode
 from megatron3d.ops.embedding import embedding
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
 from tests.pool import Pool
 from tests.shards import cut, error, every_group, normal
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron3d.comm import Comm, Pending
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.modes import MODES, build_mode
 from megatron3d.ops.matmul import Matmul, linear
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.modes import MODES, build_mode
 from tests.pool import Pool
 from tests.shards import cut, error, every_group, normal, plan_comm, pretended_world
 

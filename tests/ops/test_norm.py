@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron3d.mesh import Axes, Mesh
 from megatron3d.ops.norm import norm
+from megatron3d.parallel.mesh import Axes, Mesh
 from tests.pool import Pool
 from tests.shards import cut, error, every_group, normal
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm import ProcessComm
-from megatron3d.mesh import Mesh
 from megatron3d.ops.matmul import linear
 from megatron3d.ops.product import add_product, product, uses_onednn
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Mesh
 
 
 def normal(*shape: int) -> Tensor:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm import ProcessComm
-from megatron3d.mesh import Mesh
 from megatron3d.ops.loss import Head, head_loss
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.overlap import WeightGrads
 from megatron3d.ops.sink import give_sink
-from megatron3d.plan import MatmulPlan
-from megatron3d.sweep import Execution
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.panel_plan import Execution
 
 ALONE = ProcessComm(Mesh((("t", 1),)), [])
 CUDA = pytest.param(

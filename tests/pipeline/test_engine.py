@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.live import Live
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import (
     COMPUTATIONS,
     RECEIVES,

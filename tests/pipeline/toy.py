@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm import Comm, Pending, ProcessComm
-from megatron3d.link import Link
-from megatron3d.mesh import Axes, Mesh
 from megatron3d.ops.matmul import linear
 from megatron3d.ops.overlap import WeightGrads
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.actions import Action, Kind, Schedule, owners, predecessors, results
 from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
 from megatron3d.pipeline.lower import lower
-from megatron3d.plan import MatmulPlan
 from tests.shards import normal
 
 TOKENS, HIDDEN, WIDER = 3, 5, 8

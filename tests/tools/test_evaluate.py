@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron3d import runtime
 from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.tokenizer import ByteTokenizer
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 from megatron3d.train.restore import read_run, resolve, restore
 from tests.end_to_end import evaluations, run, write_config, write_corpus
 from tests.pool import Pool

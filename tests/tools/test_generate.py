@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron3d import runtime
 from megatron3d.data.tokenizer import ByteTokenizer
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
 from megatron3d.train.restore import restore

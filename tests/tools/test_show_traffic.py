@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.modes import build_mode
+from megatron3d.parallel.modes import build_mode
 from tools import show_traffic
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tensor_parallel.md"

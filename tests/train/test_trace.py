@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron3d import runtime
 from megatron3d.comm import Pending, ProcessComm
-from megatron3d.link import Link
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.actions import Action, Kind, Schedule, parse_action
 from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.engine import Boundary, Engine

@@ -22,7 +22,7 @@ from megatron3d import runtime
 from megatron3d.data.loader import Prefetching
 from megatron3d.metrics.journal import read_journal
 from megatron3d.metrics.timers import BACKWARD, COMPUTES, EVALUATE, FORWARD, PARTS, SAVE, SCHEDULE
-from megatron3d.modes import MODES
+from megatron3d.parallel.modes import MODES
 from megatron3d.train import loop
 from megatron3d.train.state import TrainState
 from tests.end_to_end import in_run, run, run_as_rank, write_config

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron3d.comm import ProcessComm
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.zero import Block, Buffers, square_sum
 from tests.pool import Pool
 from tests.shards import every_group

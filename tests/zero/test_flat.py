@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron3d.link import Link
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.p2p import Link
 from megatron3d.zero import Block, Buffers, Sharding
 from tests.zero.chain import CPU, MESH, Echo, chain, fill_main, parameters, sharding, spec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, order=True)

@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from megatron3d.layout import Box, ParamSpec, Part, box_shape
-from megatron3d.mesh import Mesh
+from megatron3d.parallel.layout import Box, ParamSpec, Part, box_shape
+from megatron3d.parallel.mesh import Mesh
 
 
 def part_views(spec: ParamSpec, local: Tensor, mesh: Mesh, start: int = 0) -> list[tuple[Part, Box, Tensor]]:

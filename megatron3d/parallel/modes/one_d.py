@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.modes.mode import Mode
 
 
 def replicated(shape: tuple[int, ...]) -> Mode:

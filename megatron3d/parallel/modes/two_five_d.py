@@ -7,8 +7,8 @@ Depth splits tokens; weights are copied over it, so their gradients are summed o
 
 from __future__ import annotations
 
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.modes.mode import Mode
 
 
 def _axes(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron3d.config.schema import ParallelConfig
-from megatron3d.mesh import Axes, Mesh
-from megatron3d.plan import MatmulPlan, Move, moves, reductions
+from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves, reductions
+from megatron3d.parallel.mesh import Axes, Mesh
 
 Table = Mapping[str, str]
 # The dimensions of X, W and Y.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Mesh
 
 Layout = tuple[Axes, ...]
 Shape = tuple[int, ...]

@@ -8,8 +8,8 @@ Tokens are split over z, W is stored split over z as well.  Y is all-reduced ove
 
 from __future__ import annotations
 
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.modes.mode import Mode
 
 
 def _axes(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron3d.modes import cube, grid, one_d, two_d, two_five_d
-from megatron3d.modes.mode import Mode
+from megatron3d.parallel.modes import grid, one_d, three_d, two_d, two_five_d
+from megatron3d.parallel.modes.mode import Mode
 
 Shape = tuple[int, ...]
 
@@ -49,7 +49,7 @@ MODES: Mapping[str, ModeEntry] = {
         {"summa": two_five_d.summa, "weight_stationary": two_five_d.weight_stationary},
         _square_with_depth,
     ),
-    "3d": ModeEntry(("x", "y", "z"), {"heads": cube.heads, "tokens": cube.tokens}, _balanced(3)),
+    "3d": ModeEntry(("x", "y", "z"), {"heads": three_d.heads, "tokens": three_d.tokens}, _balanced(3)),
     "grid": ModeEntry(("x", "y", "z"), {"all_reduce": grid.all_reduce, "scatter": grid.scatter}, _balanced(3)),
 }
 

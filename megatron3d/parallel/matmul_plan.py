@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron3d.layout import Layout
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.parallel.layout import Layout
+from megatron3d.parallel.mesh import Axes, Mesh
 
 _SWAP = {"M": "M", "K": "N", "N": "K", None: None}
 

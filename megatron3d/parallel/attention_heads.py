@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from megatron3d.layout import span
-from megatron3d.mesh import Axes, Mesh
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.mesh import Axes, Mesh
 
 
 class Placed(Protocol):

@@ -9,8 +9,8 @@ Residual and inner stream are both [r, c].
 
 from __future__ import annotations
 
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.modes.mode import Mode
 
 
 def summa(shape: tuple[int, ...]) -> Mode:

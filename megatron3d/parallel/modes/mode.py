@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron3d.layout import Layout, layout_axes
-from megatron3d.mesh import Axes
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.layout import Layout, layout_axes
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Axes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ Nothing is stored twice.  The next matmul is the same with y and z exchanged.
 
 from __future__ import annotations
 
-from megatron3d.modes.mode import Mode
-from megatron3d.plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.modes.mode import Mode
 
 
 def _axes(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
