@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 
-from megatron3d import runtime
 from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
+from megatron3d.runtime import process
 
 
 def main() -> int:
     """Check the configuration, which needs no torch; then train."""
     arguments = parse_args(sys.argv[1:])
-    place = runtime.placement()
+    place = process.placement()
     if arguments.check:
         return run_check(arguments, place.world_size)
     if arguments.dry_run:
@@ -28,12 +28,12 @@ def main() -> int:
 def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train it to its end."""
     resolved = resolve(arguments.config, arguments.overrides, world_size)
-    phases = runtime.Phases(printing=runtime.placement().rank == 0)
+    phases = process.Phases(printing=process.placement().rank == 0)
     with phases("importing torch"):
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train
 
-    with runtime.start(60 * resolved.config.train.distributed_timeout_minutes) as here, runtime.StopSignal() as stop:
+    with process.start(60 * resolved.config.train.distributed_timeout_minutes) as here, process.StopSignal() as stop:
         run = build_run(resolved, here, phases)
         if here.rank == 0:
             print(f"> ready after {phases.total_s:.2f} s; training", flush=True)
@@ -44,4 +44,4 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(runtime.run_program(main))
+    sys.exit(process.run_program(main))

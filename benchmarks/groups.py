@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from report import Row, show, write
 
-from megatron3d import runtime
 from megatron3d.config.schema import Config
+from megatron3d.runtime import process
 from megatron3d.train.state import connect
 
 VOCAB_SIZE = 2048
@@ -87,7 +87,7 @@ def gloo(num_ranks: int) -> Start:
 def fake(num_ranks: int) -> Start:
     """Of the last rank alone."""
     begin = time.perf_counter()
-    with runtime.pretend(num_ranks - 1, num_ranks):
+    with process.pretend(num_ranks - 1, num_ranks):
         met = time.perf_counter()
         connect(config_of(num_ranks), VOCAB_SIZE, num_ranks, num_ranks - 1)
         return Start(met - begin, time.perf_counter() - met)

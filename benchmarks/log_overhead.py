@@ -24,13 +24,13 @@ import torch
 import yaml
 from report import Row, Turns, interleaved, milliseconds, show, write
 
-from megatron3d import runtime
 from megatron3d.config.cli import resolve
 from megatron3d.data.indexed import token_dtype
 from megatron3d.data.tokenizer import ByteTokenizer
 from megatron3d.data.writer import IndexedWriter
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
+from megatron3d.runtime import process
 from megatron3d.train.build import build_run
 from megatron3d.train.memory import job_of
 from megatron3d.train.run import Run
@@ -145,10 +145,10 @@ class Contest:
 
 def measure(name: str, config: Path, rounds: int) -> Row:
     """A row of one layout, on any rank; what is printed meanwhile is thrown away."""
-    with runtime.start(on_cpu=True) as here, contextlib.redirect_stdout(io.StringIO()):
+    with process.start(on_cpu=True) as here, contextlib.redirect_stdout(io.StringIO()):
         torch.set_num_threads(1)
         save = f"checkpoint.save={config.parent / name.replace(' ', '-')}"
-        run = build_run(resolve(config, [*CASES[name], save], here.world_size), here, runtime.Phases(False))
+        run = build_run(resolve(config, [*CASES[name], save], here.world_size), here, process.Phases(False))
         contest = Contest(run)
         steps = {"bare": contest.bare, "logged": contest.logged}
         turns = interleaved(steps, rounds * INTERVAL, INTERVAL, run.comm.barrier)
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.cases:
             alone = name.startswith("1 ")
             rows.append(
-                measure(name, config, args.rounds) if alone else runtime.launch(2, measure, name, config, args.rounds)
+                measure(name, config, args.rounds) if alone else process.launch(2, measure, name, config, args.rounds)
             )
     show("what logging costs", rows)
     if args.output:

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from report import Row, show, write
 
-from megatron3d import calibrate, runtime
+from megatron3d import calibrate
 from megatron3d.config.architecture import architecture
 from megatron3d.config.check import check
 from megatron3d.config.schema import Config
 from megatron3d.cost.hardware import load_accelerator, load_cluster
 from megatron3d.cost.step import machine_with, make_step, predict
 from megatron3d.data.loader import Loader
+from megatron3d.runtime import process
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
 from megatron3d.verify import RandomSamples
@@ -74,7 +75,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], num_ranks: int) -
 def measure(configs: list[str], num_steps: int) -> list[float]:
     """Seconds of the fastest of a few steps of each, ranks starting together; one rank's part."""
     best = []
-    with runtime.start(on_cpu=True) as here:
+    with process.start(on_cpu=True) as here:
         torch.set_num_threads(1)
         for text in configs:
             config = Config.model_validate_json(text)
@@ -105,7 +106,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
             mine = [each[0] for each in chosen if each[1] == num_ranks]
             texts = [configs[label].model_dump_json() for label in mine]
             alone = num_ranks == 1
-            found = measure(texts, options.steps) if alone else runtime.launch(num_ranks, measure, texts, options.steps)
+            found = measure(texts, options.steps) if alone else process.launch(num_ranks, measure, texts, options.steps)
             for label, took in zip(mine, found, strict=True):
                 seconds[label].append(took)
     with tempfile.TemporaryDirectory() as name:

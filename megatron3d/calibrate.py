@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d import runtime
-from megatron3d.allocator import keep_freed_memory
 from megatron3d.comm import ProcessComm
 from megatron3d.ops.product import product
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime import process
+from megatron3d.runtime.host_allocator import keep_freed_memory
 
 Measured = dict[str, float]
 ROWS, WIDTH = 1024, 256
@@ -124,7 +124,7 @@ def exchange(budget_s: float) -> dict[str, Took]:
 
     Of a round of calls the mean; of many rounds, which take turns, the median; on rank 0.
     """
-    with runtime.start(on_cpu=True) as here:
+    with process.start(on_cpu=True) as here:
         torch.set_num_threads(1)
         comm = ProcessComm(Mesh((("t", 2),), here.rank), [("t",)])
         a, b = torch.randn(4 * ROWS, WIDTH), torch.randn(4 * WIDTH, WIDTH)
@@ -150,7 +150,7 @@ def exchange(budget_s: float) -> dict[str, Took]:
 
 def links(budget_s: float) -> Measured:
     """The numbers of a cluster of one level, from what exchanges take between two ranks."""
-    took = runtime.launch(2, exchange, budget_s)
+    took = process.launch(2, exchange, budget_s)
     call_s, bytes_s = (max(took[kind].wall_s, 1e-6) for kind in ("call", "bytes"))
     alone_s = min(took["alone"].wall_s, call_s)
     return {
@@ -230,7 +230,7 @@ call_us: {n["call_us"]:.2f}
 call_busy: {n["call_busy"]:.3f}
 bytes_busy: {n["bytes_busy"]:.3f}
 # Cores that this process may use, of which each rank needs one.
-cores: {runtime.num_cores()}
+cores: {process.num_cores()}
 """
     paths = folder / "local.yaml", folder / "clusters" / "local.yaml"
     for path, text in zip(paths, (sheet, cluster), strict=True):

@@ -15,7 +15,7 @@ fi
 if ((processes < 2)); then exec "$python" "$root/pretrain_gpt.py" "$@"; fi
 
 # torchrun would give each process one thread, pass on fewer signals, and kill after half a minute who is still saving.
-cores=$(PYTHONPATH=$root "$python" -c 'from megatron3d.runtime import num_cores; print(num_cores())')
+cores=$(PYTHONPATH=$root "$python" -c 'from megatron3d.runtime.process import num_cores; print(num_cores())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" "$root/pretrain_gpt.py" "$@"

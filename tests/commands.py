@@ -24,10 +24,10 @@ from unittest import mock
 import pytest
 
 import pretrain_gpt
-from megatron3d import runtime
 from megatron3d.config.cli import parse_args, resolve
 from megatron3d.config.derive import tensor_size
 from megatron3d.config.read import read_config
+from megatron3d.runtime import process
 from tests.end_to_end import ROOT, Outcome
 from tests.pool import Pool
 
@@ -156,14 +156,14 @@ def alone(program: str, typed: Words, pool: Pool) -> Outcome:
     """As one process, this one; ranks that it starts itself are the pool's."""
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(runtime, "launch", functools.partial(launch, pool)),
+        mock.patch.object(process, "launch", functools.partial(launch, pool)),
         mock.patch.object(sys, "stdin", io.StringIO("def \n")),
         mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
         try:
-            exit_code = runtime.run_program(lambda: begin(program, typed))
+            exit_code = process.run_program(lambda: begin(program, typed))
         except SystemExit as stop:  # of a parser
             exit_code = int(stop.code or 0)
     return Outcome(exit_code, out.getvalue(), err.getvalue())

@@ -22,13 +22,13 @@ import yaml
 from safetensors.torch import load_file
 
 import pretrain_gpt
-from megatron3d import runtime
 from megatron3d.checkpoint.index import read_index
 from megatron3d.config.cli import resolve
 from megatron3d.data.indexed import token_dtype
 from megatron3d.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron3d.data.writer import IndexedWriter
 from megatron3d.metrics.journal import read_journal
+from megatron3d.runtime import process
 from megatron3d.train.build import build_run
 from megatron3d.train.loop import train
 
@@ -84,19 +84,19 @@ def run(config: Path, *overrides: str) -> Outcome:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        code = runtime.run_program(pretrain_gpt.main)
+        code = process.run_program(pretrain_gpt.main)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
 def run_as_rank(rank: int, world_size: int, config: Path, overrides: list[list[str]]) -> list[int]:
     """Several runs, one after another, as a rank of the pool; their exit codes."""
-    return [_train(runtime.Runtime(rank, world_size, rank, torch.device("cpu")), config, each) for each in overrides]
+    return [_train(process.Runtime(rank, world_size, rank, torch.device("cpu")), config, each) for each in overrides]
 
 
-def _train(here: runtime.Runtime, config: Path, overrides: list[str]) -> int:
-    built = build_run(resolve(config, overrides, here.world_size), here, runtime.Phases(printing=False))
+def _train(here: process.Runtime, config: Path, overrides: list[str]) -> int:
+    built = build_run(resolve(config, overrides, here.world_size), here, process.Phases(printing=False))
     try:
-        return train(built, runtime.StopSignal())
+        return train(built, process.StopSignal())
     finally:
         built.close()
 
@@ -152,7 +152,7 @@ def refuse(config: Path, overrides: list[str], *problems: Words) -> None:
 
 def assert_refused(outcome: Outcome, here: Path, *problems: Words) -> None:
     lines = outcome.err.splitlines()
-    assert outcome.code == runtime.EXIT_USER_ERROR, outcome
+    assert outcome.code == process.EXIT_USER_ERROR, outcome
     assert "Traceback" not in outcome.err + outcome.out and "iteration " not in outcome.out
     assert len(lines) == len(problems), outcome.err
     for line, words in zip(lines, problems, strict=True):

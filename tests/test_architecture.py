@@ -16,12 +16,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 # A module belongs to the longest name here that it starts with, and imports from its own layer and those above.
 LAYERS: Mapping[str, tuple[str, ...]] = {
     "values": (
+        "megatron3d.runtime",
         "megatron3d.parallel",
         "megatron3d",
         "megatron3d.errors",
-        "megatron3d.allocator",
-        "megatron3d.placement",
-        "megatron3d.cli",
+        "megatron3d.runtime.host_allocator",
+        "megatron3d.runtime.launcher_env",
+        "megatron3d.runtime.tool_main",
         "megatron3d.parallel.mesh",
         "megatron3d.parallel.p2p",
         "megatron3d.parallel.layout",
@@ -69,9 +70,9 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "model": ("megatron3d.model",),
     "train": (
         "megatron3d.train",
-        "megatron3d.board",
-        "megatron3d.watchdog",
-        "megatron3d.runtime",
+        "megatron3d.runtime.status_store",
+        "megatron3d.runtime.watchdog",
+        "megatron3d.runtime.process",
         "megatron3d.verify",
         "megatron3d.convert",
         "megatron3d.dryrun",
@@ -82,9 +83,9 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "programs": ("pretrain_gpt", "tools", "benchmarks"),
 }
 WITHOUT_TORCH = (
-    "megatron3d.runtime",
-    "megatron3d.board",
-    "megatron3d.watchdog",
+    "megatron3d.runtime.process",
+    "megatron3d.runtime.status_store",
+    "megatron3d.runtime.watchdog",
     "megatron3d.metrics",
     "megatron3d.launch.__main__",
 )
@@ -190,14 +191,18 @@ PEERS = tuple(
 
 # Rule, modules that may, a line that breaks it.
 RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
-    "environment": (reads("os.environ", "os.getenv", "os.putenv"), ("megatron3d.runtime",), "import os\nos.environ"),
+    "environment": (
+        reads("os.environ", "os.getenv", "os.putenv"),
+        ("megatron3d.runtime.process",),
+        "import os\nos.environ",
+    ),
     "torch.distributed": (
         reads("torch.distributed"),
-        ("megatron3d.comm", "megatron3d.runtime", "megatron3d.board", *PEERS),
+        ("megatron3d.comm", "megatron3d.runtime.process", "megatron3d.runtime.status_store", *PEERS),
         "from torch import distributed",
     ),
     "unpickling": (reads("pickle", "torch.load"), (), "torch.load(path)"),
-    "device literal": (device_literals, ("megatron3d.runtime", "megatron3d.hardware"), 'move("cuda:0")'),
+    "device literal": (device_literals, ("megatron3d.runtime.process", "megatron3d.hardware"), 'move("cuda:0")'),
     "global": (global_statements, (), "def f():\n    global x"),
     "silent assert": (silent_asserts, (), "assert x"),
     "long function": (long_functions, (), "def f():\n" + "    x\n" * MAX_FUNCTION_LINES),

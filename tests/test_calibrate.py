@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d import calibrate, runtime
+from megatron3d import calibrate
 from megatron3d.calibrate import Took
 from megatron3d.cost.hardware import Cluster, Level, load_accelerator, load_cluster
 from megatron3d.cost.kernels import device
 from megatron3d.cost.network import Network
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime import process
 
 
 def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are those of the exchange; a product takes what it was measured to take, twofold on a shared core."""
     took = {"alone": Took(2e-4, 1e-4), "call": Took(1e-3, 0.0), "bytes": Took(4e-3, 3e-3)}
-    monkeypatch.setattr(runtime, "launch", lambda num_ranks, function, *args: took)
-    monkeypatch.setattr(runtime, "num_cores", lambda: 2)
+    monkeypatch.setattr(process, "launch", lambda num_ranks, function, *args: took)
+    monkeypatch.setattr(process, "num_cores", lambda: 2)
     sheet, cluster = calibrate.calibrate(tmp_path, budget_s=0.06)
     accelerator, local = load_accelerator("local", tmp_path), load_cluster("local", tmp_path / "clusters")
     assert sheet.name == cluster.name == "local.yaml"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d import runtime
 from megatron3d.metrics import MetricsWriter, StepRecord
+from megatron3d.runtime import process
 from tests.end_to_end import (
     evaluations,
     in_run,
@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(config: Path) -> Path:
     """The folder of a run of 8 iterations in float64 that never stopped."""
     folder = config.parent / "whole"
-    assert run(config, *in_run(str(folder)), *FP64).code == runtime.EXIT_DONE
+    assert run(config, *in_run(str(folder)), *FP64).code == process.EXIT_DONE
     return folder
 
 
@@ -87,25 +87,25 @@ def test_the_same_layout_continues_bit_for_bit(config: Path, precision: str) -> 
     """With dropout and four microbatches a step."""
     once, twice = (config.parent / f"{precision}-{name}" for name in ("once", "twice"))
     settings = [*HARD, f"train.precision={precision}"]
-    assert run(config, *in_run(str(once)), *settings).code == runtime.EXIT_DONE
+    assert run(config, *in_run(str(once)), *settings).code == process.EXIT_DONE
     first = run(config, *in_run(str(twice)), *settings, "train.exit_interval=4")
-    assert first.code == runtime.EXIT_STOPPED, first
+    assert first.code == process.EXIT_STOPPED, first
     assert [iteration for iteration, *_ in steps(twice)] == [1, 2, 3, 4]
     second = run(config, *in_run(str(twice)), *settings)
-    assert second.code == runtime.EXIT_DONE and f"> continuing from {twice}/iter_0000004" in second.out
+    assert second.code == process.EXIT_DONE and f"> continuing from {twice}/iter_0000004" in second.out
     assert_same_run(twice, once)
 
 
 def test_a_finished_run_has_nothing_to_do(config: Path, whole: Path) -> None:
     before = tree(whole)
-    assert run(config, *in_run(str(whole)), *FP64).code == runtime.EXIT_DONE
+    assert run(config, *in_run(str(whole)), *FP64).code == process.EXIT_DONE
     assert tree(whole) == before
 
 
 def test_another_run_goes_on_in_a_folder_of_its_own(config: Path, whole: Path, tmp_path: Path) -> None:
     before = tree(whole)
     places = [f"checkpoint.save={tmp_path}/more", f"checkpoint.load={whole}", "train.train_iters=9"]
-    assert run(config, *FP64, *places).code == runtime.EXIT_DONE
+    assert run(config, *FP64, *places).code == process.EXIT_DONE
     assert [iteration for iteration, *_ in steps(tmp_path / "more")] == [9]
     assert tree(whole) == before
 
@@ -122,7 +122,7 @@ def test_what_was_logged_after_the_checkpoint_is_logged_once(config: Path, whole
         after_each_step(patch, crash)
         run(config, *settings)
     assert [iteration for iteration, *_ in steps(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    assert run(config, *settings).code == runtime.EXIT_DONE
+    assert run(config, *settings).code == process.EXIT_DONE
     assert_same_run(tmp_path / "run", whole)
 
 
@@ -133,17 +133,17 @@ def test_a_signal_saves_and_the_next_run_continues(
     settings = [*in_run(f"{tmp_path}/run"), *FP64]
     with pytest.MonkeyPatch.context() as patch:
         after_each_step(patch, lambda iteration: os.kill(os.getpid(), number) if iteration == 2 else None)
-        assert run(config, *settings).code == runtime.EXIT_STOPPED
+        assert run(config, *settings).code == process.EXIT_STOPPED
     assert 2 < len(steps(tmp_path / "run")) <= 4, "it stops within two steps"
-    assert run(config, *settings).code == runtime.EXIT_DONE
+    assert run(config, *settings).code == process.EXIT_DONE
     assert_same_run(tmp_path / "run", whole)
 
 
 def test_time_that_is_up_saves_and_the_next_run_continues(config: Path, whole: Path, tmp_path: Path) -> None:
     settings = [*in_run(f"{tmp_path}/run"), *FP64]
-    assert run(config, *settings, "train.exit_duration_in_mins=1e-9").code == runtime.EXIT_STOPPED
+    assert run(config, *settings, "train.exit_duration_in_mins=1e-9").code == process.EXIT_STOPPED
     assert 0 < len(steps(tmp_path / "run")) <= 2
-    assert run(config, *settings).code == runtime.EXIT_DONE
+    assert run(config, *settings).code == process.EXIT_DONE
     assert_same_run(tmp_path / "run", whole)
 
 
@@ -155,31 +155,31 @@ def test_any_layout_continues_any_other(config: Path, whole: Path, pool: Pool, t
         for mode, shape in (("3d", [2, 2, 2]), ("2d", [2, 2]))
     )
     sequence = [*settings, "parallel.tensor_model_parallel_size=4", "parallel.sequence_parallel=true"]
-    assert pool.run(run_as_rank, 8, config, [cube]) == [[runtime.EXIT_STOPPED]] * 8
-    assert run(config, *settings).code == runtime.EXIT_STOPPED
-    assert pool.run(run_as_rank, 8, config, [square, sequence]) == [[runtime.EXIT_STOPPED, runtime.EXIT_DONE]] * 8
+    assert pool.run(run_as_rank, 8, config, [cube]) == [[process.EXIT_STOPPED]] * 8
+    assert run(config, *settings).code == process.EXIT_STOPPED
+    assert pool.run(run_as_rank, 8, config, [square, sequence]) == [[process.EXIT_STOPPED, process.EXIT_DONE]] * 8
     assert_near_run(tmp_path / "run", whole)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code and the rest of what was said; nothing may outlive a minute."""
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = child.communicate(timeout=60)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGKILL)
         raise
-    return process.returncode, out, err
+    return child.returncode, out, err
 
 
-def wait_for(process: subprocess.Popen[str], words: str) -> None:
+def wait_for(child: subprocess.Popen[str], words: str) -> None:
     """Read lines until one has the words."""
-    assert process.stdout is not None, "launch() pipes the output"
+    assert child.stdout is not None, "launch() pipes the output"
     lines = []
-    for line in process.stdout:
+    for line in child.stdout:
         lines.append(line)
         if words in line:
             return
-    raise AssertionError(f"it ended without {words!r}: {''.join(lines)}{finish(process)[2]}")
+    raise AssertionError(f"it ended without {words!r}: {''.join(lines)}{finish(child)[2]}")
 
 
 @pytest.mark.parametrize(
@@ -192,16 +192,16 @@ def test_a_signal_to_launch_local(
     """Ctrl-C of a terminal goes to all processes, other signals to the script; torchrun then exits with 1."""
     size = f"parallel.{axis}_model_parallel_size={num_ranks}"
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "optimizer.lr_decay_style=constant"]
-    process = launch_local(num_ranks, "--config", str(config), *settings, size, "train.train_iters=1000000")
-    wait_for(process, "iteration        3/")
-    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    code, out, err = finish(process)
-    assert code == (runtime.EXIT_STOPPED if num_ranks == 1 else 1), err
+    child = launch_local(num_ranks, "--config", str(config), *settings, size, "train.train_iters=1000000")
+    wait_for(child, "iteration        3/")
+    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
+    code, out, err = finish(child)
+    assert code == (process.EXIT_STOPPED if num_ranks == 1 else 1), err
     assert "> saved" in out
     last = steps(tmp_path / "run")[-1][0]
-    assert run(config, *settings, f"train.train_iters={last + 2}").code == runtime.EXIT_DONE
+    assert run(config, *settings, f"train.train_iters={last + 2}").code == process.EXIT_DONE
     alone = [*in_run(f"{tmp_path}/alone"), *settings[2:], f"train.train_iters={last + 2}"]
-    assert run(config, *alone).code == runtime.EXIT_DONE
+    assert run(config, *alone).code == process.EXIT_DONE
     for got, wanted in zip(steps(tmp_path / "run"), steps(tmp_path / "alone"), strict=True):
         assert got == pytest.approx(wanted, rel=TOLERANCE, abs=0)
 
@@ -222,11 +222,11 @@ def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(
     )
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]
     typed = [str(program), "--config", str(config), *settings, f"parallel.{axis}_model_parallel_size=2"]
-    process = launch(typed, num_ranks=2)
-    wait_for(process, "iteration        5/")
+    child = launch(typed, num_ranks=2)
+    wait_for(child, "iteration        5/")
     began = time.monotonic()
-    code, _, err = finish(process)
-    assert code not in (runtime.EXIT_DONE, runtime.EXIT_STOPPED), err
+    code, _, err = finish(child)
+    assert code not in (process.EXIT_DONE, process.EXIT_STOPPED), err
     assert time.monotonic() - began < 30
-    assert run(config, *settings).code == runtime.EXIT_DONE
+    assert run(config, *settings).code == process.EXIT_DONE
     assert_near_run(tmp_path / "run", whole)

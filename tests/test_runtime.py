@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d import runtime
 from megatron3d.errors import UserError
-from megatron3d.placement import Placement, first_host, read_environment
+from megatron3d.runtime import process
+from megatron3d.runtime.launcher_env import Placement, first_host, read_environment
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
 
@@ -121,7 +121,7 @@ def test_first_host_of_a_range_keeps_its_zeros(prefix: str, first: int, count: i
 def test_single_process_has_a_device_and_no_process_group() -> None:
     threads = torch.get_num_threads()
     try:
-        with runtime.start() as place:
+        with process.start() as place:
             assert (place.rank, place.world_size, place.local_rank) == (0, 1, 0)
             assert (place.device.type == "cpu") != torch.accelerator.is_available()
             assert not torch.distributed.is_initialized()
@@ -136,13 +136,13 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(runtime, "num_cores", lambda: cores)
-    monkeypatch.setattr(runtime, "_device", lambda place: torch.device("cpu"))
-    monkeypatch.setattr(runtime, "placement", lambda: Placement(local_world_size=ranks))
+    monkeypatch.setattr(process, "num_cores", lambda: cores)
+    monkeypatch.setattr(process, "_device", lambda place: torch.device("cpu"))
+    monkeypatch.setattr(process, "placement", lambda: Placement(local_world_size=ranks))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with runtime.start():
+    with process.start():
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    with runtime.start():
+    with process.start():
         assert chosen == [threads]
 
 
@@ -150,21 +150,21 @@ def test_stop_signals_are_noted_and_a_later_interrupt_interrupts(monkeypatch: py
     """The same Ctrl-C from the terminal and from torchrun counts once."""
     before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        with runtime.StopSignal() as stop:
+        with process.StopSignal() as stop:
             assert stop.requested is None
             os.kill(os.getpid(), number)
             assert stop.requested == number.name
-    with runtime.StopSignal() as stop:
+    with process.StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        monkeypatch.setattr(runtime.StopSignal, "REPEAT_S", 0.0)
+        monkeypatch.setattr(process.StopSignal, "REPEAT_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_phases_are_timed_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    phases, quiet = runtime.Phases(printing=True), runtime.Phases(printing=False)
+    phases, quiet = process.Phases(printing=True), process.Phases(printing=False)
     with phases("model"), quiet("data"):
         pass
     assert [name for name, _ in phases.durations + quiet.durations] == ["model", "data"]
@@ -180,12 +180,12 @@ def test_exit_codes_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt() -> int:
         raise KeyboardInterrupt
 
-    assert runtime.run_program(lambda: 3) == runtime.EXIT_STOPPED
-    assert runtime.run_program(refuse) == runtime.EXIT_USER_ERROR
-    assert runtime.run_program(interrupt) == runtime.EXIT_INTERRUPTED
+    assert process.run_program(lambda: 3) == process.EXIT_STOPPED
+    assert process.run_program(refuse) == process.EXIT_USER_ERROR
+    assert process.run_program(interrupt) == process.EXIT_INTERRUPTED
     assert capsys.readouterr().err == "data.data_path=x: is absent\ntrain.lr=-1: must be above 0\ninterrupted\n"
     with pytest.raises(ZeroDivisionError):
-        runtime.run_program(lambda: 1 // 0)
+        process.run_program(lambda: 1 // 0)
 
 
 def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.CompletedProcess[str]]:
@@ -200,7 +200,7 @@ def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.Com
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    shared["PYTHONPATH"] = str(Path(runtime.__file__).parents[1])
+    shared["PYTHONPATH"] = str(Path(process.__file__).parents[2])
     running = [
         subprocess.Popen(
             [sys.executable, str(program)],
@@ -211,10 +211,10 @@ def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.Com
         )
         for rank in range(world_size)
     ]
-    outputs = [process.communicate(timeout=60) for process in running]
+    outputs = [child.communicate(timeout=60) for child in running]
     return [
-        subprocess.CompletedProcess(process.args, process.returncode, *output)
-        for process, output in zip(running, outputs, strict=True)
+        subprocess.CompletedProcess(child.args, child.returncode, *output)
+        for child, output in zip(running, outputs, strict=True)
     ]
 
 
@@ -268,14 +268,14 @@ def test_a_crash_ends_the_process_although_collectives_are_pending(tmp_path: Pat
         """,
         tmp_path,
     )
-    assert [rank.returncode for rank in ranks] == [runtime.EXIT_CRASH] * 2
+    assert [rank.returncode for rank in ranks] == [process.EXIT_CRASH] * 2
     assert "what went wrong" in ranks[0].stderr
     assert "[rank 1] Traceback" in ranks[1].stderr
 
 
 def test_other_ranks_name_themselves(tmp_path: Path) -> None:
     ranks = _launch('raise UserError("train.lr=-1: must be above 0")', tmp_path)
-    assert [rank.returncode for rank in ranks] == [runtime.EXIT_USER_ERROR] * 2
+    assert [rank.returncode for rank in ranks] == [process.EXIT_USER_ERROR] * 2
     assert [rank.stderr for rank in ranks] == [
         "train.lr=-1: must be above 0\n",
         "[rank 1] train.lr=-1: must be above 0\n",
@@ -291,5 +291,5 @@ def test_absent_ranks_are_reported(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert ranks[0].returncode == runtime.EXIT_USER_ERROR, ranks[0].stderr
+    assert ranks[0].returncode == process.EXIT_USER_ERROR, ranks[0].stderr
     assert "rank 0 of 2 did not meet the others at localhost:" in ranks[0].stderr

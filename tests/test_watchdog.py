@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d import comm, runtime
-from megatron3d.watchdog import Note, verdict, where_is
+from megatron3d import comm
+from megatron3d.runtime import process
+from megatron3d.runtime.watchdog import Note, verdict, where_is
 from tests.end_to_end import ROOT, launch_ranks, write_config
 
 FIRST = Note(
@@ -98,7 +99,7 @@ def said(ranks: list[subprocess.Popen[str]], *blamed: int) -> str:
     for rank in blamed:
         ranks[rank].kill()
         ranks[rank].communicate()
-    assert {ranks[rank].returncode for rank in errors} == {runtime.EXIT_CRASH}, errors
+    assert {ranks[rank].returncode for rank in errors} == {process.EXIT_CRASH}, errors
     return "".join(errors.values())
 
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.cli import run_tool
 from megatron3d.cost.hardware import FOLDER, load_accelerator, load_cluster
+from megatron3d.runtime.tool_main import run_tool
 
 
 def run(arguments: argparse.Namespace) -> None:

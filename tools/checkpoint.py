@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron3d import runtime
 from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pieces
 from megatron3d.checkpoint.folder import candidates, resolve
 from megatron3d.checkpoint.index import FILE_NAME, Index, read_index
@@ -29,6 +28,7 @@ from megatron3d.checkpoint.verify import verify
 from megatron3d.comm import ObjectComm
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime import process
 
 EXIT_DIFFERENT = 1
 ALONE = Mesh((("data", 1),))
@@ -75,7 +75,7 @@ def show(args: argparse.Namespace) -> int:
     print(f"{boxes} boxes in {len(files)} files")
     for name, tensor in index.tensors.items() if args.tensors else ():
         print(f"  {name} {list(tensor.shape)} {tensor.dtype}, boxes: {len(tensor.boxes)}")
-    return runtime.EXIT_DONE
+    return process.EXIT_DONE
 
 
 def sizes(index: Index) -> Mapping[str, tuple[int, int, int]]:
@@ -104,7 +104,7 @@ def check(args: argparse.Namespace) -> int:
             if not found:
                 print(f"{folder}: complete and undamaged", flush=True)
     UserError.collect(problems)
-    return runtime.EXIT_DONE
+    return process.EXIT_DONE
 
 
 def verify_with(num_workers: int, folder: Path) -> list[str]:
@@ -122,7 +122,7 @@ def compare(args: argparse.Namespace) -> int:
         print(line, flush=True)
         num_found += 1
     print(f"{num_found} differences" if num_found else "equal")
-    return EXIT_DIFFERENT if num_found else runtime.EXIT_DONE
+    return EXIT_DIFFERENT if num_found else process.EXIT_DONE
 
 
 def average(args: argparse.Namespace) -> int:
@@ -141,7 +141,7 @@ def average(args: argparse.Namespace) -> int:
     finally:
         lock.release()
     print(f"mean of {len(folders)} checkpoints: {folder}")
-    return runtime.EXIT_DONE
+    return process.EXIT_DONE
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
@@ -152,4 +152,4 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(runtime.run_program(main))
+    sys.exit(process.run_program(main))

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.cli import run_tool
 from megatron3d.convert.compare import has_transformers
 from megatron3d.convert.hub import Disagreement, Request, from_hub, to_hub
 from megatron3d.convert.weights import DTYPES
 from megatron3d.data.tokenizer import TOKENIZER_TYPES
+from megatron3d.runtime.tool_main import run_tool
 
 _DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}

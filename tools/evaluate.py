@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from megatron3d import runtime
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus import open_corpus
 from megatron3d.data.every_token import EveryToken
@@ -23,6 +22,7 @@ from megatron3d.data.loader import Loader
 from megatron3d.data.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime import process
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.flow import Flow
 from megatron3d.train.restore import read_run, resolve, restore
@@ -34,17 +34,17 @@ WHOLE, SPLITS = "whole", ("train", "valid", "test")
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, evaluate, print on rank 0."""
     args = parse_args(argv)
-    place = runtime.placement()
+    place = process.placement()
     folder = resolve(args.load)
     config = read_run(folder, args.overrides, place.world_size, args.micro_batch_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     samples = find_samples(config, tokenizer, args.split, args.samples)
-    with runtime.start() as here, torch.no_grad():
+    with process.start() as here, torch.no_grad():
         flow = restore(config, tokenizer, folder, here)
         result = describe(config, samples, mean_loss(flow, config, samples, here.device))
         if here.rank == 0:
             print(json.dumps(result) if args.json else render(result))
-    return runtime.EXIT_DONE
+    return process.EXIT_DONE
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -118,4 +118,4 @@ def render(result: Mapping[str, object]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(runtime.run_program(main))
+    sys.exit(process.run_program(main))

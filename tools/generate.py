@@ -15,9 +15,9 @@ from typing import TextIO
 
 import torch
 
-from megatron3d import runtime
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime import process
 from megatron3d.train.restore import read_run, resolve, restore
 from megatron3d.train.sampling import Choice, Sampler, Text, sample
 
@@ -25,12 +25,12 @@ from megatron3d.train.sampling import Choice, Sampler, Text, sample
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, sample, print on rank 0."""
     args = parse_args(argv)
-    place = runtime.placement()
+    place = process.placement()
     folder = resolve(args.load)
     config = read_run(folder, args.overrides, place.world_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     prompts = [] if args.interactive else encode(read_prompts(args), tokenizer)
-    with runtime.start() as here, torch.no_grad():
+    with process.start() as here, torch.no_grad():
         sampler = Sampler(restore(config, tokenizer, folder, here), here.device)
         if args.interactive:
             talk(sampler, tokenizer, args)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = [tokenizer.decode(tokens) for tokens in complete(sampler, prompts, tokenizer.eod, args)]
             if here.rank == 0:
                 print("\n".join(said if len(said) == 1 else [json.dumps({"text": text}) for text in said]))
-    return runtime.EXIT_DONE
+    return process.EXIT_DONE
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -143,4 +143,4 @@ class Shown:
 
 
 if __name__ == "__main__":
-    sys.exit(runtime.run_program(main))
+    sys.exit(process.run_program(main))

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from megatron3d.cli import positive, run_tool, waiting
 from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime.tool_main import positive, run_tool, waiting
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 

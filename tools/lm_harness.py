@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from megatron3d import runtime
 from megatron3d.data.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime import process
 from megatron3d.train.harness import Harness, as_lm
 from megatron3d.train.restore import read_run, resolve, restore
 
@@ -26,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install lm_eval")
-    place = runtime.placement()
+    place = process.placement()
     folder = resolve(args.load)
     config = read_run(folder, args.overrides, place.world_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
-    with runtime.start() as here, torch.no_grad():
+    with process.start() as here, torch.no_grad():
         import lm_eval
         from lm_eval.tasks import TaskManager
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if here.rank == 0:
             print(json.dumps(found["results"], indent=2, default=str))
-    return runtime.EXIT_DONE
+    return process.EXIT_DONE
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -62,4 +62,4 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(runtime.run_program(main))
+    sys.exit(process.run_program(main))

@@ -15,9 +15,9 @@ import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.cli import byte_progress, run_tool
 from megatron3d.data.files import replacing
 from megatron3d.errors import UserError
+from megatron3d.runtime.tool_main import byte_progress, run_tool
 
 INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 

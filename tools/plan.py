@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.cli import positive, run_tool
 from megatron3d.config.cli import resolve
 from megatron3d.config.derive import tensor_mode, tensor_shape, virtual_size
 from megatron3d.config.read import Resolved, read_config
@@ -25,6 +24,7 @@ from megatron3d.data.ramp import Batches
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE
+from megatron3d.runtime.tool_main import positive, run_tool
 
 
 def layout_of(config: Config) -> Layout:

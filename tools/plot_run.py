@@ -16,10 +16,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from megatron3d.cli import positive, run_tool
 from megatron3d.errors import UserError
 from megatron3d.pictures.curves import draw, read_run
 from megatron3d.pictures.report import is_finished, report
+from megatron3d.runtime.tool_main import positive, run_tool
 
 PAGE = ".html"
 

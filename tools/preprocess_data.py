@@ -21,7 +21,6 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.cli import byte_progress, run_tool
 from megatron3d.data.cut import cutter
 from megatron3d.data.documents import TEXT_KEY
 from megatron3d.data.encode import Encoder
@@ -33,7 +32,8 @@ from megatron3d.data.preprocess import Job, Watch, run
 from megatron3d.data.readers import Reading
 from megatron3d.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.runtime import num_cores
+from megatron3d.runtime.process import num_cores
+from megatron3d.runtime.tool_main import byte_progress, run_tool
 
 TOLD_FAULTS = 10
 

@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron3d.cli import positive, run_tool
 from megatron3d.config.check import check
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode
 from megatron3d.config.schema import Config
@@ -21,6 +20,7 @@ from megatron3d.memory.activations import run_activations
 from megatron3d.memory.work import KERNELS, Work
 from megatron3d.parallel.modes import MODES
 from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute, Run
+from megatron3d.runtime.tool_main import positive, run_tool
 
 BF16_BYTES = 2
 CHOICES: Mapping[str, Recompute] = {

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron3d.cli import positive, run_tool
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.read import read_config
@@ -29,6 +28,7 @@ from megatron3d.data.ramp import Batches
 from megatron3d.data.stream import Stream
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime.tool_main import positive, run_tool
 
 
 def show(arguments: argparse.Namespace) -> None:

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron3d.cli import positive, run_tool
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Layout
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.runtime.tool_main import positive, run_tool
 
 HEADER = ("ranks", "mode", "form", "shape", "residual", "weights", "calls", "GB sent", "of 1-D", "GB over each axis")
 ALIGN = ("--:", ":--", ":--", ":--", "--:", "--:", "--:", "--:", "--:", ":--")

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from megatron3d.cli import positive, run_tool, waiting
 from megatron3d.data.documents import TEXT_KEY
 from megatron3d.data.files import replacing, with_suffix
 from megatron3d.data.pieces import find_inputs
 from megatron3d.data.tokenizer import build_tokenizer
 from megatron3d.data.vocabulary import Source, collect_characters, select, train_byte_level, train_sentencepiece
 from megatron3d.errors import UserError
+from megatron3d.runtime.tool_main import positive, run_tool, waiting
 
 # The tokenizer that a type is for, and the suffix of its file.
 OUTPUTS = {

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d import runtime
 from megatron3d.config.check import check
 from megatron3d.config.check_pipeline import file_problems
 from megatron3d.config.derive import make_mesh, num_microbatches, stage_owners, tensor_mode, tensor_size
@@ -25,6 +24,7 @@ from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE
+from megatron3d.runtime import process
 
 VOCAB_SIZE = 61
 HEAD_SIZE = 8
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"asked:    {batch_arithmetic(config, world_size)}\nverified: {batch_arithmetic(small, num_ranks)}", flush=True
     )
-    found = runtime.launch(num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance)
+    found = process.launch(num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance)
     for line in found[:10]:
         print(f"DIFFERENT {line}")
     if not found:
@@ -155,7 +155,7 @@ def compare(config_json: str, steps: int, tolerance: float) -> list[str]:
     from megatron3d.verify import differences, trace
 
     config = Config.model_validate_json(config_json)
-    with runtime.start(on_cpu=True) as here:
+    with process.start(on_cpu=True) as here:
         got = trace(config, *connect(config, VOCAB_SIZE, here.world_size, here.rank), steps)
     if got is None:
         return []
@@ -167,4 +167,4 @@ def compare(config_json: str, steps: int, tolerance: float) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(runtime.run_program(main))
+    sys.exit(process.run_program(main))

@@ -22,7 +22,7 @@ from megatron3d.dryrun.sums import Totals, totals
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.lower import lower
-from megatron3d.runtime import num_cores
+from megatron3d.runtime.process import num_cores
 
 
 def dry_run(config: Config, vocab_size: int, world_size: int, ranks: Sequence[int]) -> list[RankRun]:

@@ -27,7 +27,7 @@ from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.pipeline.actions import Action, Kind
 from megatron3d.pipeline.schedules import FILE, build_schedule
 from megatron3d.record import Entry, Recorder
-from megatron3d.runtime import pretend
+from megatron3d.runtime.process import pretend
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
 

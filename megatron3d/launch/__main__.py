@@ -10,12 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron3d import runtime
 from megatron3d.config.cli import resolve
 from megatron3d.config.read import read_config
 from megatron3d.errors import UserError
 from megatron3d.launch.health import find_gpus, node_problems
 from megatron3d.launch.requeue import Ended, begun_at, newest_iteration, note_start, run_folder, verdict
+from megatron3d.runtime import process
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def before(typed: argparse.Namespace) -> int:
 
     What only another node finds wrong with files is that node's fault.
     """
-    allocation, is_first = runtime.allocation(), runtime.placement().rank == 0
+    allocation, is_first = process.allocation(), process.placement().rank == 0
     problems: list[str] = []
     try:
         config = resolve(typed.config, typed.overrides, typed.world_size).config
@@ -46,16 +46,16 @@ def before(typed: argparse.Namespace) -> int:
     problems += node_problems(allocation.num_gpus, find_gpus(allocation.num_gpus))
     for problem in problems:
         print(f"node {allocation.node}: {problem}; or submit with --exclude={allocation.node}", file=sys.stderr)
-    return runtime.EXIT_CRASH if problems else runtime.EXIT_DONE
+    return process.EXIT_CRASH if problems else process.EXIT_DONE
 
 
 def after(typed: argparse.Namespace) -> int:
     """0 where the job is to be queued again, else 1; says why."""
     root = run_folder(read_config(typed.config, typed.overrides).config)
     ended = Ended(typed.code, typed.before_limit)
-    again, why = verdict(ended, begun_at(root, runtime.allocation()), newest_iteration(root))
+    again, why = verdict(ended, begun_at(root, process.allocation()), newest_iteration(root))
     print(f"> {why}", flush=True)
-    return runtime.EXIT_DONE if again else runtime.EXIT_CRASH
+    return process.EXIT_DONE if again else process.EXIT_CRASH
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -71,4 +71,4 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(runtime.run_program(main))
+    sys.exit(process.run_program(main))

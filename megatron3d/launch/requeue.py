@@ -23,8 +23,8 @@ from megatron3d.config.check_files import NON_PERSISTENT
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import read_journal
-from megatron3d.placement import Allocation
-from megatron3d.runtime import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from megatron3d.runtime.launcher_env import Allocation
+from megatron3d.runtime.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 
 FILE_NAME = "slurm.jsonl"
 # Starts in a row that may save nothing.

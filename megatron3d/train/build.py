@@ -31,7 +31,7 @@ from megatron3d.errors import UserError
 from megatron3d.hardware import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
-from megatron3d.runtime import Phases, Runtime
+from megatron3d.runtime.process import Phases, Runtime
 from megatron3d.train.profiling import check_history, profile_folder
 from megatron3d.train.report import attention_line, check_built, startup_report
 from megatron3d.train.resume import Loading, load_state

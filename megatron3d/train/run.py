@@ -17,7 +17,7 @@ from megatron3d.data.ramp import Batch, Batches
 from megatron3d.hardware import Peak
 from megatron3d.metrics import MetricsWriter
 from megatron3d.metrics.timers import Timers
-from megatron3d.runtime import Runtime
+from megatron3d.runtime.process import Runtime
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import Settings
 

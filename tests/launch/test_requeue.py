@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.launch.requeue import PATIENCE, Ended, begun_at, newest_iteration, note_start, run_folder, verdict
-from megatron3d.placement import Allocation
+from megatron3d.runtime.launcher_env import Allocation
 
 KILLED = 137
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron3d import runtime
 from megatron3d.data.indexed import IndexedDataset
 from megatron3d.data.tokenizer import ByteTokenizer
 from megatron3d.parallel.modes import MODES
+from megatron3d.runtime import process
 from megatron3d.train.restore import read_run, resolve, restore
 from tests.end_to_end import evaluations, run, write_config, write_corpus
 from tests.pool import Pool
@@ -45,7 +45,7 @@ def result(capsys: pytest.CaptureFixture[str], *typed: str) -> dict[str, float]:
 def plain_loss(folder: Path) -> tuple[float, int]:
     """Sum over all windows of one process's logits, and the number of labels."""
     config = read_run(resolve(folder), [FP64], 1)
-    here = runtime.Runtime(0, 1, 0, torch.device("cpu"))
+    here = process.Runtime(0, 1, 0, torch.device("cpu"))
     flow = restore(config, ByteTokenizer(None), resolve(folder), here)
     data = IndexedDataset(str(config.data.data_path))
     tokens, length = torch.from_numpy(data.tokens(0, data.num_tokens).astype("int64")), config.model.seq_length
@@ -76,7 +76,7 @@ def test_it_is_what_training_reports(folder: Path, capsys: pytest.CaptureFixture
 
 
 def losses(rank: int, world_size: int, folder: Path, layouts: list[list[str]]) -> list[float]:
-    here = runtime.Runtime(rank, world_size, rank, torch.device("cpu"))
+    here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
     found = []
     for layout in layouts:
         config = read_run(resolve(folder), [FP64, *layout], world_size)
@@ -125,9 +125,9 @@ BAD: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     typed, words = BAD[name]
-    code = runtime.run_program(lambda: evaluate.main(["--load", str(folder), *typed]))
+    code = process.run_program(lambda: evaluate.main(["--load", str(folder), *typed]))
     shown = capsys.readouterr()
-    assert (code, shown.out) == (runtime.EXIT_USER_ERROR, "") and words in shown.err
+    assert (code, shown.out) == (process.EXIT_USER_ERROR, "") and words in shown.err
 
 
 @pytest.mark.parametrize("typed", [["--samples", "0"], ["--micro-batch-size", "-1"], ["--split", "half"]])

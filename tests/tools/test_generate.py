@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d import runtime
 from megatron3d.data.tokenizer import ByteTokenizer
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
+from megatron3d.runtime import process
 from megatron3d.train.restore import restore
 from megatron3d.train.sampling import Choice, Sampler
 from tests.end_to_end import run, write_config
@@ -57,7 +57,7 @@ def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: l
     """What a rank would print in each layout."""
     args = generate.parse_args(["--load", str(folder), *typed])
     checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)
-    here = runtime.Runtime(rank, world_size, rank, torch.device("cpu"))
+    here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
     found = []
     for layout in layouts:
         config = generate.read_run(checkpoint, layout, world_size)
@@ -200,9 +200,9 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "empty").write_text("")
     files = {"chars": tmp_path / "chars.json", "two": tmp_path / "two.csv", "empty": tmp_path / "empty"}
     typed = [part.format(**files) for part in typed]
-    code = runtime.run_program(lambda: generate.main(["--load", str(folder), *typed]))
+    code = process.run_program(lambda: generate.main(["--load", str(folder), *typed]))
     shown = capsys.readouterr()
-    assert (code, shown.out) == (runtime.EXIT_USER_ERROR, "")
+    assert (code, shown.out) == (process.EXIT_USER_ERROR, "")
     (line,) = shown.err.splitlines()
     assert words in line
 

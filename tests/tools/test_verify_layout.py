@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 
-from megatron3d import runtime
 from megatron3d.config.architecture import architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, make_pipeline, num_microbatches, tensor_mode, tensor_size
@@ -18,6 +17,7 @@ from megatron3d.model.count import num_parameters
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.runtime import process
 from tests.end_to_end import ROOT, launch
 from tools import verify_layout
 
@@ -82,9 +82,9 @@ def test_a_schedule_from_a_file_stays_as_it_is(tmp_path: Path) -> None:
 
 def verify(*typed: str) -> str:
     """What the tool says of a layout that is right."""
-    process = launch(["tools/verify_layout.py", "--config", *typed])
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    child = launch(["tools/verify_layout.py", "--config", *typed])
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, out + err
     return out
 
 
@@ -114,8 +114,8 @@ def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float) ->
 
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With sequence parallelism the tokens of a norm and of most biases are spread, those of matrices are gathered."""
-    right: Callable[..., list[str]] = runtime.launch
-    monkeypatch.setattr(runtime, "launch", lambda ranks, _, *rest: right(ranks, compare_with_a_wrong_rule, *rest))
+    right: Callable[..., list[str]] = process.launch
+    monkeypatch.setattr(process, "launch", lambda ranks, _, *rest: right(ranks, compare_with_a_wrong_rule, *rest))
     typed = ["--config", str(MODES_FOLDER / "1d-sp.yaml"), "--world-size", "2", "--steps", "1"]
     typed += ["parallel.tensor_model_parallel_size=2"]
     assert verify_layout.main(typed) == 1
@@ -141,9 +141,9 @@ BAD: dict[str, tuple[list[str], str]] = {
 def test_bad_input(capsys: pytest.CaptureFixture[str], name: str) -> None:
     typed, words = BAD[name]
     config = ["--config", str(MODES_FOLDER / "2d.yaml")]
-    code = runtime.run_program(lambda: verify_layout.main([*config, *typed]))
+    code = process.run_program(lambda: verify_layout.main([*config, *typed]))
     shown = capsys.readouterr()
-    assert (code, shown.out) == (runtime.EXIT_USER_ERROR, "") and words in shown.err and "Traceback" not in shown.err
+    assert (code, shown.out) == (process.EXIT_USER_ERROR, "") and words in shown.err and "Traceback" not in shown.err
 
 
 @pytest.mark.parametrize("typed", [["--steps", "0"], ["--world-size", "0"], ["--tolerance", "small"], ["--chek"]])

@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from megatron3d.board import Board
 from megatron3d.errors import UserError
+from megatron3d.runtime.status_store import Board
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 WAITS_IN = "comm.py"
 VERDICT = "verdict"
 FRAMES = 4

@@ -18,14 +18,14 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron3d.allocator import keep_freed_memory
 from megatron3d.errors import UserError
-from megatron3d.placement import Allocation, Placement, read_allocation, read_environment
+from megatron3d.runtime.host_allocator import keep_freed_memory
+from megatron3d.runtime.launcher_env import Allocation, Placement, read_allocation, read_environment
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron3d.watchdog import Watchdog
+    from megatron3d.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
 # What torch waits for longer than the watchdog, which can say more.
@@ -80,8 +80,8 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
 
 def _watchdog(place: Placement, timeout_s: float) -> Watchdog:
     """Ends this process when it has made no progress for so long; the launcher then ends the others."""
-    from megatron3d.board import StoreBoard
-    from megatron3d.watchdog import Watchdog
+    from megatron3d.runtime.status_store import StoreBoard
+    from megatron3d.runtime.watchdog import Watchdog
 
     board = StoreBoard(place.address, place.port, _attempt())
     return Watchdog(board, place.rank, place.world_size, timeout_s, _leave_at_once)

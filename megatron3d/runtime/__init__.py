@@ -1,0 +1,1 @@
+"""From a started process to a rank: launcher environment, devices, signals, watchdog, exit codes."""
