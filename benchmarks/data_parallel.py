@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron3d.comm import Pending, ready
+from megatron3d.comm.process_comm import Pending, ready
+from megatron3d.comm.recording import Recorder
 from megatron3d.data.loader import Microbatch
 from megatron3d.parallel.mesh import Axes
-from megatron3d.record import Recorder
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
 

@@ -1,4 +1,4 @@
-"""What DTensor sends: every functional collective with its bytes over a ring, as `megatron3d.record` counts ours."""
+"""What DTensor sends: every functional collective with its bytes over a ring, as `comm.recording` counts ours."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from tensor_parallel import slowest_rank
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from megatron3d.comm import Comm, Pending
+from megatron3d.comm.process_comm import Comm, Pending
+from megatron3d.comm.recording import Recorder
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
@@ -37,7 +38,6 @@ from megatron3d.errors import UserError
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes import MODES
-from megatron3d.record import Recorder
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
 

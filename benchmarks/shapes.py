@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron3d.comm.recording import Recorder
 from megatron3d.config.derive import Architecture, architecture, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
 from megatron3d.parallel.layout import span
 from megatron3d.pipeline.engine import unwatched
-from megatron3d.record import Recorder
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, Watch, train_step
 

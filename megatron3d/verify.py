@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.checkpoint.state import param_pieces, written
-from megatron3d.comm import Comm
+from megatron3d.comm.process_comm import Comm
 from megatron3d.config.derive import Architecture, num_microbatches, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.layout import Layout, box
 from megatron3d.parallel.matmul_plan import MatmulPlan, traffic
 from megatron3d.parallel.mesh import Axes, Mesh

@@ -47,7 +47,8 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     ),
     "tensors": (
         "megatron3d.comm",
-        "megatron3d.record",
+        "megatron3d.comm.process_comm",
+        "megatron3d.comm.recording",
         "megatron3d.meter",
         "megatron3d.parallel.logical_views",
         "megatron3d.ops",
@@ -198,7 +199,7 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     ),
     "torch.distributed": (
         reads("torch.distributed"),
-        ("megatron3d.comm", "megatron3d.runtime.process", "megatron3d.runtime.status_store", *PEERS),
+        ("megatron3d.comm.process_comm", "megatron3d.runtime.process", "megatron3d.runtime.status_store", *PEERS),
         "from torch import distributed",
     ),
     "unpickling": (reads("pickle", "torch.load"), (), "torch.load(path)"),

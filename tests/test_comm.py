@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron3d.comm import ProcessComm, ready
+from megatron3d.comm.process_comm import ProcessComm, ready
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link, matchings
 from tests.pool import Pool

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron3d.comm.recording import Recorder
 from megatron3d.config.check import check
 from megatron3d.config.cli import parse_args
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
@@ -27,7 +28,6 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.recompute import recompute_of
-from megatron3d.record import Recorder
 from megatron3d.train.state import build_state, connect
 from tests.end_to_end import write_config
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron3d.comm import Comm
+from megatron3d.comm.process_comm import Comm
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode

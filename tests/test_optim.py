@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig, TrainConfig
 from megatron3d.errors import UserError
 from megatron3d.optim import MOMENTS, Optimizer, learning_rate

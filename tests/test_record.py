@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.comm.recording import Recorder
 from megatron3d.config.check import check
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
@@ -25,7 +26,6 @@ from megatron3d.pipeline.actions import RECEIVES, SENDS, Schedule, forwards, own
 from megatron3d.pipeline.lower import crossings, lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
-from megatron3d.record import Recorder
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d import comm
+from megatron3d.comm import process_comm
 from megatron3d.runtime import process
 from megatron3d.runtime.watchdog import Note, verdict, where_is
 from tests.end_to_end import ROOT, launch_ranks, write_config
@@ -64,7 +64,7 @@ def test_many_at_one_place_are_one_line() -> None:
 def test_frames_of_the_package_only() -> None:
     assert where_is(inspect.currentframe()) == ()
     found: list[tuple[str, ...]] = []
-    comm.Pending(lambda: found.append(where_is(inspect.currentframe()))).wait()  # type: ignore[arg-type,return-value]
+    process_comm.Pending(lambda: found.append(where_is(inspect.currentframe()))).wait()  # type: ignore[arg-type,return-value]
     assert len(found[0]) == 1 and found[0][0].startswith("comm.py:") and found[0][0].endswith(" wait")
 
 

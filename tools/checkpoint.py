@@ -25,7 +25,7 @@ from megatron3d.checkpoint.index import FILE_NAME, Index, read_index
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.store import save
 from megatron3d.checkpoint.verify import verify
-from megatron3d.comm import ObjectComm
+from megatron3d.comm.process_comm import ObjectComm
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process

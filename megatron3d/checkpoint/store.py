@@ -26,9 +26,9 @@ from megatron3d.checkpoint.folder import (
 from megatron3d.checkpoint.index import FILE_NAME, Index, StoredTensor, merge, read_index
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.read import fill, load, read_meta
-from megatron3d.checkpoint.together import together
 from megatron3d.checkpoint.write import write_boxes
-from megatron3d.comm import Objects
+from megatron3d.comm.process_comm import Objects
+from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.errors import UserError
 
 __all__ = ["Index", "Piece", "fill", "latest", "load", "read_index", "read_meta", "resolve", "save"]

@@ -9,8 +9,8 @@ from typing import TypeVar
 from megatron3d.checkpoint.folder import candidates
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.read import damages, refuse
-from megatron3d.checkpoint.together import together
-from megatron3d.comm import Objects
+from megatron3d.comm.process_comm import Objects
+from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.errors import UserError
 
 T = TypeVar("T")

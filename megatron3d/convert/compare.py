@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.state import param_pieces
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.convert.plain import PLAIN, Weights

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.store import Piece
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron3d.comm.recording import Entry, Recorder
 from megatron3d.config.derive import make_mesh, num_microbatches
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.data.loader import Microbatch
@@ -26,7 +27,6 @@ from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.pipeline.actions import Action, Kind
 from megatron3d.pipeline.schedules import FILE, build_schedule
-from megatron3d.record import Entry, Recorder
 from megatron3d.runtime.process import pretend
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step

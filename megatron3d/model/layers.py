@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron3d.comm import Comm
+from megatron3d.comm.process_comm import Comm
 from megatron3d.config.derive import Architecture
 from megatron3d.model.passes import Pass
 from megatron3d.ops.attention import Heads, attention, rotate

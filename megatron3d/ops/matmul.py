@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.comm import Comm, Pending
+from megatron3d.comm.process_comm import Comm, Pending
 from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS
 from megatron3d.ops.overlap import GatheredWeight, WeightGrads
 from megatron3d.ops.panels import Operand, Result, WeightResult, begin, operand, weight_result

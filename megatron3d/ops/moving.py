@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron3d.comm import Comm, Pending, ready
+from megatron3d.comm.process_comm import Comm, Pending, ready
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
 
 X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}

@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron3d.comm import Comm, Pending, ready
+from megatron3d.comm.process_comm import Comm, Pending, ready
 from megatron3d.ops.moving import W_DIMS, gather
 from megatron3d.ops.panels import Operand, WholeOperand, operand
 from megatron3d.ops.sink import add_grad

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron3d.comm import Comm, Pending
+from megatron3d.comm.process_comm import Comm, Pending
 from megatron3d.ops.moving import W_DIMS, gather, reduce
 from megatron3d.ops.product import add_product, product
 from megatron3d.ops.sink import SinkResult, sink_of

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron3d.comm import Comm, Pending, ready
+from megatron3d.comm.process_comm import Comm, Pending, ready
 from megatron3d.ops.overlap import WeightGrads
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.p2p import Link

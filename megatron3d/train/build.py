@@ -12,9 +12,9 @@ from megatron3d.checkpoint.keep import Keep
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.saver import Saver
 from megatron3d.checkpoint.store import latest, resolve
-from megatron3d.checkpoint.together import together
 from megatron3d.checkpoint.verify import check_whole, newest_good
-from megatron3d.comm import Comm, aside
+from megatron3d.comm.process_comm import Comm, aside
+from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.config.check_checkpoint import is_own
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron3d.comm import Comm
+from megatron3d.comm.process_comm import Comm
 from megatron3d.config.schema import Config
 from megatron3d.memory.cheaper import cheaper
 from megatron3d.memory.job import Job, make_job

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.saver import Saver
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing

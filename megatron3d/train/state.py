@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron3d.comm import Comm, ProcessComm
+from megatron3d.comm.process_comm import Comm, ProcessComm
 from megatron3d.compile import Compiler
 from megatron3d.config.derive import Architecture, architecture, make_mesh, make_pipeline, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config

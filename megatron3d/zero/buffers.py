@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Comm
+from megatron3d.comm.process_comm import Comm
 from megatron3d.ops.sink import add_grad, give_sink
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import DATA

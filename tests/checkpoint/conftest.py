@@ -16,7 +16,7 @@ from megatron3d.parallel.mesh import Mesh
 
 
 class ThreadComm:
-    """The object collectives of `megatron3d.comm.Comm` among threads; a rank that stays away breaks the barrier."""
+    """The object collectives of `Comm` among threads; a rank that stays away breaks the barrier."""
 
     def __init__(self, mesh: Mesh, slots: list[Any], meeting: Barrier) -> None:
         self.mesh, self._slots, self._meeting = mesh, slots, meeting

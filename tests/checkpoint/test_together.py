@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.checkpoint.together import together
+from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 

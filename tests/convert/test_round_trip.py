@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron3d.checkpoint import store
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.convert.compare import stored_inputs

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import adam_kernel, describe_apex, find_apex, fused_norms
 from megatron3d.ops.norm import Kernels, norm

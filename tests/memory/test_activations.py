@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.live import Live
-from megatron3d.comm import Comm
+from megatron3d.comm.process_comm import Comm
 from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.config.schema import ModelConfig

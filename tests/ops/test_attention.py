@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.attention import Heads, attention, rotary_tables, rotate
 from megatron3d.ops.dropout import dropout_key
 from megatron3d.parallel.layout import span

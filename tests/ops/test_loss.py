@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron3d.comm import Comm, ProcessComm
+from megatron3d.comm.process_comm import Comm, ProcessComm
 from megatron3d.ops.loss import Head, head_logits, head_loss
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.live import Live
-from megatron3d.comm import Comm
+from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.recording import Recorder
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.overlap import WeightGrads
 from megatron3d.parallel.layout import box, box_shape
@@ -21,7 +22,6 @@ from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.panel_plan import Direction, Execution, Sweep, panels
-from megatron3d.record import Recorder
 from tests.ops.test_matmul import CUBE, MESH, Diary, cases, errors
 from tests.pool import Pool
 from tests.shards import cut, every_group, normal, plan_comm, pretended_world

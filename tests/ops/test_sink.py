@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.loss import Head, head_loss
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.overlap import WeightGrads

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Comm, Pending, ProcessComm
+from megatron3d.comm.process_comm import Comm, Pending, ProcessComm
 from megatron3d.ops.matmul import linear
 from megatron3d.ops.overlap import WeightGrads
 from megatron3d.parallel.matmul_plan import MatmulPlan

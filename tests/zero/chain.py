@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm import Pending
+from megatron3d.comm.process_comm import Pending
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.zero import Block, Buffers, Sharding

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron3d.comm import ProcessComm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.zero import Block, Buffers, square_sum
 from tests.pool import Pool

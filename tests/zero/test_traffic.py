@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron3d.comm.recording import Recorder
 from megatron3d.config.check import check
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
 from megatron3d.parallel.mesh import DATA
-from megatron3d.record import Recorder
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
 from megatron3d.verify import RandomSamples

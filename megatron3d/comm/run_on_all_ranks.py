@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from megatron3d.comm import Objects
+from megatron3d.comm.process_comm import Objects
 from megatron3d.errors import UserError
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron3d.comm import Comm, Pending
+from megatron3d.comm.process_comm import Comm, Pending
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link

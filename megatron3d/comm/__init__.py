@@ -1,0 +1,1 @@
+"""Collectives by axis name over torch.distributed, recorded where wanted."""
