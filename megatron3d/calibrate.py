@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.ops.product import product
+from megatron3d.ops.gemm import product
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
 from megatron3d.runtime.host_allocator import keep_freed_memory

@@ -14,7 +14,7 @@ from importlib.resources import files
 import torch
 import yaml
 
-from megatron3d.ops.product import product
+from megatron3d.ops.gemm import product
 
 _CPU_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

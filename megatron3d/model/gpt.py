@@ -23,9 +23,9 @@ from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
 from megatron3d.model.passes import Pass, Target
 from megatron3d.model.stages import Stage
 from megatron3d.ops.attention import rotary_tables
-from megatron3d.ops.cache import Cache, Known
-from megatron3d.ops.overlap import GatheredWeight, WeightGrads, gather_ahead
-from megatron3d.ops.repeat import offloaded, repeated
+from megatron3d.ops.kv_cache import Cache, Known
+from megatron3d.ops.recompute import offloaded, repeated
+from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads, gather_ahead
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import DATA, Axes, Mesh

@@ -20,14 +20,14 @@ from megatron3d.comm.process_comm import Comm
 from megatron3d.config.derive import Architecture
 from megatron3d.model.passes import Pass
 from megatron3d.ops.attention import Heads, attention, rotate
+from megatron3d.ops.cross_entropy import Head, head_logits, head_loss
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
 from megatron3d.ops.embedding import embedding
-from megatron3d.ops.loss import Head, head_logits, head_loss
+from megatron3d.ops.gemm import uses_onednn
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import TORCH, norm
-from megatron3d.ops.overlap import GatheredWeight, WeightGrads
-from megatron3d.ops.product import uses_onednn
-from megatron3d.ops.repeat import kept_as, repeated
+from megatron3d.ops.recompute import kept_as, repeated
+from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes

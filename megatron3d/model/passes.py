@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.data.packing import Documents
-from megatron3d.ops.cache import Known
+from megatron3d.ops.kv_cache import Known
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.ops.moving import Y_DIMS, gather, gather_dy, reduce
+from megatron3d.ops.collectives import Y_DIMS, gather, gather_dy, reduce
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.process_comm import Comm, Pending
-from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS
-from megatron3d.ops.overlap import GatheredWeight, WeightGrads
+from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS
+from megatron3d.ops.gemm import uses_onednn
+from megatron3d.ops.main_grad import sink_of
 from megatron3d.ops.panels import Operand, Result, WeightResult, begin, operand, weight_result
-from megatron3d.ops.product import uses_onednn
-from megatron3d.ops.sink import sink_of
+from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.panel_plan import AS_PLANNED, Direction, Execution, Sweep, choose, stored_over
 

@@ -15,9 +15,9 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron3d.comm.process_comm import Comm, Pending
-from megatron3d.ops.moving import W_DIMS, gather, reduce
-from megatron3d.ops.product import add_product, product
-from megatron3d.ops.sink import SinkResult, sink_of
+from megatron3d.ops.collectives import W_DIMS, gather, reduce
+from megatron3d.ops.gemm import add_product, product
+from megatron3d.ops.main_grad import SinkResult, sink_of
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
 from megatron3d.parallel.panel_plan import Sweep, stored_over
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron3d.comm.process_comm import Comm, Pending, ready
-from megatron3d.ops.overlap import WeightGrads
+from megatron3d.ops.weight_prefetch import WeightGrads
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron3d.ops.cache import Cache
+from megatron3d.ops.kv_cache import Cache
 from megatron3d.train.flow import Flow
 from megatron3d.train.sampling import Context, placed
 

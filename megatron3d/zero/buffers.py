@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.ops.sink import add_grad, give_sink
+from megatron3d.ops.main_grad import add_grad, give_sink
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import DATA
 from megatron3d.zero.blocks import wait_for_blocks, watch_blocks

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron3d.comm.process_comm import Comm, ProcessComm
-from megatron3d.ops.loss import Head, head_logits, head_loss
+from megatron3d.ops.cross_entropy import Head, head_logits, head_loss
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron3d.ops.matmul import Matmul
-from megatron3d.ops.overlap import GatheredWeight, WeightGrads, gather_ahead
-from megatron3d.ops.repeat import repeated
+from megatron3d.ops.recompute import repeated
+from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads, gather_ahead
 from megatron3d.parallel.panel_plan import Execution
 from tests.ops.test_matmul import CUBE, MESH, Diary
 from tests.shards import plan_comm, pretended_world

@@ -16,7 +16,7 @@ from benchmarks.live import Live
 from megatron3d.comm.process_comm import Comm
 from megatron3d.comm.recording import Recorder
 from megatron3d.ops.matmul import Matmul
-from megatron3d.ops.overlap import WeightGrads
+from megatron3d.ops.weight_prefetch import WeightGrads
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron3d.ops.repeat import kept_as, offloaded, repeated
+from megatron3d.ops.recompute import kept_as, offloaded, repeated
 
 SIZE = 16
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.ops.loss import Head, head_loss
+from megatron3d.ops.cross_entropy import Head, head_loss
+from megatron3d.ops.main_grad import give_sink
 from megatron3d.ops.matmul import Matmul
-from megatron3d.ops.overlap import WeightGrads
-from megatron3d.ops.sink import give_sink
+from megatron3d.ops.weight_prefetch import WeightGrads
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.panel_plan import Execution

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Comm, Pending, ProcessComm
 from megatron3d.ops.matmul import linear
-from megatron3d.ops.overlap import WeightGrads
+from megatron3d.ops.weight_prefetch import WeightGrads
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.config.schema import Config
-from megatron3d.ops.cache import Cache
+from megatron3d.ops.kv_cache import Cache
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.flow import Flow

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Pending
-from megatron3d.ops.repeat import repeated
+from megatron3d.ops.recompute import repeated
 from megatron3d.parallel.mesh import Axes
 from megatron3d.zero import Block, Buffers
 from tests.zero.chain import CPU, MESH, Echo, Scale, chain, fill_main, sharding, spec

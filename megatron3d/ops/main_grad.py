@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from megatron3d.ops.product import add_product, put_product
+from megatron3d.ops.gemm import add_product, put_product
 
 
 class Sink(Protocol):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.ops.moving import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
+from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
+from megatron3d.ops.gemm import product
+from megatron3d.ops.main_grad import add_grad
 from megatron3d.ops.panels import WeightResult, weight_result
-from megatron3d.ops.product import product
-from megatron3d.ops.sink import add_grad
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import Axes

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.process_comm import Comm, Pending, ready
-from megatron3d.ops.moving import W_DIMS, gather
+from megatron3d.ops.collectives import W_DIMS, gather
+from megatron3d.ops.main_grad import add_grad
 from megatron3d.ops.panels import Operand, WholeOperand, operand
-from megatron3d.ops.sink import add_grad
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.panel_plan import Direction, Execution, Sweep
 
