@@ -18,12 +18,12 @@ import torch
 from report import Row, show, write
 
 from megatron3d import calibrate
-from megatron3d.config.architecture import architecture
 from megatron3d.config.check import check
 from megatron3d.config.schema import Config
 from megatron3d.cost.hardware import load_accelerator, load_cluster
 from megatron3d.cost.step import machine_with, make_step, predict
 from megatron3d.data.loader import Loader
+from megatron3d.model.architecture import architecture
 from megatron3d.runtime import process
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from megatron3d.config.derive import Pipeline
 from megatron3d.model.gpt import GPT
-from megatron3d.model.passes import Pass
+from megatron3d.model.microbatch import Pass
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.engine import Watch, unwatched
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron3d.compile import Backend, Compiler
 from megatron3d.config.schema import Config
+from megatron3d.model.compile import Backend, Compiler
 from megatron3d.model.layers import Linear
 from megatron3d.train.state import TrainState, build_state, connect
 from tests.pool import Pool

@@ -24,10 +24,10 @@ from megatron3d.dryrun.run import RankRun, few_microbatches, measure, microbatch
 from megatron3d.dryrun.sums import totals
 from megatron3d.errors import UserError
 from megatron3d.memory.job import Job, make_job
+from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.schedules import SCHEDULES
-from megatron3d.recompute import recompute_of
 from megatron3d.train.state import build_state, connect
 from tests.end_to_end import write_config
 

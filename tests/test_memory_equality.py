@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.architecture import Architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
+from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import SCHEDULES

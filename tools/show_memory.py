@@ -18,8 +18,8 @@ from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.memory.activations import run_activations
 from megatron3d.memory.work import KERNELS, Work
+from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute, Run
 from megatron3d.parallel.modes import MODES
-from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute, Run
 from megatron3d.runtime.tool_main import positive, run_tool
 
 BF16_BYTES = 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron3d.config.architecture import architecture
 from megatron3d.config.check_checkpoint import checkpoint_problems
 from megatron3d.config.check_data import data_problems
 from megatron3d.config.check_layout import execution_problems, feature_problems, form_problems, token_problems
@@ -16,6 +15,7 @@ from megatron3d.config.derive import tensor_mode, tensor_size
 from megatron3d.config.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
+from megatron3d.model.architecture import architecture
 
 # What each of these keys is read with.
 RECOMPUTE_KEYS = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron3d.config.architecture import architecture
 from megatron3d.config.facts import Facts, plain
 from megatron3d.data.blend import STREAM, parse_paths
 from megatron3d.data.samples import parse_split
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import architecture
 
 PATH_KEYS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 

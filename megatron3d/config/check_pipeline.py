@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron3d.config.architecture import architecture
 from megatron3d.config.derive import stage_owners, tensor_size, virtual_size
 from megatron3d.config.document import show
 from megatron3d.config.facts import Facts, plain
 from megatron3d.config.suggest import one_of
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import architecture
 from megatron3d.model.stages import divide
 from megatron3d.pipeline.actions import owners
 from megatron3d.pipeline.check import read_schedule

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron3d.config.architecture import architecture
 from megatron3d.config.check import layout_problems, value_problems
 from megatron3d.config.check_files import check_files
 from megatron3d.config.facts import Facts
@@ -17,7 +16,8 @@ from megatron3d.config.read import Resolved, read
 from megatron3d.config.report import batch_arithmetic, render
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
-from megatron3d.model.count import num_parameters
+from megatron3d.model.architecture import architecture
+from megatron3d.model.flops import num_parameters
 
 # Other sizes, and with them what the axes must divide, follow from these.
 _SHAPE = frozenset({"model.family", "model.activation", "model.hidden_size", "model.num_attention_heads"})

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron3d.config.architecture import GATED as GATED
-from megatron3d.config.architecture import Architecture as Architecture
-from megatron3d.config.architecture import architecture as architecture
 from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.model.architecture import GATED as GATED
+from megatron3d.model.architecture import Architecture as Architecture
+from megatron3d.model.architecture import architecture as architecture
 from megatron3d.model.stages import Stage, divide, layer_flops, make_stages
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode

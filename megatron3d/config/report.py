@@ -11,7 +11,6 @@ from pathlib import Path
 import yaml
 
 from megatron3d import __version__
-from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.derive import (
     Pipeline,
     make_mesh,
@@ -28,6 +27,7 @@ from megatron3d.config.read import Resolved
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.model.stages import divide, stage_flops
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.pipeline.schedules import FILE

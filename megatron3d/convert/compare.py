@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.state import param_pieces
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.convert.plain import PLAIN, Weights
 from megatron3d.convert.settings import Settings
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.stages import make_stages
 from megatron3d.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from megatron3d.config.architecture import Architecture
+from megatron3d.model.architecture import Architecture
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
 from megatron3d.config.schema import Config, DataConfig
@@ -31,6 +30,7 @@ from megatron3d.convert.shards import divide, num_bytes, write_shards
 from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer
 from megatron3d.convert.weights import DTYPES, HubWeights
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.resume import LAYOUT_FIELDS, Meta, read_meta
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron3d.config.architecture import Architecture
 from megatron3d.convert.dialect import DIALECTS
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import param_specs
 from megatron3d.parallel.layout import Shape
 from megatron3d.parallel.modes import MODES, build_mode

@@ -8,10 +8,10 @@ from dataclasses import fields
 
 from pydantic import JsonValue, ValidationError
 
-from megatron3d.config.architecture import Architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.dialect import DIALECTS, METADATA, Dialect
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import Architecture
 
 Settings = Mapping[str, JsonValue]
 _ROPE = ("rope_parameters", "rope_scaling")

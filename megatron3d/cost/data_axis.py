@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.config.architecture import Architecture
 from megatron3d.cost.layer import Machine
 from megatron3d.cost.times import TAX, Times, waiting
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, param_specs
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import Traffic

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron3d.config.architecture import Architecture
 from megatron3d.config.schema import Config
 from megatron3d.cost.hardware import CLUSTERS
 from megatron3d.cost.layer import Machine
 from megatron3d.cost.step import Prediction, machine_of, make_step, predict
 from megatron3d.cost.times import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
 from megatron3d.memory.show import lines_of
+from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import Mesh
 
 # After so many steps; what is nearer than that, relative to the step, is not worth a word.

@@ -19,9 +19,9 @@ from megatron3d.cost.network import Network
 from megatron3d.cost.practice import COPIES, Passes, Practice
 from megatron3d.cost.times import ATTENTION, MEMORY, PRODUCTS, TAX, Times, add, waiting
 from megatron3d.memory.work import Work
+from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, flows
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.recompute import CORE_ATTN, MLP_ACT
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
@@ -30,13 +29,14 @@ from megatron3d.memory.activations import layer_activations, recomputed_activati
 from megatron3d.memory.job import ITEMSIZES, make_job
 from megatron3d.memory.rank import Memory, rank_memory
 from megatron3d.memory.work import KERNELS, Work
-from megatron3d.model.count import flops_per_token
+from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.flops import flops_per_token
+from megatron3d.model.recompute_spec import Recompute, recompute_of
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.costs import UNIT
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate
-from megatron3d.recompute import Recompute, recompute_of
 
 # Layouts that fit or are slower, and are predicted, at most, and the part of memory that is left to the allocator.
 MOST, SPARE = 40, 0.06

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline, make_mesh, make_pipeline, tensor_mode, virtual_size
 from megatron3d.config.derive import num_microbatches as config_microbatches
 from megatron3d.config.schema import Config
@@ -23,6 +22,8 @@ from megatron3d.cost.practice import OURS, Practice
 from megatron3d.cost.times import BUBBLE, UPDATE, Times, add, is_wait, waiting
 from megatron3d.memory.job import ITEMSIZES
 from megatron3d.memory.work import KERNELS, Work
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.recompute_spec import KEEP_ALL, recompute_of
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import DATA, Mesh
@@ -30,7 +31,6 @@ from megatron3d.parallel.panel_plan import execution_of
 from megatron3d.pipeline.actions import Action, Kind, Schedule
 from megatron3d.pipeline.schedules import FILE, num_microbatches
 from megatron3d.pipeline.simulate import Span, Timeline, run
-from megatron3d.recompute import KEEP_ALL, recompute_of
 
 
 @dataclass(frozen=True)

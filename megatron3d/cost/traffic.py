@@ -16,12 +16,12 @@ from megatron3d.memory.job import Job
 from megatron3d.memory.momentary import chunk_rows
 from megatron3d.memory.rank import flat_pieces
 from megatron3d.memory.work import Work
+from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Kind
 from megatron3d.pipeline.lower import crossings
-from megatron3d.recompute import CORE_ATTN
 
 Many = Iterator[tuple[int, Traffic]]
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.memory.work import Work
-from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Run
+from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Run
 
 _INDEX = 8
 

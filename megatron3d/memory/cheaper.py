@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron3d.config.architecture import Architecture
 from megatron3d.config.check_layout import feature_dimensions
 from megatron3d.config.derive import Pipeline, vocab_multiple
 from megatron3d.memory.job import Job
 from megatron3d.memory.rank import rank_memory
 from megatron3d.memory.work import Work
-from megatron3d.model.count import flops_per_token
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.flops import flops_per_token
+from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MODULES, Recompute
 from megatron3d.model.stages import divide, layer_flops, make_stages, stage_flops
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.actions import Kind, owners
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, num_virtual, run
-from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MODULES, Recompute
 
 # Nominal prices.
 _FORM, _SHARE_STATE, _SHARE_GRADIENTS, _ELEMENTWISE, _SMALLER_KERNELS, _SHARE_WEIGHTS = (

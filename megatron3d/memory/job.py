@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline, make_pipeline, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.memory.work import KERNELS, Kernels, Work
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.panel_plan import execution_of
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
-from megatron3d.recompute import KEEP_ALL, Recompute
 
 ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 

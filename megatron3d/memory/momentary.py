@@ -13,8 +13,8 @@ from typing import NamedTuple
 from megatron3d.memory.activations import layer_activations, recomputed_activations
 from megatron3d.memory.job import Job
 from megatron3d.memory.work import Work
+from megatron3d.model.recompute_spec import KEEP_ALL
 from megatron3d.parallel.matmul_plan import MatmulPlan
-from megatron3d.recompute import KEEP_ALL
 
 # `ops/dropout.py` hashes indices in int64, three of them at one time for each element.
 _HASH_BYTES = 24

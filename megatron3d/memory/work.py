@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron3d.config.architecture import GATED, Architecture
+from megatron3d.model.architecture import GATED, Architecture
+from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.panel_plan import AS_PLANNED, Execution
-from megatron3d.recompute import KEEP_ALL, Recompute
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.architecture import Architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.data.packing import PLAIN, Documents, Packing, document_mask
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm
+from megatron3d.model.microbatch import Pass, Target
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
-from megatron3d.model.passes import Pass, Target
+from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from megatron3d.model.stages import Stage
 from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.kv_cache import Cache, Known
@@ -32,7 +33,6 @@ from megatron3d.parallel.mesh import DATA, Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.p2p import Link
 from megatron3d.parallel.panel_plan import AS_PLANNED, Execution
-from megatron3d.recompute import KEEP_ALL, Recompute
 from megatron3d.zero import Block
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Comm
 from megatron3d.config.derive import Architecture
-from megatron3d.model.passes import Pass
+from megatron3d.model.microbatch import Pass
+from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
 from megatron3d.ops.attention import Heads, attention, rotate
 from megatron3d.ops.cross_entropy import Head, head_logits, head_loss
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
@@ -33,7 +34,6 @@ from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.panel_plan import AS_PLANNED, Execution
-from megatron3d.recompute import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
 
 Activation = Callable[[Tensor], Tensor]
 

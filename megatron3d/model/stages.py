@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron3d.config.architecture import Architecture
-from megatron3d.model.count import head_flops_per_token, layer_flops_per_token, layer_weights
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token, layer_weights
 from megatron3d.pipeline.actions import Kind
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron3d.config.derive import Pipeline
 from megatron3d.model.gpt import GPT
-from megatron3d.model.passes import Pass
+from megatron3d.model.microbatch import Pass
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.pipeline.actions import Action, Schedule, first_microbatches, forwards
 from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched

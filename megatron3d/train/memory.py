@@ -14,7 +14,7 @@ from megatron3d.memory.job import Job, make_job
 from megatron3d.memory.show import memory_table
 from megatron3d.memory.work import KERNELS
 from megatron3d.model.gpt import GPT
-from megatron3d.recompute import recompute_of
+from megatron3d.model.recompute_spec import recompute_of
 
 # What torch's allocator for the CPU says, in a RuntimeError.
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory")

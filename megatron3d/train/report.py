@@ -12,7 +12,7 @@ from megatron3d.hardware import Peak, describe_peak
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.attention import describe_attention
 from megatron3d.memory.show import memory_table, stage_table
-from megatron3d.model.count import flops_per_token, num_parameters
+from megatron3d.model.flops import flops_per_token, num_parameters
 from megatron3d.ops.gemm import uses_onednn
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.train.memory import job_of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.model.gpt import GPT
-from megatron3d.model.passes import Pass
+from megatron3d.model.microbatch import Pass
 from megatron3d.ops.kv_cache import Cache
 from megatron3d.parallel.layout import span
 from megatron3d.train.flow import Flow

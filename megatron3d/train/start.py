@@ -16,7 +16,7 @@ from megatron3d.memory.job import Job
 from megatron3d.memory.rank import rank_memory
 from megatron3d.memory.show import stage_facts
 from megatron3d.metrics.throughput import Work
-from megatron3d.model.count import num_parameters
+from megatron3d.model.flops import num_parameters
 from megatron3d.train.run import Run
 
 

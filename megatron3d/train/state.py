@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from megatron3d.comm.process_comm import Comm, ProcessComm
-from megatron3d.compile import Compiler
 from megatron3d.config.derive import Architecture, architecture, make_mesh, make_pipeline, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
 from megatron3d.data.stream import Stream
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import fused_norms
+from megatron3d.model.compile import Compiler
 from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
 from megatron3d.model.layers import Norm, is_opaque
+from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.optim import Optimizer
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.panel_plan import execution_of
 from megatron3d.precision import PRECISIONS, LossScale
-from megatron3d.recompute import recompute_of
 from megatron3d.train.flow import Flow
 from megatron3d.zero import Buffers, Sharding
 

@@ -21,7 +21,7 @@ from megatron3d.metrics import StepRecord, peak_memory_bytes
 from megatron3d.metrics.straggler import Peers, Stragglers
 from megatron3d.metrics.throughput import Work
 from megatron3d.metrics.timers import Spread, own_ms, pipeline_bubble
-from megatron3d.model.count import flops_per_token
+from megatron3d.model.flops import flops_per_token
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action
 from megatron3d.train.everyone import TIMERS, Everyone

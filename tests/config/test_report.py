@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.architecture import architecture
 from megatron3d.config.derive import make_mesh, make_pipeline
 from megatron3d.config.read import DEFAULT, Resolved
 from megatron3d.config.report import batch_arithmetic, join_runs, render
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
-from megatron3d.model.count import flops_per_token
+from megatron3d.model.architecture import architecture
+from megatron3d.model.flops import flops_per_token
 from megatron3d.model.stages import stage_flops
 from megatron3d.pipeline.actions import Kind
 from megatron3d.pipeline.check import write_schedule

@@ -10,12 +10,12 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.config.architecture import FAMILIES, Architecture, architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.dialect import DIALECTS, METADATA
 from megatron3d.convert.names import file_tensors, logical_shapes
 from megatron3d.convert.settings import read_settings, write_settings
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import FAMILIES, Architecture, architecture
 from tests.convert.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron3d.config.architecture import architecture
 from megatron3d.config.schema import Config
 from megatron3d.cost.layer import Machine
 from megatron3d.cost.practice import MEGATRON_2021, MEGATRON_CORE, Practice
 from megatron3d.cost.step import Step, machine_of, make_step, predict
+from megatron3d.model.architecture import architecture
 
 DATA = Path(__file__).parent / "data"
 Row = Mapping[str, Any]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.config.architecture import architecture
 from megatron3d.config.schema import Config
 from megatron3d.cost import forecast as forecasting
 from megatron3d.cost.forecast import Forecast, forecast
 from megatron3d.cost.hardware import load_accelerator
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import architecture
 
 MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 8192}
 

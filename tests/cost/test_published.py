@@ -13,7 +13,7 @@ from megatron3d.cost.layer import layer_phases
 from megatron3d.cost.practice import MEGATRON_2021, MEGATRON_2022
 from megatron3d.cost.step import machine_of, predict
 from megatron3d.memory.activations import run_activations
-from megatron3d.recompute import KEEP_ALL, Recompute
+from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from tests.cost.published import (
     DROPOUTS,
     core_tflops,

@@ -12,7 +12,6 @@ from torch import nn
 
 from benchmarks.live import Live
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.derive import Pipeline
 from megatron3d.config.schema import ModelConfig
 from megatron3d.data.packing import Packing
@@ -27,14 +26,15 @@ from megatron3d.memory.activations import (
     total,
 )
 from megatron3d.memory.work import Work
+from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.model.gpt import GPT
-from megatron3d.model.passes import Pass
+from megatron3d.model.microbatch import Pass
+from megatron3d.model.recompute_spec import KEEP_ALL, MODULES, Recompute
 from megatron3d.model.stages import Stage, make_stages
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.schedules import build_schedule
-from megatron3d.recompute import KEEP_ALL, MODULES, Recompute
 from tests.memory.saved import saved_beside
 from tests.shards import every_group, pretended_world
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from benchmarks.live import Live
 from megatron3d.adam import CPU_PIECE, PIECE
-from megatron3d.config.architecture import architecture
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
@@ -22,10 +21,11 @@ from megatron3d.memory.activations import recomputed_activations
 from megatron3d.memory.job import Job, make_job
 from megatron3d.memory.rank import flat_sizes, held, in_flight, rank_memory, stage_activations
 from megatron3d.memory.work import KERNELS
+from megatron3d.model.architecture import architecture
+from megatron3d.model.recompute_spec import Recompute, recompute_of
 from megatron3d.optim import MOMENTS
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_LEAVING
-from megatron3d.recompute import Recompute, recompute_of
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
 from megatron3d.verify import RandomSamples

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.config.architecture import architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.metrics.throughput import Work
-from megatron3d.model.count import flops_per_token
+from megatron3d.model.architecture import architecture
+from megatron3d.model.flops import flops_per_token
 
 A100, TPU_V4 = 312e12, 275e12
 

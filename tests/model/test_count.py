@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.schema import ModelConfig
-from megatron3d.model.count import flops_per_token, num_parameters
+from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.flops import flops_per_token, num_parameters
 from megatron3d.model.params import param_specs
 from megatron3d.parallel.modes import MODES, build_mode
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.config.architecture import Architecture, architecture
 from megatron3d.config.derive import make_mesh, make_pipeline
 from megatron3d.config.schema import Config, ModelConfig
-from megatron3d.model.count import head_flops_per_token, layer_flops_per_token
+from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
 from megatron3d.model.stages import Stage, divide, make_stages
 from megatron3d.pipeline.actions import Action, Kind, Placement, loop, vee
 from megatron3d.pipeline.check import write_schedule

@@ -5,7 +5,7 @@ They are written without the parameter table on purpose: the built model is held
 
 from __future__ import annotations
 
-from megatron3d.config.architecture import GATED, Architecture
+from megatron3d.model.architecture import GATED, Architecture
 
 
 def num_parameters(arch: Architecture) -> int:
