@@ -20,8 +20,8 @@ from megatron3d.config.derive import architecture, make_mesh, num_microbatches, 
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import FILE, SCHEDULES
+from megatron3d.pipeline.validate import write_schedule
 from megatron3d.train.state import connect
 from megatron3d.verify import Trace, differences, trace
 from tests.pipeline.toy import any_schedule

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron3d.config.schema import Config
 from megatron3d.data.packing import IGNORED, Packing, document_mask
 from megatron3d.parallel.modes import MODES
-from megatron3d.train.flow import Flow
+from megatron3d.pipeline.executor import Flow
 from megatron3d.train.state import build_state, connect
 from megatron3d.verify import Trace, differences, trace
 from tests.pool import Pool

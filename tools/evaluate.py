@@ -22,9 +22,9 @@ from megatron3d.data.loader import Loader
 from megatron3d.data.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.pipeline.executor import Flow
 from megatron3d.runtime import process
 from megatron3d.train.evaluate import evaluate
-from megatron3d.train.flow import Flow
 from megatron3d.train.restore import read_run, resolve, restore
 from megatron3d.train.step import Settings
 

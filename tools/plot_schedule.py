@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron3d.errors import UserError
+from megatron3d.pipeline.action_costs import Costs, parse_costs
 from megatron3d.pipeline.actions import Schedule
-from megatron3d.pipeline.check import write_schedule
-from megatron3d.pipeline.costs import Costs, parse_costs
 from megatron3d.pipeline.plot import figure, text_picture, trace
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
 from megatron3d.pipeline.simulate import Timeline, num_virtual, peak_activations, simulate
+from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime.tool_main import run_tool
 
 TRACE_UNIT_US = 1000.0

@@ -13,8 +13,8 @@ from megatron3d.errors import UserError
 from megatron3d.model.architecture import architecture
 from megatron3d.model.stages import divide
 from megatron3d.pipeline.actions import owners
-from megatron3d.pipeline.check import read_schedule
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, num_microbatches, taking
+from megatron3d.pipeline.validate import read_schedule
 
 SCHEDULE, FILE_KEY = "parallel.pipeline_schedule", "parallel.pipeline_schedule_file"
 RANKS, VIRTUAL = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"

@@ -14,8 +14,8 @@ from megatron3d.model.stages import Stage, divide, layer_flops, make_stages
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Kind, Schedule, owners
-from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule
 
 SEQUENCE_PARALLEL = "sequence_parallel"

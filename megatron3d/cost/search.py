@@ -34,7 +34,7 @@ from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import Recompute, recompute_of
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.pipeline.costs import UNIT
+from megatron3d.pipeline.action_costs import UNIT
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate
 

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, Kind, Schedule, owners
-from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.simulate import simulate
 
 # Times that give the order of transfers.  Without a hop, results that cross each other would come to exist at the same

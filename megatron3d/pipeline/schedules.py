@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron3d.errors import UserError
+from megatron3d.pipeline.action_costs import UNIT, Costs
 from megatron3d.pipeline.actions import Action, Kind, Placement, Schedule, loop, vee
-from megatron3d.pipeline.check import read_schedule
-from megatron3d.pipeline.costs import UNIT, Costs
+from megatron3d.pipeline.validate import read_schedule
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741  the field's names
 Step = tuple[Kind, int]

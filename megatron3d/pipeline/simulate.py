@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron3d.pipeline.action_costs import UNIT, Costs
 from megatron3d.pipeline.actions import Action, Schedule, kept, owners, predecessors, results
-from megatron3d.pipeline.costs import UNIT, Costs
 
 
 class Span(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.data.loader import Microbatch
-from megatron3d.train.flow import Flow
+from megatron3d.pipeline.executor import Flow
 from megatron3d.train.step import Settings, loss_copies, valid_tokens
 
 

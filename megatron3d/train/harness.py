@@ -14,7 +14,7 @@ import torch
 
 from megatron3d.data.tokenizer import Tokenizer
 from megatron3d.errors import UserError
-from megatron3d.train.flow import Flow
+from megatron3d.pipeline.executor import Flow
 from megatron3d.train.sampling import Choice, Sampler, Text, sample
 from megatron3d.train.scoring import Score, score
 

@@ -14,9 +14,9 @@ from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.data.tokenizer import Tokenizer
 from megatron3d.errors import UserError
+from megatron3d.pipeline.executor import Flow
 from megatron3d.pipeline.schedules import FILE, load_schedule, num_microbatches
 from megatron3d.runtime.process import Runtime
-from megatron3d.train.flow import Flow
 from megatron3d.train.resume import load_weights
 from megatron3d.train.state import build_state, connect
 

@@ -20,7 +20,7 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.ops.kv_cache import Cache
 from megatron3d.parallel.layout import span
-from megatron3d.train.flow import Flow
+from megatron3d.pipeline.executor import Flow
 
 Context = Sequence[int]
 

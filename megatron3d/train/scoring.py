@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron3d.ops.kv_cache import Cache
-from megatron3d.train.flow import Flow
+from megatron3d.pipeline.executor import Flow
 from megatron3d.train.sampling import Context, placed
 
 CHUNK = 64

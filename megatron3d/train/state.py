@@ -20,8 +20,8 @@ from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.optim import Optimizer
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.panel_plan import execution_of
+from megatron3d.pipeline.executor import Flow
 from megatron3d.precision import PRECISIONS, LossScale
-from megatron3d.train.flow import Flow
 from megatron3d.zero import Buffers, Sharding
 
 

@@ -18,8 +18,8 @@ from megatron3d.config.facts import Facts
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import architecture
 from megatron3d.pipeline.actions import Schedule
-from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.validate import write_schedule
 
 P, V = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 SCHEDULE, LAYOUT, FILE = "pipeline_schedule", "pipeline_model_parallel_layout", "pipeline_schedule_file"

@@ -16,8 +16,8 @@ from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.stages import stage_flops
 from megatron3d.pipeline.actions import Kind
-from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.validate import write_schedule
 
 LAYER = 104  # words whose head is as much work as a layer
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron3d.metrics import timers
 from megatron3d.metrics.timers import BACKWARD, BATCH, COMPUTES, EVALUATE, FORWARD, SCHEDULE, Timers, own_ms, spread
+from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Action, Kind
-from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import simulate
 

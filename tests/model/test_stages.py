@@ -15,8 +15,8 @@ from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
 from megatron3d.model.stages import Stage, divide, make_stages
 from megatron3d.pipeline.actions import Action, Kind, Placement, loop, vee
-from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.validate import write_schedule
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
 

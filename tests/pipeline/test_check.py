@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Schedule, parse_action
-from megatron3d.pipeline.check import MAX_PROBLEMS, problems, read_schedule, write_schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.validate import MAX_PROBLEMS, problems, read_schedule, write_schedule
 
 
 def parse(*rows: str) -> Schedule:

@@ -27,11 +27,11 @@ from megatron3d.pipeline.actions import (
     parse_action,
     predecessors,
 )
-from megatron3d.pipeline.check import problems
 from megatron3d.pipeline.engine import MAX_LEAVING
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
+from megatron3d.pipeline.validate import problems
 from tests.pipeline.toy import HIDDEN, Pipeline, ThreadComm, Wire, any_schedule, as_threads, process_comm, reference
 from tests.pool import Pool
 from tests.shards import error

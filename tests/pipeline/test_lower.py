@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import (
     COMPUTATIONS,
     RECEIVES,
@@ -27,7 +28,6 @@ from megatron3d.pipeline.actions import (
     predecessors,
     results,
 )
-from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.lower import lower, peer, transfer
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import simulate

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from megatron3d.errors import UserError
+from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Schedule, owners
-from megatron3d.pipeline.check import problems, write_schedule
-from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -23,6 +22,7 @@ from megatron3d.pipeline.schedules import (
     schedule_problems,
 )
 from megatron3d.pipeline.simulate import num_virtual, peak_activations
+from megatron3d.pipeline.validate import problems, write_schedule
 
 RANKS, MICROBATCHES = st.integers(1, 8), st.integers(1, 24)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.errors import UserError
+from megatron3d.pipeline.action_costs import Costs, parse_costs
 from megatron3d.pipeline.actions import Action, Kind, Schedule, predecessors, results
-from megatron3d.pipeline.costs import Costs, parse_costs
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, simulate
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron3d.data.tokenizer import ByteTokenizer
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
+from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
 from megatron3d.train.restore import restore
 from megatron3d.train.sampling import Choice, Sampler

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.pipeline.check import read_schedule
 from megatron3d.pipeline.schedules import build_schedule
+from megatron3d.pipeline.validate import read_schedule
 from tools import plot_schedule
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "pipeline.md"

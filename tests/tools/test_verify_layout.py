@@ -15,8 +15,8 @@ from megatron3d.config.schema import Config
 from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.layout import ParamSpec
-from megatron3d.pipeline.check import write_schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
 from tests.end_to_end import ROOT, launch
 from tools import verify_layout

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megatron3d.data.tokenizer import ByteTokenizer, CharTokenizer
 from megatron3d.errors import UserError
+from megatron3d.pipeline.executor import Flow
 from megatron3d.train import scoring
-from megatron3d.train.flow import Flow
 from megatron3d.train.harness import Harness, as_lm
 from megatron3d.train.scoring import Score, score
 from tests.pool import Pool

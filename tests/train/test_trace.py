@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron3d.comm.process_comm import Pending, ProcessComm
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.p2p import Link
+from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Action, Kind, Schedule, parse_action
-from megatron3d.pipeline.costs import Costs
 from megatron3d.pipeline.engine import Boundary, Engine
 from megatron3d.pipeline.measured import predicted
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
