@@ -23,9 +23,9 @@ from megatron3d.comm.process_comm import Comm
 from megatron3d.ops.main_grad import add_grad, give_sink
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import DATA
-from megatron3d.zero.blocks import wait_for_blocks, watch_blocks
-from megatron3d.zero.flat import Block, Flat, Sharding, make_flats
-from megatron3d.zero.reduction import Reduction
+from megatron3d.zero.flat_buffer import Block, Flat, Sharding, make_flats
+from megatron3d.zero.grad_reduction import Reduction
+from megatron3d.zero.hooks import wait_for_blocks, watch_blocks
 
 EVERYTHING = Sharding()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.zero.flat import Flat
+from megatron3d.zero.flat_buffer import Flat
 
 
 class Reduction:

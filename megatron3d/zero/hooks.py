@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron3d.zero.flat import Block
+from megatron3d.zero.flat_buffer import Block
 
 # Backward begins with a norm, which is too short to gather a layer under it.
 BLOCKS_UNDER_HEAD = 2
