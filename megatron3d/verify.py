@@ -16,7 +16,7 @@ from megatron3d.config.derive import Architecture, num_microbatches, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
 from megatron3d.data.packing import Packing
-from megatron3d.optim import learning_rate
+from megatron3d.optim.optimizer import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import Settings, train_step

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron3d import adam
-from megatron3d.adam import Group, Update, update_fused, update_in_pieces, update_with_apex
 from megatron3d.config.schema import OptimizerConfig
+from megatron3d.optim import adamw
+from megatron3d.optim.adamw import Group, Update, update_fused, update_in_pieces, update_with_apex
 
 CONFIG = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
 MADE, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
@@ -98,7 +98,7 @@ def steps_agree(update: Update, main: torch.dtype, tolerance: float) -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 2**18])
 def test_pieces_are_the_fused_update(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam, "CPU_PIECE", piece)
+    monkeypatch.setattr(adamw, "CPU_PIECE", piece)
     steps_agree(update_in_pieces, torch.float64, 1e-12)
     steps_agree(update_in_pieces, torch.float32, 2e-6)
 
@@ -109,7 +109,7 @@ def test_apexs_kernel_is_the_fused_update() -> None:
 
 def test_apexs_kernel_gets_pieces_that_it_can_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts elements of a tensor in 32 bits."""
-    monkeypatch.setattr(adam, "_MAX_KERNEL_SIZE", 8)
+    monkeypatch.setattr(adamw, "_MAX_KERNEL_SIZE", 8)
     steps_agree(update_with_apex(apex_kernel), torch.float32, 2e-6)
 
 
@@ -135,7 +135,7 @@ def test_nothing_to_update_is_no_error(name: str) -> None:
 
 
 def test_temporary_memory_is_that_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam, "CPU_PIECE", 64)
+    monkeypatch.setattr(adamw, "CPU_PIECE", 64)
     group = build(torch.float32, torch.bfloat16, (1000,))
     own = {t.untyped_storage().data_ptr() for tensors in group.lists for t in tensors}
     largest = []
@@ -163,7 +163,7 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_rounding_at_random_takes_a_neighbour_and_is_right_on_average() -> None:
     x = random(2000, 1, torch.float32)
     near, far = neighbours(x)
-    draws = torch.stack([adam._round(x, random_bits(2000, seed)).float() for seed in range(400)])
+    draws = torch.stack([adamw._round(x, random_bits(2000, seed)).float() for seed in range(400)])
     assert bool(((draws == near) | (draws == far)).all())
     error = (draws.mean(0) - x) / (far - near)
     assert error.abs().max() < 5 * 0.5 / math.sqrt(400)
@@ -177,7 +177,7 @@ def random_bits(size: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5, 2.0**-126, math.inf, -math.inf])
 def test_what_bf16_can_say_is_kept(value: float) -> None:
     x = torch.full((100,), value)
-    assert torch.equal(adam._round(x, random_bits(100, 1)), x.bfloat16())
+    assert torch.equal(adamw._round(x, random_bits(100, 1)), x.bfloat16())
 
 
 @pytest.mark.parametrize("other_step", [False, True])
@@ -186,8 +186,8 @@ def test_the_hash_is_even_and_independent(other_step: bool) -> None:
     weights and gradients of a few neighbouring values."""
     size = 2**15
     w, g = 1 + torch.arange(size) % 128 / 128, torch.arange(size) // 128 / 4096
-    first = adam._noise(w, g, torch.tensor(7.0))
-    second = adam._noise(w, g, torch.tensor(8.0)) if other_step else first.roll(1)
+    first = adamw._noise(w, g, torch.tensor(7.0))
+    second = adamw._noise(w, g, torch.tensor(8.0)) if other_step else first.roll(1)
     bits, others = ((noise.unsqueeze(-1) >> torch.arange(32)) & 1 for noise in (first, second))
     band = 5 * 0.5 / math.sqrt(size)
     assert (bits.double().mean(0) - 0.5).abs().max() < band
@@ -207,7 +207,7 @@ def test_bf16_moments_do_not_depend_on_where_elements_lie(monkeypatch: pytest.Mo
         for part, piece in zip(parts.grads, whole.grads[0][order].split([17, 0, 33]), strict=True):
             part.copy_(piece)
         for group, piece_size in ((whole, 2**18), (parts, 5)):
-            monkeypatch.setattr(adam, "CPU_PIECE", piece_size)
+            monkeypatch.setattr(adamw, "CPU_PIECE", piece_size)
             update_in_pieces(group, CONFIG, 0.1, torch.tensor(float(step)), MADE)
     for mine, theirs in zip(parts.lists, whole.lists, strict=True):
         assert torch.equal(torch.cat(mine), theirs[0][order])

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig, TrainConfig
 from megatron3d.errors import UserError
-from megatron3d.optim import MOMENTS, Optimizer, learning_rate
+from megatron3d.optim.optimizer import MOMENTS, Optimizer, learning_rate
+from megatron3d.optim.precision import LossScale
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.precision import LossScale
 from megatron3d.zero import Buffers
 
 SHAPES = {"matrix": (5, 3), "bias": (5,), "other": (2, 4), "norm": (7,)}

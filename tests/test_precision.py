@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.config.schema import TrainConfig
-from megatron3d.precision import PRECISIONS, LossScale
+from megatron3d.optim.precision import PRECISIONS, LossScale
 
 CPU = torch.device("cpu")
 

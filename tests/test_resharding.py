@@ -17,7 +17,7 @@ from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
-from megatron3d.optim import learning_rate
+from megatron3d.optim.optimizer import learning_rate
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.resume import load_state, save_state, source_of
 from megatron3d.train.state import TrainState, build_state, connect

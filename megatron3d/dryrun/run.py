@@ -22,7 +22,7 @@ from megatron3d.config.derive import make_mesh, num_microbatches
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.data.loader import Microbatch
 from megatron3d.meter import Meter
-from megatron3d.optim import MOMENTS
+from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.pipeline.actions import Action, Kind

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron3d.config.schema import Config
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
-from megatron3d.optim import learning_rate
+from megatron3d.optim.optimizer import learning_rate
 from megatron3d.runtime.process import EXIT_DONE, EXIT_STOPPED, StopSignal
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.memory import explained, job_of

@@ -18,7 +18,7 @@ from megatron3d.checkpoint.state import param_pieces, written
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.config.schema import CheckpointConfig, Config
 from megatron3d.errors import UserError
-from megatron3d.optim import MOMENTS
+from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.train.state import TrainState
 
 LAYOUT_FIELDS = frozenset({"padded_vocab_size"})

@@ -17,11 +17,11 @@ from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
 from megatron3d.model.layers import Norm, is_opaque
 from megatron3d.model.recompute_spec import recompute_of
-from megatron3d.optim import Optimizer
+from megatron3d.optim.optimizer import Optimizer
+from megatron3d.optim.precision import PRECISIONS, LossScale
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.panel_plan import execution_of
 from megatron3d.pipeline.executor import Flow
-from megatron3d.precision import PRECISIONS, LossScale
 from megatron3d.zero import Buffers, Sharding
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.live import Live
-from megatron3d.adam import CPU_PIECE, PIECE
 from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
@@ -23,7 +22,8 @@ from megatron3d.memory.rank import flat_sizes, held, in_flight, rank_memory, sta
 from megatron3d.memory.work import KERNELS
 from megatron3d.model.architecture import architecture
 from megatron3d.model.recompute_spec import Recompute, recompute_of
-from megatron3d.optim import MOMENTS
+from megatron3d.optim.adamw import CPU_PIECE, PIECE
+from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_LEAVING
 from megatron3d.train.state import TrainState, build_state, connect

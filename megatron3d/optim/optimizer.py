@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron3d.adam import Group, Update, update_fused, update_in_pieces, update_with_apex
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.apex import adam_kernel
-from megatron3d.precision import LossScale
+from megatron3d.optim.adamw import Group, Update, update_fused, update_in_pieces, update_with_apex
+from megatron3d.optim.precision import LossScale
 from megatron3d.zero import Buffers, Flat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
