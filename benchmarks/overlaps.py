@@ -29,9 +29,9 @@ from torch.multiprocessing.spawn import spawn
 
 from megatron3d.comm.process_comm import Comm, Pending
 from megatron3d.comm.recording import Recorder
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Microbatch
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture

@@ -18,8 +18,8 @@ import torch
 from report import Row, show, write
 
 from megatron3d import calibrate
-from megatron3d.config.check import check
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.cost.hardware import load_accelerator, load_cluster
 from megatron3d.cost.step import machine_with, make_step, predict
 from megatron3d.data.loader import Loader

@@ -16,6 +16,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 # A module belongs to the longest name here that it starts with, and imports from its own layer and those above.
 LAYERS: Mapping[str, tuple[str, ...]] = {
     "values": (
+        "megatron3d.model.architecture",
         "megatron3d.runtime",
         "megatron3d.parallel",
         "megatron3d",

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron3d.comm.recording import Recorder
-from megatron3d.config.check import check
 from megatron3d.config.cli import parse_args
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.cost.traffic import step_flops, step_traffic
 from megatron3d.dryrun.agree import disagreements
 from megatron3d.dryrun.plot import figure

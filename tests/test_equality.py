@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.check import check
 from megatron3d.config.derive import architecture, make_mesh, num_microbatches, stage_owners, tensor_shape
 from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.config.validate.rules import check
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE, SCHEDULES

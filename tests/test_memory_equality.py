@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
 from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import DATA

@@ -14,8 +14,8 @@ from hypothesis import given
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.comm.recording import Recorder
-from megatron3d.config.check import check
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
 from megatron3d.ops.matmul import linear
 from megatron3d.parallel.layout import box, box_shape

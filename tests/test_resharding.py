@@ -13,9 +13,9 @@ import torch
 
 from megatron3d.checkpoint.store import read_index
 from megatron3d.checkpoint.verify import verify
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.parallel.modes import MODES

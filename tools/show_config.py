@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from pydantic.fields import FieldInfo
 
-from megatron3d.config.document import show
 from megatron3d.config.read import expected
 from megatron3d.config.schema import Config
+from megatron3d.config.yaml_origins import show
 
 HEAD = """# Configuration
 

@@ -12,9 +12,9 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron3d.config.check import check
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.memory.activations import run_activations
 from megatron3d.memory.work import KERNELS, Work

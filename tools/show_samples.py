@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.data.blended import BlendedSamples
 from megatron3d.data.corpus import open_corpus
 from megatron3d.data.loader import Loader

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.config.check import check
-from megatron3d.config.check_pipeline import file_problems
 from megatron3d.config.derive import make_mesh, num_microbatches, stage_owners, tensor_mode, tensor_size
-from megatron3d.config.facts import Facts
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
+from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.pipeline import file_problems
+from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE

@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron3d.checkpoint.index import FILE_NAME
-from megatron3d.config.check_files import NON_PERSISTENT, TRACKER
+from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 from megatron3d.errors import UserError
 
 

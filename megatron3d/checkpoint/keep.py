@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron3d.checkpoint.folder import finished, removed, tracked
-from megatron3d.config.check_files import NON_PERSISTENT, TRACKER
 from megatron3d.config.schema import CheckpointConfig
+from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import save
 from megatron3d.comm.process_comm import Objects
-from megatron3d.config.check_files import NON_PERSISTENT
+from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
 
 # What a rank writes, with every tensor passed through a function first.

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron3d.config.check import layout_problems, value_problems
-from megatron3d.config.check_files import check_files
-from megatron3d.config.facts import Facts
 from megatron3d.config.read import Resolved, read
 from megatron3d.config.report import batch_arithmetic, render
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.files import check_files
+from megatron3d.config.validate.rules import layout_problems, value_problems
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import num_parameters

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron3d.config.document import Entry, parse_value, read_document, show
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS, nearest, nearest_key, one_of
+from megatron3d.config.yaml_origins import Entry, parse_value, read_document, show
 from megatron3d.errors import UserError
 
 COMMAND_LINE = "command line"

@@ -21,11 +21,11 @@ from megatron3d.config.derive import (
     tensor_size,
     virtual_size,
 )
-from megatron3d.config.document import is_plain, show
-from megatron3d.config.facts import describe_tensor
 from megatron3d.config.read import Resolved
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
+from megatron3d.config.validate.facts import describe_tensor
+from megatron3d.config.yaml_origins import is_plain, show
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.model.stages import divide, stage_flops

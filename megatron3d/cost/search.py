@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.cost.data_axis import Held, exchange, repeats
 from megatron3d.cost.ends import head_times
 from megatron3d.cost.layer import Machine, layer_phases

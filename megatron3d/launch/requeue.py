@@ -18,9 +18,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from megatron3d.checkpoint.folder import candidates, finished
-from megatron3d.config.check_checkpoint import is_own
-from megatron3d.config.check_files import NON_PERSISTENT
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.checkpoint import is_own
+from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime.launcher_env import Allocation

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron3d.config.check_layout import feature_dimensions
 from megatron3d.config.derive import Pipeline, vocab_multiple
+from megatron3d.config.validate.tensor_parallel import feature_dimensions
 from megatron3d.memory.job import Job
 from megatron3d.memory.rank import rank_memory
 from megatron3d.memory.work import Work

@@ -15,10 +15,10 @@ from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.checkpoint.verify import check_whole, newest_good
 from megatron3d.comm.process_comm import Comm, aside
 from megatron3d.comm.run_on_all_ranks import together
-from megatron3d.config.check_checkpoint import is_own
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.data.blended import BlendedSamples
 from megatron3d.data.corpus import Corpus, describe_plan, open_corpus
 from megatron3d.data.indexed import BLOCK, IndexedDataset

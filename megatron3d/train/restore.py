@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.checkpoint.store import resolve
-from megatron3d.config.check import check
-from megatron3d.config.check_pipeline import file_problems
 from megatron3d.config.derive import schedule_file, tensor_size
-from megatron3d.config.facts import Facts
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.pipeline import file_problems
+from megatron3d.config.validate.rules import check
 from megatron3d.data.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.pipeline.executor import Flow

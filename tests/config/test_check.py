@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.check import check
+from megatron3d.config.validate.rules import check
 from tests.config.valid import with_changes
 
 BROKEN = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.model.architecture import architecture
 from megatron3d.model.params import param_specs
 from megatron3d.parallel.layout import box, box_shape

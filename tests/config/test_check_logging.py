@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron3d.config.check import check
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 
 
 def problems(save: str | None, **logging: Any) -> list[str]:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.check import check
-from megatron3d.config.check_pipeline import file_problems
 from megatron3d.config.derive import make_mesh, make_pipeline
-from megatron3d.config.facts import Facts
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.pipeline import file_problems
+from megatron3d.config.validate.rules import check
 from megatron3d.model.architecture import architecture
 from megatron3d.pipeline.actions import Schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.check import check
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 
 BROKEN = [
     (

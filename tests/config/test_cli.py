@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron3d.config.check import check
-from megatron3d.config.check_files import check_files
 from megatron3d.config.cli import parse_args, resolve, run_check
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.files import check_files
+from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from tests.config import test_check, test_check_data, test_check_layout
 from tests.config.valid import sections, with_changes

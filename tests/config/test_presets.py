@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.config.check import check
 from megatron3d.config.cli import parameter_line, parse_args, run_check
 from megatron3d.config.derive import tensor_mode
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
+from megatron3d.config.validate.rules import check
 from megatron3d.parallel.modes import MODES, build_mode
 
 FOLDER = Path(__file__).parents[2] / "configs"

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron3d.config.check import check
 from megatron3d.config.cli import resolve
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.cost import search as searching
 from megatron3d.cost.options import Layout, Tensor, signature, tensors
 from megatron3d.cost.search import Found, Plan, Problem, search

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.check import check
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.ramp import Batch, Batches, Ramp
 from megatron3d.parallel.mesh import Mesh

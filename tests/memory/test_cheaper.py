@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.memory.cheaper import cheaper, fits, makespan
 from megatron3d.memory.job import Job, make_job
 from megatron3d.memory.rank import rank_memory

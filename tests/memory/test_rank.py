@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.live import Live
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
 from megatron3d.memory.activations import recomputed_activations
 from megatron3d.memory.job import Job, make_job

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 
-from megatron3d.config.check import check
 from megatron3d.config.derive import make_mesh, make_pipeline, num_microbatches, tensor_mode, tensor_size
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.layout import ParamSpec

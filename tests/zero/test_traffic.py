@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron3d.comm.recording import Recorder
-from megatron3d.config.check import check
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import build_state, connect

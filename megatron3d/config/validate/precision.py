@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron3d.config.facts import Facts, plain
 from megatron3d.config.schema import TrainConfig
+from megatron3d.config.validate.facts import Facts, plain
 
 DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron3d.config.facts import Facts
+from megatron3d.config.validate.facts import Facts
 
 
 def logging_problems(facts: Facts) -> Iterator[str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron3d.config.derive import tensor_shape, tensor_size
-from megatron3d.config.document import show
 from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.config.yaml_origins import show
 from megatron3d.parallel.modes import MODES
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron3d.config.derive import stage_owners, tensor_size, virtual_size
-from megatron3d.config.document import show
-from megatron3d.config.facts import Facts, plain
 from megatron3d.config.suggest import one_of
+from megatron3d.config.validate.facts import Facts, plain
+from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import architecture
 from megatron3d.model.stages import divide

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron3d.config.check_checkpoint import checkpoint_problems
-from megatron3d.config.check_data import data_problems
-from megatron3d.config.check_layout import execution_problems, feature_problems, form_problems, token_problems
-from megatron3d.config.check_logging import logging_problems
-from megatron3d.config.check_pipeline import pipeline_problems
-from megatron3d.config.check_precision import precision_problems
-from megatron3d.config.check_ramp import ramp_batch_problems, ramp_problems
 from megatron3d.config.derive import tensor_mode, tensor_size
-from megatron3d.config.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
+from megatron3d.config.validate.checkpoint import checkpoint_problems
+from megatron3d.config.validate.data import data_problems
+from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
+from megatron3d.config.validate.logging import logging_problems
+from megatron3d.config.validate.pipeline import pipeline_problems
+from megatron3d.config.validate.precision import precision_problems
+from megatron3d.config.validate.rampup import ramp_batch_problems, ramp_problems
+from megatron3d.config.validate.tensor_parallel import (
+    execution_problems,
+    feature_problems,
+    form_problems,
+    token_problems,
+)
 from megatron3d.model.architecture import architecture
 
 # What each of these keys is read with.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron3d.config.facts import Facts, near_divisors, plain
 from megatron3d.config.suggest import one_of
+from megatron3d.config.validate.facts import Facts, near_divisors, plain
 from megatron3d.data.ramp import Batches
 
 BATCH, LENGTH = "train.rampup_batch_size", "train.seq_length_warmup"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron3d.config.facts import Facts
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.facts import Facts
 
 SAVING = (
     "save_interval",

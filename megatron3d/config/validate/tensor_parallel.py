@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron3d.config.check_ramp import ramp_length_problems
 from megatron3d.config.derive import SEQUENCE_PARALLEL
-from megatron3d.config.document import show
-from megatron3d.config.facts import Facts, describe_mode, near_divisors, near_multiples
 from megatron3d.config.suggest import one_of
+from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples
+from megatron3d.config.validate.rampup import ramp_length_problems
+from megatron3d.config.yaml_origins import show
 from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.parallel.matmul_plan import traffic
 from megatron3d.parallel.mesh import Axes, Mesh

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron3d.config.check_data import PATH_KEYS
-from megatron3d.config.check_pipeline import file_problems
-from megatron3d.config.facts import Facts
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.data import PATH_KEYS
+from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.data.blend import STREAM, parse_paths
 from megatron3d.errors import UserError
 
