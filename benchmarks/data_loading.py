@@ -27,11 +27,11 @@ import torch
 from report import Row, interleaved, show, times_faster, write
 
 from megatron3d.config.read import read_config
-from megatron3d.data.blended import Samples
-from megatron3d.data.indexed import HEADER, MAGIC, IndexedDataset
+from megatron3d.data.corpus.blended import Samples
+from megatron3d.data.corpus.indexed import HEADER, MAGIC, IndexedDataset
+from megatron3d.data.corpus.samples import Split
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.ramp import Batches
-from megatron3d.data.samples import Split
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
 

@@ -25,9 +25,9 @@ import yaml
 from report import Row, Turns, interleaved, milliseconds, show, write
 
 from megatron3d.config.cli import resolve
-from megatron3d.data.indexed import token_dtype
-from megatron3d.data.tokenizer import ByteTokenizer
-from megatron3d.data.writer import IndexedWriter
+from megatron3d.data.corpus.indexed import token_dtype
+from megatron3d.data.preprocess.writer import IndexedWriter
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime import process

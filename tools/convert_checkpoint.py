@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron3d.convert.compare import has_transformers
 from megatron3d.convert.hub import Disagreement, Request, from_hub, to_hub
 from megatron3d.convert.weights import DTYPES
-from megatron3d.data.tokenizer import TOKENIZER_TYPES
+from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.runtime.tool_main import run_tool
 
 _DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub}

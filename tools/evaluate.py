@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus import open_corpus
-from megatron3d.data.every_token import EveryToken
+from megatron3d.data.corpus.corpus import open_corpus
+from megatron3d.data.evaluation_windows import EveryToken
 from megatron3d.data.loader import Loader
-from megatron3d.data.token_bytes import bytes_of_tokens
-from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.data.tokenizers.token_bytes import bytes_of_tokens
+from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.pipeline.executor import Flow
 from megatron3d.runtime import process

@@ -15,7 +15,7 @@ from typing import TextIO
 
 import torch
 
-from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime import process
 from megatron3d.train.restore import read_run, resolve, restore

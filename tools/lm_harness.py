@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron3d.data.tokenizer import build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime import process
 from megatron3d.train.harness import Harness, as_lm

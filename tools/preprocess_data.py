@@ -21,16 +21,16 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.data.cut import cutter
-from megatron3d.data.documents import TEXT_KEY
-from megatron3d.data.encode import Encoder
-from megatron3d.data.hub import PREFIX, num_shards
-from megatron3d.data.indexed import token_dtype
-from megatron3d.data.ledger import Entry
-from megatron3d.data.pieces import Piece, find_inputs, parse_part, part_of, shuffled, split_files
-from megatron3d.data.preprocess import Job, Watch, run
-from megatron3d.data.readers import Reading
-from megatron3d.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron3d.data.corpus.documents import TEXT_KEY
+from megatron3d.data.corpus.indexed import token_dtype
+from megatron3d.data.preprocess.encode import Encoder
+from megatron3d.data.preprocess.hub import PREFIX, num_shards
+from megatron3d.data.preprocess.input_chunks import Piece, find_inputs, parse_part, part_of, shuffled, split_files
+from megatron3d.data.preprocess.pipeline import Job, Watch, run
+from megatron3d.data.preprocess.readers import Reading
+from megatron3d.data.preprocess.resume_log import Entry
+from megatron3d.data.preprocess.split_text import cutter
+from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.process import num_cores
 from megatron3d.runtime.tool_main import byte_progress, run_tool

@@ -20,13 +20,13 @@ from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.blended import BlendedSamples
-from megatron3d.data.corpus import open_corpus
+from megatron3d.data.corpus.blended import BlendedSamples
+from megatron3d.data.corpus.corpus import open_corpus
+from megatron3d.data.corpus.stream import Stream
 from megatron3d.data.loader import Loader
 from megatron3d.data.packing import IGNORED, Packing
 from megatron3d.data.ramp import Batches
-from megatron3d.data.stream import Stream
-from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import positive, run_tool
 

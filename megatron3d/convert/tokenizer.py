@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron3d.config.schema import DataConfig
-from megatron3d.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
-from megatron3d.data.vocabulary import END_OF_DOCUMENT
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
+from megatron3d.data.tokenizers.vocabulary import END_OF_DOCUMENT
 from megatron3d.errors import UserError
 
 JSON, PIECES, CHARACTERS = "tokenizer.json", "tokenizer.model", "characters.json"

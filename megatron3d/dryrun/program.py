@@ -13,7 +13,7 @@ import torch
 from megatron3d.config.cli import Arguments, resolve
 from megatron3d.config.derive import architecture, make_mesh, make_pipeline
 from megatron3d.config.schema import Config
-from megatron3d.data.tokenizer import build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.dryrun.agree import disagreements
 from megatron3d.dryrun.plot import figure
 from megatron3d.dryrun.run import RankRun, few_microbatches, run_rank

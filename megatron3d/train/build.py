@@ -19,14 +19,14 @@ from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
-from megatron3d.data.blended import BlendedSamples
-from megatron3d.data.corpus import Corpus, describe_plan, open_corpus
-from megatron3d.data.indexed import BLOCK, IndexedDataset
+from megatron3d.data.corpus.blended import BlendedSamples
+from megatron3d.data.corpus.corpus import Corpus, describe_plan, open_corpus
+from megatron3d.data.corpus.indexed import BLOCK, IndexedDataset
+from megatron3d.data.corpus.stream import Stream
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing
 from megatron3d.data.ramp import Batches
-from megatron3d.data.stream import Stream
-from megatron3d.data.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.hardware import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes

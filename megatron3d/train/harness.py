@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron3d.data.tokenizer import Tokenizer
+from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.pipeline.executor import Flow
 from megatron3d.train.sampling import Choice, Sampler, Text, sample

@@ -12,7 +12,7 @@ from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.config.validate.rules import check
-from megatron3d.data.tokenizer import Tokenizer
+from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.pipeline.executor import Flow
 from megatron3d.pipeline.schedules import FILE, load_schedule, num_microbatches

@@ -9,7 +9,7 @@ import torch
 from megatron3d.comm.process_comm import Comm, ProcessComm
 from megatron3d.config.derive import Architecture, architecture, make_mesh, make_pipeline, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
-from megatron3d.data.stream import Stream
+from megatron3d.data.corpus.stream import Stream
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import fused_norms
 from megatron3d.model.compile import Compiler

@@ -9,9 +9,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.data import cut
-from megatron3d.data.cut import cutter, parts, sentence_splitter
-from megatron3d.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron3d.data.preprocess import split_text
+from megatron3d.data.preprocess.split_text import cutter, parts, sentence_splitter
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 TEXT = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")
 
@@ -50,7 +50,7 @@ def test_parts_give_the_tokens_of_the_whole(
     models: dict[str, Tokenizer], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for constant, value in (("LONG", 900), ("PART", 500), ("SEARCH", 200), ("AROUND", 100)):
-        monkeypatch.setattr(cut, constant, value)
+        monkeypatch.setattr(split_text, constant, value)
     encode = models[name].encode
     text = " ".join(TEXT.split())  # with runs of spaces only few places would do for a model with a space in front
     pieces = list(parts(text, cutter(encode)))
@@ -64,8 +64,8 @@ def test_sentences_joined_are_the_text(text: str) -> None:
 
 
 def test_a_text_without_any_good_place_is_cut_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut, "LONG", 2 * cut.SEARCH)
-    monkeypatch.setattr(cut, "PART", cut.SEARCH)
-    text = "x" * (5 * cut.SEARCH)
+    monkeypatch.setattr(split_text, "LONG", 2 * split_text.SEARCH)
+    monkeypatch.setattr(split_text, "PART", split_text.SEARCH)
+    text = "x" * (5 * split_text.SEARCH)
     pieces = list(parts(text, cutter(lambda text: [0])))
     assert "".join(pieces) == text and len(pieces) == 4

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.indexed import HEADER, IndexedDataset, token_dtype
-from megatron3d.data.tokenizer import ByteTokenizer
-from megatron3d.data.writer import IndexedWriter
+from megatron3d.data.corpus.indexed import HEADER, IndexedDataset, token_dtype
+from megatron3d.data.preprocess.writer import IndexedWriter
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import UserError
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8]]

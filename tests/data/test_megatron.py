@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron3d.data.indexed import IndexedDataset, token_dtype
-from megatron3d.data.tokenizer import ByteTokenizer
-from megatron3d.data.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, IndexedWriter
+from megatron3d.data.corpus.indexed import IndexedDataset, token_dtype
+from megatron3d.data.preprocess.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, IndexedWriter
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

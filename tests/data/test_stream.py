@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.encode import Encoder
-from megatron3d.data.stream import Cursor, Stream, open_stream
-from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.data.corpus.stream import Cursor, Stream, open_stream
+from megatron3d.data.preprocess.encode import Encoder
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import UserError
 
 SEQ_LENGTH, SEED = 7, 3

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron3d.data.indexed import IndexedDataset
-from megatron3d.data.tokenizer import ByteTokenizer, build_tokenizer
+from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, build_tokenizer
 from tools import make_corpus, preprocess_data, train_tokenizer
 
 ROOT = Path(__file__).parents[2]

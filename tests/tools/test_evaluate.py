@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron3d.data.indexed import IndexedDataset
-from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime import process
 from megatron3d.train.restore import read_run, resolve, restore

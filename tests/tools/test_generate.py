@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule

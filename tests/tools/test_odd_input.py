@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.indexed import IndexedDataset
-from megatron3d.data.pieces import Piece, part_of, shuffled
-from megatron3d.data.tokenizer import ByteTokenizer
-from megatron3d.data.writer import IndexedWriter
+from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.preprocess.input_chunks import Piece, part_of, shuffled
+from megatron3d.data.preprocess.writer import IndexedWriter
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from tools import inspect_dataset, merge_datasets, preprocess_data
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +94,8 @@ def test_parts_are_all_pieces_once_in_order(sizes: list[int], count: int, seed: 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, mark: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LONG", 100), ("PART", 30), ("SEARCH", 10), ("AROUND", 4)):
-        monkeypatch.setattr(f"megatron3d.data.cut.{name}", value)
-    monkeypatch.setattr("megatron3d.data.readers.LONG", 100)
+        monkeypatch.setattr(f"megatron3d.data.preprocess.split_text.{name}", value)
+    monkeypatch.setattr("megatron3d.data.preprocess.readers.LONG", 100)
     text = "".join(f"line {number} é\n" for number in range(40))
     (tmp_path / "a.txt").write_bytes(mark + text.encode())
     (tmp_path / "b.jsonl").write_bytes(mark + b'{"text": "b"}\n' + mark + b'{"text": "c"}\n')

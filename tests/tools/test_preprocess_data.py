@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron3d.data import cut
-from megatron3d.data.indexed import IndexedDataset
-from megatron3d.data.tokenizer import ByteTokenizer
+from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.preprocess import split_text
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from tests.tools.jobs import corpus, documents, run, write_jsonl
 from tools import merge_datasets
 
@@ -101,8 +101,8 @@ def test_a_folder_is_a_streamed_dataset(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_long_texts_are_cut_into_parts_of_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LONG", 1000), ("PART", 300), ("SEARCH", 50), ("AROUND", 20)):
-        monkeypatch.setattr(cut, name, value)
-        monkeypatch.setattr("megatron3d.data.readers.LONG", 1000)
+        monkeypatch.setattr(split_text, name, value)
+        monkeypatch.setattr("megatron3d.data.preprocess.readers.LONG", 1000)
     text = "".join(str(row["text"]) for row in documents(100))
     (tmp_path / "a.txt").write_text(text)
     write_jsonl(tmp_path / "a.jsonl", [{"text": text}])

@@ -118,7 +118,7 @@ def test_a_kill_between_two_names_is_gone_on_from(
         raise SystemExit(moment)
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"megatron3d.data.writer.{moment}", die)
+        patched.setattr(f"megatron3d.data.preprocess.writer.{moment}", die)
         with pytest.raises(SystemExit):
             run(source, tmp_path / "x")
     assert not (tmp_path / "x_text_document.idx").exists()
@@ -150,8 +150,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         raise SystemExit
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr("megatron3d.data.encode.BATCH_BYTES", 3000)
-        patch.setattr("megatron3d.data.preprocess.publish", die)
+        patch.setattr("megatron3d.data.preprocess.encode.BATCH_BYTES", 3000)
+        patch.setattr("megatron3d.data.preprocess.pipeline.publish", die)
         run(folder / "a.jsonl", folder / "x", "--ledger-interval", "0")
     assert len((folder / "x.ledger.jsonl").read_bytes().splitlines()) > 20
     return folder

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron3d.data.tokenizer import ByteTokenizer, build_tokenizer
-from megatron3d.data.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, IndexedWriter
+from megatron3d.data.preprocess.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, IndexedWriter
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, build_tokenizer
 from tools import inspect_dataset, show_samples, train_tokenizer
 
 TEXTS = [f"document {number} {'x' * number}" for number in range(40)]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.tokenizer import ByteTokenizer, CharTokenizer
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from megatron3d.errors import UserError
 from megatron3d.pipeline.executor import Flow
 from megatron3d.train import scoring

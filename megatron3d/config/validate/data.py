@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron3d.config.validate.facts import Facts, plain
-from megatron3d.data.blend import STREAM, parse_paths
-from megatron3d.data.samples import parse_split
+from megatron3d.data.corpus.blend import STREAM, parse_paths
+from megatron3d.data.corpus.samples import parse_split
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import architecture
 

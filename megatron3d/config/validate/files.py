@@ -10,7 +10,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.data import PATH_KEYS
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
-from megatron3d.data.blend import STREAM, parse_paths
+from megatron3d.data.corpus.blend import STREAM, parse_paths
 from megatron3d.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"

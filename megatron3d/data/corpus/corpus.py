@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron3d.config.schema import Config
-from megatron3d.data.blend import STREAM, Blend, Paths, parse_paths, whole_parts
-from megatron3d.data.blended import BlendedSamples, Samples
-from megatron3d.data.encode import Encoder
-from megatron3d.data.indexed import IndexedDataset
+from megatron3d.data.corpus.blend import STREAM, Blend, Paths, parse_paths, whole_parts
+from megatron3d.data.corpus.blended import BlendedSamples, Samples
+from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.corpus.samples import Split, split_tokens
+from megatron3d.data.corpus.stream import Stream, open_stream
 from megatron3d.data.packing import Packing
-from megatron3d.data.samples import Split, split_tokens
-from megatron3d.data.stream import Stream, open_stream
-from megatron3d.data.tokenizer import Tokenizer
+from megatron3d.data.preprocess.encode import Encoder
+from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
 NAMES = ("train", "valid", "test")

@@ -15,8 +15,8 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
-from megatron3d.data.pieces import split_files
-from megatron3d.data.readers import Reading, read_pieces
+from megatron3d.data.preprocess.input_chunks import split_files
+from megatron3d.data.preprocess.readers import Reading, read_pieces
 from megatron3d.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.samples import Indices
+from megatron3d.data.corpus.samples import Indices
 from megatron3d.errors import UserError
 
 MAX_TOTAL = 100_000

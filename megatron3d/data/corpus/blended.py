@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.blend import Blend
-from megatron3d.data.indexed import IndexedDataset
-from megatron3d.data.samples import Indices, Split, sample_offsets
+from megatron3d.data.corpus.blend import Blend
+from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.corpus.samples import Indices, Split, sample_offsets
 from megatron3d.errors import UserError
 
 

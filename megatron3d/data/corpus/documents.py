@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron3d.data.pieces import Piece
+from megatron3d.data.preprocess.input_chunks import Piece
 from megatron3d.errors import UserError
 
 TEXT_KEY = "text"

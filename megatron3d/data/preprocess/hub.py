@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron3d.data.blend import STREAM as PREFIX
+from megatron3d.data.corpus.blend import STREAM as PREFIX
 from megatron3d.errors import UserError
 
 
