@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.report import Row, show, write
-from megatron3d.checkpoint.saver import Saver
+from megatron3d.checkpoint.async_saver import Saver
 from megatron3d.checkpoint.store import Piece, load, resolve
 from megatron3d.comm.process_comm import aside
 from megatron3d.parallel.layout import Shape, box, box_shape

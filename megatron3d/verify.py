@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.state import param_pieces, written
+from megatron3d.checkpoint.param_pieces import param_pieces, written
 from megatron3d.comm.process_comm import Comm
 from megatron3d.config.derive import Architecture, num_microbatches, tensor_mode
 from megatron3d.config.schema import Config

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.checkpoint.folder import finished
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.publish import finished
 from megatron3d.runtime import process
 from megatron3d.train.resume import read_meta
 from tests.end_to_end import Words, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus

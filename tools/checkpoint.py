@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pieces
-from megatron3d.checkpoint.folder import candidates, resolve
 from megatron3d.checkpoint.index import FILE_NAME, Index, read_index
 from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.publish import candidates, resolve
 from megatron3d.checkpoint.store import save
 from megatron3d.checkpoint.verify import verify
 from megatron3d.comm.process_comm import ObjectComm

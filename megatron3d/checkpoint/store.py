@@ -12,7 +12,9 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.folder import (
+from megatron3d.checkpoint.index import FILE_NAME, Index, StoredTensor, merge, read_index
+from megatron3d.checkpoint.piece import Piece
+from megatron3d.checkpoint.publish import (
     abandon,
     begin,
     iteration_folder,
@@ -23,8 +25,6 @@ from megatron3d.checkpoint.folder import (
     temporary,
     writing,
 )
-from megatron3d.checkpoint.index import FILE_NAME, Index, StoredTensor, merge, read_index
-from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.read import fill, load, read_meta
 from megatron3d.checkpoint.write import write_boxes
 from megatron3d.comm.process_comm import Objects

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron3d.checkpoint.folder import candidates
 from megatron3d.checkpoint.index import read_index
+from megatron3d.checkpoint.publish import candidates
 from megatron3d.checkpoint.read import damages, refuse
 from megatron3d.comm.process_comm import Objects
 from megatron3d.comm.run_on_all_ranks import together

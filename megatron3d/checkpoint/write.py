@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 import xxhash
 
-from megatron3d.checkpoint.folder import sync
 from megatron3d.checkpoint.index import StoredBox, StoredTensor
 from megatron3d.checkpoint.piece import DTYPES, PIECE_BYTES, Piece, dtype_name, raw_bytes
+from megatron3d.checkpoint.publish import sync
 
 ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.state import param_pieces
+from megatron3d.checkpoint.param_pieces import param_pieces
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.derive import Pipeline
 from megatron3d.convert.plain import PLAIN, Weights

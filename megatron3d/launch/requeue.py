@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from megatron3d.checkpoint.folder import candidates, finished
+from megatron3d.checkpoint.publish import candidates, finished
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.config.validate.files import NON_PERSISTENT

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.folder import is_short_lived
-from megatron3d.checkpoint.keep import Keep
+from megatron3d.checkpoint.async_saver import Saver
 from megatron3d.checkpoint.lock import FolderLock
-from megatron3d.checkpoint.saver import Saver
+from megatron3d.checkpoint.publish import is_short_lived
+from megatron3d.checkpoint.retention import Keep
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.checkpoint.verify import check_whole, newest_good
 from megatron3d.comm.process_comm import Comm, aside

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.state import written
+from megatron3d.checkpoint.param_pieces import written
 from megatron3d.comm.process_comm import Comm
 from megatron3d.model.gpt import unobserved
 from megatron3d.parallel.layout import num_copies

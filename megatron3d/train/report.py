@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron3d.checkpoint.state import written
+from megatron3d.checkpoint.param_pieces import written
 from megatron3d.config.derive import GATED
 from megatron3d.config.schema import Config
 from megatron3d.cost.forecast import forecast

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron3d import __version__
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.saver import Source
-from megatron3d.checkpoint.state import param_pieces, written
+from megatron3d.checkpoint.async_saver import Source
+from megatron3d.checkpoint.param_pieces import param_pieces, written
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.config.schema import CheckpointConfig, Config
 from megatron3d.errors import UserError

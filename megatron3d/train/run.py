@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
+from megatron3d.checkpoint.async_saver import Saver
 from megatron3d.checkpoint.lock import FolderLock
-from megatron3d.checkpoint.saver import Saver
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader, Prefetching

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.folder import finished, go_back
+from megatron3d.checkpoint.publish import finished, go_back
 from megatron3d.checkpoint.verify import newest_good
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.config.schema import TrainConfig

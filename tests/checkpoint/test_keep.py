@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.checkpoint.folder import finished
-from megatron3d.checkpoint.keep import Keep, drop_short_lived, prune
-from megatron3d.checkpoint.saver import Saver
+from megatron3d.checkpoint.async_saver import Saver
+from megatron3d.checkpoint.publish import finished
+from megatron3d.checkpoint.retention import Keep, drop_short_lived, prune
 from megatron3d.checkpoint.store import Piece, latest
 from megatron3d.checkpoint.verify import newest_good
 from megatron3d.config.schema import CheckpointConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron3d.checkpoint import write
-from megatron3d.checkpoint.keep import Keep
-from megatron3d.checkpoint.saver import Saver
+from megatron3d.checkpoint.async_saver import Saver
+from megatron3d.checkpoint.retention import Keep
 from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import Piece, latest, load
 from megatron3d.checkpoint.verify import newest_good, verify

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.checkpoint.state import Held, param_pieces, shares
+from megatron3d.checkpoint.param_pieces import Held, param_pieces, shares
 from megatron3d.checkpoint.store import load, save
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.logical_views import part_views

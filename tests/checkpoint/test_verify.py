@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from megatron3d.checkpoint.folder import go_back
+from megatron3d.checkpoint.publish import go_back
 from megatron3d.checkpoint.store import Piece, latest, load, save
 from megatron3d.checkpoint.verify import check_whole, newest_good, verify
 from megatron3d.errors import UserError

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron3d.checkpoint.folder import finished, removed, tracked
+from megatron3d.checkpoint.publish import finished, removed, tracked
 from megatron3d.config.schema import CheckpointConfig
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 

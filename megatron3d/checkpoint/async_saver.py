@@ -18,8 +18,8 @@ from threading import Thread
 from pydantic import JsonValue
 from torch import Tensor
 
-from megatron3d.checkpoint.keep import Keep, drop_short_lived, prune
 from megatron3d.checkpoint.piece import Piece
+from megatron3d.checkpoint.retention import Keep, drop_short_lived, prune
 from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import save
 from megatron3d.comm.process_comm import Objects
