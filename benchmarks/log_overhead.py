@@ -32,10 +32,10 @@ from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime import process
 from megatron3d.train.build import build_run
-from megatron3d.train.memory import job_of
+from megatron3d.train.monitor.monitor import Watching
+from megatron3d.train.monitor.oom_report import job_of
 from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult, train_step
-from megatron3d.train.watching import Watching
 
 TARGET_MS, INTERVAL, LR = 50.0, 10, 1e-4
 # Standard deviations in a normal distribution's median absolute deviation, and in a median's error over a mean's.

@@ -28,7 +28,7 @@ from megatron3d.pipeline.actions import Schedule
 from megatron3d.pipeline.measured import predicted
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.pipeline.simulate import num_virtual, peak_activations
-from megatron3d.train.trace import Recording, gather
+from megatron3d.train.monitor.pipeline_trace import Recording, gather
 
 NUM_RANKS = 2
 FIRST = "1f1b"

@@ -13,7 +13,7 @@ from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.publish import finished
 from megatron3d.runtime import process
-from megatron3d.train.resume import read_meta
+from megatron3d.train.checkpointing import read_meta
 from tests.end_to_end import Words, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus
 from tests.pool import Pool
 

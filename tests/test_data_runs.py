@@ -12,7 +12,7 @@ import torch
 
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
-from megatron3d.train.resume import read_meta
+from megatron3d.train.checkpointing import read_meta
 from tests.end_to_end import evaluations, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus
 from tests.pool import Pool
 

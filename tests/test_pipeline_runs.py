@@ -17,7 +17,7 @@ from megatron3d.metrics.journal import read_journal
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.runtime import process
 from megatron3d.train.build import build_run
-from megatron3d.train.resume import save_state
+from megatron3d.train.checkpointing import save_state
 from tests.end_to_end import evaluations, in_run, launch_ranks, run, run_as_rank, steps, stored, write_config
 from tests.pool import Pool
 

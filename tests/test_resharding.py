@@ -19,7 +19,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.parallel.modes import MODES
-from megatron3d.train.resume import load_state, save_state, source_of
+from megatron3d.train.checkpointing import load_state, save_state, source_of
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
 from megatron3d.verify import RandomSamples

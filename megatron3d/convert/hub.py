@@ -32,7 +32,7 @@ from megatron3d.convert.weights import DTYPES, HubWeights
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.train.resume import LAYOUT_FIELDS, Meta, read_meta
+from megatron3d.train.checkpointing import LAYOUT_FIELDS, Meta, read_meta
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 

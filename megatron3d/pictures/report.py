@@ -25,7 +25,7 @@ from megatron3d.pictures.curves import Rows, draw, read_run
 from megatron3d.pictures.html import details, note, page, section, svg, svg_element, table
 from megatron3d.pipeline.plot import figure
 from megatron3d.pipeline.simulate import Timeline, run
-from megatron3d.train.expected import parts_of
+from megatron3d.train.monitor.prediction_check import parts_of
 
 RECENT, MAX_SPANS = 50, 4000
 _SECTION, _KEY = re.compile(r"(\w+):\s*"), re.compile(r"  (\w+): (.*\S)\s+# (.*)")

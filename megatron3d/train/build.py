@@ -32,12 +32,12 @@ from megatron3d.hardware import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
 from megatron3d.runtime.process import Phases, Runtime
-from megatron3d.train.profiling import check_history, profile_folder
-from megatron3d.train.report import attention_line, check_built, startup_report
-from megatron3d.train.resume import Loading, load_state
+from megatron3d.train.checkpointing import Loading, load_state
+from megatron3d.train.monitor.pipeline_trace import trace_folder
+from megatron3d.train.monitor.profiling import check_history, profile_folder
+from megatron3d.train.monitor.startup_report import attention_line, check_built, startup_report
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.trace import trace_folder
 
 
 def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:

@@ -10,14 +10,14 @@ from megatron3d.config.schema import Config
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.runtime.process import EXIT_DONE, EXIT_STOPPED, StopSignal
+from megatron3d.train.checkpointing import describe, source_of
 from megatron3d.train.evaluate import evaluate
-from megatron3d.train.memory import explained, job_of
-from megatron3d.train.replicas import check_replicas
-from megatron3d.train.resume import describe, source_of
+from megatron3d.train.monitor.monitor import Watching
+from megatron3d.train.monitor.oom_report import explained, job_of
+from megatron3d.train.replica_check import check_replicas
+from megatron3d.train.rollback import Judge, roll_back
 from megatron3d.train.run import Run
-from megatron3d.train.setback import Judge, roll_back
 from megatron3d.train.step import train_step
-from megatron3d.train.watching import Watching
 
 STOP_FILE = "stop"
 

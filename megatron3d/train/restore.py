@@ -17,7 +17,7 @@ from megatron3d.errors import UserError
 from megatron3d.pipeline.executor import Flow
 from megatron3d.pipeline.schedules import FILE, load_schedule, num_microbatches
 from megatron3d.runtime.process import Runtime
-from megatron3d.train.resume import load_weights
+from megatron3d.train.checkpointing import load_weights
 from megatron3d.train.state import build_state, connect
 
 __all__ = ["read_run", "resolve", "restore"]

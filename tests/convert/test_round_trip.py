@@ -22,7 +22,7 @@ from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.convert.compare import stored_inputs
 from megatron3d.convert.hub import Request, from_hub, read_architecture, to_hub
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.train.resume import load_weights, save_state
+from megatron3d.train.checkpointing import load_weights, save_state
 from megatron3d.train.state import TrainState, build_state, connect
 from tests.convert.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings, write_hub
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.train.expected import parts_of
+from megatron3d.train.monitor.prediction_check import parts_of
 
 PHASES = {
     "batch-generator": 0.1,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron3d.config.schema import Config
-from megatron3d.train.replicas import check_replicas, digest
+from megatron3d.train.replica_check import check_replicas, digest
 from megatron3d.train.state import build_state, connect
 from tests.pool import Pool
 

@@ -13,7 +13,7 @@ from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.hardware import Peak
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.modes import MODES
-from megatron3d.train.report import check_built, startup_report
+from megatron3d.train.monitor.startup_report import check_built, startup_report
 from megatron3d.train.state import TrainState, build_state, connect
 from tests.pool import Pool
 

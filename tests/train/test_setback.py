@@ -13,7 +13,7 @@ from megatron3d.config.schema import TrainConfig
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime import process
 from megatron3d.train import loop
-from megatron3d.train.setback import LEAST, Judge
+from megatron3d.train.rollback import LEAST, Judge
 from megatron3d.train.state import TrainState
 from tests.end_to_end import in_run, run, steps, write_config
 

@@ -28,7 +28,7 @@ from megatron3d.pipeline.measured import predicted
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, simulate
 from megatron3d.runtime import process
-from megatron3d.train.trace import Recording
+from megatron3d.train.monitor.pipeline_trace import Recording
 from tests.end_to_end import in_run, run, run_as_rank, write_config
 from tests.pool import Pool
 

@@ -15,7 +15,7 @@ from megatron3d.memory.show import memory_table, stage_table
 from megatron3d.model.flops import flops_per_token, num_parameters
 from megatron3d.ops.gemm import uses_onednn
 from megatron3d.parallel.logical_views import part_views
-from megatron3d.train.memory import job_of
+from megatron3d.train.monitor.oom_report import job_of
 from megatron3d.train.state import TrainState
 
 

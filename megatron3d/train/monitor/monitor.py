@@ -24,15 +24,15 @@ from megatron3d.metrics.timers import Spread, own_ms, pipeline_bubble
 from megatron3d.model.flops import flops_per_token
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action
-from megatron3d.train.everyone import TIMERS, Everyone
-from megatron3d.train.expected import Expected
-from megatron3d.train.memory import measured
-from megatron3d.train.moments import Moments
-from megatron3d.train.profiling import Profiling
+from megatron3d.train.monitor.oom_report import measured
+from megatron3d.train.monitor.pipeline_trace import Recording, report
+from megatron3d.train.monitor.prediction_check import Expected
+from megatron3d.train.monitor.profiling import Profiling
+from megatron3d.train.monitor.rank_stats import TIMERS, Everyone
+from megatron3d.train.monitor.run_metadata import describe_start
+from megatron3d.train.monitor.tensor_stats import Moments
 from megatron3d.train.run import Run
-from megatron3d.train.start import describe_start
 from megatron3d.train.step import StepResult, Watch
-from megatron3d.train.trace import Recording, report
 
 
 class Watching:

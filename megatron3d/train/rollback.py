@@ -23,7 +23,7 @@ from megatron3d.checkpoint.publish import finished, go_back
 from megatron3d.checkpoint.verify import newest_good
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.config.schema import TrainConfig
-from megatron3d.train.resume import load_state
+from megatron3d.train.checkpointing import load_state
 from megatron3d.train.state import TrainState
 
 LEAST = 16

@@ -1,0 +1,1 @@
+"""What is observed of a run while it trains."""
