@@ -22,10 +22,10 @@ from megatron3d.data.loader import Loader
 from megatron3d.data.tokenizers.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.pipeline.executor import Flow
 from megatron3d.runtime import process
 from megatron3d.train.evaluate import evaluate
-from megatron3d.train.restore import read_run, resolve, restore
 from megatron3d.train.step import Settings
 
 WHOLE, SPLITS = "whole", ("train", "valid", "test")

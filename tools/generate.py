@@ -17,9 +17,9 @@ import torch
 
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.inference.load import read_run, resolve, restore
+from megatron3d.inference.sampling import Choice, Sampler, Text, sample
 from megatron3d.runtime import process
-from megatron3d.train.restore import read_run, resolve, restore
-from megatron3d.train.sampling import Choice, Sampler, Text, sample
 
 
 def main(argv: Sequence[str] | None = None) -> int:

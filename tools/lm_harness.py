@@ -16,9 +16,9 @@ import torch
 
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.inference.lm_eval_adapter import Harness, as_lm
+from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.runtime import process
-from megatron3d.train.harness import Harness, as_lm
-from megatron3d.train.restore import read_run, resolve, restore
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from megatron3d.data.corpus.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
+from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime import process
-from megatron3d.train.restore import read_run, resolve, restore
 from tests.end_to_end import evaluations, run, write_config, write_corpus
 from tests.pool import Pool
 from tools import evaluate

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
+from megatron3d.inference.load import restore
+from megatron3d.inference.sampling import Choice, Sampler
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
-from megatron3d.train.restore import restore
-from megatron3d.train.sampling import Choice, Sampler
 from tests.end_to_end import run, write_config
 from tests.pipeline.toy import any_schedule
 from tests.pool import Pool

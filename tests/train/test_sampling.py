@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.config.schema import Config
+from megatron3d.inference.sampling import Sampler, Text, sample
 from megatron3d.ops.kv_cache import Cache
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.executor import Flow
 from megatron3d.pipeline.schedules import SCHEDULES
-from megatron3d.train.sampling import Sampler, Text, sample
 from megatron3d.train.state import build_state, connect
 from tests.pool import Pool
 

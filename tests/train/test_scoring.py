@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from megatron3d.errors import UserError
+from megatron3d.inference import scoring
+from megatron3d.inference.lm_eval_adapter import Harness, as_lm
+from megatron3d.inference.scoring import Score, score
 from megatron3d.pipeline.executor import Flow
-from megatron3d.train import scoring
-from megatron3d.train.harness import Harness, as_lm
-from megatron3d.train.scoring import Score, score
 from tests.pool import Pool
 from tests.train.test_sampling import CPU, LENGTH, MODELS, VOCAB_SIZE, flow_of, tensor_layouts, whole_logits
 

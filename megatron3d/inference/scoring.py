@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron3d.inference.sampling import Context, placed
 from megatron3d.ops.kv_cache import Cache
 from megatron3d.pipeline.executor import Flow
-from megatron3d.train.sampling import Context, placed
 
 CHUNK = 64
 """Positions whose logits exist at one time."""

@@ -14,9 +14,9 @@ import torch
 
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
+from megatron3d.inference.sampling import Choice, Sampler, Text, sample
+from megatron3d.inference.scoring import Score, score
 from megatron3d.pipeline.executor import Flow
-from megatron3d.train.sampling import Choice, Sampler, Text, sample
-from megatron3d.train.scoring import Score, score
 
 MAX_NEW_TOKENS = 256
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""Use a trained model: load, sample, score, answer an evaluation harness."""
