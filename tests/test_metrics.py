@@ -26,8 +26,8 @@ from megatron3d.config.schema import Config, LoggingConfig, TrainConfig
 from megatron3d.errors import UserError
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
 from megatron3d.metrics.journal import FILE_NAME, Journal, read_journal
-from megatron3d.metrics.record import evaluation_line, step_line
 from megatron3d.metrics.sinks import WANDB_ID
+from megatron3d.metrics.step_record import evaluation_line, step_line
 from megatron3d.metrics.writer import numbers
 
 RECORD = StepRecord(

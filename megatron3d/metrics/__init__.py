@@ -1,7 +1,7 @@
 """What a run reports while it trains: the record of a step, the console, metrics.jsonl, tensorboard and wandb."""
 
 from megatron3d.metrics.memory import peak_memory_bytes
-from megatron3d.metrics.record import StepRecord
+from megatron3d.metrics.step_record import StepRecord
 from megatron3d.metrics.writer import MetricsWriter
 
 __all__ = ["MetricsWriter", "StepRecord", "peak_memory_bytes"]

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron3d.config.schema import Config
 from megatron3d.metrics.journal import Journal
-from megatron3d.metrics.record import StepRecord, evaluation_line, step_line, timer_lines
 from megatron3d.metrics.sinks import build_sinks
+from megatron3d.metrics.step_record import StepRecord, evaluation_line, step_line, timer_lines
 
 
 class MetricsWriter:
