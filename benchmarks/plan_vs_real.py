@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from report import Row, show, write
 
-from megatron3d import calibrate
+from megatron3d.analysis import calibrate
+from megatron3d.analysis.cost_model.hardware import load_accelerator, load_cluster
+from megatron3d.analysis.cost_model.step import machine_with, make_step, predict
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.cost.hardware import load_accelerator, load_cluster
-from megatron3d.cost.step import machine_with, make_step, predict
 from megatron3d.data.loader import Loader
 from megatron3d.model.architecture import architecture
 from megatron3d.runtime import process

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d import calibrate
-from megatron3d.calibrate import Took
-from megatron3d.cost.hardware import Cluster, Level, load_accelerator, load_cluster
-from megatron3d.cost.kernels import device
-from megatron3d.cost.network import Network
+from megatron3d.analysis import calibrate
+from megatron3d.analysis.calibrate import Took
+from megatron3d.analysis.cost_model.hardware import Cluster, Level, load_accelerator, load_cluster
+from megatron3d.analysis.cost_model.kernels import device
+from megatron3d.analysis.cost_model.network import Network
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron3d.analysis.cost_model.traffic import step_flops, step_traffic
+from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.cli import parse_args
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.cost.traffic import step_flops, step_traffic
 from megatron3d.dryrun.agree import disagreements
 from megatron3d.dryrun.plot import figure
 from megatron3d.dryrun.program import run_dry, step_lists
 from megatron3d.dryrun.run import RankRun, few_microbatches, measure, microbatches, run_rank
 from megatron3d.dryrun.sums import totals
 from megatron3d.errors import UserError
-from megatron3d.memory.job import Job, make_job
 from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.p2p import Link

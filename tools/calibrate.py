@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.cost.hardware import FOLDER, load_accelerator, load_cluster
+from megatron3d.analysis.cost_model.hardware import FOLDER, load_accelerator, load_cluster
 from megatron3d.runtime.tool_main import run_tool
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and write."""
-    from megatron3d.calibrate import calibrate
+    from megatron3d.analysis.calibrate import calibrate
 
     paths = calibrate(arguments.output_dir, arguments.seconds)
     load_accelerator("local", arguments.output_dir)

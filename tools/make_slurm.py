@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron3d.analysis.cost_model.hardware import Cluster, load_cluster
 from megatron3d.config.cli import resolve
 from megatron3d.config.report import batch_arithmetic
-from megatron3d.cost.hardware import Cluster, load_cluster
 from megatron3d.errors import UserError
 from megatron3d.launch.requeue import run_folder
 from megatron3d.launch.script import CONTAINERS, Options, Settings, fill, options

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron3d.analysis.cost_model.plan_report import compared, explained, found_table, scaling_table, shown_layout
+from megatron3d.analysis.planner.options import Layout, Tensor
+from megatron3d.analysis.planner.search import Plan, Problem, search
 from megatron3d.config.cli import resolve
 from megatron3d.config.derive import tensor_mode, tensor_shape, virtual_size
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
 from megatron3d.config.schema import Config
-from megatron3d.cost.options import Layout, Tensor
-from megatron3d.cost.search import Plan, Problem, search
-from megatron3d.cost.tell import compared, explained, found_table, scaling_table, shown_layout
 from megatron3d.data.ramp import Batches
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES

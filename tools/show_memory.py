@@ -3,7 +3,7 @@ table: bytes per rank over s b h (sequence length, sequences, hidden size), by w
 
 python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --num-ranks 1 8 64
 
-The numbers are closed forms (megatron3d/memory/activations.py), which tests hold against the tensors of real steps.
+The numbers are closed forms (megatron3d/analysis/memory_model/activations.py), which tests hold against the tensors of real steps.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron3d.analysis.memory_model.activations import run_activations
+from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.memory.activations import run_activations
-from megatron3d.memory.work import KERNELS, Work
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute, Run
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.tool_main import positive, run_tool

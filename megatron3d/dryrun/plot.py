@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from megatron3d.analysis.memory_model.table import BYTES, unit_for
 from megatron3d.dryrun.run import RankRun
 from megatron3d.dryrun.sums import Totals
-from megatron3d.memory.show import BYTES, unit_for
 
 # Of more ranks than that some are drawn, the first and the last among them.
 MAX_PANELS = 8

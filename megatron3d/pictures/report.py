@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron3d.analysis.memory_model.table import BYTES, unit_for
 from megatron3d.config.derive import make_pipeline
 from megatron3d.config.read import read_config
 from megatron3d.errors import UserError
-from megatron3d.memory.show import BYTES, unit_for
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.stages import stage_flops
 from megatron3d.parallel.mesh import Mesh, ranges

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
+from megatron3d.analysis.cost_model.traffic import step_traffic
+from megatron3d.analysis.memory_model.rank import rank_memory
+from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.config.derive import make_mesh
 from megatron3d.config.schema import Config
-from megatron3d.cost.traffic import step_traffic
-from megatron3d.memory.job import Job, make_job
-from megatron3d.memory.rank import rank_memory
 from megatron3d.model.architecture import architecture
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pictures.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron3d.analysis.cost_model.framework_profiles import PRACTICES
+from megatron3d.analysis.cost_model.layer import Machine
+from megatron3d.analysis.cost_model.step import Step, machine_of, predict
 from megatron3d.config.schema import Config
-from megatron3d.cost.layer import Machine
-from megatron3d.cost.practice import PRACTICES
-from megatron3d.cost.step import Step, machine_of, predict
 from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import flops_per_token
 from tests.cost.published import Row, read, step_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron3d.analysis.cost_model.framework_profiles import OURS, Practice
+from megatron3d.analysis.planner.options import Layout, Tensor
+from megatron3d.analysis.planner.search import Problem
 from megatron3d.config.schema import Config
-from megatron3d.cost.options import Layout, Tensor
-from megatron3d.cost.practice import OURS, Practice
-from megatron3d.cost.search import Problem
 from megatron3d.parallel.modes import MODES
 
 # On 64 ranks; every rank is on the tensor axes.

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron3d.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_CORE, Practice
+from megatron3d.analysis.cost_model.layer import Machine
+from megatron3d.analysis.cost_model.step import Step, machine_of, make_step, predict
 from megatron3d.config.schema import Config
-from megatron3d.cost.layer import Machine
-from megatron3d.cost.practice import MEGATRON_2021, MEGATRON_CORE, Practice
-from megatron3d.cost.step import Step, machine_of, make_step, predict
 from megatron3d.model.architecture import architecture
 
 DATA = Path(__file__).parent / "data"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron3d.analysis.cost_model import forecast as forecasting
+from megatron3d.analysis.cost_model.forecast import Forecast, forecast
+from megatron3d.analysis.cost_model.hardware import load_accelerator
 from megatron3d.config.schema import Config
-from megatron3d.cost import forecast as forecasting
-from megatron3d.cost.forecast import Forecast, forecast
-from megatron3d.cost.hardware import load_accelerator
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import architecture
 

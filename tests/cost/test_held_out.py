@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from megatron3d.cost import step as steps
-from megatron3d.cost.hardware import Accelerator, load_accelerator
-from megatron3d.cost.layer import layer_phases
-from megatron3d.cost.options import Layout, Tensor
-from megatron3d.cost.practice import MEGATRON_2023, OURS, PYTORCH, Practice
+from megatron3d.analysis.cost_model import step as steps
+from megatron3d.analysis.cost_model.framework_profiles import MEGATRON_2023, OURS, PYTORCH, Practice
+from megatron3d.analysis.cost_model.hardware import Accelerator, load_accelerator
+from megatron3d.analysis.cost_model.layer import layer_phases
+from megatron3d.analysis.planner.options import Layout, Tensor
 from tests.cost.held_out import GROUPS, ROWS, TABLES, Beside, beside, step_for
 from tests.cost.papers import SHAPES, on_perlmutter, on_v100
 from tests.cost.published import core_tflops, read, sc21_tflops

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.cost.hardware import CLUSTERS, FOLDER, load_accelerator, load_cluster, names
-from megatron3d.cost.kernels import Device, device
+from megatron3d.analysis.cost_model.hardware import CLUSTERS, FOLDER, load_accelerator, load_cluster, names
+from megatron3d.analysis.cost_model.kernels import Device, device
 from megatron3d.errors import UserError
 
 A100 = device(load_accelerator("a100"), "bf16", 2)

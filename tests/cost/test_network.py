@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.cost.hardware import Cluster, Level, load_cluster
-from megatron3d.cost.network import Network, members_by_level
+from megatron3d.analysis.cost_model.hardware import Cluster, Level, load_cluster
+from megatron3d.analysis.cost_model.network import Network, members_by_level
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Mesh
 

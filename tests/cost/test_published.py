@@ -8,11 +8,11 @@ from statistics import mean
 
 import pytest
 
+from megatron3d.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_2022
+from megatron3d.analysis.cost_model.layer import layer_phases
+from megatron3d.analysis.cost_model.step import machine_of, predict
+from megatron3d.analysis.memory_model.activations import run_activations
 from megatron3d.config.schema import Config
-from megatron3d.cost.layer import layer_phases
-from megatron3d.cost.practice import MEGATRON_2021, MEGATRON_2022
-from megatron3d.cost.step import machine_of, predict
-from megatron3d.memory.activations import run_activations
 from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from tests.cost.published import (
     DROPOUTS,

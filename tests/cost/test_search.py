@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron3d.analysis.cost_model.step import make_step, predict
+from megatron3d.analysis.memory_model.rank import Memory
+from megatron3d.analysis.planner import search as searching
+from megatron3d.analysis.planner.options import Layout, Tensor, signature, tensors
+from megatron3d.analysis.planner.search import Found, Plan, Problem, search
 from megatron3d.config.cli import resolve
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.cost import search as searching
-from megatron3d.cost.options import Layout, Tensor, signature, tensors
-from megatron3d.cost.search import Found, Plan, Problem, search
-from megatron3d.cost.step import make_step, predict
 from megatron3d.errors import UserError
-from megatron3d.memory.rank import Memory
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES
 from tests.end_to_end import run_as_rank, steps, write_config

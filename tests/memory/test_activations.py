@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.live import Live
-from megatron3d.comm.process_comm import Comm
-from megatron3d.config.derive import Pipeline
-from megatron3d.config.schema import ModelConfig
-from megatron3d.data.packing import Packing
-from megatron3d.memory.activations import (
+from megatron3d.analysis.memory_model.activations import (
     Item,
     document_activations,
     embedding_activations,
@@ -25,7 +21,11 @@ from megatron3d.memory.activations import (
     run_activations,
     total,
 )
-from megatron3d.memory.work import Work
+from megatron3d.analysis.memory_model.local_sizes import Work
+from megatron3d.comm.process_comm import Comm
+from megatron3d.config.derive import Pipeline
+from megatron3d.config.schema import ModelConfig
+from megatron3d.data.packing import Packing
 from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass

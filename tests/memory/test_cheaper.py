@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron3d.analysis.memory_model.rank import rank_memory
+from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.analysis.memory_model.suggestions import cheaper, fits, makespan
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.memory.cheaper import cheaper, fits, makespan
-from megatron3d.memory.job import Job, make_job
-from megatron3d.memory.rank import rank_memory
 from megatron3d.model.architecture import architecture
 from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.parallel.modes import MODES, build_mode

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.live import Live
+from megatron3d.analysis.memory_model.activations import recomputed_activations
+from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.rank import flat_sizes, held, in_flight, rank_memory, stage_activations
+from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
-from megatron3d.memory.activations import recomputed_activations
-from megatron3d.memory.job import Job, make_job
-from megatron3d.memory.rank import flat_sizes, held, in_flight, rank_memory, stage_activations
-from megatron3d.memory.work import KERNELS
 from megatron3d.model.architecture import architecture
 from megatron3d.model.recompute_spec import Recompute, recompute_of
 from megatron3d.optim.adamw import CPU_PIECE, PIECE

@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
+from megatron3d.analysis.memory_model.rank import rank_memory
+from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.analysis.memory_model.table import (
+    BYTES,
+    describe,
+    lines_of,
+    memory_table,
+    num_parameters,
+    stage_table,
+    unit_for,
+)
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
-from megatron3d.memory.job import Job, make_job
-from megatron3d.memory.rank import rank_memory
-from megatron3d.memory.show import BYTES, describe, lines_of, memory_table, num_parameters, stage_table, unit_for
 from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.flops import num_parameters as of_model

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.cost.hardware import CLUSTERS, names
+from megatron3d.analysis.cost_model.hardware import CLUSTERS, names
 from megatron3d.launch.script import END, Settings, fill, seconds, word
 from tools import make_slurm
 

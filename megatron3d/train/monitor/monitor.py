@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from megatron3d.cost.traffic import step_flops
+from megatron3d.analysis.cost_model.traffic import step_flops
+from megatron3d.analysis.memory_model.step_spec import Job
+from megatron3d.analysis.memory_model.table import memory_table
 from megatron3d.data.ramp import Batch
-from megatron3d.memory.job import Job
-from megatron3d.memory.show import memory_table
 from megatron3d.metrics import StepRecord, peak_memory_bytes
 from megatron3d.metrics.straggler import Peers, Stragglers
 from megatron3d.metrics.throughput import Work

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.analysis.memory_model.suggestions import cheaper
+from megatron3d.analysis.memory_model.table import memory_table
 from megatron3d.comm.process_comm import Comm
 from megatron3d.config.schema import Config
-from megatron3d.memory.cheaper import cheaper
-from megatron3d.memory.job import Job, make_job
-from megatron3d.memory.show import memory_table
-from megatron3d.memory.work import KERNELS
 from megatron3d.model.gpt import GPT
 from megatron3d.model.recompute_spec import recompute_of
 

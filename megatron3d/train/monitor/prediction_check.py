@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron3d.cost.forecast import STEPS, Forecast, forecast
-from megatron3d.cost.times import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
+from megatron3d.analysis.cost_model.breakdown import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
+from megatron3d.analysis.cost_model.forecast import STEPS, Forecast, forecast
 from megatron3d.metrics import timers
 from megatron3d.metrics.timers import Spread
 from megatron3d.train.run import Run

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from megatron3d import __version__
-from megatron3d.cost.forecast import Forecast
-from megatron3d.memory.job import Job
-from megatron3d.memory.rank import rank_memory
-from megatron3d.memory.show import stage_facts
+from megatron3d.analysis.cost_model.forecast import Forecast
+from megatron3d.analysis.memory_model.rank import rank_memory
+from megatron3d.analysis.memory_model.step_spec import Job
+from megatron3d.analysis.memory_model.table import stage_facts
 from megatron3d.metrics.throughput import Work
 from megatron3d.model.flops import num_parameters
 from megatron3d.train.run import Run

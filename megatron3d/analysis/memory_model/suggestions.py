@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron3d.analysis.memory_model.local_sizes import Work
+from megatron3d.analysis.memory_model.rank import rank_memory
+from megatron3d.analysis.memory_model.step_spec import Job
 from megatron3d.config.derive import Pipeline, vocab_multiple
 from megatron3d.config.validate.tensor_parallel import feature_dimensions
-from megatron3d.memory.job import Job
-from megatron3d.memory.rank import rank_memory
-from megatron3d.memory.work import Work
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MODULES, Recompute

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron3d.memory.job import Job
-from megatron3d.memory.rank import Memory, in_flight, rank_memory, stage_activations
+from megatron3d.analysis.memory_model.rank import Memory, in_flight, rank_memory, stage_activations
+from megatron3d.analysis.memory_model.step_spec import Job
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage, stage_flops
 from megatron3d.pipeline.actions import Kind

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron3d.cost.joins import Joins, joins
-from megatron3d.cost.layer import Machine, Overlaps
-from megatron3d.cost.times import MEMORY, PRODUCTS, Times, add, waiting
-from megatron3d.memory.work import Work
+from megatron3d.analysis.cost_model.breakdown import MEMORY, PRODUCTS, Times, add, waiting
+from megatron3d.analysis.cost_model.concat_copies import Joins, joins
+from megatron3d.analysis.cost_model.layer import Machine, Overlaps
+from megatron3d.analysis.memory_model.local_sizes import Work
 from megatron3d.parallel.matmul_plan import Traffic, flows
 
 

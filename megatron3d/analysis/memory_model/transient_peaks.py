@@ -10,9 +10,9 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.memory.activations import layer_activations, recomputed_activations
-from megatron3d.memory.job import Job
-from megatron3d.memory.work import Work
+from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
+from megatron3d.analysis.memory_model.local_sizes import Work
+from megatron3d.analysis.memory_model.step_spec import Job
 from megatron3d.model.recompute_spec import KEEP_ALL
 from megatron3d.parallel.matmul_plan import MatmulPlan
 

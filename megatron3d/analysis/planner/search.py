@@ -15,20 +15,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron3d.analysis.cost_model.data_axis import Held, exchange, repeats
+from megatron3d.analysis.cost_model.embedding_head import head_times
+from megatron3d.analysis.cost_model.framework_profiles import OURS, Practice
+from megatron3d.analysis.cost_model.layer import Machine, layer_phases
+from megatron3d.analysis.cost_model.step import Prediction, few_microbatches, machine_of, make_step, predict
+from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total
+from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
+from megatron3d.analysis.memory_model.rank import Memory, rank_memory
+from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_job
+from megatron3d.analysis.planner.options import RECOMPUTATIONS, Layout, Tensor, micro_batches, pipelines, tensors
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.cost.data_axis import Held, exchange, repeats
-from megatron3d.cost.ends import head_times
-from megatron3d.cost.layer import Machine, layer_phases
-from megatron3d.cost.options import RECOMPUTATIONS, Layout, Tensor, micro_batches, pipelines, tensors
-from megatron3d.cost.practice import OURS, Practice
-from megatron3d.cost.step import Prediction, few_microbatches, machine_of, make_step, predict
 from megatron3d.errors import UserError
-from megatron3d.memory.activations import layer_activations, recomputed_activations, total
-from megatron3d.memory.job import ITEMSIZES, make_job
-from megatron3d.memory.rank import Memory, rank_memory
-from megatron3d.memory.work import KERNELS, Work
 from megatron3d.model.architecture import Architecture, architecture
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import Recompute, recompute_of

@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron3d.analysis.cost_model.breakdown import BUBBLE, UPDATE, Times, add, is_wait, waiting
+from megatron3d.analysis.cost_model.data_axis import Exchange, Held, exchange, exposed, repeats
+from megatron3d.analysis.cost_model.embedding_head import embedding_times, head_times
+from megatron3d.analysis.cost_model.framework_profiles import OURS, Practice
+from megatron3d.analysis.cost_model.hardware import Accelerator, Cluster, load_accelerator, load_cluster
+from megatron3d.analysis.cost_model.kernels import device
+from megatron3d.analysis.cost_model.layer import Machine, Phases, layer_phases
+from megatron3d.analysis.cost_model.network import Network
+from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
+from megatron3d.analysis.memory_model.step_spec import ITEMSIZES
 from megatron3d.config.derive import Pipeline, make_mesh, make_pipeline, tensor_mode, virtual_size
 from megatron3d.config.derive import num_microbatches as config_microbatches
 from megatron3d.config.schema import Config
-from megatron3d.cost.data_axis import Exchange, Held, exchange, exposed, repeats
-from megatron3d.cost.ends import embedding_times, head_times
-from megatron3d.cost.hardware import Accelerator, Cluster, load_accelerator, load_cluster
-from megatron3d.cost.kernels import device
-from megatron3d.cost.layer import Machine, Phases, layer_phases
-from megatron3d.cost.network import Network
-from megatron3d.cost.practice import OURS, Practice
-from megatron3d.cost.times import BUBBLE, UPDATE, Times, add, is_wait, waiting
-from megatron3d.memory.job import ITEMSIZES
-from megatron3d.memory.work import KERNELS, Work
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.recompute_spec import KEEP_ALL, recompute_of
 from megatron3d.model.stages import Stage

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.cost.layer import Machine
-from megatron3d.cost.times import TAX, Times, waiting
+from megatron3d.analysis.cost_model.breakdown import TAX, Times, waiting
+from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, param_specs
 from megatron3d.model.stages import Stage

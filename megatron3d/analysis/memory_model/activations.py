@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.memory.work import Work
+from megatron3d.analysis.memory_model.local_sizes import Work
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Run
 
 _INDEX = 8

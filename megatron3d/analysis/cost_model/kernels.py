@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron3d.cost.hardware import Accelerator, Kernels
+from megatron3d.analysis.cost_model.hardware import Accelerator, Kernels
 from megatron3d.errors import UserError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megatron3d.analysis.memory_model.local_sizes import KERNELS, Kernels, Work
 from megatron3d.config.derive import Pipeline, make_pipeline, tensor_mode
 from megatron3d.config.schema import Config
-from megatron3d.memory.work import KERNELS, Kernels, Work
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from megatron3d.model.stages import Stage

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron3d.cost.joins import Joins, joins
-from megatron3d.cost.kernels import Device
-from megatron3d.cost.network import Network
-from megatron3d.cost.practice import COPIES, Passes, Practice
-from megatron3d.cost.times import ATTENTION, MEMORY, PRODUCTS, TAX, Times, add, waiting
-from megatron3d.memory.work import Work
+from megatron3d.analysis.cost_model.breakdown import ATTENTION, MEMORY, PRODUCTS, TAX, Times, add, waiting
+from megatron3d.analysis.cost_model.concat_copies import Joins, joins
+from megatron3d.analysis.cost_model.framework_profiles import COPIES, Passes, Practice
+from megatron3d.analysis.cost_model.kernels import Device
+from megatron3d.analysis.cost_model.network import Network
+from megatron3d.analysis.memory_model.local_sizes import Work
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, flows
 from megatron3d.parallel.mesh import Mesh

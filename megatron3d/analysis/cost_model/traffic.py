@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron3d.cost.layer import linears
-from megatron3d.memory.job import Job
-from megatron3d.memory.momentary import chunk_rows
-from megatron3d.memory.rank import flat_pieces
-from megatron3d.memory.work import Work
+from megatron3d.analysis.cost_model.layer import linears
+from megatron3d.analysis.memory_model.local_sizes import Work
+from megatron3d.analysis.memory_model.rank import flat_pieces
+from megatron3d.analysis.memory_model.step_spec import Job
+from megatron3d.analysis.memory_model.transient_peaks import chunk_rows
 from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, crossing, flows

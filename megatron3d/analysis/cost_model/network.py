@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron3d.cost.hardware import Cluster, Level
+from megatron3d.analysis.cost_model.hardware import Cluster, Level
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 

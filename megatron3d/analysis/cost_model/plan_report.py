@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron3d.cost.search import Found, Plan, Problem
-from megatron3d.cost.times import is_wait
-from megatron3d.memory.rank import Memory
-from megatron3d.memory.show import lines_of
+from megatron3d.analysis.cost_model.breakdown import is_wait
+from megatron3d.analysis.memory_model.rank import Memory
+from megatron3d.analysis.memory_model.table import lines_of
+from megatron3d.analysis.planner.search import Found, Plan, Problem
 
 DAY_S = 86400.0
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from megatron3d.memory.activations import (
+from megatron3d.analysis.memory_model.activations import (
     document_activations,
     embedding_activations,
     head_activations,
@@ -24,8 +24,8 @@ from megatron3d.memory.activations import (
     run_activations,
     total,
 )
-from megatron3d.memory.job import Job
-from megatron3d.memory.momentary import embedding_moment, head_moments, layer_moments, matmuls
+from megatron3d.analysis.memory_model.step_spec import Job
+from megatron3d.analysis.memory_model.transient_peaks import embedding_moment, head_moments, layer_moments, matmuls
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.layout import ParamSpec, num_copies

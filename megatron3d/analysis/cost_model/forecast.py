@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron3d.analysis.cost_model.breakdown import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
+from megatron3d.analysis.cost_model.hardware import CLUSTERS
+from megatron3d.analysis.cost_model.layer import Machine
+from megatron3d.analysis.cost_model.step import Prediction, machine_of, make_step, predict
+from megatron3d.analysis.memory_model.table import lines_of
 from megatron3d.config.schema import Config
-from megatron3d.cost.hardware import CLUSTERS
-from megatron3d.cost.layer import Machine
-from megatron3d.cost.step import Prediction, machine_of, make_step, predict
-from megatron3d.cost.times import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
-from megatron3d.memory.show import lines_of
 from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import Mesh
 

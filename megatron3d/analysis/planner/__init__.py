@@ -1,0 +1,1 @@
+"""Predict time and memory before a run, and choose its layout."""
