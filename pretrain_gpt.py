@@ -19,7 +19,7 @@ def main() -> int:
     if arguments.check:
         return run_check(arguments, place.world_size)
     if arguments.dry_run:
-        from megatron3d.dryrun.program import run_dry
+        from megatron3d.verify.dry_run.program import run_dry
 
         return run_dry(arguments, place.world_size)
     return pretrain(arguments, place.world_size)

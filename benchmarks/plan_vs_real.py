@@ -27,7 +27,7 @@ from megatron3d.model.architecture import architecture
 from megatron3d.runtime import process
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
-from megatron3d.verify import RandomSamples
+from megatron3d.verify.layouts import RandomSamples
 
 MODEL = {
     "family": "llama",

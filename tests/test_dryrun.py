@@ -18,17 +18,17 @@ from megatron3d.config.cli import parse_args
 from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.dryrun.agree import disagreements
-from megatron3d.dryrun.plot import figure
-from megatron3d.dryrun.program import run_dry, step_lists
-from megatron3d.dryrun.run import RankRun, few_microbatches, measure, microbatches, run_rank
-from megatron3d.dryrun.sums import totals
 from megatron3d.errors import UserError
 from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.state import build_state, connect
+from megatron3d.verify.dry_run.agree import disagreements
+from megatron3d.verify.dry_run.plot import figure
+from megatron3d.verify.dry_run.program import run_dry, step_lists
+from megatron3d.verify.dry_run.run import RankRun, few_microbatches, measure, microbatches, run_rank
+from megatron3d.verify.dry_run.totals import totals
 from tests.end_to_end import write_config
 
 VOCAB_SIZE = 61

@@ -23,7 +23,7 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE, SCHEDULES
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.train.state import connect
-from megatron3d.verify import Trace, differences, trace
+from megatron3d.verify.layouts import Trace, differences, trace
 from tests.pipeline.toy import any_schedule
 from tests.pool import Pool
 

@@ -25,7 +25,7 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
-from megatron3d.verify import RandomSamples, Trace, trace
+from megatron3d.verify.layouts import RandomSamples, Trace, trace
 from tests.pool import Pool
 from tests.test_equality import MODELS, NUM_RANKS, NUM_STEPS, VOCAB_SIZE, configure, describe, shapes, wrong
 

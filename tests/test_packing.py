@@ -19,7 +19,7 @@ from megatron3d.data.packing import IGNORED, Packing, document_mask
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.executor import Flow
 from megatron3d.train.state import build_state, connect
-from megatron3d.verify import Trace, differences, trace
+from megatron3d.verify.layouts import Trace, differences, trace
 from tests.pool import Pool
 
 EOD, VOCAB_SIZE, SEQ_LENGTH = 0, 11, 8

@@ -29,7 +29,7 @@ from megatron3d.pipeline.simulate import peak_activations
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
-from megatron3d.verify import RandomSamples
+from megatron3d.verify.layouts import RandomSamples
 from tests.pipeline.test_lower import schedules
 from tests.pipeline.toy import HIDDEN, Pipeline, process_comm
 from tests.pool import Pool

@@ -22,7 +22,7 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.train.checkpointing import load_state, save_state, source_of
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
-from megatron3d.verify import RandomSamples
+from megatron3d.verify.layouts import RandomSamples
 from tests.end_to_end import stored
 from tests.pool import Pool
 

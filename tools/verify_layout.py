@@ -152,7 +152,7 @@ def shrink_model(model: ModelConfig, parallel: ParallelConfig, head_ranks: int, 
 def compare(config_json: str, steps: int, tolerance: float) -> list[str]:
     """One rank's part: the layout's steps, and on rank 0 the same steps alone."""
     from megatron3d.train.state import connect
-    from megatron3d.verify import differences, trace
+    from megatron3d.verify.layouts import differences, trace
 
     config = Config.model_validate_json(config_json)
     with process.start(on_cpu=True) as here:

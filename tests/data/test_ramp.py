@@ -13,7 +13,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.ramp import Batch, Batches, Ramp
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.verify import RandomSamples
+from megatron3d.verify.layouts import RandomSamples
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_LEAVING
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
-from megatron3d.verify import RandomSamples
+from megatron3d.verify.layouts import RandomSamples
 from tests.pool import Pool
 
 NUM_RANKS, VOCAB_SIZE = 8, 509

@@ -16,7 +16,7 @@ from megatron3d.data.loader import Loader
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
-from megatron3d.verify import RandomSamples
+from megatron3d.verify.layouts import RandomSamples
 from tests.pool import Pool
 
 CPU, NUM_RANKS, MICROBATCHES = torch.device("cpu"), 4, 3

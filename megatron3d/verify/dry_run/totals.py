@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron3d.dryrun.run import Done, RankRun
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.verify.dry_run.run import Done, RankRun
 
 
 @dataclass(frozen=True)

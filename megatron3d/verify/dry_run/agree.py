@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron3d.config.derive import make_mesh
 from megatron3d.config.schema import Config
-from megatron3d.dryrun.run import RankRun
+from megatron3d.verify.dry_run.run import RankRun
 
 
 def disagreements(runs: Sequence[RankRun], config: Config, world_size: int) -> list[str]:

@@ -21,7 +21,6 @@ from megatron3d.comm.recording import Entry, Recorder
 from megatron3d.config.derive import make_mesh, num_microbatches
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.data.loader import Microbatch
-from megatron3d.meter import Meter
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import DATA, Axes
@@ -30,6 +29,7 @@ from megatron3d.pipeline.schedules import FILE, build_schedule
 from megatron3d.runtime.process import pretend
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
+from megatron3d.verify.flop_memory_meter import Meter
 
 # The first and the last microbatch are special; of two between them it is held that they are alike.
 ENOUGH = 4

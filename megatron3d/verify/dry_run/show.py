@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron3d.analysis.memory_model.table import BYTES, lines_of, unit_for
-from megatron3d.dryrun.run import RankRun
-from megatron3d.dryrun.sums import Totals
+from megatron3d.verify.dry_run.run import RankRun
+from megatron3d.verify.dry_run.totals import Totals
 
 OPERATIONS = {"GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}
 

@@ -14,15 +14,15 @@ from megatron3d.config.cli import Arguments, resolve
 from megatron3d.config.derive import architecture, make_mesh, make_pipeline
 from megatron3d.config.schema import Config
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
-from megatron3d.dryrun.agree import disagreements
-from megatron3d.dryrun.plot import figure
-from megatron3d.dryrun.run import RankRun, few_microbatches, run_rank
-from megatron3d.dryrun.show import report
-from megatron3d.dryrun.sums import Totals, totals
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.lower import lower
 from megatron3d.runtime.process import num_cores
+from megatron3d.verify.dry_run.agree import disagreements
+from megatron3d.verify.dry_run.plot import figure
+from megatron3d.verify.dry_run.run import RankRun, few_microbatches, run_rank
+from megatron3d.verify.dry_run.show import report
+from megatron3d.verify.dry_run.totals import Totals, totals
 
 
 def dry_run(config: Config, vocab_size: int, world_size: int, ranks: Sequence[int]) -> list[RankRun]:

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron3d.analysis.memory_model.table import BYTES, unit_for
-from megatron3d.dryrun.run import RankRun
-from megatron3d.dryrun.sums import Totals
+from megatron3d.verify.dry_run.run import RankRun
+from megatron3d.verify.dry_run.totals import Totals
 
 # Of more ranks than that some are drawn, the first and the last among them.
 MAX_PANELS = 8

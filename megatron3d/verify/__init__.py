@@ -1,0 +1,1 @@
+"""Run the real training step to check a layout: as a dry run, or against one process."""
