@@ -68,7 +68,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.convert.tokenizer",
         "megatron3d.convert.weights",
         "megatron3d.metrics",
-        "megatron3d.hardware",
+        "megatron3d.hardware.peaks",
     ),
     "model": ("megatron3d.model",),
     "train": (
@@ -205,7 +205,7 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
         "from torch import distributed",
     ),
     "unpickling": (reads("pickle", "torch.load"), (), "torch.load(path)"),
-    "device literal": (device_literals, ("megatron3d.runtime.process", "megatron3d.hardware"), 'move("cuda:0")'),
+    "device literal": (device_literals, ("megatron3d.runtime.process", "megatron3d.hardware.peaks"), 'move("cuda:0")'),
     "global": (global_statements, (), "def f():\n    global x"),
     "silent assert": (silent_asserts, (), "assert x"),
     "long function": (long_functions, (), "def f():\n" + "    x\n" * MAX_FUNCTION_LINES),

@@ -28,7 +28,7 @@ from megatron3d.data.packing import Packing
 from megatron3d.data.ramp import Batches
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.hardware import device_peak
+from megatron3d.hardware.peaks import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
 from megatron3d.runtime.process import Phases, Runtime

@@ -14,7 +14,7 @@ from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing
 from megatron3d.data.ramp import Batch, Batches
-from megatron3d.hardware import Peak
+from megatron3d.hardware.peaks import Peak
 from megatron3d.metrics import MetricsWriter
 from megatron3d.metrics.timers import Timers
 from megatron3d.runtime.process import Runtime

@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from megatron3d import hardware
+from megatron3d.hardware import peaks
 
-SHEETS = {path.name: path for path in files(hardware).iterdir() if path.name.endswith(".yaml")}
+SHEETS = {path.name: path for path in files(peaks).iterdir() if path.name.endswith(".yaml")}
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -43,18 +43,18 @@ def test_every_number_of_a_sheet_has_a_source_and_is_dense(name: str) -> None:
     ],
 )
 def test_peaks_by_the_whole_device_name(name: str, precision: str, tflops: float | None) -> None:
-    peak = hardware.published_peak(name, precision)
+    peak = peaks.published_peak(name, precision)
     assert (peak and peak.flops) == (tflops and pytest.approx(tflops * 1e12))
 
 
 def test_what_the_user_states_comes_first() -> None:
-    peak = hardware.device_peak(torch.device("cpu"), "fp32", peak_tflops=2.5)
-    assert peak == hardware.Peak(2.5e12, "logging.peak_tflops")
+    peak = peaks.device_peak(torch.device("cpu"), "fp32", peak_tflops=2.5)
+    assert peak == peaks.Peak(2.5e12, "logging.peak_tflops")
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_a_cpu_is_measured_in_the_precision_of_the_run(precision: str) -> None:
-    peak = hardware.measured_peak(precision, budget_s=0.01, size=64)
+    peak = peaks.measured_peak(precision, budget_s=0.01, size=64)
     assert 1e6 < peak.flops < 1e15
     assert precision in peak.source
     assert f"{torch.get_num_threads()} thread" in peak.source
@@ -62,5 +62,5 @@ def test_a_cpu_is_measured_in_the_precision_of_the_run(precision: str) -> None:
 
 def test_an_unknown_peak_says_how_to_state_it() -> None:
     device = torch.device("cpu")
-    assert "set logging.peak_tflops" in hardware.describe_peak(None, device, "fp32")
-    assert "2.5 TFLOP/s per device (me)" in hardware.describe_peak(hardware.Peak(2.5e12, "me"), device, "fp32")
+    assert "set logging.peak_tflops" in peaks.describe_peak(None, device, "fp32")
+    assert "2.5 TFLOP/s per device (me)" in peaks.describe_peak(peaks.Peak(2.5e12, "me"), device, "fp32")

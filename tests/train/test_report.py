@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron3d.config.schema import Config, ParallelConfig
-from megatron3d.hardware import Peak
+from megatron3d.hardware.peaks import Peak
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.monitor.startup_report import check_built, startup_report

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.hardware import device_name
+from megatron3d.hardware.peaks import device_name
 from megatron3d.metrics.memory import memory_bytes
 from megatron3d.metrics.timers import PHASES, Spread, along, spread
 

@@ -1,0 +1,76 @@
+"""How fast a device could multiply: the denominator of MFU, and where the number is from.
+
+One YAML per accelerator: a pattern for the whole name that the driver gives, the dense peak per precision in TFLOP/s
+(never the doubled one of structured sparsity), and the published source of these numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from importlib.resources import files
+
+import torch
+import yaml
+
+from megatron3d.ops.gemm import product
+
+_CPU_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most FLOP/s that one device can do, and who says so."""
+
+    flops: float
+    source: str
+
+
+def device_name(device: torch.device) -> str:
+    """The name that the driver gives, or `CPU`."""
+    return "CPU" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
+def device_peak(device: torch.device, precision: str, peak_tflops: float | None = None) -> Peak | None:
+    """Peak of one device in a training precision; None where it is not known.
+
+    Args:
+        peak_tflops: what the user states, which comes before everything else.
+    """
+    if peak_tflops is not None:
+        return Peak(peak_tflops * 1e12, "logging.peak_tflops")
+    if device.type == "cpu":
+        return measured_peak(precision)
+    return published_peak(device_name(device), precision)
+
+
+def published_peak(name: str, precision: str) -> Peak | None:
+    """Dense peak of the accelerator of this name, from its data sheet."""
+    for path in files(__name__).iterdir():
+        if path.name.endswith(".yaml"):
+            sheet = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if re.fullmatch(sheet["device_names"], name) and precision in sheet["peak_tflops"]:
+                return Peak(sheet["peak_tflops"][precision] * 1e12, sheet["source"])
+    return None
+
+
+def measured_peak(precision: str, budget_s: float = 0.2, size: int = 512) -> Peak:
+    """The fastest of several square matmuls on the CPU with the threads that the run has."""
+    a, b = (torch.ones(size, size, dtype=_CPU_DTYPES[precision]) for _ in range(2))
+    best_s, end = float("inf"), time.perf_counter() + budget_s
+    while (begin := time.perf_counter()) < end:
+        product(a, b)
+        best_s = min(best_s, time.perf_counter() - begin)
+    source = f"measured: {size} x {size} matmul in {precision} with {torch.get_num_threads()} thread(s)"
+    return Peak(2 * size**3 / best_s, source)
+
+
+def describe_peak(peak: Peak | None, device: torch.device, precision: str) -> str:
+    """One line for the start-up report."""
+    if peak is None:
+        return (
+            f"MFU is not reported: the peak of {device_name(device)} in {precision} is not known; "
+            f"set logging.peak_tflops to its dense TFLOP/s per device"
+        )
+    return f"MFU is relative to {peak.flops / 1e12:.4g} TFLOP/s per device ({peak.source})"
