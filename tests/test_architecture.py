@@ -81,7 +81,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "megatron3d.verify.dry_run",
         "megatron3d.analysis.calibrate",
         "megatron3d.launch",
-        "megatron3d.pictures",
+        "megatron3d.viz",
     ),
     "programs": ("pretrain_gpt", "tools", "benchmarks"),
 }

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.pictures.layouts import layout_picture
-from megatron3d.pictures.schedules import schedules_picture
-from megatron3d.pictures.sharing import sharing_picture
 from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.viz.layouts import layout_picture
+from megatron3d.viz.schedules import schedules_picture
+from megatron3d.viz.sharing import sharing_picture
 
 # Of the pictures of the documentation: ranks of a mode, and the one that is in colour.
 NUM_RANKS, RANK, MOST_RANKS = 8, 5, 64

@@ -17,9 +17,9 @@ import matplotlib
 matplotlib.use("Agg")
 
 from megatron3d.errors import UserError
-from megatron3d.pictures.curves import draw, read_run
-from megatron3d.pictures.report import is_finished, report
 from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.viz.curves import draw, read_run
+from megatron3d.viz.report import is_finished, report
 
 PAGE = ".html"
 

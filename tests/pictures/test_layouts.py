@@ -16,8 +16,8 @@ from megatron3d.parallel.layout import box
 from megatron3d.parallel.matmul_plan import flows, traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.pictures.layouts import INPUT, OUTPUT, holders, layout_picture, operands
-from megatron3d.pictures.sharing import CASES, told
+from megatron3d.viz.layouts import INPUT, OUTPUT, holders, layout_picture, operands
+from megatron3d.viz.sharing import CASES, told
 from tests.end_to_end import ROOT
 from tools import draw_layouts
 

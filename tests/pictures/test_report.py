@@ -21,8 +21,8 @@ from matplotlib.image import imread
 
 from megatron3d.metrics.journal import FILE_NAME, read_journal
 from megatron3d.parallel.mesh import ranges
-from megatron3d.pictures.report import is_finished, report
 from megatron3d.runtime import process
+from megatron3d.viz.report import is_finished, report
 from tests.end_to_end import in_run, run_as_rank, write_config
 from tests.pool import Pool
 from tools import plot_run

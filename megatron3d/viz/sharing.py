@@ -16,7 +16,7 @@ from megatron3d.config.derive import make_mesh
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import architecture
 from megatron3d.parallel.mesh import DATA
-from megatron3d.pictures.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
+from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 RANKS, MICROBATCHES, VOCABULARY = 4, 2, 64
 # Pixels: of a byte per parameter, of a rank's bar, and of a panel.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron3d.pictures.svg import GREY, INK, PAPER, Canvas, Rect
 from megatron3d.pipeline.action_costs import UNIT, Costs
 from megatron3d.pipeline.actions import Kind
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, num_virtual, peak_activations, simulate
+from megatron3d.viz.svg import GREY, INK, PAPER, Canvas, Rect
 
 # Forward, backward, gradients of inputs and of weights; paler where it is a rank's second stage.
 COLOURS = {

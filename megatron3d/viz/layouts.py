@@ -14,7 +14,7 @@ from megatron3d.parallel.layout import Box, Layout, box, span
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, flows, moves
 from megatron3d.parallel.mesh import Axes, Mesh, ranges
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.pictures.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
+from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 # Pixels along each dimension of the residual and the inner stream, and between the pictures' parts.
 RESIDUAL, INNER, TOKENS = 112, 168, 168

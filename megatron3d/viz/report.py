@@ -21,11 +21,11 @@ from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.stages import stage_flops
 from megatron3d.parallel.mesh import Mesh, ranges
-from megatron3d.pictures.curves import Rows, draw, read_run
-from megatron3d.pictures.html import details, note, page, section, svg, svg_element, table
 from megatron3d.pipeline.plot import figure
 from megatron3d.pipeline.simulate import Timeline, run
 from megatron3d.train.monitor.prediction_check import parts_of
+from megatron3d.viz.curves import Rows, draw, read_run
+from megatron3d.viz.html import details, note, page, section, svg, svg_element, table
 
 RECENT, MAX_SPANS = 50, 4000
 _SECTION, _KEY = re.compile(r"(\w+):\s*"), re.compile(r"  (\w+): (.*\S)\s+# (.*)")
