@@ -21,7 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron3d", "megatron3d.*"]),
-    package_data={"megatron3d.hardware.peaks": ["*.yaml", "clusters/*.yaml"]},
+    package_data={"megatron3d.hardware": ["*.yaml", "clusters/*.yaml"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11,<2.14",

@@ -3,7 +3,7 @@ table: bytes per rank over s b h (sequence length, sequences, hidden size), by w
 
 python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --num-ranks 1 8 64
 
-The numbers are closed forms (megatron3d/analysis/memory_model/activations.py), which tests hold against the tensors of real steps.
+The numbers are closed forms (megatron3d/analysis/memory_model/activations.py); tests hold them against real steps.
 """
 
 from __future__ import annotations
