@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron3d.errors import UserError
 
-FOLDER = Path(__file__).parents[1] / "hardware"
+FOLDER = Path(__file__).parents[2] / "hardware"
 CLUSTERS = FOLDER / "clusters"
 
 Above0 = Annotated[float, Field(gt=0)]
