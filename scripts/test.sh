@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change is kept: style, types, tests.  Makes .venv on the first run.
-# Arguments go to pytest: scripts/test.sh tests/test_mesh.py -k coord
+# Arguments go to pytest: scripts/test.sh tests/unit/parallel/test_mesh.py -k coord
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh

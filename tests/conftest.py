@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")

@@ -20,16 +20,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.commands import LAUNCHERS, PROGRAM, Words, code, commands, perform, understand
-from tests.convert.hub_models import GPT2, write_hub
-from tests.end_to_end import ROOT
-from tests.pool import Pool
+from tests.support.doc_commands import LAUNCHERS, PROGRAM, Words, code, commands, perform, understand
+from tests.support.hub_models import GPT2, write_hub
+from tests.support.pool import Pool
+from tests.support.tiny_run import ROOT
 from tools import train_tokenizer
 
 WALK = ROOT / "docs" / "getting_started.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CLUSTER = "of a cluster: tests/test_slurm.py starts one and submits the like"
-HUB = "asks a hub for questions: tests/train/test_scoring.py scores without one"
+CLUSTER = "of a cluster: tests/integration/test_slurm.py starts one and submits the like"
+HUB = "asks a hub for questions: tests/unit/inference/test_scoring.py scores without one"
 IMAGE = "makes an image of a container from others, which come from a registry"
 # How a command that is not done here begins, and why.
 NOT_DONE: Mapping[str, str] = {
@@ -41,12 +41,12 @@ NOT_DONE: Mapping[str, str] = {
     "apptainer build": IMAGE,
     "python tools/lm_harness.py": HUB,
     "torchrun --nproc-per-node 8 tools/lm_harness.py": HUB,
-    "python tools/calibrate.py": "keeps every core of the machine busy for a minute: tests/test_calibrate.py",
+    "python tools/calibrate.py": "keeps every core busy for a minute: tests/unit/analysis/test_calibrate.py",
     "sbatch": CLUSTER,
     "srun": CLUSTER,
     "scancel": CLUSTER,
     "bash scripts/slurm/": CLUSTER,
-    "touch runs/mine/stop": "stops a run that is under way: tests/test_resume.py",
+    "touch runs/mine/stop": "stops a run that is under way: tests/integration/test_resume.py",
 }
 # Other exit codes than 0: the two runs differ.
 CODES: Mapping[str, int] = {"python tools/checkpoint.py diff": 1}

@@ -1,0 +1,173 @@
+"""What is saved in the background, kept, short-lived, or loaded in part, in whole runs: as the configuration says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron3d.checkpoint.index import read_index
+from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.publish import finished
+from megatron3d.runtime import process
+from megatron3d.train.checkpointing import read_meta
+from tests.support.pool import Pool
+from tests.support.tiny_run import Words, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus
+
+FP64 = ["train.precision=fp64", "model.hidden_dropout=0.1"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("saving"))
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path) -> Path:
+    """A run of 8 iterations that saved each second one."""
+    folder = config.parent / "whole"
+    outcome = run(config, *in_run(str(folder)), *FP64, "checkpoint.save_interval=2")
+    assert outcome.code == process.EXIT_DONE, outcome
+    return folder
+
+
+def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    assert got.keys() == expected.keys()
+    return all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_in_the_background_the_same_bits_are_saved(config: Path, whole: Path, pool: Pool, tmp_path: Path) -> None:
+    """On one process, and on four, which share out what they all hold."""
+    asked = [*FP64, "checkpoint.save_interval=2", "checkpoint.async_save=true"]
+    alone = run(config, *in_run(f"{tmp_path}/alone"), *asked)
+    assert alone.code == process.EXIT_DONE and alone.out.count("> saved ") == 4, alone
+    assert all(same(stored(tmp_path / "alone", i), stored(whole, i)) for i in (2, 4, 6, 8))
+    runs = [
+        [*in_run(f"{tmp_path}/{name}"), *FP64, "checkpoint.save_interval=2", f"checkpoint.async_save={name}"]
+        for name in ("false", "true")
+    ]
+    assert pool.run(run_as_rank, 4, config, runs) == [[process.EXIT_DONE] * 2] * 4
+    for iteration in (2, 4, 6, 8):
+        assert same(stored(tmp_path / "true", iteration), stored(tmp_path / "false", iteration))
+        sizes = [path.stat().st_size for path in (tmp_path / f"true/iter_{iteration:07d}").glob("*.safetensors")]
+        assert len(sizes) == 4 and max(sizes) < 1.1 * min(sizes), "four ranks with equal weights write equally much"
+
+
+def test_what_a_checkpoint_says(whole: Path) -> None:
+    meta = read_meta(whole / "iter_0000008")
+    assert (meta.iteration, meta.consumed_samples, meta.optimizer_steps) == (8, 128, 8)
+    assert meta.config["train"]["precision"] == "fp64" and meta.identity["train.seed"] == 1234
+    assert set(meta.mesh.values()) == {1} and meta.versions["torch"] == torch.__version__
+    assert len(str(meta.identity["corpus"])) == len(str(meta.identity["tokenizer"])) == 64
+
+
+def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None:
+    """Stopped between two permanent checkpoints by what leaves no time to save, a run goes on from the short-lived."""
+    asked = ["checkpoint.save_interval=3", "checkpoint.keep_latest_k=1", "checkpoint.non_persistent_save_interval=1"]
+    settings = [*in_run(f"{tmp_path}/run"), *FP64, *asked]
+    assert run(config, *settings, "train.exit_interval=4").code == process.EXIT_STOPPED
+    assert finished(tmp_path / "run").keys() == {4} and not (tmp_path / "run/non_persistent").exists()
+    # What a kill would have left: iteration 4 as a short-lived checkpoint only.
+    short = tmp_path / "run/non_persistent"
+    short.mkdir()
+    (tmp_path / "run/iter_0000004").rename(short / "iter_0000004")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").rename(short / "latest_checkpointed_iteration.txt")
+    refuse(config, [*settings, "checkpoint.load=null"], (f"checkpoint.save={tmp_path}/run", "a run is there already"))
+    outcome = run(config, *settings)
+    assert outcome.code == process.EXIT_DONE
+    assert f"> continuing from {short}/iter_0000004" in outcome.out
+    assert steps(tmp_path / "run") == steps(whole) and same(stored(tmp_path / "run", 8), stored(whole, 8))
+    assert finished(tmp_path / "run").keys() == {8} and not short.exists()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another corpus."""
+    return write_corpus(tmp_path / "other", json.dumps([*range(9999)], indent=1).replace("7,", "7,\n\n"))
+
+
+def test_another_corpus_is_refused_unless_it_is_accepted(config: Path, whole: Path, other: Path) -> None:
+    old, places = read_meta(whole / "iter_0000008").identity["corpus"], [f"checkpoint.load={whole}", *FP64]
+    asked = [*places, "checkpoint.save=null", f"data.data_path={other}", "train.train_iters=9", "train.seed=7"]
+    seed = ("saved with train.seed=1234, but this run has 7", "checkpoint.accept_changed=[train.seed]")
+    refuse(config, asked, (f"saved with corpus={old}, but this run has ", "checkpoint.accept_changed=[corpus]"), seed)
+    refuse(config, [*asked, "checkpoint.accept_changed=[corpus]"], seed)
+    outcome = run(config, *asked, "checkpoint.accept_changed=[corpus,train.seed]")
+    assert outcome.code == process.EXIT_DONE and "iteration        9/       9" in outcome.out
+
+
+def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) -> None:
+    """Fine-tuning begins with the weights, at iteration 0, on any corpus; only the tokenizer must be the same."""
+    asked = [f"checkpoint.save={tmp_path}/tuned", f"checkpoint.load={whole}", "checkpoint.finetune=true", *FP64]
+    outcome = run(config, *asked, f"data.data_path={other}", "train.train_iters=2", "optimizer.lr=1e-300")
+    assert outcome.code == process.EXIT_DONE, outcome
+    assert f"> beginning with the weights of {whole}/iter_0000008" in outcome.out
+    assert [iteration for iteration, *_ in steps(tmp_path / "tuned")] == [1, 2]
+    before, after = stored(whole, 8), stored(tmp_path / "tuned", 2)
+    weights = [name for name in before if name.startswith("model.")]
+    assert all(torch.equal(before[name], after[name]) for name in weights)
+    meta = read_meta(tmp_path / "tuned/iter_0000002")
+    assert (meta.optimizer_steps, meta.consumed_samples) == (2, 32)
+
+
+def test_without_the_optimizer(config: Path, whole: Path, tmp_path: Path) -> None:
+    """Iteration and data go on; moments and their bias correction begin anew."""
+    asked = [f"checkpoint.save={tmp_path}/bare", f"checkpoint.load={whole}", "checkpoint.no_load_optim=true", *FP64]
+    assert run(config, *asked, "train.train_iters=9", "optimizer.adam_beta1=0").code == process.EXIT_DONE
+    assert [iteration for iteration, *_ in steps(tmp_path / "bare")] == [9]
+    meta = read_meta(tmp_path / "bare/iter_0000009")
+    assert (meta.optimizer_steps, meta.consumed_samples) == (1, 144)
+
+
+KEYS: dict[str, tuple[list[str], list[Words]]] = {
+    "nowhere to save": (
+        ["checkpoint.save=null", "checkpoint.load=null", "checkpoint.keep_latest_k=2", "checkpoint.async_save=true"],
+        [("checkpoint.keep_latest_k=2", "nowhere to save"), ("checkpoint.async_save=true", "nowhere to save")],
+    ),
+    "nothing to load": (
+        ["checkpoint.save=null", "checkpoint.load=null", "checkpoint.finetune=true"],
+        [("checkpoint.finetune=true", "nothing to load")],
+    ),
+    "finetune itself": (["checkpoint.finetune=true"], [("checkpoint.finetune=true", "save to another folder")]),
+    "always permanent": (
+        ["checkpoint.save_interval=2", "checkpoint.non_persistent_save_interval=4"],
+        [("checkpoint.non_persistent_save_interval=4", "checkpoint.save_interval=2 divides it")],
+    ),
+    "never saved": (
+        ["checkpoint.save_interval=4", "checkpoint.save_retain_interval=6"],
+        [("checkpoint.save_retain_interval=6", "not a multiple of checkpoint.save_interval=4", "use such as 8")],
+    ),
+    "two ways": (
+        ["checkpoint.load={here}", "checkpoint.finetune=true", "checkpoint.no_load_optim=true"],
+        [("checkpoint.no_load_optim=true", "leave one out")],
+    ),
+    "no such part": (
+        ["checkpoint.accept_changed=[model]"],
+        [("checkpoint.accept_changed=[model]", "a list of tokenizer, corpus, data.split or train.seed")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_that_make_no_sense(config: Path, name: str) -> None:
+    asked, problems = KEYS[name]
+    refuse(config, asked, *problems)
+
+
+def test_two_runs_in_one_folder(config: Path, whole: Path, tmp_path: Path) -> None:
+    """The second is refused while the first is there, and names it."""
+    shutil.copytree(whole, tmp_path / "run")
+    lock = FolderLock(tmp_path / "run")
+    try:
+        refuse(config, [*in_run(f"{tmp_path}/run"), *FP64], (f"checkpoint.save={tmp_path}/run: process ", "is saving"))
+    finally:
+        lock.release()
+    assert run(config, *in_run(f"{tmp_path}/run"), *FP64).code == process.EXIT_DONE
+
+
+def test_the_index_is_the_only_thing_beside_safetensors(whole: Path) -> None:
+    names = {path.name for path in (whole / "iter_0000008").iterdir()}
+    assert names == {"index.json", "rank_00000.safetensors"} and read_index(whole / "iter_0000008").checksum

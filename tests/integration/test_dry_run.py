@@ -1,0 +1,233 @@
+"""Fact: a dry run of a step does, on any rank of any world, what closed forms say: operations, calls and bytes exactly,
+whatever the mode, schedule, stage of ZeRO and recomputation; and what members ask of a group agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron3d.analysis.cost_model.traffic import step_flops, step_traffic
+from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.comm.recording import Recorder
+from megatron3d.config.cli import parse_args
+from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.errors import UserError
+from megatron3d.model.recompute_spec import recompute_of
+from megatron3d.parallel.modes import MODES
+from megatron3d.parallel.p2p import Link
+from megatron3d.pipeline.schedules import SCHEDULES
+from megatron3d.train.state import build_state, connect
+from megatron3d.verify.dry_run.agree import disagreements
+from megatron3d.verify.dry_run.plot import figure
+from megatron3d.verify.dry_run.program import run_dry, step_lists
+from megatron3d.verify.dry_run.run import RankRun, few_microbatches, measure, microbatches, run_rank
+from megatron3d.verify.dry_run.totals import totals
+from tests.support.tiny_run import write_config
+
+VOCAB_SIZE = 61
+EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
+MODELS: Mapping[str, dict[str, Any]] = {
+    "gpt2": {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 8, "seq_length": 8, "hidden_dropout": 0.1},
+    "llama": {
+        "family": "llama",
+        "num_layers": 4,
+        "hidden_size": 48,
+        "num_attention_heads": 8,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 64,
+        "kv_channels": 8,
+        "seq_length": 8,
+    },
+}
+
+
+def configure(model: str, parallel: dict[str, Any], world_size: int, **train: Any) -> Config:
+    train = {"micro_batch_size": 8, "precision": "bf16", "loss_chunk_tokens": 12, "bucket_mb": 0.01, **train}
+    config = Config.model_validate({"model": MODELS[model], "parallel": parallel, "train": train})
+    assert check(config, world_size, VOCAB_SIZE) == []
+    return config
+
+
+def job_of(config: Config, world_size: int, rank: int) -> Job:
+    arch = architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
+    return make_job(config, arch, make_mesh(config.parallel, world_size, rank), recompute_of(config.train))
+
+
+def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[str]:
+    """What a dry run does otherwise than closed forms."""
+    lists, found, runs = step_lists(config, VOCAB_SIZE, world_size), list[str](), []
+    for rank in ranks:
+        run = run_rank(few_microbatches(config, world_size), VOCAB_SIZE, world_size, rank)
+        runs.append(run)
+        dry, job = totals(run, lists[run.coord]), job_of(config, world_size, rank)
+        expected = step_traffic(job)
+        for key in sorted({*dry.calls, *expected.calls}):
+            got = dry.calls.get(key, 0), dry.sent.get(key, 0.0)
+            want = expected.calls.get(key, 0), expected.sent.get(key, 0.0)
+            if got[0] != want[0] or abs(got[1] - want[1]) > 1e-6 * max(want[1], 1.0):
+                found.append(f"rank {rank} {key}: dry {got}, closed form {want}")
+        if dry.flops != step_flops(job):
+            found.append(f"rank {rank}: dry {dry.flops} operations, closed form {step_flops(job)}")
+    return found + disagreements(runs, config, world_size)
+
+
+@pytest.mark.parametrize(("place", "mode", "form"), [(place, *each) for place, each in enumerate(EVERY_FORM)])
+def test_every_mode(place: int, mode: str, form: str) -> None:
+    """In every schedule and stage of ZeRO in turn, on 2 x 2 x 8 ranks, with both families."""
+    schedule = list(SCHEDULES)[place % len(SCHEDULES)]
+    parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_model_parallel_size": 8}
+    pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule, "zero_stage": place % 3}
+    config = configure(list(MODELS)[place % 2], parallel | pipeline, 32, global_batch_size=96)
+    assert problems(config, 32, (0, 21)) == []
+
+
+RECOMPUTATIONS = {
+    "core": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full"},
+    "runs": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTATIONS)
+@pytest.mark.parametrize("mode", ["1d", "3d"])
+def test_recomputation(recompute: str, mode: str) -> None:
+    parallel = {"tensor_parallel_mode": mode, "tensor_model_parallel_size": 8, "tp_keep_gathered_weights": mode == "3d"}
+    model = "llama" if mode == "1d" else "gpt2"
+    config = configure(model, parallel, 8, global_batch_size=40, **RECOMPUTATIONS[recompute])
+    assert problems(config, 8, (5,)) == []
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_zero(zero_stage: int, schedule: str) -> None:
+    """With copies of the groups that share out, and gradients that travel in bf16."""
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule, "zero_stage": zero_stage}
+    groups = {"num_distributed_optimizer_instances": 2}
+    train = {"global_batch_size": 48, "micro_batch_size": 1, "grad_reduce_in_bf16": True}
+    config = configure("gpt2" if zero_stage % 2 else "llama", parallel | groups, 16, **train)
+    assert problems(config, 16, (0, 15)) == []
+
+
+def test_kept_weights_in_a_pipeline() -> None:
+    """They are gathered when the first of several microbatches in flight comes, and again when none was left."""
+    parallel = {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8, "tp_keep_gathered_weights": True}
+    config = configure("gpt2", parallel | {"pipeline_model_parallel_size": 4}, 32, global_batch_size=80)
+    assert problems(config, 32, (0, 8, 31)) == []
+
+
+def runs_of(world_size: int) -> tuple[Config, list[RankRun]]:
+    parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    config = configure("gpt2", parallel, world_size, global_batch_size=32)
+    few = few_microbatches(config, world_size)
+    return config, [run_rank(few, VOCAB_SIZE, world_size, rank) for rank in range(world_size)]
+
+
+def test_all_ranks_agree_until_one_asks_for_something_else() -> None:
+    """Another shape, a call left out, and two transfers in another order are each told."""
+    config, runs = runs_of(8)
+    assert disagreements(runs, config, 8) == []
+    entries = list(runs[1].entries)
+    along_t = next(index for index, entry in enumerate(entries) if entry.where == ("t",))
+    runs[1].entries[along_t] = entries[along_t]._replace(shape=(1, 2))
+    (problem,) = disagreements(runs, config, 8)
+    assert problem.startswith("ranks 0 and 1 would hang: call 1 between them is") and "(1, 2)" in problem
+    del runs[1].entries[along_t]
+    assert any("would hang" in problem for problem in disagreements(runs, config, 8))
+    runs[1].entries[:] = entries
+    links = [index for index, entry in enumerate(entries) if isinstance(entry.where, Link)]
+    first, second = next(pair for pair in pairwise(links) if entries[pair[0]].what != entries[pair[1]].what)
+    runs[1].entries[first], runs[1].entries[second] = entries[second], entries[first]
+    assert any("ranks 1 and 5 would hang" in problem for problem in disagreements(runs, config, 8))
+
+
+def test_memory_and_operations_are_those_of_a_step_with_values() -> None:
+    """On one process: parameters, gradients and optimizer to the byte; the peak within 2 %."""
+    for model in MODELS:
+        for extra in ({}, {"recompute_granularity": "full"}):
+            config = configure(model, {}, 1, global_batch_size=24, **extra)
+            lists = step_lists(config, VOCAB_SIZE, 1)
+            arch, comm = connect(config, VOCAB_SIZE, 1, 0)
+            recorder = Recorder(comm)
+            state = build_state(config, arch, recorder, torch.device("cpu"))
+            real = measure(config, state, recorder, microbatches(config, state))
+            dry = run_rank(few_microbatches(config, 1), VOCAB_SIZE, 1, 0)
+            one, other = totals(dry, lists[0]), totals(real, lists[0])
+            assert dry.between == real.between and dry.parameters == real.parameters
+            assert one.flops == other.flops
+            assert one.peak == pytest.approx(other.peak, rel=0.02)
+
+
+def test_many_microbatches_are_filled_in() -> None:
+    """Four of them give the totals, and the bytes after every action, that running all of them gives."""
+    parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"}
+    config = configure("gpt2", parallel, 4, global_batch_size=72)
+    lists = step_lists(config, VOCAB_SIZE, 4)
+    for rank in (0, 3):
+        few, all_of_them = (
+            totals(run_rank(each, VOCAB_SIZE, 4, rank), lists[rank // 2])
+            for each in (few_microbatches(config, 4), config)
+        )
+        assert few.calls == all_of_them.calls and few.sent == all_of_them.sent and few.flops == all_of_them.flops
+        assert few.peak == pytest.approx(all_of_them.peak, rel=0.02)
+
+
+def test_the_picture_has_what_is_held() -> None:
+    """Kinds between steps and activations add up to the timeline; the line on top ends at the peak."""
+    config, runs = runs_of(4)
+    lists = step_lists(config, VOCAB_SIZE, 4)
+    sums = [totals(run, lists[run.coord]) for run in runs]
+    (panel, *rest) = figure(runs, sums).axes
+    assert len(rest) == len(runs) - 1
+    (line,) = panel.lines
+    top, size = list(line.get_ydata()), sums[0].peak / max(line.get_ydata())
+    assert top == pytest.approx([peak / size for peak in sums[0].peaks])
+    highest = max(y for area in panel.collections for path in area.get_paths() for _, y in path.vertices)
+    assert highest == pytest.approx(max(sums[0].timeline) / size, rel=1e-6)
+
+
+def test_all_ranks_by_command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each of 8 ranks is run and agrees with the others; those of one part of the pipeline are alike."""
+    overrides = ["parallel.tensor_parallel_mode=2d", "parallel.tensor_model_parallel_size=4"]
+    overrides += ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=2"]
+    words = ["--config", str(write_config(tmp_path)), "--dry-run", "--world-size", "8", "--ranks", "all"]
+    assert run_dry(parse_args([*words, *overrides]), 1) == 0
+    out, _ = capfd.readouterr()
+    assert "8 ranks agree" in out
+    rows = [line.split()[1:] for line in out.splitlines() if line[1:].lstrip()[:1].isdigit()]
+    assert [row[0] for row in rows[:8]] == [str(rank) for rank in range(8)]
+    assert len({tuple(row[1:]) for row in rows[:8]}) == 2
+
+
+def test_command_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def dry(*words: str) -> int:
+        arguments = ("--config", "configs/gpt3-175b.yaml", "--dry-run", "--world-size", "64", *words)
+        return run_dry(
+            parse_args(
+                [
+                    *arguments,
+                    "model.num_layers=8",
+                    "parallel.virtual_pipeline_model_parallel_size=null",
+                    "parallel.pipeline_schedule=1f1b",
+                    "train.global_batch_size=64",
+                ]
+            ),
+            1,
+        )
+
+    picture = tmp_path / "memory.svg"
+    assert dry("--ranks", "0,8", "--picture", str(picture)) == 0
+    out, _ = capfd.readouterr()
+    assert "all_reduce  pipeline·t" in out and "2 ranks agree" in out and "drew" in out
+    assert picture.read_text(encoding="utf-8").count('<g id="axes_') == 2
+    with pytest.raises(UserError, match=r"--picture .*use a file such as memory.svg in a folder that exists"):
+        dry("--ranks", "0", "--picture", str(tmp_path / "none" / "memory.svg"))
+    with pytest.raises(UserError, match="--ranks 0,64: must be pipeline, all, or ranks of 0 to 63"):
+        dry("--ranks", "0,64")

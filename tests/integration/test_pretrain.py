@@ -1,0 +1,155 @@
+"""A run learns from real text, writes the promised folder, and its lower precisions stay near float64."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron3d.config.cli import resolve
+from megatron3d.config.read import read_config
+from megatron3d.metrics.journal import read_journal
+from tests.support.tiny_run import ROOT, evaluations, in_run, run, steps, write_config
+
+NUM_ITERS = 60
+STEP_KEYS = {
+    "iteration",
+    "consumed_samples",
+    "consumed_tokens",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "elapsed_ms",
+    "tokens_per_s",
+    "tokens_per_s_per_rank",
+    "tflops_per_s_per_rank",
+    "mfu",
+    "hfu",
+    "peak_memory_bytes",
+    "timers",
+    "memory",
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("pretrain"))
+
+
+@pytest.fixture(scope="module")
+def overrides(config: Path) -> list[str]:
+    """Evaluations, checkpoints and every sink."""
+    return [
+        f"train.train_iters={NUM_ITERS}",
+        "train.eval_interval=20",
+        "train.eval_iters=2",
+        "checkpoint.save_interval=25",
+        f"logging.tensorboard_dir={config.parent / 'tensorboard'}",
+        "logging.wandb_project=tiny",
+        "logging.wandb_mode=offline",
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(config: Path, overrides: list[str]) -> Path:
+    """The folder of a finished run."""
+    outcome = run(config, *overrides)
+    assert outcome.code == 0, outcome.err
+    return config.parent / "run"
+
+
+def test_it_learns(trained: Path) -> None:
+    losses = [loss for _, loss, _ in steps(trained)]
+    first, last = losses[0], sum(losses[-5:]) / 5
+    assert abs(first - math.log(257)) < 0.1, "an untrained model knows nothing"
+    assert last < first - 2, f"loss fell from {first} to {last} only"
+    validation = [loss for _, loss in evaluations(trained)]
+    assert validation == sorted(validation, reverse=True) and validation[-1] < first - 2
+
+
+def test_the_folder_holds_what_is_promised(trained: Path) -> None:
+    names = {path.name for path in trained.iterdir()}
+    checkpoints = {"iter_0000025", "iter_0000050", "iter_0000060"}
+    files = {"config.yaml", "metrics.jsonl", "latest_checkpointed_iteration.txt", ".lock"}
+    assert names == {*files, "wandb", *checkpoints}
+    assert (trained / "latest_checkpointed_iteration.txt").read_text() == "60\n"
+
+
+def test_a_line_per_step_and_per_evaluation(trained: Path) -> None:
+    rows = read_journal(trained / "metrics.jsonl")
+    others = ({"iteration", "validation_loss"}, {"iteration", "first_step"}, {"iteration", "start"})
+    assert all(row.keys() >= STEP_KEYS or row.keys() in others for row in rows) and "start" in rows[0]
+    assert [iteration for iteration, *_ in steps(trained)] == list(range(1, NUM_ITERS + 1))
+    assert [iteration for iteration, _ in evaluations(trained)] == [20, 40, 60]
+    last = rows[-2]
+    assert (last["consumed_samples"], last["consumed_tokens"]) == (NUM_ITERS * 16, NUM_ITERS * 16 * 16)
+    assert last["tokens_per_s"] == pytest.approx(256_000 / last["elapsed_ms"])
+
+
+def test_the_written_configuration_is_the_configuration(config: Path, overrides: list[str], trained: Path) -> None:
+    assert read_config(trained / "config.yaml").config == resolve(config, overrides, 1).config
+
+
+def test_sinks_are_filled(config: Path, trained: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(config.parent / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm_loss")] == [
+        (iteration, pytest.approx(loss)) for iteration, loss, _ in steps(trained)
+    ]
+    assert [event.step for event in events.Scalars("validation_loss")] == [20, 40, 60]
+    (offline,) = (trained / "wandb").glob("offline-run-*/run-*.wandb")
+    assert offline.stat().st_size > 1000
+
+
+def test_the_report_at_the_start_and_the_lines_after(config: Path) -> None:
+    out = run(config, *in_run(str(config.parent / "report")), "train.train_iters=2").out
+    for part in (
+        "> world_size 1 = TP 1 x PP 1 x DP 1",
+        "> global_batch_size 16 = micro_batch_size 4 x data parallel 1 x microbatches 4",
+        "> model: 2 layers, hidden 32, 8 heads, ffn 128, length 16, vocabulary 257 padded to 384",
+        "> parameters: 34,208 in the model",
+        "> MFU is relative to 0.01 TFLOP/s per device (logging.peak_tflops)",
+        "iteration        1/       2 | consumed samples:           16 | elapsed time per iteration (ms): ",
+    ):
+        assert part in out, out
+
+
+def test_a_run_may_keep_nothing(config: Path) -> None:
+    before = sorted(config.parent.iterdir())
+    outcome = run(config, *in_run("null"), "train.train_iters=2")
+    assert (outcome.code, sorted(config.parent.iterdir())) == (0, before)
+    assert "iteration        2/       2" in outcome.out
+
+
+@pytest.mark.parametrize(("precision", "band"), [("bf16", 0.01), ("fp32", 1e-5)])
+def test_precisions_stay_near_float64(config: Path, precision: str, band: float) -> None:
+    """Relative to float64's loss, at every one of 24 steps."""
+    found: dict[str, list[float]] = {}
+    for name in (precision, "fp64"):
+        folder = config.parent / f"{precision} and {name}"
+        settings = [f"train.precision={name}", "train.train_iters=24", "optimizer.lr=3e-3"]
+        assert run(config, *in_run(str(folder)), *settings).code == 0
+        found[name] = [loss for _, loss, _ in steps(folder)]
+    worst = max(abs(low / high - 1) for low, high in zip(found[precision], found["fp64"], strict=True))
+    assert 0 < worst < band, f"{precision} departs from float64 by {worst:.1e}"
+    assert found["fp64"][-1] < found["fp64"][0] - 1
+
+
+def test_check_of_the_quickstart_without_torch(config: Path) -> None:
+    """As README shows it, on a corpus that is there."""
+    typed = ["--config", "configs/quickstart.yaml", "--check", "--world-size", "2"]
+    typed += [f"data.data_path={config.parent / 'corpus'}", "data.tokenizer_type=ByteTokenizer"]
+    typed += ["data.tokenizer_model=null", f"checkpoint.save={config.parent / 'absent'}", "checkpoint.load=null"]
+    program = (
+        f"import runpy, sys\nsys.argv[1:] = {typed}\ntry:\n    runpy.run_path('pretrain_gpt.py', run_name='__main__')\n"
+        "finally:\n    assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "world_size 2 = TP 2 (1d: t 2) x PP 1 x DP 1" in done.stdout.splitlines()
+    assert not (config.parent / "absent").exists()

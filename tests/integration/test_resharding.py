@@ -1,0 +1,186 @@
+"""A checkpoint of any layout continues under any other one as one process that never stopped does: losses, gradient
+norms, weights and moments of the next two steps, in float64, within 1e-10; for all pairs of layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron3d.checkpoint.store import read_index
+from megatron3d.checkpoint.verify import verify
+from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.data.loader import Loader
+from megatron3d.optim.optimizer import learning_rate
+from megatron3d.parallel.modes import MODES
+from megatron3d.train.checkpointing import load_state, save_state, source_of
+from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.step import Settings, train_step
+from megatron3d.verify.layouts import RandomSamples
+from tests.support.pool import Pool
+from tests.support.tiny_run import stored
+
+VOCAB_SIZE, NUM_RANKS, NUM_STEPS, BATCH, TOLERANCE = 61, 4, 2, 8, 1e-10
+IDENTITY = {"tokenizer": "a", "corpus": "b", "data.split": "1,0,0", "train.seed": 1234}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 48,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "seq_length": 8,
+        "make_vocab_size_divisible_by": 1,
+        "hidden_dropout": 0.1,
+    },
+    "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1},
+}
+
+
+def tensor(mode: str, *shape: int, form: str | None = None) -> dict[str, Any]:
+    return {"tensor_parallel_mode": mode, "tensor_parallel_shape": shape, "tensor_parallel_form": form}
+
+
+def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
+    return {"pipeline_model_parallel_size": ranks, "pipeline_schedule": schedule}
+
+
+# The last runs on one process; embeddings are tied, so that some pipelines hold them twice.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1d, data 2": tensor("1d", 2),
+    "1d with sequences": tensor("1d", 4, form="sequence_parallel"),
+    "2d": tensor("2d", 2, 2),
+    "2.5d": tensor("2.5d", 2, 1, 2),
+    "3d": tensor("3d", 1, 2, 2),
+    "grid, 1f1b": {**tensor("grid", 2, 1, 1), **pipeline(2, "1f1b")},
+    "zb-h1": pipeline(4, "zb-h1"),
+    "zb-v, ZeRO 3": {**pipeline(2, "zb-v"), "zero_stage": 3},
+    "interleaved, ZeRO 2": {**pipeline(2, "interleaved"), "zero_stage": 2},
+    "ZeRO 1 in groups": {"zero_stage": 1, "num_distributed_optimizer_instances": 2},
+    "one process": {},
+}
+SPREAD = [name for name in LAYOUTS if name != "one process"]
+
+
+def configure(name: str) -> Config:
+    """With as many sequences per microbatch as the rules allow; of a pipeline two microbatches at least."""
+    ranks, least = (NUM_RANKS, 2) if "pipeline_schedule" in LAYOUTS[name] else (NUM_RANKS if name in SPREAD else 1, 1)
+    for micro in (8, 4, 2, 1):
+        train = {"precision": "fp64", "bucket_mb": 0.01, "micro_batch_size": micro, "global_batch_size": BATCH}
+        config = Config.model_validate({**SECTIONS, "parallel": LAYOUTS[name], "train": train})
+        if (
+            not check(config, ranks, VOCAB_SIZE)
+            and num_microbatches(config, make_mesh(config.parallel, ranks)) >= least
+        ):
+            return config
+    raise AssertionError(f"no batch fits {name}: {check(config, ranks, VOCAB_SIZE)}")
+
+
+def advance(config: Config, state: TrainState) -> list[float]:
+    """Two more steps; loss and gradient norm of each."""
+    mesh, train, arch = state.model.comm.mesh, config.train, state.model.arch
+    samples = RandomSamples(train.seed, VOCAB_SIZE, arch.seq_length)
+    axes, device = tensor_mode(config.parallel).batch_axes, torch.device("cpu")
+    loader = Loader(samples, mesh, axes, train.micro_batch_size, train.global_batch_size, device)
+    settings = Settings(train.seed, train.global_batch_size * arch.seq_length, train.global_batch_size)
+    numbers: list[float] = []
+    for _ in range(NUM_STEPS):
+        lr = learning_rate(config.optimizer, state.iteration + 1, train.train_iters)
+        result = train_step(state, loader.step(state.consumed_samples), lr, settings)
+        numbers += [result.loss.item(), result.grad_norm.item()]
+    return numbers
+
+
+def build(rank: int, world_size: int, config: Config) -> TrainState:
+    return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), torch.device("cpu"))
+
+
+def write(rank: int, world_size: int, config: Config, root: Path) -> None:
+    """A layout's checkpoint after two steps of its own."""
+    state = build(rank, world_size, config)
+    advance(config, state)
+    save_state(root, state, IDENTITY)
+
+
+def read(rank: int, world_size: int, config: Config, root: Path) -> dict[str, list[float]]:
+    """With each checkpoint: losses and norms of two more steps, then this rank's largest distances from the weights and
+    the moments of a run that never stopped."""
+    expected = stored(root / "never stopped", 2 * NUM_STEPS)
+    scale = {kind: max(t.abs().max().item() for n, t in expected.items() if kind_of(n) == kind) for kind in KINDS}
+    state, found = build(rank, world_size, config), {}
+    for source in LAYOUTS:
+        load_state(root / source / f"iter_{NUM_STEPS:07d}", state, IDENTITY)
+        assert (state.iteration, state.consumed_samples) == (NUM_STEPS, BATCH * NUM_STEPS)
+        numbers, errors = advance(config, state), dict.fromkeys(KINDS, 0.0)
+        for piece in source_of(state)(lambda tensor: tensor):
+            kind, whole = kind_of(piece.name), expected[piece.name]
+            region = whole[tuple(slice(*ends) for ends in piece.box)]
+            unit = max(whole.abs().max().item(), 1e-3 * scale[kind])
+            errors[kind] = max(errors[kind], (piece.tensor - region).abs().max().item() / unit)
+        found[source] = [*numbers, *errors.values()]
+    return found
+
+
+KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+
+
+def kind_of(name: str) -> str:
+    return next(kind for kind in reversed(KINDS) if name.startswith(f"{kind}."))
+
+
+@pytest.fixture(scope="module")
+def root(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each layout, and the last one of the run that never stopped."""
+    root = tmp_path_factory.mktemp("layouts")
+    alone = configure("one process")
+    write(0, 1, alone, root / "one process")
+    state = build(0, 1, alone)
+    advance(alone, state)
+    (root / "numbers").write_text(" ".join(map(repr, advance(alone, state))))
+    save_state(root / "never stopped", state, IDENTITY)
+    for name in SPREAD:
+        pool.run(write, NUM_RANKS, configure(name), root / name)
+    return root
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_a_layout_continues_every_other(pool: Pool, root: Path, target: str) -> None:
+    config = configure(target)
+    results = pool.run(read, NUM_RANKS, config, root) if target in SPREAD else [read(0, 1, config, root)]
+    expected = [float(text) for text in (root / "numbers").read_text().split()]
+    worst = dict.fromkeys(LAYOUTS, 0.0)
+    for result in results:
+        assert result.keys() == LAYOUTS.keys()
+        for source, values in result.items():
+            numbers, errors = values[: len(expected)], values[len(expected) :]
+            distances = [abs(a / b - 1) for a, b in zip(numbers, expected, strict=True)]
+            worst[source] = max(worst[source], *distances, *errors)
+    assert {source: error for source, error in worst.items() if not error <= TOLERANCE} == {}
+
+
+def test_checkpoints_are_whole_and_shared_out(root: Path) -> None:
+    """All ranks write; where all hold as much, no rank writes twice as much as another."""
+    for name in SPREAD:
+        folder = root / name / f"iter_{NUM_STEPS:07d}"
+        assert verify(folder) == ()
+        written = dict.fromkeys(range(NUM_RANKS), 0)
+        for stored_tensor in read_index(folder).tensors.values():
+            for box in stored_tensor.boxes:
+                written[int(box.file[5:10])] += math.prod(high - low for low, high in box.box)
+        assert min(written.values()) > 0, name
+        if configure(name).parallel.pipeline_model_parallel_size == 1:
+            assert max(written.values()) < 1.5 * min(written.values()), f"{name}: {written}"
+
+
+def test_the_layouts_are_wide() -> None:
+    """Every mode and ZeRO stage, data parallelism, pipelines with embeddings on two ranks and on one."""
+    configs = [configure(name) for name in SPREAD]
+    assert {config.parallel.tensor_parallel_mode for config in configs} == set(MODES)
+    assert {config.parallel.zero_stage for config in configs} == {0, 1, 2, 3}
+    assert {config.parallel.pipeline_model_parallel_size for config in configs} == {1, 2, 4}
+    assert {make_mesh(config.parallel, NUM_RANKS).sizes["data"] for config in configs} == {1, 2}

@@ -1,0 +1,232 @@
+"""A run that was stopped and continued is the run that never stopped: bit for bit in the same layout, within 1e-10 in
+float64 in any other; and a rank that dies ends the run and leaves its last checkpoint whole.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron3d.metrics import MetricsWriter, StepRecord
+from megatron3d.runtime import process
+from tests.support.pool import Pool
+from tests.support.tiny_run import (
+    evaluations,
+    in_run,
+    launch,
+    launch_local,
+    run,
+    run_as_rank,
+    steps,
+    stored,
+    tree,
+    write_config,
+)
+
+HARD = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1", "train.eval_interval=3", "train.eval_iters=1"]
+FP64 = [*HARD, "train.precision=fp64"]
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path) -> Path:
+    """The folder of a run of 8 iterations in float64 that never stopped."""
+    folder = config.parent / "whole"
+    assert run(config, *in_run(str(folder)), *FP64).code == process.EXIT_DONE
+    return folder
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    """Every logged number and every stored tensor has the same bits, and each is there once."""
+    assert steps(folder) == steps(reference)
+    assert evaluations(folder) == evaluations(reference)
+    got, wanted = stored(folder, 8), stored(reference, 8)
+    assert got.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+
+
+def assert_near_run(folder: Path, reference: Path) -> None:
+    """The same, within rounding of float64."""
+    for got, wanted in ((steps(folder), steps(reference)), (evaluations(folder), evaluations(reference))):
+        assert [row[0] for row in got] == [row[0] for row in wanted]
+        assert all(
+            value == pytest.approx(other, rel=TOLERANCE, abs=0)
+            for row, expected in zip(got, wanted, strict=True)
+            for value, other in zip(row, expected, strict=True)
+        )
+    got_tensors, tensors = stored(folder, 8), stored(reference, 8)
+    errors = {name: (got_tensors[name] - tensor).abs().max().item() for name, tensor in tensors.items()}
+    assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+
+
+def after_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """Have `act` follow the report of each step."""
+    report = MetricsWriter.step
+
+    def step(writer: MetricsWriter, record: StepRecord, more: Mapping[str, float]) -> None:
+        report(writer, record, more)
+        act(record.iteration)
+
+    patch.setattr(MetricsWriter, "step", step)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_the_same_layout_continues_bit_for_bit(config: Path, precision: str) -> None:
+    """With dropout and four microbatches a step."""
+    once, twice = (config.parent / f"{precision}-{name}" for name in ("once", "twice"))
+    settings = [*HARD, f"train.precision={precision}"]
+    assert run(config, *in_run(str(once)), *settings).code == process.EXIT_DONE
+    first = run(config, *in_run(str(twice)), *settings, "train.exit_interval=4")
+    assert first.code == process.EXIT_STOPPED, first
+    assert [iteration for iteration, *_ in steps(twice)] == [1, 2, 3, 4]
+    second = run(config, *in_run(str(twice)), *settings)
+    assert second.code == process.EXIT_DONE and f"> continuing from {twice}/iter_0000004" in second.out
+    assert_same_run(twice, once)
+
+
+def test_a_finished_run_has_nothing_to_do(config: Path, whole: Path) -> None:
+    before = tree(whole)
+    assert run(config, *in_run(str(whole)), *FP64).code == process.EXIT_DONE
+    assert tree(whole) == before
+
+
+def test_another_run_goes_on_in_a_folder_of_its_own(config: Path, whole: Path, tmp_path: Path) -> None:
+    before = tree(whole)
+    places = [f"checkpoint.save={tmp_path}/more", f"checkpoint.load={whole}", "train.train_iters=9"]
+    assert run(config, *FP64, *places).code == process.EXIT_DONE
+    assert [iteration for iteration, *_ in steps(tmp_path / "more")] == [9]
+    assert tree(whole) == before
+
+
+def test_what_was_logged_after_the_checkpoint_is_logged_once(config: Path, whole: Path, tmp_path: Path) -> None:
+    """A crash at iteration 6, after the checkpoint of iteration 4."""
+    settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]
+
+    def crash(iteration: int) -> None:
+        if iteration == 6:
+            raise RuntimeError("the machine is gone")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="the machine is gone"):
+        after_each_step(patch, crash)
+        run(config, *settings)
+    assert [iteration for iteration, *_ in steps(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert run(config, *settings).code == process.EXIT_DONE
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_the_next_run_continues(
+    config: Path, whole: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    settings = [*in_run(f"{tmp_path}/run"), *FP64]
+    with pytest.MonkeyPatch.context() as patch:
+        after_each_step(patch, lambda iteration: os.kill(os.getpid(), number) if iteration == 2 else None)
+        assert run(config, *settings).code == process.EXIT_STOPPED
+    assert 2 < len(steps(tmp_path / "run")) <= 4, "it stops within two steps"
+    assert run(config, *settings).code == process.EXIT_DONE
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_time_that_is_up_saves_and_the_next_run_continues(config: Path, whole: Path, tmp_path: Path) -> None:
+    settings = [*in_run(f"{tmp_path}/run"), *FP64]
+    assert run(config, *settings, "train.exit_duration_in_mins=1e-9").code == process.EXIT_STOPPED
+    assert 0 < len(steps(tmp_path / "run")) <= 2
+    assert run(config, *settings).code == process.EXIT_DONE
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_any_layout_continues_any_other(config: Path, whole: Path, pool: Pool, tmp_path: Path) -> None:
+    """Two steps in each: a cube, one process, a square with data parallelism, sequence parallelism with it."""
+    settings = [*in_run(f"{tmp_path}/run"), *FP64, "train.exit_interval=2"]
+    cube, square = (
+        [*settings, f"parallel.tensor_parallel_mode={mode}", f"parallel.tensor_parallel_shape={shape}"]
+        for mode, shape in (("3d", [2, 2, 2]), ("2d", [2, 2]))
+    )
+    sequence = [*settings, "parallel.tensor_model_parallel_size=4", "parallel.sequence_parallel=true"]
+    assert pool.run(run_as_rank, 8, config, [cube]) == [[process.EXIT_STOPPED]] * 8
+    assert run(config, *settings).code == process.EXIT_STOPPED
+    assert pool.run(run_as_rank, 8, config, [square, sequence]) == [[process.EXIT_STOPPED, process.EXIT_DONE]] * 8
+    assert_near_run(tmp_path / "run", whole)
+
+
+def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code and the rest of what was said; nothing may outlive a minute."""
+    try:
+        out, err = child.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        raise
+    return child.returncode, out, err
+
+
+def wait_for(child: subprocess.Popen[str], words: str) -> None:
+    """Read lines until one has the words."""
+    assert child.stdout is not None, "launch() pipes the output"
+    lines = []
+    for line in child.stdout:
+        lines.append(line)
+        if words in line:
+            return
+    raise AssertionError(f"it ended without {words!r}: {''.join(lines)}{finish(child)[2]}")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "axis", "number"),
+    [(1, "tensor", signal.SIGINT), (2, "tensor", signal.SIGINT), (2, "pipeline", signal.SIGUSR1)],
+)
+def test_a_signal_to_launch_local(
+    config: Path, tmp_path: Path, num_ranks: int, axis: str, number: signal.Signals
+) -> None:
+    """Ctrl-C of a terminal goes to all processes, other signals to the script; torchrun then exits with 1."""
+    size = f"parallel.{axis}_model_parallel_size={num_ranks}"
+    settings = [*in_run(f"{tmp_path}/run"), *FP64, "optimizer.lr_decay_style=constant"]
+    child = launch_local(num_ranks, "--config", str(config), *settings, size, "train.train_iters=1000000")
+    wait_for(child, "iteration        3/")
+    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
+    code, out, err = finish(child)
+    assert code == (process.EXIT_STOPPED if num_ranks == 1 else 1), err
+    assert "> saved" in out
+    last = steps(tmp_path / "run")[-1][0]
+    assert run(config, *settings, f"train.train_iters={last + 2}").code == process.EXIT_DONE
+    alone = [*in_run(f"{tmp_path}/alone"), *settings[2:], f"train.train_iters={last + 2}"]
+    assert run(config, *alone).code == process.EXIT_DONE
+    for got, wanted in zip(steps(tmp_path / "run"), steps(tmp_path / "alone"), strict=True):
+        assert got == pytest.approx(wanted, rel=TOLERANCE, abs=0)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(
+    config: Path, whole: Path, tmp_path: Path, axis: str
+) -> None:
+    program = tmp_path / "victim.py"
+    program.write_text(
+        "import os, signal, sys\nfrom megatron3d import runtime\nfrom megatron3d.train import loop\n"
+        "import pretrain_gpt\nstep = loop.train_step\n"
+        "def train_step(state, *rest):\n"
+        "    if state.iteration == 5 and os.environ['RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return step(state, *rest)\n"
+        "loop.train_step = train_step\nsys.exit(runtime.run_program(pretrain_gpt.main))\n"
+    )
+    settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]
+    typed = [str(program), "--config", str(config), *settings, f"parallel.{axis}_model_parallel_size=2"]
+    child = launch(typed, num_ranks=2)
+    wait_for(child, "iteration        5/")
+    began = time.monotonic()
+    code, _, err = finish(child)
+    assert code not in (process.EXIT_DONE, process.EXIT_STOPPED), err
+    assert time.monotonic() - began < 30
+    assert run(config, *settings).code == process.EXIT_DONE
+    assert_near_run(tmp_path / "run", whole)

@@ -1,0 +1,108 @@
+"""Fact: a run gone wrong goes back to a good checkpoint from before, past the samples of that window, and says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron3d.config.schema import TrainConfig
+from megatron3d.metrics.journal import read_journal
+from megatron3d.runtime import process
+from megatron3d.train import loop
+from megatron3d.train.rollback import LEAST, Judge
+from megatron3d.train.state import TrainState
+from tests.support.tiny_run import in_run, run, steps, write_config
+
+SAMPLES = 16
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("setback"))
+
+
+def test_so_many_in_a_row() -> None:
+    judge = Judge(TrainConfig(rollback_nonfinite_steps=3))
+    assert judge.is_watching and not Judge(TrainConfig()).is_watching
+    seen = [judge.see(loss, skipped) for loss, skipped in [(1, True), (math.nan, False), (1, False), (1, True)]]
+    assert seen == [None] * 4
+    assert judge.see(math.inf, True) is None
+    assert judge.see(2.0, True) == (3, "3 steps in a row had a loss or gradients that are not finite")
+    assert judge.see(2.0, True) is None, "the count begins anew"
+
+
+def test_a_spike_is_far_from_the_others() -> None:
+    judge = Judge(TrainConfig(rollback_loss_spike_score=6.0, rollback_window=16))
+    wave = [5 + 0.1 * math.sin(i) for i in range(LEAST)]
+    assert [judge.see(loss, False) for loss in [9.0, *wave]] == [None] * (LEAST + 1), "the first are not judged"
+    assert judge.see(5.3, False) is None and judge.see(4.0, False) is None
+    steps_, said = judge.see(6.5, False) or (0, "")
+    assert steps_ == 1 and said.startswith("a loss of 6.5 is ") and said.endswith("deviations above the last 16 ones")
+    assert judge.see(6.5, False) is not None, "it is not one of the last"
+
+
+def spoiled(monkeypatch: pytest.MonkeyPatch, at: Callable[[TrainState], bool], value: float) -> None:
+    """Weights are multiplied before a step, when `at` says so."""
+    step = loop.train_step
+
+    def train_step(state: TrainState, *rest: Any) -> Any:
+        if at(state):
+            state.buffers.settle()
+            for flat in state.buffers.flats:
+                flat.main.mul_(value)
+            state.buffers.publish()
+        return step(state, *rest)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "first"),
+    [("rollback_nonfinite_steps=2", math.nan, 25), ("rollback_loss_spike_score=30.0", 30.0, 24)],
+)
+def test_a_run_goes_back_and_past_the_samples(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: float, first: int
+) -> None:
+    """Step 23 is spoiled; it is seen to be wrong a step after the last bad one.  Checkpoints are of 10 and 20."""
+    times: list[int] = []
+    spoiled(monkeypatch, lambda s: s.iteration == 22 and not times and times.append(1) is None, value)
+    typed = [*in_run(f"{tmp_path}/run"), f"train.{key}", "train.train_iters=30", "checkpoint.save_interval=10"]
+    outcome = run(config, *typed)
+    assert outcome.code == process.EXIT_DONE, outcome.err
+    (event,) = [row for row in read_journal(tmp_path / "run/metrics.jsonl") if "rollback" in row]
+    assert event["iteration"] == 20
+    assert event["rollback"].endswith(
+        f"back from iteration {first} to 20, skipping samples {20 * SAMPLES} to {first * SAMPLES - 1}"
+    )
+    rows = [row for row in read_journal(tmp_path / "run/metrics.jsonl") if "lm_loss" in row]
+    assert [row["iteration"] for row in rows] == list(range(1, 31))
+    assert [row["consumed_samples"] for row in rows[20:]] == [SAMPLES * (first + n) for n in range(1, 11)]
+    assert all(math.isfinite(row["lm_loss"]) and row["lm_loss"] < rows[0]["lm_loss"] for row in rows[20:])
+    monkeypatch.undo()
+    assert run(config, *in_run(f"{tmp_path}/plain"), *typed[2:]).code == process.EXIT_DONE
+    assert steps(tmp_path / "plain")[:20] == steps(tmp_path / "run")[:20] != []
+    assert steps(tmp_path / "plain")[20] != steps(tmp_path / "run")[20], "other samples"
+
+
+def test_what_cannot_be_mended_is_a_failure(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled(monkeypatch, lambda s: s.iteration == 5, math.nan)
+    typed = ["train.rollback_nonfinite_steps=2", "train.max_rollbacks=2", "train.train_iters=20"]
+    with pytest.raises(RuntimeError, match=r"iteration 8: .*, after train.max_rollbacks=2 rollbacks"):
+        run(config, *typed, *in_run(f"{tmp_path}/run"), "checkpoint.save_interval=5")
+    with pytest.raises(RuntimeError, match=r"iteration 8: .* holds no good checkpoint from before to go back to"):
+        run(config, *typed, *in_run(f"{tmp_path}/other"))
+
+
+def test_a_stop_file_saves_and_stops_once(config: Path, tmp_path: Path) -> None:
+    typed = in_run(f"{tmp_path}/run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/stop").touch()
+    outcome = run(config, *typed)
+    assert outcome.code == process.EXIT_STOPPED and f"> stopping: {tmp_path}/run/stop is there" in outcome.out
+    assert not (tmp_path / "run/stop").exists() and len(steps(tmp_path / "run")) == 2
+    assert run(config, *typed).code == process.EXIT_DONE
+    assert [iteration for iteration, _, _ in steps(tmp_path / "run")] == list(range(1, 9))

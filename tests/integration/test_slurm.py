@@ -1,0 +1,184 @@
+"""Under a real SLURM a run that meets its time limit is queued again and ends with the numbers of one that never
+stopped; a job that cannot get further is not queued again; token files of an array are those of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron3d.runtime import process
+from tests.support.pool import Pool
+from tests.support.slurm import Job, Slurm, missing
+from tests.support.tiny_run import ROOT, in_run, run_as_rank, steps, stored, write_config
+from tools import make_slurm, preprocess_data
+
+NUM_ITERS = 50
+CLUSTER = """
+name: two nodes of two processes
+accelerator: cpu
+cores: 2
+levels: [{name: node, ranks: 2, gb_s: 1, latency_us: 1}, {name: network, ranks: 4, gb_s: 1, latency_us: 1}]
+source: this test
+"""
+LAYOUT = ["parallel.tensor_model_parallel_size=2", f"train.train_iters={NUM_ITERS}", "model.hidden_dropout=0.1"]
+# Two seconds for each step of a start that begins at the beginning, so that the limit comes before the end.
+SLOW = """
+import sys, time
+sys.path.insert(0, {root!r})
+import pretrain_gpt
+from megatron3d import runtime
+from megatron3d.train import loop
+
+train, step = loop.train, loop.train_step
+def slow_train(run, stop):
+    pause_s = 0.0 if run.state.iteration else 2.0
+    loop.train_step = lambda *args: (time.sleep(pause_s), step(*args))[1]
+    return train(run, stop)
+loop.train = slow_train
+sys.exit(runtime.run_program(pretrain_gpt.main))
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if why := missing():
+        pytest.skip(why)
+    with contextlib.closing(Slurm(tmp_path_factory.mktemp("slurm"))) as cluster:
+        cluster.start()
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("jobs"))
+
+
+def submit(slurm: Slurm, config: Path, name: str, nodes: int, program: str | None, *more: str) -> str:
+    """Have a job written, and submit it, perhaps with another program in place of pretrain_gpt.py; its number."""
+    here = config.parent
+    (here / "two.yaml").write_text(CLUSTER)
+    job = here / f"{name}.sbatch"
+    typed = ["--config", str(config), "--cluster", str(here / "two.yaml"), "--nodes", str(nodes), "--time", "10"]
+    typed += ["--python", sys.executable, "--warn", "30", "--sbatch", f"output={here}/{name}.log", "--output", str(job)]
+    assert make_slurm.main([*typed, *in_run(str(here / name)), *more]) == 0
+    if program is not None:
+        (here / f"{name}.py").write_text(program.format(root=str(ROOT)))
+        job.write_text(job.read_text().replace(" pretrain_gpt.py ", f" {here}/{name}.py "))
+    return slurm.run("sbatch", "--parsable", str(job)).strip()
+
+
+def said(config: Path, name: str) -> str:
+    """What a job wrote."""
+    return (config.parent / f"{name}.log").read_text()
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Numbers of jobs that run side by side, and the folder of the corpora."""
+
+    limited: str
+    wrong: str
+    crashing: str
+    unfit: str
+    merging: str
+    corpora: Path
+
+
+@pytest.fixture(scope="module")
+def jobs(slurm: Slurm, config: Path) -> Jobs:
+    """All are submitted at once, since most of their time they wait."""
+    return Jobs(
+        submit(slurm, config, "limited", 2, SLOW, *LAYOUT),
+        submit(slurm, config, "wrong", 1, None, "model.vocab_size=64"),
+        submit(slurm, config, "crashing", 2, "raise SystemExit(1)"),
+        submit(slurm, config, "unfit", 1, None, "--sbatch", "gpus-per-node=2"),
+        submit_array(slurm, config.parent),
+        config.parent,
+    )
+
+
+def submit_array(slurm: Slurm, folder: Path) -> str:
+    """Three tasks that preprocess two kinds of text, and a job that joins what they write; the latter's number."""
+    source = folder / "text.jsonl"
+    rows = ({"text": f"document {i}\n" * (i % 7 + 1), "title": str(i)} for i in range(300))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    typed = ["--input", str(source), "--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "1"]
+    typed += ["--piece-mb", "0.002", "--json-keys", "text", "title"]
+    assert preprocess_data.main([*typed, "--output-prefix", str(folder / "single")]) == 0
+    script = ["bash", "scripts/slurm/preprocess.sbatch", "3", str(folder / "array"), *typed]
+    return slurm.run(*script, SBATCH_OUTPUT=f"{folder}/array-%a.log", PYTHON=sys.executable).split()[-1]
+
+
+def test_a_run_that_meets_its_limit_ends_with_the_numbers_of_one_that_never_stopped(
+    slurm: Slurm, config: Path, jobs: Jobs, pool: Pool
+) -> None:
+    """Once it trains, its limit is drawn near, so that SLURM's warning comes within half a minute."""
+    folder, whole = config.parent / "limited", config.parent / "whole"
+    slurm.until(lambda: num_steps(folder) > 1, lambda: said(config, "limited"))
+    slurm.run("scontrol", "update", f"JobId={jobs.limited}", f"TimeLimit={slurm.elapsed_min(jobs.limited) + 1}")
+    assert pool.run(run_as_rank, 4, config, [[*in_run(str(whole)), *LAYOUT]]) == [[process.EXIT_DONE]] * 4
+    slurm.until(lambda: slurm.job(jobs.limited).num_requeues > 0, lambda: said(config, "limited"))
+    slurm.run("scontrol", "update", f"JobId={jobs.limited}", "TimeLimit=10")
+    assert slurm.wait(jobs.limited) == Job("COMPLETED", process.EXIT_DONE, 1), said(config, "limited")
+    assert "> queued again: the time limit is near" in said(config, "limited")
+    begun = [json.loads(line)["iteration"] for line in (folder / "slurm.jsonl").read_text().splitlines()]
+    assert begun[0] == 0 < begun[1] < NUM_ITERS and len(begun) == 2, "it was stopped on its way"
+    assert steps(folder) == steps(whole) and len(steps(whole)) == NUM_ITERS
+    got, wanted = stored(folder, NUM_ITERS), stored(whole, NUM_ITERS)
+    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == [] and got.keys() == wanted.keys()
+
+
+def num_steps(folder: Path) -> int:
+    """That a run has logged so far."""
+    return len(steps(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def test_a_wrong_configuration_is_not_queued_again(slurm: Slurm, config: Path, jobs: Jobs) -> None:
+    """One that only the ranks find wrong."""
+    assert slurm.wait(jobs.wrong) == Job("FAILED", process.EXIT_USER_ERROR, 0), said(config, "wrong")
+    assert re.search("model.vocab_size=64.*\n(.*\n)*> not queued again: what was given is wrong", said(config, "wrong"))
+    assert not list((config.parent / "wrong").glob("iter_*"))
+
+
+def test_two_starts_without_progress_are_enough(slurm: Slurm, config: Path, jobs: Jobs) -> None:
+    assert slurm.wait(jobs.crashing) == Job("FAILED", process.EXIT_CRASH, 1), said(config, "crashing")
+    verdicts = re.findall("> (.*queued again: .*)", said(config, "crashing"))
+    assert [line.partition(":")[0] for line in verdicts] == ["queued again", "not queued again"]
+
+
+def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs) -> None:
+    """No rank starts there."""
+    assert slurm.wait(jobs.unfit) == Job("FAILED", process.EXIT_CRASH, 1), said(config, "unfit")
+    assert re.findall("node (.*): torch sees 0 of the 2 GPUs", said(config, "unfit")) == ["127.0.0.1"] * 2
+    assert "importing torch" not in said(config, "unfit")
+
+
+def test_the_committed_job_is_one_that_slurm_takes(slurm: Slurm) -> None:
+    """With as many GPUs as are there."""
+    sizes = ["--ntasks-per-node=2", "--gpus-per-node=2"]
+    slurm.run("sbatch", "--test-only", *sizes, "scripts/slurm/pretrain.sbatch", "--config", "configs/quickstart.yaml")
+
+
+def test_an_array_writes_the_bytes_of_one_process(slurm: Slurm, jobs: Jobs) -> None:
+    logs = "".join(path.read_text() for path in jobs.corpora.glob("array-*.log"))
+    assert slurm.wait(jobs.merging) == Job("COMPLETED", 0, 0), logs
+    for suffix in (f"_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx", "manifest.json")):
+        assert (jobs.corpora / f"array{suffix}").read_bytes() == (jobs.corpora / f"single{suffix}").read_bytes()
+
+
+def test_an_allocation_in_which_srun_starts_ranks(slurm: Slurm) -> None:
+    program = (
+        "from megatron3d import runtime as r; p = r.placement(); print(p.rank, p.world_size, p.local_rank, p.address)"
+    )
+    typed = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "srun", sys.executable, "-c", program]
+    lines = slurm.run("bash", "scripts/slurm/interactive.sh", *typed).splitlines()
+    assert sorted(lines) == [f"{rank} 4 {rank % 2} 127.0.0.1" for rank in range(4)]

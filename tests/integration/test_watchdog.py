@@ -1,0 +1,136 @@
+"""Fact: a rank that dies, stops or keeps the others waiting ends the run in time, and is named with where it was."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron3d.comm import process_comm
+from megatron3d.runtime import process
+from megatron3d.runtime.watchdog import Note, verdict, where_is
+from tests.support.tiny_run import ROOT, launch_ranks, write_config
+
+FIRST = Note(
+    7, "node1", 10, 5, 40, "all_reduce over data, the 40th", ("train/loop.py:9 train", "comm.py:3 finish"), 60.0
+)
+BUSY = ("train/loop.py:9 train", "data/loader.py:5 step")
+
+
+def later(note: Note, **changes: object) -> Note:
+    return replace(note, beat=note.beat + 3, **changes)  # type: ignore[arg-type]
+
+
+def test_who_renews_no_note_is_blamed() -> None:
+    before = {0: FIRST, 1: FIRST, 2: None, 3: FIRST}
+    after = {0: later(FIRST), 1: FIRST, 2: None, 3: later(FIRST)}
+    lines = list(verdict(before, after))
+    assert lines[0].startswith("rank 1 does not answer (host node1, process 10): after iteration 5, in train/loop.py:9")
+    assert lines[1] == "rank 2 does not answer and was never heard of"
+    assert lines[2] == (
+        "ranks 0, 3: after iteration 5, in train/loop.py:9 train > comm.py:3 finish; "
+        "last collective all_reduce over data, the 40th"
+    )
+    assert len(lines) == 3
+
+
+def test_who_is_in_no_collective_is_blamed() -> None:
+    after = {0: later(FIRST), 1: later(FIRST, where=BUSY), 2: later(FIRST)}
+    lines = list(verdict(dict.fromkeys(after, FIRST), after))
+    assert lines[0].startswith("rank 1 keeps the others waiting (host node1") and "data/loader.py:5 step" in lines[0]
+
+
+def test_who_has_done_least_is_blamed() -> None:
+    """As where kernels wait on GPUs, and programs for them, all at one place."""
+    after = {0: later(FIRST), 1: later(FIRST), 2: later(FIRST, calls=39), 3: later(FIRST)}
+    lines = list(verdict(dict.fromkeys(after, FIRST), after))
+    assert lines[0].startswith("rank 2 has done the least")
+    everyone = {rank: later(FIRST) for rank in range(20)}
+    lines = list(verdict(dict.fromkeys(everyone, FIRST), everyone))
+    assert len(lines) == 20 and "waits, as all do" in lines[0]
+
+
+def test_many_at_one_place_are_one_line() -> None:
+    after = {rank: later(FIRST, where=BUSY if rank == 3 else FIRST.where) for rank in range(20)}
+    lines = list(verdict(dict.fromkeys(after, FIRST), after))
+    assert lines[1].startswith("ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more: after iteration 5")
+
+
+def test_frames_of_the_package_only() -> None:
+    assert where_is(inspect.currentframe()) == ()
+    found: list[tuple[str, ...]] = []
+    process_comm.Pending(lambda: found.append(where_is(inspect.currentframe()))).wait()  # type: ignore[arg-type,return-value]
+    assert len(found[0]) == 1 and found[0][0].startswith("comm.py:") and found[0][0].endswith(" wait")
+
+
+HOLD = """
+import os, sys, time
+from megatron3d import runtime
+from megatron3d.data.loader import Prefetching
+import pretrain_gpt
+step = Prefetching.step
+def slow(self, first):
+    if first >= 48 and os.environ["RANK"] == "1":
+        time.sleep(1000)
+    return step(self, first)
+Prefetching.step = slow
+sys.exit(runtime.run_program(pretrain_gpt.main))
+"""
+
+
+def begin(config: Path, program: str, timeout_s: float) -> list[subprocess.Popen[str]]:
+    """Three ranks that train without end, and have made three steps."""
+    keys = ["train.train_iters=1000000", "checkpoint.save=null", "checkpoint.load=null", "train.global_batch_size=12"]
+    keys += [f"train.distributed_timeout_minutes={timeout_s / 60}", "train.micro_batch_size=1", "optimizer.lr=1e-4"]
+    ranks = launch_ranks([program, "--config", str(config), *keys], 3)
+    assert ranks[0].stdout is not None, "launch_ranks() pipes the output"
+    assert any("iteration        3/" in line for line in ranks[0].stdout), ranks[0].communicate()[1]
+    return ranks
+
+
+def said(ranks: list[subprocess.Popen[str]], *blamed: int) -> str:
+    """What the others say before they end with the code of a crash."""
+    errors = {rank: ranks[rank].communicate(timeout=60)[1] for rank in range(3) if rank not in blamed}
+    for rank in blamed:
+        ranks[rank].kill()
+        ranks[rank].communicate()
+    assert {ranks[rank].returncode for rank in errors} == {process.EXIT_CRASH}, errors
+    return "".join(errors.values())
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_rank_that_dies_is_named(tmp_path: Path, rank: int) -> None:
+    """Rank 0's process keeps the notes."""
+    ranks = begin(write_config(tmp_path), "pretrain_gpt.py", timeout_s=600)
+    began = time.monotonic()
+    ranks[rank].kill()
+    text = said(ranks, rank)
+    assert time.monotonic() - began < 30
+    if rank:
+        assert f"> watchdog: rank {rank} does not answer (host " in text and text.count("does not answer") == 1
+        assert f"process {ranks[rank].pid})" in text and "all_reduce over data" in text and "after iteration" in text
+    else:
+        assert "rank 0's process, where notes are kept, cannot be reached" in text
+
+
+@pytest.mark.parametrize("how", ["stopped", "busy"])
+def test_a_rank_that_hangs_is_named(tmp_path: Path, how: str) -> None:
+    (tmp_path / "hold.py").write_text(HOLD)
+    program = str(tmp_path / "hold.py") if how == "busy" else str(ROOT / "pretrain_gpt.py")
+    ranks = begin(write_config(tmp_path), program, timeout_s=6)
+    if how == "stopped":
+        ranks[1].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    text = said(ranks, *([1] if how == "stopped" else []))
+    assert time.monotonic() - began < 40
+    assert "no progress for 6 s" in text
+    blame = "does not answer" if how == "stopped" else "keeps the others waiting"
+    (line,) = [line for line in text.splitlines() if blame in line]
+    assert line.startswith(f"> watchdog: rank 1 {blame} (host ") and "after iteration" in line
+    assert how == "stopped" or "train/loop.py" in line
+    assert "ranks 0, 2: after iteration" in text and "all_reduce over data" in text

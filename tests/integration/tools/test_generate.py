@@ -1,0 +1,214 @@
+"""Text is a function of the checkpoint, the prompt and the seed: the same in every layout, up to the document's end."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
+from megatron3d.inference.load import restore
+from megatron3d.inference.sampling import Choice, Sampler
+from megatron3d.parallel.modes import MODES
+from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
+from megatron3d.pipeline.validate import write_schedule
+from megatron3d.runtime import process
+from tests.support.pool import Pool
+from tests.support.tiny_run import run, write_config
+from tests.support.toy_pipeline import any_schedule
+from tools import generate
+
+PROMPT = "def fill(text, width=70"
+GREEDY = ["--max-new-tokens", "12", "--temperature", "0"]
+SAMPLED = ["--max-new-tokens", "12", "--temperature", "1.5", "--top-k", "20", "--seed", "7"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def trained(folder: Path, *settings: str) -> Path:
+    """A run in float64 whose odd length no tensor axis divides."""
+    settings = ("model.seq_length=15", "train.precision=fp64", "train.train_iters=40", *settings)
+    assert run(write_config(folder), *settings).code == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("generate"))
+
+
+def text(folder: Path, capsys: pytest.CaptureFixture[str], typed: list[str]) -> str:
+    prompt = [] if "--prompt" in typed else ["--prompt", PROMPT]
+    assert generate.main(["--load", str(folder), *prompt, *typed]) == 0
+    return capsys.readouterr().out
+
+
+def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: list[list[str]]) -> list[str]:
+    """What a rank would print in each layout."""
+    args = generate.parse_args(["--load", str(folder), *typed])
+    checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)
+    here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
+    found = []
+    for layout in layouts:
+        config = generate.read_run(checkpoint, layout, world_size)
+        sampler = Sampler(restore(config, tokenizer, checkpoint, here), here.device)
+        (tokens,) = generate.complete(sampler, [tokenizer.encode(PROMPT)], tokenizer.eod, args)
+        found.append(tokenizer.decode(tokens) + "\n")
+    return found
+
+
+@pytest.mark.parametrize(("typed", "size"), [(GREEDY, 8), (SAMPLED, 4)], ids=["greedy", "sampled"])
+def test_every_layout_says_the_same(
+    folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str], typed: list[str], size: int
+) -> None:
+    layouts = [
+        [
+            f"parallel.tensor_parallel_mode={mode}",
+            f"parallel.tensor_parallel_form={form}",
+            f"parallel.tensor_parallel_shape={list(entry.default_shape(size))}",
+        ]
+        for mode, entry in MODES.items()
+        for form in entry.forms
+    ]
+    assert_the_same(folder, pool, capsys, typed, layouts)
+
+
+def assert_the_same(
+    folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str], typed: list[str], layouts: list[list[str]]
+) -> None:
+    """As one process says, on each of 8 ranks."""
+    alone = text(folder, capsys, typed)
+    assert len(alone) > len(PROMPT) + 5
+    for found in pool.run(texts, 8, folder, typed, layouts):
+        assert [layout for layout, said in zip(layouts, found, strict=True) if said != alone] == []
+
+
+def test_every_pipeline_says_the_same(pool: Pool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On 2 and 4 ranks, beside tensor and data parallelism; a schedule from a file is for three microbatches."""
+    mine = tmp_path / "mine.csv"
+    write_schedule(any_schedule(random.Random(0), [0, 1, 1, 0], 3), mine)
+    files = dict.fromkeys(SCHEDULES, "null") | {FILE: str(mine)}
+    layouts = []
+    for place, (name, file) in enumerate(files.items()):
+        ranks = 2 if file != "null" or SCHEDULES[name].min_virtual > 1 or place % 2 else 4
+        mode, entry = list(MODES.items())[place % len(MODES)]
+        shape = list(entry.default_shape(8 // ranks // (1 + place // 4)))
+        layout = {"tensor_parallel_mode": mode, "tensor_parallel_shape": shape, "pipeline_model_parallel_size": ranks}
+        layout |= {"pipeline_schedule": name, "pipeline_schedule_file": file}
+        layouts.append([f"parallel.{key}={value}" for key, value in layout.items()])
+    assert_the_same(trained(tmp_path, "model.num_layers=5"), pool, capsys, GREEDY, layouts)
+
+
+def test_the_seed_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, other = (text(folder, capsys, [*SAMPLED, "--seed", seed]) for seed in ("1", "1", "2"))
+    assert first == second != other
+    assert text(folder, capsys, ["--max-new-tokens", "0"]) == PROMPT + "\n"
+
+
+def test_several_prompts_are_said_as_each_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The n-th with the n-th seed, in a line of JSON; typed, or from a file."""
+    prompts = ["def f", "x", "return the whole of it"]
+    typed = [word for prompt in prompts for word in ("--prompt", prompt)]
+    load = ["--load", str(folder), *SAMPLED]
+    assert generate.main([*load, *typed]) == 0
+    said = capsys.readouterr().out
+    alone = []
+    for place, prompt in enumerate(prompts):
+        assert generate.main([*load, "--prompt", prompt, "--seed", str(7 + place)]) == 0
+        alone.append(capsys.readouterr().out)
+    assert [json.loads(line)["text"] + "\n" for line in said.splitlines()] == alone
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    assert generate.main([*load, "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    assert capsys.readouterr().out == said
+
+
+def test_a_conversation_goes_on_until_an_empty_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was said before stands before what is typed next; after an empty line it does not."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("def \nx = \n\ndef \n"))
+    assert generate.main(["--load", str(folder), "--interactive", *GREEDY]) == 0
+    talked = capsys.readouterr().out
+    first = text(folder, capsys, [*GREEDY, "--prompt", "def \n"]).removeprefix("def \n")
+    second = "def \n" + first.removesuffix("\n") + "x = \n"
+    then = text(folder, capsys, [*GREEDY, "--prompt", second]).removeprefix(second)
+    assert talked == first + then + first
+
+
+def test_the_end_of_a_document_ends_the_text() -> None:
+    """One of two texts ends earlier, and the other goes on alone."""
+    said = iter([(65, 70), (66, 71), (256, 72), (67, 256)])
+    sampler = Namespace(next_logits=lambda _: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
+    args = Namespace(max_new_tokens=9, temperature=0, top_k=0, seed=1)
+    tokens = generate.complete(sampler, [[60], [61]], 256, args)  # type: ignore[arg-type]
+    assert tokens == [[60, 65, 66], [61, 70, 71, 72]]
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.integers(-20, 20), min_size=1, max_size=9, unique=True),
+    top_k=st.integers(0, 12),
+    temperature=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
+)
+def test_a_token_is_among_the_likeliest(logits: list[int], top_k: int, temperature: float) -> None:
+    token = Choice(temperature, top_k)(torch.tensor(logits, dtype=torch.float32), torch.Generator())
+    rank = sorted(logits, reverse=True).index(logits[token])
+    assert rank < (1 if temperature == 0 else top_k or len(logits))
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no such run": (["--load", "nowhere"], "nowhere: there is no such folder"),
+    "no prompt": (["--prompt", ""], "--prompt '': no token"),
+    "no prompts": (["--prompts", "{empty}"], "is empty; give a prompt per line"),
+    "no file of prompts": (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: cannot be read as text"),
+    "unknown key": (["model.hidden_sise=3"], "model.hidden_sise=3 (command line): unknown key; use model.hidden_size"),
+    "another model": (["model.num_layers=3"], "saved with model.num_layers=2, but this run has 3"),
+    "another tokenizer": (
+        ["data.tokenizer_type=CharTokenizer", "data.tokenizer_model={chars}", "--prompt", "a"],
+        "saved with tokenizer=",
+    ),
+    "a layout without its ranks": (["parallel.tensor_model_parallel_size=2"], "world_size 1: fewer than TP 2"),
+    "a schedule that is not there": (
+        [f"parallel.{key}" for key in ("pipeline_schedule=file", "pipeline_schedule_file=nowhere.csv")],
+        "nowhere.csv: cannot be read",
+    ),
+    "a schedule for more ranks": (
+        [f"parallel.{key}" for key in ("pipeline_schedule=file", "pipeline_schedule_file={two}")],
+        "is for 2 ranks, not parallel.pipeline_model_parallel_size=1",
+    ),
+    "an impossible layout": (["parallel.tensor_parallel_shape=[1,1]"], "mode 1d has 1 axes (t), not 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    typed, words = BAD[name]
+    (tmp_path / "chars.json").write_text(json.dumps([chr(97 + number) for number in range(257)]))
+    write_schedule(build_schedule("1f1b", 2, 3), tmp_path / "two.csv")
+    (tmp_path / "empty").write_text("")
+    files = {"chars": tmp_path / "chars.json", "two": tmp_path / "two.csv", "empty": tmp_path / "empty"}
+    typed = [part.format(**files) for part in typed]
+    code = process.run_program(lambda: generate.main(["--load", str(folder), *typed]))
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (process.EXIT_USER_ERROR, "")
+    (line,) = shown.err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize("typed", [["--temperature", "-1"], ["--top-k", "-1"], ["--max-new-tokens", "x"], ["--chek"]])
+def test_bad_options(typed: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        generate.parse_args(["--load", "run", *typed])
+    assert stopped.value.code == 2

@@ -1,0 +1,175 @@
+"""A job of preprocessing that is killed, or finds no room, at any moment goes on to the same bytes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.preprocess_jobs import BYTES, ROOT, corpus, documents, run, write_jsonl
+from tools import merge_datasets
+
+
+def command(source: Path, prefix: Path, *more: str) -> list[str]:
+    words = ["--input", str(source), "--output-prefix", str(prefix), "--workers", "1", "--ledger-interval", "0"]
+    return [sys.executable, "tools/preprocess_data.py", *words, *BYTES, *more]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+KILLS = """
+import os, random, signal, sys, time
+from tools import preprocess_data
+draw, kills, finished = random.Random(3), 0, 0
+while kills < 20 or not finished:
+    began, tool = time.monotonic(), os.fork()
+    if tool == 0:
+        os._exit(preprocess_data.main(sys.argv[2:]))
+    if kills < 20:
+        time.sleep(draw.uniform(0, float(sys.argv[1])))
+        os.kill(tool, signal.SIGKILL)
+    _, status = os.waitpid(tool, 0)
+    kills += os.WIFSIGNALED(status)
+    finished = not os.WIFSIGNALED(status) and os.WEXITSTATUS(status) == 0
+    assert finished or os.WIFSIGNALED(status), status
+"""
+
+
+def test_bytes_survive_kills_at_random_moments(tmp_path: Path) -> None:
+    """Twenty kills, at moments that a seed draws, most of them of a job that goes on from the last one."""
+    source, began = write_jsonl(tmp_path / "a.jsonl", documents(20_000)), time.monotonic()
+    assert run(source, tmp_path / "expected") == 0
+    whole = time.monotonic() - began
+    words = command(source, tmp_path / "x")[2:]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(whole / 2), *words],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert corpus(tmp_path / "x") == corpus(tmp_path / "expected")
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.ledger*"))
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", documents(20_000))
+    words = [*command(source, tmp_path / "x"), "--workers", "2"]
+    tool = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True)
+    while not (tmp_path / "x.ledger.jsonl").exists() or b"piece" not in (tmp_path / "x.ledger.jsonl").read_bytes():
+        assert tool.poll() is None, "it was killed too late"
+        time.sleep(0.01)
+    tool.kill()
+    tool.wait()
+    deadline = time.monotonic() + 60
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(tool.pid, 0)
+            time.sleep(0.05)
+
+
+def test_a_full_disk_is_said_and_gone_on_from(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", documents(20_000))
+    assert run(source, tmp_path / "expected") == 0
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
+
+    done = subprocess.run(
+        command(source, tmp_path / "x"),
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "cannot be written (File too large)" in done.stderr, done.stderr
+    assert not (tmp_path / "x_text_document.idx").exists() and (tmp_path / "x.ledger.jsonl").exists()
+    assert run(source, tmp_path / "x") == 0
+    assert corpus(tmp_path / "x") == corpus(tmp_path / "expected")
+
+
+def test_another_job_does_not_go_on_from_a_ledger(
+    source: Path, expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.ledger.jsonl").write_text('{"--json-keys": ["body"]}\n')
+    assert run(source, tmp_path / "x") == 2
+    assert "another --json-keys" in capsys.readouterr().err
+    assert run(source, tmp_path / "x", "--restart") == 0
+    assert corpus(tmp_path / "x") == expected
+
+
+@pytest.mark.parametrize("moment", ["checksum", "write_manifest", "_write_index"])
+def test_a_kill_between_two_names_is_gone_on_from(
+    moment: str, source: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise SystemExit(moment)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"megatron3d.data.preprocess.writer.{moment}", die)
+        with pytest.raises(SystemExit):
+            run(source, tmp_path / "x")
+    assert not (tmp_path / "x_text_document.idx").exists()
+    assert run(source, tmp_path / "x") == 0
+    assert corpus(tmp_path / "x") == expected
+
+
+def test_a_disk_that_fills_while_parts_are_joined_leaves_nothing(
+    source: Path, expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--input", f"{source.parent}/expected_text_document", "--output-prefix", str(tmp_path / "x")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected[".bin"]) // 2, hard))
+    try:
+        assert merge_datasets.main(words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written (File too large)" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a job leaves that was killed before its files got their names, with a ledger of many lines."""
+    folder = tmp_path_factory.mktemp("killed")
+    write_jsonl(folder / "a.jsonl", documents())
+    assert run(folder / "a.jsonl", folder / "expected") == 0
+
+    def die(*_: object) -> None:
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("megatron3d.data.preprocess.encode.BATCH_BYTES", 3000)
+        patch.setattr("megatron3d.data.preprocess.pipeline.publish", die)
+        run(folder / "a.jsonl", folder / "x", "--ledger-interval", "0")
+    assert len((folder / "x.ledger.jsonl").read_bytes().splitlines()) > 20
+    return folder
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_whatever_of_ledger_and_files_reached_the_disk_the_bytes_are_the_same(
+    killed: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Each file cut at any byte, or with anything behind it."""
+    folder = tmp_path_factory.mktemp("again")
+    for path in killed.glob("x*"):
+        content = path.read_bytes()
+        kept = data.draw(st.integers(0, len(content)), label=path.name)
+        more = data.draw(st.sampled_from([b"", b"\0\xff", b'{"a": 1}\n']))
+        may_follow = kept > 0 if path.suffix == ".jsonl" else kept == len(content)  # tokens come before their line
+        (folder / path.name).write_bytes(content[:kept] + (more if may_follow else b""))
+    assert run(killed / "a.jsonl", folder / "x") == 0
+    assert corpus(folder / "x") == corpus(killed / "expected")
+    assert len(list(folder.iterdir())) == 3

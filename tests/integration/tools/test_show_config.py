@@ -1,0 +1,48 @@
+"""The page of the configuration has every key and is the schema's own; what docs name as keys of ours are keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron3d.config.read import expected, read
+from megatron3d.config.suggest import SECTIONS
+from tools import show_config
+
+ROOT = Path(__file__).parents[3]
+KEYS = {f"{section}.{name}" for section, names in SECTIONS.items() for name in names}
+
+
+def test_the_page_is_current() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == show_config.page() + "\n", "python tools/show_config.py > docs/configuration.md"
+
+
+def test_every_key_is_on_it() -> None:
+    page = show_config.page()
+    assert [key for key in KEYS if f"| `{key.partition('.')[2]}` |" not in page] == []
+
+
+@pytest.mark.parametrize("key", sorted(KEYS))
+def test_every_key_says_what_it_takes(key: str) -> None:
+    """Also where its values are numbers, and something else was given."""
+    section, _, name = key.partition(".")
+    assert expected(section, name, "something")
+    reading = read(ROOT / "configs" / "quickstart.yaml", [f"{key}={{a: 1}}"])
+    assert any(problem.startswith(f"{key}={{a: 1}}") or key in problem for problem in reading.problems)
+
+
+def test_a_number_that_is_not_among_a_few() -> None:
+    reading = read(ROOT / "configs" / "quickstart.yaml", ["parallel.zero_stage=7"])
+    assert reading.problems == ("parallel.zero_stage=7 (command line): not allowed; use 0, 1, 2 or 3",)
+
+
+def test_keys_for_newcomers_exist() -> None:
+    """What coming_from.md sets beside the names of others are keys of ours, with values that they take."""
+    rows = [line for line in (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    ours = "|".join(row.split("|", 2)[2] for row in rows)
+    named = re.findall(r"`(\w+\.\w+)(=[^`]*)?`", ours)
+    assert len({key for key, _ in named}) > 50 and {key for key, _ in named} - KEYS == set()
+    assert read(ROOT / "configs" / "quickstart.yaml", [key + value for key, value in named if value]).problems == ()

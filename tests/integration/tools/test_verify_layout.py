@@ -1,0 +1,153 @@
+"""verify_layout.py keeps every axis of a layout, finds a right one equal and a wrong one different, and says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron3d.config.derive import make_mesh, make_pipeline, num_microbatches, tensor_mode, tensor_size
+from megatron3d.config.read import read_config
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.model.architecture import architecture
+from megatron3d.model.flops import num_parameters
+from megatron3d.parallel.layout import ParamSpec
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.validate import write_schedule
+from megatron3d.runtime import process
+from tests.support.tiny_run import ROOT, launch
+from tools import verify_layout
+
+PRESETS = sorted((ROOT / "configs").rglob("*.yaml"))
+MODES_FOLDER = ROOT / "configs" / "modes"
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_what_is_verified_is_small_and_has_every_axis(path: Path) -> None:
+    asked = read_config(path).config
+    for data in (1, 3):
+        world_size = tensor_size(asked.parallel) * asked.parallel.pipeline_model_parallel_size * data
+        batch = asked.train.model_copy(update={"global_batch_size": asked.train.micro_batch_size * data * 8})
+        config = asked.model_copy(update={"train": batch})
+        small, num_ranks = verify_layout.shrink(config, world_size)
+        assert check(small, num_ranks) == []
+        mesh, verified = make_mesh(config.parallel, world_size), make_mesh(small.parallel, num_ranks)
+        assert verified.axes == tuple((name, min(size, 2)) for name, size in mesh.axes)
+        assert tensor_mode(small.parallel).expand == tensor_mode(config.parallel).expand
+        assert num_microbatches(small, verified) == 2 * verified.sizes["pipeline"]
+        groups, heads = small.model.num_query_groups, small.model.num_attention_heads
+        assert (groups == heads) == (config.model.num_query_groups in (None, config.model.num_attention_heads))
+        assert num_parameters(architecture(small.model, verify_layout.VOCAB_SIZE)) < 2e6
+
+
+def pipelines(**parallel: object) -> Config:
+    """Eight single sequences and 20 layers."""
+    model = {"num_layers": 20, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
+    return Config.model_validate({"model": model, "train": {"global_batch_size": 8}, "parallel": parallel})
+
+
+@pytest.mark.parametrize("has_layout", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_pipeline_stays_one_with_uneven_stages(name: str, has_layout: bool) -> None:
+    for virtual in (None, SCHEDULES[name].min_virtual, SCHEDULES[name].max_virtual or 5):
+        given = {"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": virtual}
+        stages = 4 * (virtual or SCHEDULES[name].min_virtual)
+        if has_layout:
+            given["pipeline_model_parallel_layout"] = [20, *[0] * (stages - 1)]
+        small, num_ranks = verify_layout.shrink(pipelines(pipeline_model_parallel_size=4, **given), 4)
+        assert num_ranks == 2 and check(small, num_ranks) == []
+        mesh = make_mesh(small.parallel, num_ranks)
+        pipeline = make_pipeline(small, architecture(small.model, verify_layout.VOCAB_SIZE), mesh)
+        assert small.parallel.pipeline_schedule == name and num_microbatches(small, mesh) == 4
+        assert len(pipeline.stages) == 2 * SCHEDULES[name].min_virtual
+        assert len({len(stage.layers) for stage in pipeline.stages}) == 2
+
+
+def test_a_schedule_from_a_file_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    write_schedule(build_schedule("interleaved", 4, 8, 3), file)
+    parallel = {"pipeline_schedule": "file", "pipeline_schedule_file": str(file), "pipeline_model_parallel_size": 4}
+    config = pipelines(**parallel)
+    assert verify_layout.default_world_size(config) == 4
+    small, num_ranks = verify_layout.shrink(config, 4)
+    assert num_ranks == 4 and verify_layout.problems(small, 4) == []
+    assert num_microbatches(small, make_mesh(small.parallel, 4)) == 8 and small.model.num_layers == 13
+    assert list(verify_layout.too_large(small, 4)) == []
+    (problem,) = verify_layout.too_large(small, 32)
+    assert "its 4 ranks make 32 processes" in problem and "more than 16; verify a file of at most 2 ranks" in problem
+
+
+def verify(*typed: str) -> str:
+    """What the tool says of a layout that is right."""
+    child = launch(["tools/verify_layout.py", "--config", *typed])
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, out + err
+    return out
+
+
+def test_a_right_layout_is_equal() -> None:
+    out = verify(str(MODES_FOLDER / "2d.yaml"), "--world-size", "4")
+    assert "verified: world_size 4 = TP 4 (2d: r 2 x c 2) x PP 1 x DP 1" in out
+    assert "EQUAL: 3 steps in float64 on 4 ranks and on one agree within 1e-10" in out
+
+
+def test_a_right_pipeline_is_equal(tmp_path: Path) -> None:
+    """A preset's interleaving by a file's schedule, which gives one rank three stages and the other one."""
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,1F0,0F1,1F1,3F0,3B0,3F1,3B1,1B0,0B0,1B1,0B1\n2F0,2F1,2I0,2W0,2B1\n")
+    typed = ["--steps", "1", "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=2"]
+    typed += ["parallel.pipeline_schedule=file", f"parallel.pipeline_schedule_file={file}"]
+    typed += ["parallel.virtual_pipeline_model_parallel_size=null", "train.global_batch_size=2"]
+    out = verify(str(ROOT / "configs" / "llama-70b.yaml"), "--world-size", "2", *typed)
+    assert f"pipeline: file {file}, 4 stages on 2 ranks, layers 1+1+2+1, expected bubble" in out
+    assert "EQUAL: 1 steps in float64 on 2 ranks" in out
+
+
+def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float) -> list[str]:
+    """As verify_layout.compare, but no gradient is summed over the ranks that share its parameter."""
+    with mock.patch.object(ParamSpec, "reduce_axes", lambda spec, mesh: ()):
+        return verify_layout.compare(config_json, steps, tolerance)
+
+
+def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With sequence parallelism the tokens of a norm and of most biases are spread, those of matrices are gathered."""
+    right: Callable[..., list[str]] = process.launch
+    monkeypatch.setattr(process, "launch", lambda ranks, _, *rest: right(ranks, compare_with_a_wrong_rule, *rest))
+    typed = ["--config", str(MODES_FOLDER / "1d-sp.yaml"), "--world-size", "2", "--steps", "1"]
+    typed += ["parallel.tensor_model_parallel_size=2"]
+    assert verify_layout.main(typed) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("DIFFERENT")]
+    assert lines[0].startswith("DIFFERENT gradient norm of step 1: ")
+    assert lines[1].startswith("DIFFERENT gradient.") and len(lines) == 10
+    assert not any("mlp.fc1.weight" in line or "mlp.fc2.weight" in line for line in lines)
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no file": (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
+    "unknown key": (["model.hidden_sise=3"], "unknown key; use model.hidden_size"),
+    "ranks that do not factor": (["--world-size", "6"], "world_size 6: not a multiple of TP 4"),
+    "a schedule that is not there": (
+        ["parallel.pipeline_schedule=file", "parallel.pipeline_schedule_file=nowhere.csv"],
+        "parallel.pipeline_schedule_file=nowhere.csv: nowhere.csv does not exist",
+    ),
+    "an impossible layout": (["parallel.tensor_parallel_shape=[3,2]"], "parallel.tensor_parallel_shape=[3,2]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    typed, words = BAD[name]
+    config = ["--config", str(MODES_FOLDER / "2d.yaml")]
+    code = process.run_program(lambda: verify_layout.main([*config, *typed]))
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (process.EXIT_USER_ERROR, "") and words in shown.err and "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize("typed", [["--steps", "0"], ["--world-size", "0"], ["--tolerance", "small"], ["--chek"]])
+def test_bad_options(typed: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        verify_layout.parse_args(["--config", "x", *typed])
+    assert stopped.value.code == 2

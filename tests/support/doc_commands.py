@@ -1,0 +1,208 @@
+"""Commands as pages show them: found, read by their programs' own parsers, and done in the working folder.
+
+What is done runs in this process.  Several ranks are workers of the pool in the place of torchrun's processes, with the
+environment that torchrun would give them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import io
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import pretrain_gpt
+from megatron3d.config.cli import parse_args, resolve
+from megatron3d.config.derive import tensor_size
+from megatron3d.config.read import read_config
+from megatron3d.runtime import process
+from tests.support.pool import Pool
+from tests.support.tiny_run import ROOT, Outcome
+
+LAUNCHERS = (
+    *("python", "torchrun", "srun", "bash", "sbatch"),
+    *("scancel", "touch", "pip", "docker", "enroot", "apptainer"),
+)
+PROGRAM = r"(?:tools|benchmarks)/\w+\.py|pretrain_gpt\.py"
+# What is added to a command on a preset, so that it takes seconds.
+FEW_LAYERS = ("model.num_layers=4",)
+TINY = (
+    *("model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=8", "model.seq_length=16"),
+    *("train.micro_batch_size=4", "train.global_batch_size=16", "train.train_iters=2"),
+    *("optimizer.lr_decay_iters=100000", "data.split=90,10,0"),
+)
+Words = list[str]
+
+
+def code(page: Path) -> tuple[str, str]:
+    """Fenced and indented code of a page without a language or in bash, lines that go on joined; and the rest."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    fence, indented = r"^```(\w*)\n(.*?)^```\n", r"(?<=\n\n)(?: {4}.*\n)+"
+    fenced = "".join(body for language, body in re.findall(fence, text, re.M | re.S) if language in ("", "bash"))
+    text = re.sub(fence, "", text, flags=re.M | re.S)
+    return fenced + "".join(re.findall(indented, text)), re.sub(indented, "", text)
+
+
+def commands(page: Path) -> list[Words]:
+    """Of the code, and those within sentences that are whole."""
+    lines, prose = code(page)
+    begun = [line.strip().removeprefix("$ ") for line in lines.splitlines()]
+    shown = [line for line in begun if line.partition(" ")[0] in LAUNCHERS]
+    spans = re.findall(rf"`((?:python|torchrun .*?) (?:{PROGRAM})(?: [^`\n]+)?)`", prose)
+    return [shlex.split(line, comments=True) for line in (*shown, *spans)]
+
+
+class ReadError(Exception):
+    """The parser has taken the words: raised in place of going on."""
+
+
+@contextlib.contextmanager
+def only_parsing() -> Iterator[None]:
+    """While entered, a program stops when its arguments are read."""
+
+    def stopping(name: str) -> object:
+        parse = getattr(argparse.ArgumentParser, name)
+
+        def parse_and_stop(*args: object) -> None:
+            parse(*args)
+            raise ReadError
+
+        return parse_and_stop
+
+    patches: Mapping[str, object] = {name: stopping(name) for name in ("parse_args", "parse_intermixed_args")}
+    with mock.patch.multiple(argparse.ArgumentParser, **patches), pytest.raises(ReadError):
+        yield
+
+
+def module(program: str) -> Any:
+    """A tool by its path."""
+    assert (ROOT / program).is_file(), f"there is no {program}"
+    return importlib.import_module(program.removesuffix(".py").replace("/", "."))
+
+
+def parse(program: str, typed: Words, num_ranks: int | None = None) -> None:
+    """Arguments as the program's own parser reads them; a preset must keep every rule with them."""
+    if program != "pretrain_gpt.py":
+        with only_parsing():
+            module(program).main(typed)
+        return
+    given = parse_args(typed)
+    parallel = read_config(ROOT / given.config, given.overrides).config.parallel
+    least = tensor_size(parallel) * parallel.pipeline_model_parallel_size
+    resolve(ROOT / given.config, given.overrides, given.world_size or num_ranks or least, elsewhere=True)
+
+
+def understand(words: Words) -> None:
+    """Read a command that cannot be done here."""
+    match words:
+        case ["python", program, *typed]:
+            parse(program, typed)
+        case ["srun", ".venv/bin/python", program, *typed] | ["torchrun", "--nproc-per-node", _, program, *typed]:
+            parse(program, typed)
+        case ["bash", "scripts/slurm/preprocess.sbatch", number, prefix, *typed]:
+            assert number.isdigit(), number
+            parse("tools/preprocess_data.py", ["--output-prefix", prefix, *typed])
+        case ["sbatch", *_] if "scripts/slurm/pretrain.sbatch" in words:
+            parse("pretrain_gpt.py", words[words.index("scripts/slurm/pretrain.sbatch") + 1 :])
+        case ["bash", script, *_]:
+            assert (ROOT / script).is_file(), f"there is no {script}"
+
+
+def perform(words: Words, pool: Pool) -> Outcome:
+    """Do a command."""
+    match words:
+        case ["python", program, *typed]:
+            return alone(program, [*typed, *smaller(program, typed)], pool)
+        case ["torchrun", "--nproc-per-node", number, program, *typed]:
+            return together(int(number), program, [*typed, *smaller(program, typed)], pool)
+        case ["bash", "scripts/launch_local.sh", number, *typed]:
+            return perform(["torchrun", "--nproc-per-node", number, "pretrain_gpt.py", *typed], pool)
+    raise AssertionError(f"not a way to start anything here: {shlex.join(words)}")
+
+
+def smaller(program: str, typed: Sequence[str]) -> Sequence[str]:
+    """What makes a command one of seconds."""
+    always = {"tools/preprocess_data.py": ("--workers", "1"), "tools/generate.py": ("--max-new-tokens", "8")}
+    if program in always:
+        return always[program]
+    if "--check" in typed or "--compare" in typed or not any(word.startswith("configs/") for word in typed):
+        return ()
+    small = FEW_LAYERS if "--dry-run" in typed else TINY
+    return {"pretrain_gpt.py": small, "tools/plan.py": (*FEW_LAYERS, "--modes", "1d")}.get(program, ())
+
+
+def begin(program: str, typed: Words) -> int:
+    """The program's `main`."""
+    if program != "pretrain_gpt.py":
+        exit_code: int = module(program).main(typed)
+        return exit_code
+    with mock.patch.object(sys, "argv", [program, *typed]):
+        return pretrain_gpt.main()
+
+
+def alone(program: str, typed: Words, pool: Pool) -> Outcome:
+    """As one process, this one; ranks that it starts itself are the pool's."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(process, "launch", functools.partial(launch, pool)),
+        mock.patch.object(sys, "stdin", io.StringIO("def \n")),
+        mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            exit_code = process.run_program(lambda: begin(program, typed))
+        except SystemExit as stop:  # of a parser
+            exit_code = int(stop.code or 0)
+    return Outcome(exit_code, out.getvalue(), err.getvalue())
+
+
+def together(num_ranks: int, program: str, typed: Words, pool: Pool) -> Outcome:
+    """As ranks of the pool; rank 0's outcome, which all the others share."""
+    outcomes = pool.run(as_rank, num_ranks, *meeting(), begin, (program, typed), meet=False)
+    assert len({outcome.code for _, outcome in outcomes}) == 1
+    return outcomes[0][1]
+
+
+def launch(pool: Pool, num_ranks: int, rank: Callable[..., Any], *args: object) -> Any:
+    """In the place of `runtime.launch`."""
+    return pool.run(as_rank, num_ranks, *meeting(), rank, args, meet=False)[0][0]
+
+
+def meeting() -> tuple[Path, int]:
+    """Where ranks work, and a port that is free."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return Path.cwd(), probe.getsockname()[1]
+
+
+def as_rank(
+    rank: int, world_size: int, folder: Path, port: int, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, Outcome]:
+    """What `fn` returns as a rank that torchrun has started in a folder, and what it said."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    out, back = io.StringIO(), Path.cwd()
+    os.chdir(folder)
+    try:
+        with (
+            mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+        ):
+            found = fn(*args)
+    finally:
+        os.chdir(back)
+    return found, Outcome(found if isinstance(found, int) else 0, out.getvalue(), "")

@@ -1,0 +1,216 @@
+"""A pipeline of toy stages whose memory is easily told, any valid schedule for it, and ranks that are threads.
+
+y = x + sum over f of sin(sin(sin(x W^T)))[f],  the last stage ends in a mean square distance
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron3d.comm.process_comm import Comm, Pending, ProcessComm
+from megatron3d.ops.matmul import linear
+from megatron3d.ops.weight_prefetch import WeightGrads
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link
+from megatron3d.pipeline.actions import Action, Kind, Schedule, owners, predecessors, results
+from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
+from megatron3d.pipeline.lower import lower
+from tests.support.shards import normal
+
+TOKENS, HIDDEN, WIDER = 3, 5, 8
+TIMEOUT_S = 20
+T = TypeVar("T")
+
+
+class Toy(nn.Module):
+    """A stage of `depth` layers; each keeps three wide tensors, of which its late weight gradient needs one."""
+
+    def __init__(self, stage: int, comm: Comm, weight_grads: WeightGrads | None, depth: int, wider: int) -> None:
+        super().__init__()
+        self.comm, self.weight_grads = comm, weight_grads
+        seeds = [100 * stage + index for index in range(depth)]
+        self.weights = nn.ParameterList([normal(wider * HIDDEN, HIDDEN, seed=seed) / HIDDEN for seed in seeds])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            wide = linear(x, weight, None, MatmulPlan(), self.comm, self.weight_grads)
+            x = x + wide.sin().sin().sin().unflatten(1, (-1, HIDDEN)).mean(1)
+        return x
+
+
+class Pipeline:
+    """What a rank computes of a pipeline of toys: losses by microbatch, weights' gradients by stage and layer."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        comm: Any,
+        copies: Axes = (),
+        tokens: int = TOKENS,
+        depth: int = 1,
+        wider: int = WIDER,
+    ) -> None:
+        rank, self.where = comm.mesh.coord("pipeline"), tuple(owners(schedule).values())
+        self.tokens, weight_grads = tokens, WeightGrads()
+        self.stages = {
+            stage: Toy(stage, comm, weight_grads, depth, wider)
+            for stage, owner in enumerate(self.where)
+            if owner == rank
+        }
+        self.reduced: list[int] = []
+        boundary = Boundary((tokens, HIDDEN), torch.float64, torch.device("cpu"), copies, comm)
+        actions = lower(schedule)[rank]
+        self.engine = Engine(actions, self.where, self.compute, boundary, self.reduced.append, weight_grads)
+
+    def compute(self, stage: int, x: Tensor | None, mb: int) -> Tensor:
+        return compute(self.stages[stage], x, mb, self.tokens, stage == len(self.where) - 1)
+
+    def run(self, watch: Watch = unwatched) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+        losses = self.engine.run(watch)
+        assert sorted(self.reduced) == sorted(self.stages), f"reduced {self.reduced} of stages {list(self.stages)}"
+        return dict(losses), gradients(self.stages)
+
+
+def compute(stage: nn.Module, x: Tensor | None, mb: int, tokens: int, is_last: bool) -> Tensor:
+    """A microbatch's input and its target are functions of its number."""
+    y: Tensor = stage(normal(tokens, HIDDEN, seed=10_000 + mb) if x is None else x)
+    return (y - normal(tokens, HIDDEN, seed=20_000 + mb)).square().mean() if is_last else y
+
+
+def gradients(stages: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+    found = {}
+    for index, stage in stages.items():
+        for name, weight in stage.named_parameters():
+            assert weight.grad is not None, f"stage {index} has no gradient"
+            found[f"{index}.{name}"] = weight.grad
+    return found
+
+
+def reference(num_stages: int, m: int, tokens: int = TOKENS) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+    """The same by autograd alone, one microbatch after another."""
+    comm: Any = None
+    stages = {stage: Toy(stage, comm, None, 1, WIDER) for stage in range(num_stages)}
+    losses = {}
+    for mb in range(m):
+        x = None
+        for index, stage in stages.items():
+            x = compute(stage, x, mb, tokens, index == num_stages - 1)
+        assert x is not None, "there is a stage"
+        x.backward()
+        losses[mb] = x.detach()
+    return losses, gradients(stages)
+
+
+def any_schedule(choose: random.Random, where: Sequence[int], m: int) -> Schedule:
+    """A valid schedule of stages on the ranks `where`: any order of all computations, some backwards in halves."""
+    n = len(where)
+    todo = {Action(Kind.F, stage, mb) for stage in range(n) for mb in range(m)}
+    for stage in range(n):
+        for mb in range(m):
+            todo |= {Action(kind, stage, mb) for kind in choose.choice(((Kind.B,), (Kind.I, Kind.W)))}
+    done: set[Action] = set()
+    ranks: list[list[Action]] = [[] for _ in set(where)]
+    while todo:
+        able = sorted(action for action in todo if done.issuperset(predecessors(action, n)))
+        action = choose.choice(able)
+        todo.remove(action)
+        done |= set(results(action))
+        ranks[where[action.stage]].append(action)
+    return tuple(map(tuple, ranks))
+
+
+def process_comm(mesh: Mesh, schedule: Schedule, copies: Axes) -> ProcessComm:
+    """A communicator with a link for every two ranks with neighbouring stages."""
+    pairs = {tuple(sorted(pair)) for pair in pairwise(owners(schedule).values()) if len(set(pair)) > 1}
+    return ProcessComm(mesh, [copies], [Link("pipeline", *pair) for pair in pairs])
+
+
+class Wire:
+    """Links between threads: the n-th transfer of one end meets the n-th of the other, as with NCCL."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ends: dict[tuple[tuple[int, int], int], deque[tuple[bool, Tensor, threading.Event]]] = {}
+
+    def post(self, ranks: tuple[int, int], mine: int, is_send: bool, x: Tensor) -> threading.Event:
+        """The data move when both ends are there, from whatever is in the sender's memory then."""
+        done = threading.Event()
+        with self.lock:
+            one, other = (self.ends.setdefault((ranks, end), deque()) for end in ranks)
+            (one if mine == ranks[0] else other).append((is_send, x, done))
+            while one and other:
+                (one_sends, a, first), (other_sends, b, second) = one.popleft(), other.popleft()
+                assert one_sends != other_sends, f"both ends of {ranks} {'send' if one_sends else 'receive'}"
+                source, target = (a, b) if one_sends else (b, a)
+                target.copy_(source)
+                first.set()
+                second.set()
+        return done
+
+
+class ThreadComm:
+    """A `Comm` for the transfers of a pipeline.
+
+    Attributes:
+        events: what was begun, and what was waited for.
+        unwaited: sends and receives that were begun and not waited for.
+    """
+
+    def __init__(self, wire: Wire, mesh: Mesh) -> None:
+        self.wire, self.mesh = wire, mesh
+        self.events: list[str] = []
+        self.unwaited = {"send": 0, "receive": 0}
+
+    def _post(self, is_send: bool, x: Tensor, link: Link) -> Pending:
+        done = self.wire.post(link.ranks(self.mesh), self.mesh.rank, is_send, x)
+        what = "send" if is_send else "receive"
+        self.events.append(what)
+        self.unwaited[what] += 1
+
+        def finish() -> Tensor:
+            self.events.append(f"wait for {what}")
+            self.unwaited[what] -= 1
+            assert done.wait(TIMEOUT_S), f"rank {self.mesh.rank} waits for ever for what it {what}s"
+            return x
+
+        return Pending(finish, lambda: False)
+
+    def send(self, x: Tensor, link: Link) -> Pending:
+        return self._post(True, x, link)
+
+    def receive(self, out: Tensor, link: Link) -> Pending:
+        return self._post(False, out, link)
+
+    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        assert not self.mesh.nontrivial(axes), "threads hold no copies"
+        return Pending(lambda: x)
+
+
+def as_threads(num_ranks: int, rank: Callable[[ThreadComm], T]) -> list[T]:
+    """What every rank returns; raises what the first of them raised."""
+    wire, answers, failures = Wire(), dict[int, T](), dict[int, BaseException]()
+
+    def work(index: int) -> None:
+        try:
+            answers[index] = rank(ThreadComm(wire, Mesh((("pipeline", num_ranks),), index)))
+        except BaseException as failure:
+            failures[index] = failure
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+    for failure in failures.values():
+        raise failure
+    assert len(answers) == num_ranks, f"only ranks {list(answers)} came to an end"
+    return [answers[index] for index in range(num_ranks)]

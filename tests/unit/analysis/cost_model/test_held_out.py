@@ -1,0 +1,158 @@
+"""Fact: published runs that no constant was chosen by come out within stated bounds, which docs/planner.md repeats; and
+constants that are chosen by one half of a table give the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from megatron3d.analysis.cost_model import step as steps
+from megatron3d.analysis.cost_model.framework_profiles import MEGATRON_2023, OURS, PYTORCH, Practice
+from megatron3d.analysis.cost_model.hardware import Accelerator, load_accelerator
+from megatron3d.analysis.cost_model.layer import layer_phases
+from megatron3d.analysis.planner.options import Layout, Tensor
+from tests.unit.analysis.cost_model.held_out import GROUPS, ROWS, TABLES, Beside, beside, step_for
+from tests.unit.analysis.cost_model.papers import SHAPES, on_perlmutter, on_v100
+from tests.unit.analysis.cost_model.published import core_tflops, read, sc21_tflops
+
+DOCS = (Path(__file__).parents[4] / "docs" / "planner.md").read_text(encoding="utf-8").splitlines()
+
+# Mean and largest error of each group.  Programs that share out their parameters lose to effects that are not modelled.
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "recompute": (0.05, 0.08),
+    "zero_bubble": (0.06, 0.11),
+    "llama3": (0.05, 0.05),
+    "llm.c": (0.06, 0.08),
+    "fsdp_a100": (0.14, 0.19),
+    "fsdp_h100": (0.08, 0.16),
+    "olmo3": (0.17, 0.18),
+    "tinyllama": (0.23, 0.23),
+    "axonn": (0.14, 0.20),
+}
+
+
+@cache
+def results(group: str) -> tuple[Beside, ...]:
+    return tuple(beside(row) for row in ROWS if row["group"] == group)
+
+
+def documented(*cells: str) -> tuple[float, ...]:
+    """The numbers behind the first cells of a line of a table of docs/planner.md."""
+    (line,) = (line for line in DOCS if line.startswith(f"| {' | '.join(cells)} |"))
+    behind = re.split(r"\s*\|\s*", line)[1 + len(cells) : -1]
+    return tuple(float(number) for cell in behind for number in re.findall(r"[-+]?\d+\.?\d*", cell))
+
+
+@pytest.mark.parametrize("group", BOUNDS)
+def test_published_runs_that_set_no_constant(group: str) -> None:
+    errors = [abs(each.error) for each in results(group)]
+    assert mean(errors) <= BOUNDS[group][0] and max(errors) <= BOUNDS[group][1], results(group)
+
+
+def test_all_of_them_together() -> None:
+    """Half of all are within 6 %."""
+    assert set(GROUPS) == set(BOUNDS)
+    errors = sorted(abs(each.error) for group in BOUNDS for each in results(group))
+    assert len(errors) == len(ROWS) >= 36
+    assert mean(errors) <= 0.08 and errors[len(errors) // 2] <= 0.06
+
+
+@pytest.mark.parametrize("group", BOUNDS)
+def test_the_page_says_what_the_model_says(group: str) -> None:
+    for each in results(group):
+        published, predicted, percent = documented(each.name)
+        assert published == pytest.approx(each.published)
+        assert predicted == pytest.approx(each.predicted, rel=0.01)
+        assert percent == pytest.approx(100 * each.error, abs=0.6)
+
+
+@pytest.mark.parametrize(
+    ("table", "model", "published", "predict"),
+    [
+        ("megatron_sc21", "params_B", "tflops_per_gpu", sc21_tflops),
+        ("megatron_core_h100", "model", "tflops_gpu", core_tflops),
+    ],
+)
+def test_the_page_says_what_was_fitted(table: str, model: str, published: str, predict: Callable[[Any], float]) -> None:
+    for row in read(table)["rows"]:
+        name = row[model] if model == "model" else f"{row[model]:g} B"
+        told, predicted, _ = documented(name, str(row["gpus"]))
+        assert told == pytest.approx(row[published], abs=0.5)
+        assert predicted == pytest.approx(predict(row), rel=0.01)
+
+
+@pytest.mark.parametrize("profile", TABLES["profiles"], ids=lambda profile: str(profile["name"]))
+def test_stages_that_were_profiled(profile: Mapping[str, Any]) -> None:
+    """Weight gradients are products alone; all three together are what a microbatch takes on a rank."""
+    step = step_for(next(row for row in ROWS if row["name"] == profile["name"]))
+    phases = layer_phases(step.work, step.machine)
+    parts = [3e3 * each.total for each in (phases.forward, phases.input_grad, phases.weight_grad)]
+    assert parts[2] == pytest.approx(profile["ms"][2], rel=0.05)
+    assert sum(parts) == pytest.approx(sum(profile["ms"]), rel=0.05)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_one_half_of_a_table_gives_the_other(half: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of A100's peak that suits five rows of the weak scaling best is within 5 % on the other five."""
+    rows = read("megatron_sc21")["rows"]
+    fitted, others = rows[half::2], rows[1 - half :: 2]
+
+    def errors(some: Sequence[Any], share: float) -> list[float]:
+        def load(name: str) -> Accelerator:
+            sheet = load_accelerator(name)
+            assert sheet.kernels is not None, "load_accelerator gives kernels"
+            return sheet.model_copy(update={"kernels": sheet.kernels.model_copy(update={"matmul_fraction": share})})
+
+        monkeypatch.setattr(steps, "load_accelerator", load)
+        return [abs(sc21_tflops(row) / row["tflops_per_gpu"] - 1) for row in some]
+
+    best = min((0.70, 0.74, 0.78, 0.82, 0.86), key=lambda share: mean(errors(fitted, share)))
+    found = errors(others, best)
+    assert mean(found) <= 0.05 and max(found) <= 0.10, (best, found)
+
+
+SIZES = ((2048, 64), (4096, 64), (4096, 192), (8192, 64), (8192, 192))
+
+
+@pytest.mark.parametrize(("hidden", "sequences"), SIZES)
+def test_modes_on_64_v100(hidden: int, sequences: int) -> None:
+    """3-D is ahead of 1-D and of 2-D at every size, 2.32 and 1.57 times in the paper; the page says by how much."""
+    steps_s, gib = zip(*(on_v100(mode, hidden, sequences) for mode in SHAPES), strict=True)
+    one_d, two_d, _, three_d = steps_s
+    assert one_d / three_d > 2.32 and 1.1 < two_d / three_d < 1.7
+    *told, over_1d, over_2d = documented(str(hidden), str(sequences))
+    assert told[::2] == pytest.approx(steps_s, rel=0.02) and told[1::2] == pytest.approx(gib, abs=0.6)
+    assert (over_1d, over_2d) == pytest.approx((one_d / three_d, two_d / three_d), rel=0.02)
+
+
+def one_d(size: int, stages: tuple[int, int], micro_batch: int, recompute: str | None) -> Layout:
+    ranks, virtual = stages
+    return Layout(Tensor("1d", "sequence_parallel", (size,)), ranks, "interleaved", virtual, 1, micro_batch, recompute)
+
+
+# As the page names them; the last two are what the planner finds.
+PERLMUTTER: Mapping[str, tuple[Layout, Practice]] = {
+    "AxoNN's: every layer again, grid 1·2·4": (
+        Layout(Tensor("grid", "all_reduce", (1, 2, 4)), zero_stage=1, micro_batch_size=16, recompute="full"),
+        PYTORCH,
+    ),
+    "Megatron-LM of 2023: every layer again, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, "full"), MEGATRON_2023),
+    "ours, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, None), OURS),
+    "ours, 3-D 2·4·1": (Layout(Tensor("3d", "heads", (2, 4, 1)), zero_stage=3, micro_batch_size=16), OURS),
+}
+
+
+def test_axonn_on_1024_a100() -> None:
+    """AxoNN is ahead of Megatron-LM, by 26 % in the paper, and the planner's own choice ahead of both."""
+    found = {name: on_perlmutter(*how) for name, how in PERLMUTTER.items()}
+    for name, (step_s, mfu) in found.items():
+        told_s, told_mfu, *_ = documented(name)
+        assert told_s == pytest.approx(step_s, rel=0.01) and told_mfu == pytest.approx(100 * mfu, rel=0.01)
+    axonn, megatron, pipelined, cube = (step_s for step_s, _ in found.values())
+    assert 1.10 < megatron / axonn < 1.26 and pipelined < cube < axonn

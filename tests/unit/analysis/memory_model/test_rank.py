@@ -1,0 +1,243 @@
+"""Fact: weights, gradients and optimizer are to the byte what the ranks hold, in every mode and shared as ZeRO shares
+them, and with what is in flight and what is needed for a moment they are what a step needs at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.live import Live
+from megatron3d.analysis.memory_model.activations import recomputed_activations
+from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.rank import flat_sizes, held, in_flight, rank_memory, stage_activations
+from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.data.loader import Loader
+from megatron3d.model.architecture import architecture
+from megatron3d.model.recompute_spec import Recompute, recompute_of
+from megatron3d.optim.adamw import CPU_PIECE, PIECE
+from megatron3d.optim.optimizer import MOMENTS
+from megatron3d.parallel.modes import MODES
+from megatron3d.pipeline.engine import MAX_LEAVING
+from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.step import Settings, train_step
+from megatron3d.verify.layouts import RandomSamples
+from tests.support.pool import Pool
+
+NUM_RANKS, VOCAB_SIZE = 8, 509
+CPU = torch.device("cpu")
+MODEL = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 8, "kv_channels": 8, "seq_length": 24}
+TRAIN = {"micro_batch_size": 4, "global_batch_size": 16, "loss_chunk_tokens": 40}
+
+
+def configure(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> Config:
+    optimizer = {"exp_avg_dtype": "bf16"} if train.get("precision") == "bf16" else {}
+    sections = {"model": MODEL | model, "parallel": parallel, "train": TRAIN | train, "optimizer": optimizer}
+    config = Config.model_validate(sections)
+    assert check(config, NUM_RANKS, VOCAB_SIZE) == []
+    return config
+
+
+def layouts() -> list[Config]:
+    """Every mode and form, alone and with data parallelism or a pipeline."""
+    configs = []
+    for mode, entry in MODES.items():
+        for form in entry.forms:
+            for size, pipeline, precision in ((8, 1, "fp32"), (4, 1, "bf16"), (4, 2, "fp32")):
+                parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form}
+                parallel |= {"tensor_model_parallel_size": size, "pipeline_model_parallel_size": pipeline}
+                family = {"family": "llama", "ffn_hidden_size": 40} if precision == "bf16" else {"family": "gpt2"}
+                configs.append(configure(family, parallel, precision=precision))
+    for zero_stage, instances in ((1, 1), (2, 2), (3, 1), (3, 2)):
+        for precision in ("fp32", "bf16"):
+            parallel = {"zero_stage": zero_stage, "num_distributed_optimizer_instances": instances}
+            parallel |= {"tensor_model_parallel_size": 2}
+            configs.append(configure({}, parallel, global_batch_size=32, precision=precision, bucket_mb=0.05))
+    return configs
+
+
+def states(state: TrainState) -> dict[str, list[Tensor]]:
+    """What lasts from step to step by category; main weights of the network's own type are its weights."""
+    flats = state.buffers.flats
+    return {
+        "weights": [t for flat in flats for t in (flat.whole, flat.main) if t.dtype == flat.whole.dtype],
+        "main weights": [flat.main for flat in flats if flat.main.dtype != flat.whole.dtype],
+        "gradients": [flat.grad for flat in flats],
+        "optimizer": [state.optimizer.moment(flat, which) for flat in flats for which in MOMENTS],
+    }
+
+
+def num_bytes(tensors: list[Tensor]) -> int:
+    """Of their storages, each counted once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that a rank holds between steps, measured and expected."""
+    arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
+    tensors = states(build_state(config, arch, comm, CPU))
+    measured = {name: num_bytes(of_category) for name, of_category in tensors.items()}
+    expected = rank_memory(make_job(config, arch, comm.mesh)).categories
+    return measured, {name: expected[name] for name in measured}
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_what_lasts_is_exact_in_every_mode(pool: Pool, turn: int) -> None:
+    for config in layouts()[turn::3]:
+        for rank, (measured, expected) in enumerate(pool.run(lasting, NUM_RANKS, config)):
+            assert measured == expected, f"rank {rank}: {config.parallel}"
+
+
+def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
+    """Most bytes beside what lasts during a step, measured and expected."""
+    arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
+    state, train = build_state(config, arch, comm, CPU), config.train
+    samples = RandomSamples(1, arch.vocab_size, arch.seq_length)
+    batch_axes, sizes = tensor_mode(config.parallel).batch_axes, (train.micro_batch_size, train.global_batch_size)
+    batch = Loader(samples, comm.mesh, batch_axes, *sizes, CPU).step(0)
+    tensors = [t for of_category in states(state).values() for t in of_category]
+    with Live([*tensors, *(microbatch.tokens for microbatch in batch)]) as live:
+        train_step(state, batch, 1e-3, Settings(1, train.global_batch_size * arch.seq_length, train.global_batch_size))
+    memory = rank_memory(make_job(config, arch, comm.mesh, recompute_of(config.train)))
+    lasts = memory.weights + memory.main_weights + memory.gradients + memory.optimizer
+    return live.peak - lasts, memory.total - lasts
+
+
+KEEP_WEIGHTS = {"tp_keep_gathered_weights": True}
+STEPS: dict[str, Config] = {
+    "one product per matmul": configure({"num_layers": 2}, {}, global_batch_size=64, precision="bf16"),
+    "attention with dropout": configure(
+        {"hidden_dropout": 0.1, "attention_dropout": 0.1, "num_layers": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        precision="bf16",
+    ),
+    "operands gathered along both dimensions": configure(
+        {"family": "llama", "ffn_hidden_size": 64, "num_layers": 2},
+        {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8},
+    ),
+    "a pipeline": configure(
+        {}, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}, loss_chunk_tokens=1000
+    ),
+    "a split backward": configure(
+        {"family": "llama", "ffn_hidden_size": 64},
+        {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
+        precision="bf16",
+    ),
+    "gradients shared out": configure(
+        {"hidden_size": 96}, {"tensor_model_parallel_size": 2, "zero_stage": 2}, global_batch_size=32, bucket_mb=0.2
+    ),
+    "weights shared out": configure(
+        {"family": "llama", "ffn_hidden_size": 64, "hidden_size": 96},
+        {"tensor_model_parallel_size": 2, "zero_stage": 3},
+        global_batch_size=32,
+    ),
+    "whole layers again": configure(
+        {"hidden_dropout": 0.1},
+        {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
+        recompute_granularity="full",
+        recompute_num_layers=2,
+    ),
+    "gathered weights that stay": configure(
+        {"num_layers": 8}, {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8, **KEEP_WEIGHTS}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_needs_what_is_said(pool: Pool, name: str) -> None:
+    for rank, (measured, expected) in enumerate(pool.run(step_peak, NUM_RANKS, STEPS[name])):
+        assert 0.93 < expected / measured < 1.15, f"rank {rank} needs {measured} bytes, not {expected}"
+
+
+def job(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> Job:
+    """As rank 0 sees it."""
+    config = configure(model, parallel, **train)
+    arch = architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
+    return make_job(config, arch, make_mesh(config.parallel, NUM_RANKS))
+
+
+# Microbatches of each stage on each rank when most is held, for 4 ranks, 8 microbatches and equal layers.
+IN_FLIGHT = {
+    "gpipe": [{0: 8}, {1: 8}, {2: 8}, {3: 8}],
+    "1f1b": [{0: 4}, {1: 3}, {2: 2}, {3: 1}],
+    "interleaved": [{0: 8, 4: 3}, {1: 5, 5: 4}, {2: 4, 6: 3}, {3: 4, 7: 1}],
+}
+
+
+@pytest.mark.parametrize("schedule", IN_FLIGHT)
+def test_most_in_flight_by_hand(schedule: str) -> None:
+    """1F1B: p - r.  Interleaved: 2 (p - r - 1) + p forwards before the first backward, and one more, in groups of p; on
+    rank 0 an eighth microbatch of the stage with the embedding for the first one of the other."""
+    parallel = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "pipeline_schedule": schedule}
+    mine = job({"num_layers": 8}, parallel, global_batch_size=32)
+    for coord, expected in enumerate(IN_FLIGHT[schedule]):
+        rank = mine.on_pipeline_rank(coord)
+        assert in_flight(rank) == expected
+        on_gpus = replace(rank, work=replace(rank.work, kernels=KERNELS["gpu"]))
+        sizes = {stage.index: stage_activations(on_gpus, stage) for stage in rank.stages}
+        assert held(on_gpus)[0] == sum(count * sizes[stage] for stage, count in expected.items())
+
+
+def shares(job: Job, zero_stage: int) -> tuple[int, int, int, int]:
+    """Bytes of weights, main weights, gradients and optimizer."""
+    memory = rank_memory(replace(job, zero_stage=zero_stage))
+    return memory.weights, memory.main_weights, memory.gradients, memory.optimizer
+
+
+def test_zero_shares_out_what_its_stage_says() -> None:
+    """In bf16 with bf16 momentum: 2 bytes of weights, 4 of main weights, 4 of gradients, 2 + 4 of moments; in ZeRO 3
+    the main weights are all there is between steps."""
+    mine = job({}, {"tensor_model_parallel_size": 2}, global_batch_size=32, precision="bf16")
+    numel = sum(flat_sizes(mine))
+    part = sum(-(-size // 4) for size in flat_sizes(mine))
+    assert 0 <= 4 * part - numel < 4 * len(flat_sizes(mine))
+    assert shares(mine, 0) == (2 * numel, 4 * numel, 4 * numel, 6 * numel)
+    assert shares(mine, 1) == (8 * part, 4 * part, 16 * part, 6 * part)
+    assert shares(mine, 2) == (8 * part, 4 * part, 4 * part, 6 * part)
+    by_block = sum(-(-size // 4) for size in flat_sizes(replace(mine, zero_stage=3)))
+    assert shares(mine, 3) == (0, 4 * by_block, 4 * by_block, 6 * by_block)
+
+
+def test_in_fp32_main_weights_are_the_weights() -> None:
+    mine = job({}, {}, global_batch_size=32)
+    numel = sum(flat_sizes(mine))
+    assert shares(mine, 0) == (4 * numel, 0, 4 * numel, 8 * numel)
+    part = sum(-(-size // 8) for size in flat_sizes(replace(mine, zero_stage=3)))
+    assert shares(mine, 3) == (4 * part, 0, 4 * part, 8 * part)
+
+
+def test_each_stage_of_zero_needs_less() -> None:
+    mine = job({"num_layers": 12}, {"tensor_model_parallel_size": 2}, global_batch_size=32, bucket_mb=0.1)
+    totals = [rank_memory(replace(mine, zero_stage=stage)).total for stage in range(4)]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+
+
+def test_pieces_are_closed_from_the_end() -> None:
+    """Of at least a bucket of 9000 elements; a norm has 48 weights and 48 biases."""
+    mine = job({"num_layers": 1}, {}, global_batch_size=32, bucket_mb=4 * 9000 / 2**20)
+    norm, fc2, fc1, proj, qkv = 2 * 48, 48 * 192 + 48, 48 * 192 + 192, 48 * 64 + 48, 48 * 192 + 192
+    positions, words = 24 * 48, 512 * 48
+    assert flat_sizes(mine) == [fc2 + norm, fc1, qkv + proj + norm, words + positions + norm]
+
+
+def test_what_is_counted_is_what_others_do() -> None:
+    assert (KERNELS["cpu"].update_piece, KERNELS["gpu"].update_piece) == (CPU_PIECE, PIECE)
+    assert KERNELS["cpu"].num_leaving == MAX_LEAVING
+
+
+def test_full_recomputation_keeps_inputs_and_needs_a_layer_for_a_moment() -> None:
+    mine = job({"num_layers": 8}, {"tensor_model_parallel_size": 8}, precision="bf16")
+    full = replace(mine, work=replace(mine.work, recompute=Recompute("full")))
+    everything, inputs = rank_memory(mine), rank_memory(full)
+    assert everything.activations - inputs.activations == 8 * recomputed_activations(full.work)
+    assert inputs.moments["backward of mlp.fc2"] - everything.moments["backward of mlp.fc2"] == recomputed_activations(
+        full.work
+    )

@@ -1,0 +1,197 @@
+"""Fact: the planner misses nothing: what it finds is what trying every layout finds; each fits and can be written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron3d.analysis.cost_model.step import make_step, predict
+from megatron3d.analysis.memory_model.rank import Memory
+from megatron3d.analysis.planner import search as searching
+from megatron3d.analysis.planner.options import Layout, Tensor, signature, tensors
+from megatron3d.analysis.planner.search import Found, Plan, Problem, search
+from megatron3d.config.cli import resolve
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.errors import UserError
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES
+from tests.support.pool import Pool
+from tests.support.tiny_run import run_as_rank, steps, write_config
+from tools import plan as tool
+
+MODEL = {"num_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 8192}
+ARGUMENTS = ("--cluster", "perlmutter", "--num-gpus", "8")
+
+
+def problem(num_ranks: int = 8) -> Problem:
+    train = {"global_batch_size": 8, "precision": "bf16"}
+    return Problem(Config.model_validate({"model": MODEL, "train": train}), 8192, "perlmutter", num_ranks)
+
+
+@cache
+def found() -> Found:
+    return search(problem(), 3)
+
+
+def test_the_best_is_the_best_of_all() -> None:
+    """No bound is above what it bounds, and no layout that fits is faster than the first."""
+    here, rejected = problem(4), Counter[str]()
+    best = search(here, 1).plans[0].step.step_s
+    bounds = list(searching._bounds(here, rejected))
+    for bound in bounds[:: max(1, len(bounds) // 60)]:
+        if not check(bound.layout.of(here.config), 4, 8192):
+            seconds = here.plan(bound.layout).step.step_s
+            assert bound.seconds <= 1.02 * seconds, bound.layout
+            assert seconds >= best
+
+
+def test_what_is_found_fits_and_is_in_order() -> None:
+    plans = found().plans
+    assert len(plans) == 3
+    assert [plan.step.step_s for plan in plans] == sorted(plan.step.step_s for plan in plans)
+    for plan in plans:
+        assert plan.memory.total <= problem().memory_bytes
+        assert check(plan.config, 8, 8192) == []
+        assert 0 < problem().mfu(plan) < 0.8
+
+
+def test_parts_add_up_to_the_step() -> None:
+    for plan in found().plans:
+        step = plan.step
+        assert step.parts.total + step.bubble_s + step.optimizer_s == pytest.approx(step.step_s, rel=0.02)
+
+
+def test_layouts_that_do_not_fit_do_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them are more promising than the first that fits."""
+    memory, best = Problem.memory, found().plans[0]
+    refused = iter(range(5))
+
+    def larger(self: Problem, config: Config) -> Memory:
+        kinds = memory(self, config)
+        return kinds if next(refused, None) is None else SimpleNamespace(total=2 * self.memory_bytes)  # type: ignore
+
+    monkeypatch.setattr(Problem, "memory", larger)
+    monkeypatch.setattr(searching, "MOST", 3)
+    assert search(problem(), 1).plans[0].step.step_s >= best.step.step_s
+
+
+def test_each_layout_is_tried_by_one_name() -> None:
+    """3-D on 1 x n x 1 is 1-D with sequence parallelism; of the ways to split over 8 ranks no two are equal."""
+    all_of_them = list(tensors(8))
+    signatures = [signature(MODES[each.mode].forms[each.form](each.shape)) for each in all_of_them]
+    assert len(set(signatures)) == len(signatures)
+    assert Tensor("1d", "sequence_parallel", (8,)) in all_of_them
+    assert Tensor("3d", "heads", (1, 8, 1)) not in all_of_them
+    assert Tensor("3d", "heads", (2, 2, 2)) in all_of_them
+
+
+def test_too_large_a_model_is_refused_with_reasons() -> None:
+    large = {**MODEL, "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96}
+    config = Config.model_validate({"model": large, "train": {"global_batch_size": 8, "precision": "bf16"}})
+    with pytest.raises(UserError, match=r"no layout of this model fits; use more GPUs.*more memory"):
+        search(Problem(config, 8192, "perlmutter", 4))
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    lines = ["model:", *(f"  {name}: {value}" for name, value in MODEL.items())]
+    path = tmp_path / "model.yaml"
+    path.write_text("\n".join([*lines, "train:", "  global_batch_size: 8", "  precision: bf16", ""]), encoding="utf-8")
+    return path
+
+
+def test_the_tool_writes_what_can_be_trained(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = config_file.with_name("layout.yaml"), config_file.with_name("bars.png")
+    words = ["--config", str(config_file), *ARGUMENTS, "--output", str(out), "--picture", str(picture), "--top", "3"]
+    assert tool.main(words) == 0
+    assert "MFU" in capsys.readouterr().out and picture.stat().st_size > 10_000
+    chosen = resolve(out, (), 8, elsewhere=True).config
+    assert tool.layout_of(chosen) == found().plans[0].layout
+    assert tool.main(["--compare", str(out), str(config_file), *ARGUMENTS]) == 0
+    assert "times as fast as the first" in capsys.readouterr().out
+    assert tool.main(["--config", str(out), "--explain", *ARGUMENTS]) == 0
+    assert f"{found().plans[0].step.step_s:.3f} s" in capsys.readouterr().out
+
+
+def test_the_written_layout_trains(tmp_path: Path, pool: Pool) -> None:
+    out = tmp_path / "layout.yaml"
+    words = [
+        "--config",
+        str(write_config(tmp_path)),
+        "--cluster",
+        "perlmutter",
+        "--num-gpus",
+        "4",
+        "--vocab-size",
+        "257",
+    ]
+    assert tool.main([*words, "--output", str(out), "train.precision=fp32"]) == 0
+    assert pool.run(run_as_rank, 4, out, [["train.train_iters=3"]]) == [[0]] * 4
+    assert [iteration for iteration, *_ in steps(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_the_tool_draws_the_speed_over_ranks(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each number of ranks with the best layout for its part of the batch; where none fits it says at which."""
+    picture = config_file.with_name("scaling.svg")
+    words = ["--config", str(config_file), *ARGUMENTS, "--modes", "1d", "--picture", str(picture)]
+    assert tool.main([*words, "--scale", "4", "8", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if "per rank %" in line)
+    rows = {int(ranks): (speed, share) for ranks, speed, share in map(str.split, lines[at + 1 : at + 4])}
+    whole = problem()
+    assert rows[8][0] == f"{whole.tokens_per_s(search(whole, 1, ('1d',)).plans[0]):,.0f}"
+    assert rows[4][1] == "100.0" and list(rows) == [4, 8, 16]
+    assert picture.read_text(encoding="utf-8").count('<g id="axes_') == 2
+    assert tool.main([*words, "model.num_layers=100", "--scale", "1"]) == 2
+    assert "--scale 1, where train.global_batch_size is 1: " in capsys.readouterr().err
+
+
+def test_no_other_order_of_the_mesh_is_faster() -> None:
+    """GPT-3 on 1024 A100: tensor axes inside of data inside of the pipeline; some orders lose a third and more."""
+    model = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048, "vocab_size": 51200}
+    config = Config.model_validate({"model": model, "train": {"global_batch_size": 1536, "precision": "bf16"}})
+    here = Problem(config, 51200, "selene", 1024)
+    layout = Layout(Tensor("1d", "sequence_parallel", (4,)), 8, "1f1b", 1, 1, 2)
+    step = make_step(layout.of(config), here.arch(config), 1024, here.machine)
+    found = {
+        order: predict(replace(step, work=replace(step.work, mesh=Mesh(order)))).step_s
+        for order in permutations(step.mesh.axes)
+    }
+    assert found[step.mesh.axes] <= 1.001 * min(found.values())
+    assert max(found.values()) > 1.33 * found[step.mesh.axes]
+
+
+def test_the_tool_says_what_is_missing(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--cluster", "nowhere", "--num-gpus", "8", "--config", str(config_file)]) == 2
+    assert "cluster nowhere: there is none" in capsys.readouterr().err
+    assert tool.main([*ARGUMENTS]) == 2
+    assert "--config: missing" in capsys.readouterr().err
+    assert tool.main([*ARGUMENTS, "--config", str(config_file), "model.vocab_size=null"]) == 2
+    assert "--vocab-size" in capsys.readouterr().err
+
+
+def test_tokens_of_batches_that_grow_are_counted_as_they_are(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(config_file), "--explain", *ARGUMENTS, "train.train_iters=10"]
+    assert tool.main([*words, "parallel.tensor_model_parallel_size=8"]) == 0
+    assert f"\n{10 * 8 * 2048:,} tokens: " in (said := capsys.readouterr().out) and "shorter batches" not in said
+    growing = ["train.rampup_batch_size=[4,4,12]", "train.seq_length_warmup=[1024,1024,8]"]
+    assert tool.main([*words, "parallel.tensor_model_parallel_size=8", *growing]) == 0
+    said = capsys.readouterr().out
+    assert f"\n{8 * 1024 + 4 * 2048 + 7 * 8 * 2048:,} tokens: " in said
+    assert f"the first 3 iterations, {8 * 1024 + 4 * 2048:,} tokens, have smaller or shorter batches" in said
+
+
+def test_a_layout_reads_as_it_is_written() -> None:
+    layout = Layout(Tensor("3d", "heads", (1, 2, 2)), 2, "interleaved", 2, 1, 1, "full")
+    plan: Plan = problem().plan(layout)
+    assert tool.layout_of(plan.config) == layout
+    assert str(layout) == "3d heads x1·y2·z2, PP 2 interleaved v2, ZeRO 1, micro-batch 1, recompute full"

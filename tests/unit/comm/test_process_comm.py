@@ -1,0 +1,187 @@
+"""Fact: a collective over axes is what the mesh says it is: pieces in the order of the fused index, whatever the order
+of the axes, along any dim; axes of size 1 move nothing; objects go to and from rank 0; what one end of a link sends is
+what the other end receives, in order, under any other traffic.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, permutations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron3d.comm.process_comm import ProcessComm, ready
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link, matchings
+from tests.support.pool import Pool
+
+AXES = (("data", 2), ("one", 1), ("x", 2), ("y", 2))
+SETS: list[Axes] = [axes for count in (1, 2, 3) for axes in permutations(("data", "x", "y"), count)]
+SHAPE = (8, 16, 8)
+
+
+def value(rank: int) -> Tensor:
+    """A rank's own tensor; sums of eight are exact."""
+    return torch.randint(-1000, 1000, SHAPE, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def wrong_collectives(rank: int, world_size: int) -> list[str]:
+    mesh = Mesh(AXES, rank)
+    comm = ProcessComm(mesh, SETS)
+    wrong = []
+
+    def check(got: Tensor, expected: Tensor, *what: object) -> None:
+        if not torch.equal(got, expected):
+            wrong.append(f"rank {rank}: {what}")
+
+    for axes in SETS:
+        values = [value(other) for other in mesh.ranks(axes)]
+        total, ranks = torch.stack(values).sum(0), len(values)
+        for dim in range(3):
+            check(comm.all_gather(value(rank), axes, dim).wait(), torch.cat(values, dim), "all_gather", axes, dim)
+            piece = total.chunk(ranks, dim)[mesh.index(axes)]
+            check(comm.reduce_scatter(value(rank), axes, dim).wait(), piece, "reduce_scatter", axes, dim)
+        if axes == mesh.in_order(axes):
+            whole = torch.zeros(ranks * SHAPE[0], *SHAPE[1:]).double()
+            whole.chunk(ranks)[mesh.index(axes)].copy_(value(rank))
+            check(comm.fill(whole, axes).wait(), torch.cat(values), "fill", axes)
+        check(comm.all_reduce(value(rank), ("one", *axes)).wait(), total, "sum", axes)
+        check(comm.all_reduce(value(rank), axes, "max").wait(), torch.stack(values).amax(0), "max", axes)
+    strided = value(rank).transpose(0, 1)
+    everyone = torch.stack([value(other).transpose(0, 1) for other in range(world_size)]).sum(0)
+    check(comm.all_reduce(strided, mesh.names).wait(), everyone, "sum of strided tensors")
+    check(comm.all_gather(strided, ("y",), 1).wait()[:, :8], value(mesh.ranks(("y",))[0]).transpose(0, 1), "strided")
+    flat = value(rank).flatten()
+    comm.all_reduce(flat[100:200], mesh.names).wait()
+    check(flat[:100], value(rank).flatten()[:100], "outside of a reduced view")
+    check(flat[100:200], torch.stack([value(r).flatten()[100:200] for r in range(world_size)]).sum(0), "reduced view")
+    return wrong
+
+
+def test_collectives_follow_the_mesh(pool: Pool) -> None:
+    assert pool.run(wrong_collectives, 8) == [[]] * 8
+
+
+def objects(rank: int, world_size: int) -> tuple[list[Any] | None, Any]:
+    comm = ProcessComm(Mesh((("x", world_size),), rank), [("x",)])
+    comm.barrier()
+    return comm.gather_object({"rank": rank}), comm.broadcast_object(f"from {rank}")
+
+
+def test_objects_meet_on_rank_0(pool: Pool) -> None:
+    gathered, *others = pool.run(objects, 3)
+    assert gathered == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], "from 0")
+    assert others == [(None, "from 0")] * 2
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    comm = ProcessComm(Mesh((("x", 2), ("y", 2)), rank), [("x",)])
+    messages = []
+    for call in (
+        lambda: comm.all_reduce(torch.ones(4), ("y",)),
+        lambda: comm.reduce_scatter(torch.ones(4, 3), ("x",), 1),
+    ):
+        with pytest.raises(AssertionError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_missing_groups_and_sizes_that_do_not_divide_are_refused(pool: Pool) -> None:
+    missing, uneven = pool.run(refusals, 4)[0]
+    assert missing == "no group was made for ('y',); there are [('x',)]"
+    assert "(4, 3) along 1 does not divide" in uneven
+
+
+def test_one_process_needs_no_process_group() -> None:
+    comm = ProcessComm(Mesh((("x", 1), ("y", 1))), [("x",), ("x", "y")])
+    x = torch.arange(6.0).view(2, 3)
+    for pending in (
+        comm.all_gather(x, ("x",), 1),
+        comm.reduce_scatter(x, ("x", "y"), 0),
+        comm.all_reduce(x, ("y",)),
+        ready(x),
+    ):
+        assert pending.wait() is x
+    comm.barrier()
+    assert comm.gather_object(3) == [3]
+    assert comm.broadcast_object(3) == 3
+
+
+EVERY_LINK = [Link("pipeline", low, high) for low, high in combinations(range(4), 2)]
+
+
+def wrong_transfers(rank: int, world_size: int) -> list[str]:
+    """Three numbers each way over every link, all begun before any is waited for, beside a sum over another axis."""
+    mesh = Mesh((("pipeline", 4), ("x", 2)), rank)
+    comm = ProcessComm(mesh, [("x",)], EVERY_LINK)
+    mine = [link for link in EVERY_LINK if mesh.coord("pipeline") in link.ends]
+
+    def said(source: int, count: int) -> Tensor:
+        return torch.arange(6.0).view(2, 3).T + 100 * source + 10 * count  # its memory is not in this order
+
+    leaving, arriving = [], []
+    for count in range(3):
+        for link in mine:
+            (other,) = {*link.ranks(mesh)} - {rank}
+            arriving.append((comm.receive(torch.empty(3, 2), link), said(other, count), link))
+            leaving.append(comm.send(said(rank, count), link))
+        total = comm.all_reduce(torch.tensor([1.0 + rank]), ("x",)).wait()
+        assert total.item() == sum(1.0 + other for other in mesh.ranks(("x",))), "the sum has mixed with a transfer"
+    wrong = [str(link) for pending, expected, link in arriving[::-1] if not torch.equal(pending.wait(), expected)]
+    for pending in leaving:
+        pending.wait()
+    for link in mine:
+        x = said(rank, 0).contiguous()
+        expected = sum(said(other, 0) for other in link.ranks(mesh))
+        wrong += [f"sum over {link}"] if not torch.equal(comm.add(x, link).wait(), expected) else []
+        wrong += [f"sum over {link} is not in place"] if not torch.equal(x, expected) else []
+    return wrong
+
+
+def test_links_carry_everything_in_order(pool: Pool) -> None:
+    assert pool.run(wrong_transfers, 8) == [[]] * 8
+
+
+def link_refusals(rank: int, world_size: int) -> list[str]:
+    comm = ProcessComm(Mesh((("pipeline", 3),), rank), [], [Link("pipeline", 0, 1)])
+    messages = []
+    for call in (
+        lambda: comm.send(torch.ones(2), Link("pipeline", 1, 2)),
+        lambda: comm.receive(torch.ones(2, 2).T, Link("pipeline", 0, 1)),
+    ):
+        with pytest.raises(AssertionError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_missing_links_and_scattered_memory_are_refused(pool: Pool) -> None:
+    missing, scattered = pool.run(link_refusals, 3)[0]
+    assert missing.startswith("no group was made for Link(axis='pipeline', low=1, high=2); there are [Link(")
+    assert scattered == "a tensor of strides (1, 2) cannot be received into"
+    with pytest.raises(AssertionError, match="a link joins two ranks"):
+        Link("pipeline", 2, 2)
+
+
+@given(pairs=st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1])))
+def test_rounds_have_every_link_once_and_no_rank_twice(pairs: set[tuple[int, int]]) -> None:
+    links = [Link("pipeline", *pair) for pair in pairs]
+    rounds = matchings(links)
+    assert sorted(link for together in rounds for link in together) == sorted(links)
+    for together in rounds:
+        ends = [end for link in together for end in link.ends]
+        assert len(ends) == len(set(ends))
+    degrees = [sum(rank in link.ends for link in links) for rank in range(10)]
+    assert max(degrees) <= len(rounds) <= max(2 * max(degrees) - 1, 0)
+
+
+def test_a_chain_takes_two_rounds() -> None:
+    """However long a pipeline is, each rank makes two groups, and its ends a third for tied embeddings."""
+    chain = [Link("pipeline", rank, rank + 1) for rank in range(99)]
+    assert [len(together) for together in matchings(chain)] == [50, 49]
+    assert len(matchings([*chain, Link("pipeline", 0, 99)])) <= 3

@@ -1,0 +1,51 @@
+"""Every preset is valid on the number of ranks that its comment states, and the numbers in the comment are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron3d.config.cli import parameter_line, parse_args, run_check
+from megatron3d.config.derive import tensor_mode
+from megatron3d.config.read import read_config
+from megatron3d.config.report import batch_arithmetic
+from megatron3d.config.validate.rules import check
+from megatron3d.parallel.modes import MODES, build_mode
+
+FOLDER = Path(__file__).parents[3] / "configs"
+PRESETS = sorted(FOLDER.rglob("*.yaml"))
+
+
+def preset_id(path: Path) -> str:
+    """The file below configs/."""
+    return str(path.relative_to(FOLDER))
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=preset_id)
+def test_a_preset_is_valid_where_it_says_so(path: Path) -> None:
+    config = read_config(path).config
+    comment = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
+    world_size = next(int(found[1]) for line in comment if (found := re.match(r"world_size (\d+) = ", line)))
+    assert check(config, world_size, vocab_size=config.model.vocab_size) == []
+    assert run_check(parse_args(["--config", str(path), "--check", "--world-size", str(world_size)])) == 0
+    for line in (*batch_arithmetic(config, world_size).splitlines(), parameter_line(config)):
+        assert line in comment
+
+
+def test_every_mode_and_form_has_a_preset() -> None:
+    modes = [tensor_mode(read_config(path).config.parallel) for path in (FOLDER / "modes").glob("*.yaml")]
+    for name, entry in MODES.items():
+        for form in entry.forms:
+            assert any(
+                build_mode(name, form, tuple(size for _, size in mode.axes)) == mode
+                for mode in modes
+                if mode.name == name
+            ), f"no preset for mode {name}, form {form}"
+
+
+def test_presets_of_published_models_have_their_published_sizes() -> None:
+    published = {"gpt2-1.5b": "1,557,611,200", "llama-8b": "8,030,261,248", "llama-70b": "70,553,706,496"}
+    for name, number in published.items():
+        assert f"parameters {number} " in parameter_line(read_config(FOLDER / f"{name}.yaml").config)

@@ -1,0 +1,98 @@
+"""Fact: a model, schedule of learning, kernel or output that breaks a rule is refused, with a value that works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron3d.config.validate.rules import check
+from tests.support.valid_config import with_changes
+
+BROKEN = [
+    (
+        {"model": {"kv_channels": None, "hidden_size": 40}},
+        1,
+        "model.num_attention_heads=16: 16 does not divide model.hidden_size=40; use 4, 5, 8, 10 or 20, "
+        "or set model.kv_channels",
+    ),
+    (
+        {"model": {"num_query_groups": 3}},
+        1,
+        "model.num_query_groups=3: 3 does not divide model.num_attention_heads=16; use 1, 2, 4, 8 or 16",
+    ),
+    (
+        {"model": {"kv_channels": 5, "position_embedding_type": "rope"}},
+        1,
+        "model.kv_channels=5: rotary positions turn pairs of channels, and a head has 5; use model.kv_channels 4 or 6",
+    ),
+    (
+        {"model": {"max_position_embeddings": 7}},
+        1,
+        "model.max_position_embeddings=7: less than model.seq_length=8; use 8 or more, or leave it out",
+    ),
+    (
+        {"model": {"vocab_size": 60}},
+        1,
+        "model.vocab_size=60: less than the tokenizer's 61 tokens; use 61 or more, or leave it out",
+    ),
+    (
+        {"optimizer": {"lr_warmup_iters": 11}},
+        1,
+        "optimizer.lr_warmup_iters=11: more than train.train_iters=10; use 0 to 10",
+    ),
+    (
+        {"optimizer": {"lr_decay_style": "WSD", "lr_warmup_iters": 4, "lr_wsd_decay_iters": 7}},
+        1,
+        "optimizer.lr_wsd_decay_iters=7: more than the 6 iterations that train.train_iters=10 leaves after "
+        "lr_warmup_iters 4; use 1 or 6",
+    ),
+    (
+        {"optimizer": {"lr_wsd_decay_iters": 7}},
+        1,
+        "optimizer.lr_wsd_decay_iters=7: not read with optimizer.lr_decay_style=cosine; use WSD, or leave it out",
+    ),
+    ({"optimizer": {"lr": 0.1, "min_lr": 0.2}}, 1, "optimizer.min_lr=0.2: more than optimizer.lr=0.1; use 0 to 0.1"),
+    (
+        {"train": {"precision": "fp64", "grad_reduce_in_bf16": True}},
+        1,
+        "train.grad_reduce_in_bf16=true: would undo train.precision=fp64, which is for verification; use false",
+    ),
+    (
+        {"train": {"precision": "fp64", "norm_implementation": "apex"}},
+        1,
+        "train.norm_implementation=apex: its kernels take statistics in fp32, less than train.precision=fp64; use "
+        "torch",
+    ),
+    (
+        {"train": {"recompute_modules": ["mlp_act"]}},
+        1,
+        "train.recompute_modules=[mlp_act]: not read with train.recompute_granularity=null; use selective, or leave "
+        "recompute_modules out",
+    ),
+    (
+        {"train": {"recompute_granularity": "selective", "recompute_num_layers": 2}},
+        1,
+        "train.recompute_num_layers=2: not read with train.recompute_granularity=selective; use full, or leave "
+        "recompute_num_layers out",
+    ),
+    (
+        {"checkpoint": {"save_interval": 5}},
+        1,
+        "checkpoint.save_interval=5: nowhere to save; set checkpoint.save, or leave it out",
+    ),
+    (
+        {"logging": {"wandb_mode": "offline"}},
+        1,
+        "logging.wandb_mode=offline: no logging.wandb_project; name one, or leave wandb_mode out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "world_size", "message"), BROKEN, ids=[message[:50] for _, _, message in BROKEN])
+def test_a_broken_rule_is_one_message_with_numbers(changes: Any, world_size: int, message: str) -> None:
+    assert check(with_changes(changes), world_size, vocab_size=61) == [message]
+
+
+def test_a_valid_configuration_has_no_problem() -> None:
+    assert check(with_changes({}), 2, vocab_size=61) == []

@@ -1,0 +1,204 @@
+"""A model converted to and from Hugging Face computes the same logits in both, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron3d.checkpoint import store
+from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.config.read import read_config
+from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.convert.compare import stored_inputs
+from megatron3d.convert.hub import Request, from_hub, read_architecture, to_hub
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.train.checkpointing import load_weights, save_state
+from megatron3d.train.state import TrainState, build_state, connect
+from tests.support.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings, write_hub
+
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+DATA = {"tokenizer_type": "ByteTokenizer"}
+
+
+def state_of(model: ModelConfig, precision: str = "fp32") -> TrainState:
+    config = Config.model_validate({"model": model, "train": {"precision": precision, "seed": 3}})
+    assert model.vocab_size is not None
+    return build_state(config, *connect(config, model.vocab_size, 1, 0), torch.device("cpu"))
+
+
+def logits(state: TrainState, tokens: Tensor) -> Tensor:
+    """All positions' logits by the code that trains."""
+    positions = range(tokens.shape[1])
+    return torch.stack([state.flow.logits(tokens, position) for position in positions], dim=1)
+
+
+def hub_logits(folder: Path, tokens: Tensor) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    with torch.no_grad():
+        found: Tensor = model.eval()(tokens).logits
+    return found
+
+
+def hub_tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+@few
+@given(hub=gpt2_settings() | llama_settings(), seed=st.integers(0, 9))
+def test_from_hugging_face_and_back(hub: dict[str, Any], seed: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        write_hub(here / "hub", hub, seed, max_shard_size="2KB")
+        report = from_hub(Request(here / "hub", here / "run", with_transformers=False))
+        assert all(agreement.holds for agreement in report.agreements)
+        config = read_config(here / "run" / "config.yaml").config
+        state = state_of(config.model)
+        load_weights(store.resolve(here / "run"), state, {})
+        tokens = stored_inputs(config.model.vocab_size or 0, state.model.arch.max_position_embeddings)
+        theirs = hub_logits(here / "hub", tokens)
+        assert (logits(state, tokens) - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max().item())
+        to_hub(Request(here / "run", here / "back", max_shard_bytes=3000, with_transformers=False))
+        before, after = hub_tensors(here / "hub"), hub_tensors(here / "back")
+        before.pop("lm_head.weight", None) if hub["tie_word_embeddings"] else None
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        torch.testing.assert_close(hub_logits(here / "back", tokens), theirs)
+
+
+ours = st.fixed_dictionaries(
+    {
+        "num_layers": st.integers(1, 3),
+        "vocab_size": st.integers(257, 270),
+        "seq_length": st.integers(2, 20),
+        "tie_embeddings": st.booleans(),
+        "norm_epsilon": st.sampled_from([1e-5, 1e-3]),
+    }
+)
+
+
+@few
+@given(
+    common=ours,
+    heads=st.integers(1, 5),
+    share=st.integers(1, 3),
+    is_llama=st.booleans(),
+    dtype=st.sampled_from([None, torch.bfloat16]),
+)
+def test_to_hugging_face_and_back(
+    common: dict[str, Any], heads: int, share: int, is_llama: bool, dtype: torch.dtype | None
+) -> None:
+    shape = {"num_attention_heads": heads, "hidden_size": 6 * heads, "family": "gpt2"}
+    if is_llama:
+        shape = {"family": "llama", "num_attention_heads": heads * share, "num_query_groups": heads}
+        shape |= {"hidden_size": 4 * heads * share, "kv_channels": 6, "ffn_hidden_size": 14}
+    model = ModelConfig.model_validate({**common, **shape})
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        state = state_of(model)
+        save_state(here / "run", state, {"tokenizer": "none"})
+        request = Request(here / "run", here / "hub", dtype, tokenizer_type="ByteTokenizer", with_transformers=False)
+        assert all(agreement.holds for agreement in to_hub(request).agreements)
+        tokens = stored_inputs(model.vocab_size or 0, model.seq_length)
+        got, theirs = logits(state, tokens), hub_logits(here / "hub", tokens)
+        assert (got - theirs).abs().max() <= (1e-5 if dtype is None else 0.05) * max(1, theirs.abs().max().item())
+        back = Request(here / "hub", here / "back", tokenizer_type="ByteTokenizer", with_transformers=False)
+        from_hub(back)
+        assert read_architecture(store.resolve(here / "back")) == read_architecture(store.resolve(here / "run"))
+
+
+@pytest.mark.parametrize("hub", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp64"])
+def test_data_types(hub: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """Weights are rounded as asked on the way in, stay so on the way out, and transformers computes the same."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
+    write_hub(tmp_path / "hub", hub)
+    report = from_hub(Request(tmp_path / "hub", tmp_path / "run", dtype))
+    assert [agreement.holds for agreement in report.agreements] == [True, True]
+    assert read_config(tmp_path / "run" / "config.yaml").config.train.precision == name
+    to_hub(Request(tmp_path / "run", tmp_path / "back"))
+    before, after = hub_tensors(tmp_path / "hub"), hub_tensors(tmp_path / "back")
+    assert all(torch.equal(value, before[tensor].to(dtype)) for tensor, value in after.items())
+
+
+def test_a_body_without_its_prefix(tmp_path: Path) -> None:
+    """The first GPT-2 files have no `transformer.`, and constants beside the weights."""
+    from safetensors.torch import save_file
+
+    hub = write_hub(tmp_path / "hub", GPT2)
+    tensors = {name.removeprefix("transformer."): value for name, value in hub_tensors(hub).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, hub / "model.safetensors", {"format": "pt"})
+    from_hub(Request(hub, tmp_path / "run"))
+    save_file(tensors | {"lm_head.weight": tensors["wte.weight"] + 1}, hub / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"ties the embedding and the head, but lm_head.weight differs"):
+        from_hub(Request(hub, tmp_path / "other"))
+
+
+def test_a_padded_vocabulary_is_cut(tmp_path: Path) -> None:
+    """However our layout pads it, files have the vocabulary of config.json."""
+    hub = write_hub(tmp_path / "hub", LLAMA)
+    from_hub(Request(hub, tmp_path / "run"))
+    arch = read_architecture(store.resolve(tmp_path / "run"))
+    config = read_config(tmp_path / "run" / "config.yaml").config
+    assert state_of(config.model).model.arch.padded_vocab_size == 128 > arch.vocab_size == 37
+    to_hub(Request(tmp_path / "run", tmp_path / "back"))
+    assert hub_tensors(tmp_path / "back")["lm_head.weight"].shape == (37, 24)
+
+
+def test_what_was_compared_is_stored(tmp_path: Path) -> None:
+    from_hub(Request(write_hub(tmp_path / "hub", GPT2), tmp_path / "run"))
+    found = json.loads((tmp_path / "run" / "conversion.json").read_text())
+    assert torch.equal(torch.tensor(found["tokens"]), stored_inputs(37, 16))
+    assert [entry["largest_difference"] < 1e-5 for entry in found["logits"]] == [True, True]
+
+
+def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that exchanged two equally large tensors would not pass."""
+    from megatron3d.convert import hub as module
+    from megatron3d.convert import names
+
+    exchanged = {"{n}.attention.k": "{n}.attention.v", "{n}.attention.v": "{n}.attention.k"}
+    table = {
+        theirs: tuple(next((o.replace(a, b) for a, b in exchanged.items() if o.endswith(a)), o) for o in ours)
+        for theirs, ours in names._LLAMA.items()
+    }
+    monkeypatch.setattr(names, "_MODULES", {"llama": table})
+    with pytest.raises(module.Disagreement, match="computes other logits; nothing was written"):
+        from_hub(Request(write_hub(tmp_path / "hub", LLAMA), tmp_path / "run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"]
+
+
+def test_only_some_tensors_are_in_memory(tmp_path: Path) -> None:
+    """Reading for a file asks for runs of tensors no larger than the largest one."""
+    from megatron3d.convert import hub as module
+    from megatron3d.convert.names import file_tensors
+
+    state = state_of(ModelConfig(num_layers=6, hidden_size=16, num_attention_heads=2, vocab_size=257, seq_length=4))
+    save_state(tmp_path / "run", state, {})
+    table = file_tensors(state.model.arch, "gpt2")
+    asked: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        load = store.load
+        patch.setattr(module.store, "load", lambda path, pieces: (asked.append(size(pieces)), load(path, pieces)))
+        list(module._values(store.resolve(tmp_path / "run"), table, torch.float32))
+    assert max(asked) <= 257 * 16 < sum(asked) and len(asked) < len(table)
+
+
+def size(pieces: list[store.Piece]) -> int:
+    return sum(piece.tensor.numel() for piece in pieces)
+
+
+def test_the_mesh_of_the_comparison_has_no_groups() -> None:
+    comm = ProcessComm(Mesh((("pipeline", 3), ("t", 1)), 1), ())
+    assert comm.all_gather(torch.ones(1), ("t",), dim=0).wait().shape == (1,)

@@ -1,0 +1,174 @@
+"""Every field of config.json is a key of ours, harmless, or refused; every property of ours has a field, or is said."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron3d.config.schema import ModelConfig
+from megatron3d.convert.dialect import DIALECTS, METADATA
+from megatron3d.convert.names import file_tensors, logical_shapes
+from megatron3d.convert.settings import read_settings, write_settings
+from megatron3d.errors import UserError
+from megatron3d.model.architecture import FAMILIES, Architecture, architecture
+from tests.support.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings
+
+
+@given(hub=gpt2_settings() | llama_settings())
+def test_there_and_back(hub: dict[str, Any]) -> None:
+    model = read_settings(hub)
+    arch = architecture(model, model.vocab_size or 0)
+    model_type, written, notes = write_settings(arch)
+    again = read_settings(written)
+    assert (model_type, notes) == (hub["model_type"], ())
+    assert architecture(again, again.vocab_size or 0) == arch
+
+
+@pytest.mark.parametrize("model_type", DIALECTS)
+def test_every_field_of_transformers_has_its_place(model_type: str) -> None:
+    """The configuration class that is installed has no field that we would neither read nor refuse."""
+    dialect = DIALECTS[model_type]
+    known = {name for key in dialect.keys.values() for name in key.names} | METADATA | set(dialect.rules)
+    ours = transformers.AutoConfig.for_model(model_type)
+    other = {name for name in ours.to_dict() if name not in known | {dialect.activation[0]}}
+    assert {name for name in other if ours.to_dict()[name] is not None} == set()
+
+
+@pytest.mark.parametrize("model_type", DIALECTS)
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    said = transformers.AutoConfig.for_model(model_type).to_dict()
+    short, long = (read_settings(one) for one in ({"model_type": model_type}, {**said, "architectures": None}))
+    assert architecture(short, 100) == architecture(long, 100)
+
+
+@pytest.mark.parametrize("model_type", DIALECTS)
+def test_every_property_of_ours_has_its_place(model_type: str) -> None:
+    """Changing any of them changes what is written, or is refused, or is said."""
+    family = "gpt2" if model_type == "gpt2" else "llama"
+    arch = architecture(ModelConfig(family=family, num_attention_heads=4, hidden_size=32, vocab_size=40), 40)
+    other: dict[str, Any] = {name: getattr(arch, name) for name in (field.name for field in fields(arch))}
+    other |= {name: value * 2 for name, value in other.items() if isinstance(value, int | float) and value}
+    other |= {"hidden_dropout": 0.3, "attention_dropout": 0.3, "num_query_groups": 2, "seq_length": 7}
+    other |= {"position_embedding_type": "none", "normalization": "none", "activation": "gelu"}
+    other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}
+    before = write_settings(arch)
+    for name in set(other) - {"padded_vocab_size"} - ({"rotary_base"} if family == "gpt2" else set()):
+        try:
+            after = write_settings(replace(arch, **{name: other[name]}))
+        except UserError as error:
+            assert name in str(error)
+        else:
+            assert after != before, name
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another model": (
+        LLAMA,
+        {"model_type": "mixtral"},
+        'model_type="mixtral": megatron3d has the models gpt2 and llama',
+    ),
+    "no model": (LLAMA, {"model_type": None}, "model_type=null"),
+    "another task": (GPT2, {"architectures": ["GPT2ForSequenceClassification"]}, "only language models are converted"),
+    "scaled positions": (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "only null or rope_type default",
+    ),
+    "scaled positions, new": (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_parameters=",
+    ),
+    "rotary gpt2": (GPT2, {"rope_theta": 10000.0}, "rope_theta=10000.0: gpt2 has no rotary positions; remove it"),
+    "biases in part": (
+        LLAMA,
+        {"attention_bias": True},
+        "attention_bias=true and mlp_bias=false: both are model.add_bias",
+    ),
+    "a window": (
+        LLAMA,
+        {"sliding_window": 4096},
+        "sliding_window=4096: every position attends to all earlier ones; only null",
+    ),
+    "an activation": (
+        GPT2,
+        {"activation_function": "quick_gelu"},
+        'activation_function="quick_gelu": not among gelu_new',
+    ),
+    "two dropouts": (GPT2, {"resid_pdrop": 0.0}, "resid_pdrop=0.0 and embd_pdrop=0.1"),
+    "scores by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "only false works"),
+    "part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "quantized": (LLAMA, {"quantization_config": {"bits": 4}}, "convert the model before quantization"),
+    "unknown": (LLAMA, {"logit_softcapping": 30.0}, "logit_softcapping=30.0: unknown here"),
+    "a wrong type": (GPT2, {"n_layer": "twelve"}, 'n_layer="twelve": input should be a valid integer'),
+    "nothing": (GPT2, {"n_head": 0}, "n_head=0: input should be greater than or equal to 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    settings, change, words = REFUSED[name]
+    with pytest.raises(UserError) as raised:
+        read_settings({**settings, **change})
+    (problem,) = raised.value.problems
+    assert problem.startswith("config.json: ") and words in problem
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(UserError) as raised:
+        read_settings({**LLAMA, "attention_bias": True, "sliding_window": 1, "x": 1, "hidden_act": "tanh"})
+    assert len(raised.value.problems) == 4
+
+
+def test_the_length_of_later_training() -> None:
+    model = read_settings(GPT2, seq_length=5)
+    assert (model.seq_length, model.max_position_embeddings) == (5, 16)
+    _, written, notes = write_settings(architecture(model, 37))
+    assert written["n_positions"] == 16 and "model.seq_length=5 has no field" in notes[0]
+    with pytest.raises(UserError, match="--seq-length 17: the model has 16 positions; use at most 16"):
+        read_settings(GPT2, seq_length=17)
+
+
+NOT_WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "norms of queries": ({"qk_layernorm": True}, "model.qk_layernorm=true: LlamaForCausalLM has false"),
+    "no positions": ({"position_embedding_type": "none"}, 'model.position_embedding_type="none"'),
+    "ungated": ({"activation": "relu"}, "model.activation=relu: LlamaForCausalLM has swiglu or geglu"),
+    "uneven groups": ({"num_query_groups": 3}, "model.num_query_groups=3: in llama it divides num_attention_heads"),
+    "heads": ({"hidden_size": 30, "kv_channels": 8}, "in llama it divides hidden_size=30"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WRITTEN)
+def test_not_written(name: str) -> None:
+    change, words = NOT_WRITTEN[name]
+    base = {"family": "llama", "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 40}
+    with pytest.raises(UserError) as raised:
+        write_settings(architecture(ModelConfig.model_validate({**base, **change}), 40))
+    (problem,) = raised.value.problems
+    assert words in problem and "train a model without it" in problem
+
+
+def test_what_only_training_knows_is_said() -> None:
+    arch = architecture(ModelConfig(family="llama", hidden_dropout=0.1, vocab_size=40), 40)
+    (note,) = write_settings(arch)[2]
+    assert note.startswith("model.hidden_dropout=0.1 has no field in config.json")
+
+
+@given(hub=gpt2_settings() | llama_settings(), tied=st.booleans())
+def test_the_tables_hold_every_tensor_once(hub: dict[str, Any], tied: bool) -> None:
+    model = read_settings({**hub, "tie_word_embeddings": tied})
+    arch: Architecture = architecture(model, model.vocab_size or 0)
+    table = file_tensors(arch, hub["model_type"])
+    assert sorted(name for tensor in table for name, _ in tensor.parts) == sorted(logical_shapes(arch))
+    assert len({tensor.name for tensor in table}) == len(table)
+
+
+def test_every_family_is_written() -> None:
+    assert {write_settings(architecture(ModelConfig(family=name), 40))[0] for name in ("gpt2", "llama")} == set(
+        FAMILIES
+    )

@@ -1,0 +1,142 @@
+"""Logits from kept keys and values are those of whole contexts, in float64 and every layout, however contexts grow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron3d.config.schema import Config
+from megatron3d.inference.sampling import Sampler, Text, sample
+from megatron3d.ops.kv_cache import Cache
+from megatron3d.parallel.modes import MODES
+from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.schedules import SCHEDULES
+from megatron3d.train.state import build_state, connect
+from tests.support.pool import Pool
+
+TOLERANCE, VOCAB_SIZE, LENGTH = 1e-10, 29, 12
+CPU = torch.device("cpu")
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2", "num_attention_heads": 8, "hidden_size": 32},
+    "llama": {"family": "llama", "num_attention_heads": 8, "num_query_groups": 2, "hidden_size": 32, "kv_channels": 4},
+}
+# Ragged contexts that grow by one and by several tokens, one that is longer than the model, one that is another text.
+CONTEXTS: list[list[list[int]]] = [
+    [[3, 1, 4, 1, 5], [9, 2], [6]],
+    [[3, 1, 4, 1, 5, 7], [9, 2, 8], [6, 5]],
+    [[3, 1, 4, 1, 5, 7], [9, 2, 8, 1, 1, 2], [6, 5, 5]],
+    [[3, 1, 4, 1, 5, 7, 2, 2], [8, 8], [*range(LENGTH)]],
+    [[3, 1, 4], [8, 8, 3], [*range(LENGTH + 2)]],
+    [[5]],
+    [[5, 6, 7, 8]],
+]
+
+
+def flow_of(model: dict[str, Any], parallel: dict[str, Any], world_size: int = 1, rank: int = 0) -> Flow:
+    given = {"num_layers": 4, "seq_length": LENGTH, "vocab_size": VOCAB_SIZE, "init_method_std": 0.3, **model}
+    train = {"precision": "fp64", "micro_batch_size": 8, "global_batch_size": 8 * 8}
+    config = Config.model_validate({"model": given, "parallel": parallel, "train": train})
+    return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), CPU).flow
+
+
+def whole_logits(flow: Flow, context: Sequence[int]) -> Tensor:
+    """The slow, obvious form: the whole context at once, on one process."""
+    window = list(context[-LENGTH:])
+    return flow.logits(torch.tensor([window]), len(window) - 1)[0]
+
+
+def cached_logits(rank: int, world_size: int, model: dict[str, Any], parallel: dict[str, Any]) -> list[Tensor]:
+    """What a rank gets."""
+    sampler = Sampler(flow_of(model, parallel, world_size, rank), CPU)
+    return [sampler.next_logits(contexts) for contexts in CONTEXTS]
+
+
+def assert_equal(pool: Pool, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """On each of 8 ranks, to the uncached logits of one process."""
+    alone = {str(model): flow_of(model, {}) for model, _ in cases}
+    for model, parallel in cases:
+        flow = alone[str(model)]
+        wanted = [torch.stack([whole_logits(flow, context) for context in contexts]) for contexts in CONTEXTS]
+        for steps in pool.run(cached_logits, 8, model, parallel):
+            for contexts, logits, expected in zip(CONTEXTS, steps, wanted, strict=True):
+                error = (logits - expected).abs().max().item()
+                assert error <= TOLERANCE * expected.abs().max().item(), (model, parallel, contexts, error)
+
+
+def tensor_layouts(size: int) -> list[dict[str, Any]]:
+    return [
+        {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": entry.default_shape(size)}
+        for mode, entry in MODES.items()
+        for form in entry.forms
+    ]
+
+
+def test_every_mode(pool: Pool) -> None:
+    models = [{**model, "num_layers": 2} for model in MODELS.values()]
+    assert_equal(pool, [(model, parallel) for parallel in tensor_layouts(8) for model in models])
+
+
+def test_every_schedule_beside_every_mode(pool: Pool) -> None:
+    names, models = list(SCHEDULES), list(MODELS.values())
+    cases = []
+    for place, layout in enumerate(tensor_layouts(2)):
+        name = names[place % len(names)]
+        pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": name, "zero_stage": place % 4}
+        cases.append((models[place % 2], {**layout, **pipeline}))
+    assert_equal(pool, cases)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def flow(request: pytest.FixtureRequest) -> Flow:
+    return flow_of(MODELS[request.param], {})
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_contexts_of_any_history(flow: Flow, seed: int) -> None:
+    """Growing, shrinking, changing somewhere, longer than the model, in batches of any size."""
+    draw = random.Random(seed)
+    sampler, contexts = Sampler(flow, CPU), [[0]]
+    for _ in range(8):
+        if draw.random() < 0.2:
+            contexts = [[draw.randrange(VOCAB_SIZE)] for _ in range(draw.randint(1, 4))]
+        kept = [context[: draw.choice([None, None, draw.randint(0, len(context))])] for context in contexts]
+        contexts = [old + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(not old, 4))] for old in kept]
+        wanted = torch.stack([whole_logits(flow, context) for context in contexts])
+        got = sampler.next_logits(contexts)
+        assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_a_new_token_costs_one_position(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the prompt, passes have one position; the first of them fills the cache without logits."""
+    widths: list[tuple[int, bool]] = []
+    begin = flow.model.begin_extending
+
+    def watched(tokens: Tensor, *args: Any, **named: Any) -> Any:
+        widths.append((tokens.shape[1], named["has_logits"]))
+        return begin(tokens, *args, **named)
+
+    monkeypatch.setattr(flow.model, "begin_extending", watched)
+    text = Text([1, 2, 3, 4], torch.Generator(), 5)
+    sample(Sampler(flow, CPU), [text], lambda logits, _: int(logits.argmax()), None)
+    assert widths == [(3, False), *[(1, True)] * 5] and len(text.tokens) == 9
+
+
+def test_the_cache_grows_in_blocks() -> None:
+    cache = Cache(capacity=100)
+    k = torch.arange(2 * 70 * 3, dtype=torch.float64).view(2, 70, 1, 3)
+    for start in range(0, 70, 7):
+        positions = torch.arange(start, start + 7).expand(2, -1)
+        new = k[:, start : start + 7]
+        got_k, got_v = cache.write("layer", new, -new, positions, start + 7)
+        assert torch.equal(got_k, k[:, : start + 7]) and torch.equal(got_v, -got_k)
+    assert cache.num_bytes == 2 * 2 * 100 * 3 * 8
+    with pytest.raises(AssertionError, match="position 100 in a cache of 100"):
+        cache.write("layer", k[:, :1], k[:, :1], torch.full((2, 1), 100), 101)

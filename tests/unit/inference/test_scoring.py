@@ -1,0 +1,149 @@
+"""Scores are sums of log probabilities of whole contexts, in every layout; the harness gets them from texts."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from megatron3d.errors import UserError
+from megatron3d.inference import scoring
+from megatron3d.inference.lm_eval_adapter import Harness, as_lm
+from megatron3d.inference.scoring import Score, score
+from megatron3d.pipeline.executor import Flow
+from tests.support.pool import Pool
+from tests.unit.inference.test_sampling import CPU, LENGTH, MODELS, VOCAB_SIZE, flow_of, tensor_layouts, whole_logits
+
+Pair = tuple[list[int], list[int]]
+tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LENGTH)
+PAIRS: list[Pair] = [([1, 2, 3], [4, 5]), ([6], [*range(LENGTH)]), ([*range(20)], [7, 7, 7]), ([9], [1])]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def flow(request: pytest.FixtureRequest) -> Flow:
+    return flow_of(MODELS[request.param], {})
+
+
+def plain_score(flow: Flow, context: Sequence[int], continuation: Sequence[int]) -> Score:
+    """A token at a time, each after the longest context that the model takes for the whole continuation."""
+    room = LENGTH + 1 - len(continuation)
+    before, total, is_greedy = list(context)[-room:], 0.0, True
+    for token in continuation:
+        logits = whole_logits(flow, before)
+        total += logits.log_softmax(-1)[token].item()
+        is_greedy &= int(logits.argmax()) == token
+        before.append(token)
+    return Score(total, is_greedy)
+
+
+def close(a: Score, b: Score) -> bool:
+    return a.is_greedy == b.is_greedy and math.isclose(a.log_prob, b.log_prob, rel_tol=1e-10)
+
+
+@settings(max_examples=15)
+@given(pairs=st.lists(st.tuples(tokens, tokens), min_size=1, max_size=5), chunk=st.integers(1, 14))
+def test_sums_of_log_probabilities(flow: Flow, pairs: list[Pair], chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "CHUNK", chunk)
+        found = score(flow, pairs, CPU)
+    assert all(close(got, plain_score(flow, *pair)) for got, pair in zip(found, pairs, strict=True))
+
+
+def test_what_greedy_decoding_says(flow: Flow) -> None:
+    context = [3, 1]
+    likeliest = int(whole_logits(flow, context).argmax())
+    greedy, other = score(flow, [(context, [likeliest]), (context, [(likeliest + 1) % VOCAB_SIZE])], CPU)
+    assert greedy.is_greedy and not other.is_greedy
+
+
+def scores(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[list[Score]]:
+    flows = (flow_of(MODELS["llama"], layout, world_size, rank) for layout in layouts)
+    return [score(flow, PAIRS, CPU) for flow in flows]
+
+
+def test_every_layout(pool: Pool) -> None:
+    layouts = [{**layout, "pipeline_model_parallel_size": 2} for layout in tensor_layouts(4)]
+    alone = score(flow_of(MODELS["llama"], {}), PAIRS, CPU)
+    for found in pool.run(scores, 8, layouts):
+        for layout, got in zip(layouts, found, strict=True):
+            assert all(close(one, other) for one, other in zip(got, alone, strict=True)), layout
+
+
+@pytest.fixture(scope="module")
+def harness() -> Harness:
+    return Harness(flow_of({**MODELS["gpt2"], "vocab_size": 257}, {}), ByteTokenizer(None), CPU, batch_size=2)
+
+
+def request(*args: Any) -> SimpleNamespace:
+    """What the harness calls an instance."""
+    return SimpleNamespace(args=args)
+
+
+def test_log_likelihoods(harness: Harness) -> None:
+    pairs = [("a b", " c"), ("", "xy"), ("the ", "d"), ("long " * 9, "e"), ("é", "ü")]
+    split: list[Pair] = [
+        (list(b"a b"), list(b" c")),
+        ([256], list(b"xy")),
+        (list(b"the"), list(b" d")),
+        (list(b"long " * 8 + b"long"), list(b" e")),
+        (list("é".encode()), list("ü".encode())),
+    ]
+    wanted = [plain_score(harness.flow, *pair) for pair in split]
+    found = harness.log_likelihoods(pairs)
+    assert all(close(Score(*got), other) for got, other in zip(found, wanted, strict=True))
+
+
+def test_whole_texts(harness: Harness) -> None:
+    """Every byte is predicted once; the last window has as much context as there is room for."""
+    text = "abcdefghijklmnopqrstuvwxyz"[: 2 * LENGTH + 1]
+    ids = [256, *text.encode()]
+    wanted = plain_score(harness.flow, ids[:1], ids[1 : LENGTH + 1]).log_prob
+    wanted += plain_score(harness.flow, ids[LENGTH : LENGTH + 1], ids[LENGTH + 1 : 2 * LENGTH + 1]).log_prob
+    wanted += plain_score(harness.flow, ids[LENGTH + 1 : 2 * LENGTH + 1], ids[2 * LENGTH + 1 :]).log_prob
+    found, empty = harness.rolling([text, ""])
+    assert math.isclose(found, wanted, rel_tol=1e-10) and empty == 0
+
+
+def test_generation_ends(harness: Harness) -> None:
+    (whole,) = harness.generate([("abc", {"max_gen_toks": 6})])
+    assert whole
+    end = whole[2:4] or whole[-1]
+    (short,) = harness.generate([("abc", {"until": [end], "max_gen_toks": 6})])
+    assert short == whole[: whole.find(end)]
+    (few,) = harness.generate([("abc" * 20, {"until": "\0\0", "max_gen_toks": 2})])
+    assert len(few) <= 2
+
+
+def test_refused(harness: Harness, tmp_path: Any) -> None:
+    with pytest.raises(UserError, match=r"13 tokens, and the model sees 1 to 12"):
+        harness.log_likelihoods([("a", "x" * 13)])
+    with pytest.raises(UserError, match=r"0 tokens"):
+        harness.log_likelihoods([("a", "")])
+    (tmp_path / "chars.json").write_text('["a", "b"]')
+    endless = Harness(harness.flow, CharTokenizer(str(tmp_path / "chars.json")), CPU)
+    with pytest.raises(UserError, match="has no token that ends a document"):
+        endless.rolling(["ab"])
+
+
+def test_as_the_harness_knows_it(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances in, answers out, in order; without lm_eval a message says what to install."""
+    modules = {name: ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model")}
+    modules["lm_eval.api.model"].LM = object  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    model = as_lm(harness)
+    assert model.loglikelihood([request("a", "b"), request("c", "d")]) == harness.log_likelihoods(
+        [("a", "b"), ("c", "d")]
+    )
+    assert model.loglikelihood_rolling([request("abc")]) == harness.rolling(["abc"])
+    assert model.generate_until([request("ab", {"max_gen_toks": 3})]) == harness.generate([("ab", {"max_gen_toks": 3})])
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(UserError, match="lm_eval is not installed: pip install lm_eval"):
+        as_lm(harness)

@@ -1,0 +1,43 @@
+"""Fact: what the Dockerfile copies is enough to check and start a run, and what it installs are extras that exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.tiny_run import ROOT
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def test_what_is_copied_is_enough(tmp_path: Path) -> None:
+    """All of the image's Python is read, and a run and its job are checked, from the copies alone."""
+    for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.M):
+        *sources, target = line.split()
+        for source in sources:
+            there = tmp_path / (f"{target}{source}" if target.endswith("/") else target)
+            copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+            copy(ROOT / source, there)
+    asked = ["--config", "configs/gpt3-175b.yaml"]
+    for program in (
+        ["-m", "compileall", "-q", "megatron3d", "tools", "pretrain_gpt.py"],
+        ["pretrain_gpt.py", *asked, "--check", "--world-size", "1024"],
+        ["tools/make_slurm.py", *asked, "--cluster", "selene", "--nodes", "128", "--dry-run"],
+        ["-c", f"import megatron3d; assert megatron3d.__file__.startswith({str(tmp_path)!r})"],
+    ):
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, *program], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_is_installed_exists() -> None:
+    (extras,) = re.findall(r'pip install .*"\.\[(.*)\]"', DOCKERFILE)
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert [name for name in extras.split(",") if f'"{name}": ' not in setup] == []
+    ((low, high),) = re.findall(r"python_requires=\">=(3\.\d+)(?:,<(3\.\d+))?\"", setup)
+    (image,) = re.findall(r"^FROM python:3\.(\d+)-slim$", DOCKERFILE, re.M)
+    assert int(low.partition(".")[2]) <= int(image) and (not high or int(image) < int(high.partition(".")[2]))

@@ -1,0 +1,243 @@
+"""Fact: compiled blocks compute what they did, all of a kind with one graph; whatever cannot be compiled runs as it is,
+and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron3d.config.schema import Config
+from megatron3d.model.compile import Backend, Compiler
+from megatron3d.model.layers import Linear
+from megatron3d.train.state import TrainState, build_state, connect
+from tests.support.pool import Pool
+
+# torch's tracer and compiler warn of what they do themselves, and hide it where warnings are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
+
+
+class Inner(nn.Module):
+    """A part whose Python cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not torch.compiler.is_compiling(), "this was to stay out of the graph"
+        return x * self.weight
+
+
+class Facts:
+    """A number that is computed once, behind a lock up to Python 3.11."""
+
+    @cached_property
+    def one(self) -> int:
+        return 1
+
+
+class Block(nn.Module):
+    """Two products with something between them."""
+
+    def __init__(self, seed: int, inner: type[nn.Module]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.up = nn.Parameter(torch.randn(12, 4, generator=generator, dtype=torch.float64))
+        self.inner, self.facts = inner(), Facts()
+
+    def forward(self, x: Tensor, power: str = "1") -> Tensor:
+        y: Tensor = self.inner(F.gelu(x @ self.up.T)) @ self.up + x * int(power) * self.facts.one
+        return y
+
+
+def run(blocks: Sequence[nn.Module], *args: Any) -> list[Tensor]:
+    """Output and gradients."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+    y = x
+    for block in blocks:
+        y = block(y, *args)
+    y.square().sum().backward()
+    params = [p for block in blocks for p in block.parameters()]
+    grads = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    return [t for t in (y.detach(), x.grad, *grads) if t is not None]
+
+
+def agree(compiled: Sequence[nn.Module], eager: Sequence[nn.Module], *args: Any) -> None:
+    for a, b in zip(run(compiled, *args), run(eager, *args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def build(compiler: Compiler, inner: type[nn.Module] = Inner) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Three blocks that are compiled, and the same ones as they are."""
+    torch._dynamo.reset()
+    compiled, eager = ([Block(seed, inner) for seed in range(3)] for _ in range(2))
+    blocks = [compiler.block(block) for block in compiled]
+    assert all(a is b for a, b in zip(blocks, compiled, strict=True))
+    return blocks, eager
+
+
+def is_inner(module: nn.Module) -> bool:
+    return isinstance(module, Inner)
+
+
+def as_it_is(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    return graph
+
+
+def failing(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    graph.graph.erase_node(next(node for node in graph.graph.nodes if node.op == "output"))
+    raise ValueError("no such compiler\n and more of it")
+
+
+def test_torchs_compiler_gives_the_same_with_one_graph_for_all_blocks() -> None:
+    compiler = Compiler()
+    blocks, eager = build(compiler, nn.Identity)
+    for _ in range(2):
+        agree(blocks, eager)
+    assert compiler.num_graphs == 1 and compiler.failures == []
+
+
+def test_recomputation_repeats_what_was_compiled() -> None:
+    """From the first call on: an uncompiled forward would keep other tensors than its compiled repetition."""
+    blocks, eager = build(Compiler(backend=as_it_is), nn.Identity)
+    repeated = [partial(checkpoint, block, use_reentrant=False) for block in blocks]
+    for _ in range(2):
+        x, y = (torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_() for _ in range(2))
+        for path, t in ((repeated, x), (eager, y)):
+            for block in path:
+                t = block(t)
+            t.square().sum().backward()
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_that_is_kept_out_breaks_one_graph_in_two_for_all_blocks() -> None:
+    compiler = Compiler(is_opaque=is_inner, backend=as_it_is)
+    blocks, eager = build(compiler)
+    for _ in range(2):
+        agree(blocks, eager)
+    assert compiler.num_graphs == 2 and compiler.failures == []
+    assert [name for name, _ in blocks[0].named_parameters()] == ["up", "inner.weight"]
+    assert all(isinstance(block.inner, Inner) for block in blocks)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_graph_that_the_compiler_fails_on_runs_as_it_is_and_that_is_said_once(
+    rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = Compiler(rank, is_inner, failing)
+    blocks, eager = build(compiler)
+    for _ in range(3):
+        agree(blocks, eager)
+    assert compiler.num_graphs == 0 and compiler.failures == ["ValueError: no such compiler"]
+    why = " (ValueError: no such compiler)" if rank == 0 else ""
+    assert capsys.readouterr().out == (
+        f"WARNING: rank {rank}: train.compile: a part of a layer is not compiled and runs slower{why}\n"
+    )
+
+
+def test_without_a_cpp_compiler_the_reason_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    from torch._inductor import config
+
+    compiler = Compiler()
+    blocks, eager = build(compiler, nn.Identity)
+    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        agree(blocks, eager)
+    assert compiler.num_graphs == 0
+    assert "no-such-compiler" in capsys.readouterr().out
+
+
+def test_a_block_that_asks_for_ever_new_graphs_goes_on_uncompiled_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compiler = Compiler(is_opaque=is_inner, backend=as_it_is)
+    blocks, eager = build(compiler)
+    for power in range(20):
+        agree(blocks, eager, str(power))
+    assert len(compiler.failures) == 1 and "FailOnRecompileLimitHit" in compiler.failures[0]
+    assert capsys.readouterr().out.count("WARNING") == 1
+
+
+def states(rank: int, world_size: int, backend: Backend, **model: Any) -> tuple[TrainState, TrainState, Compiler]:
+    """A small GPT as it is, and the same one with compiled layers."""
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, **model}
+    config = Config.model_validate(
+        {
+            "model": sizes,
+            "parallel": {"tensor_model_parallel_size": world_size, "tensor_parallel_mode": "1d"},
+            "train": {"global_batch_size": 16},
+        }
+    )
+    torch._dynamo.reset()
+    arch, comm = connect(config, 61, world_size, rank)
+    plain, compiled = (build_state(config, arch, comm, torch.device("cpu")) for _ in range(2))
+    compiler = Compiler(rank, lambda module: isinstance(module, Linear), backend)
+    for layer in compiled.model.layers.values():
+        compiler.block(layer)
+    return plain, compiled, compiler
+
+
+def same_step(plain: TrainState, compiled: TrainState, tokens: Tensor, num_passes: int = 2) -> None:
+    """Loss and gradients of both."""
+    results = []
+    for state in (plain, compiled):
+        passes = [state.model.begin(tokens, tokens.numel()) for _ in range(num_passes)]
+        state.buffers.begin_step(num_passes)
+        loss = state.flow.train(passes, state.buffers.check_stage)
+        state.buffers.reduce_grads()
+        results.append((loss, *(flat.grad.clone() for flat in state.buffers.flats)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def communicating(rank: int, world_size: int, tokens: Tensor) -> None:
+    """A GPT of two tensor ranks, compiled and not."""
+    plain, compiled, compiler = states(rank, world_size, as_it_is)
+    same_step(plain, compiled, tokens)
+    assert compiler.num_graphs > 0 and compiler.failures == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_sequences_and_batches_that_grow_ask_for_graphs_once_more(family: str) -> None:
+    """The second length is met by graphs for any length, which the others and evaluations of the whole one share."""
+    plain, compiled, compiler = states(0, 1, as_it_is, family=family, seq_length=64)
+    tokens = torch.randint(0, 61, (2, 65), generator=torch.Generator().manual_seed(1))
+    num_graphs = []
+    for step, length in enumerate(range(4, 65, 12)):
+        same_step(plain, compiled, tokens[:, : length + 1], num_passes=1 + step)
+        num_graphs.append(compiler.num_graphs)
+    assert num_graphs[1] == num_graphs[-1] <= 2 * num_graphs[0] and compiler.failures == []
+
+
+def test_what_communicates_stays_out_of_the_graphs(pool: Pool) -> None:
+    pool.run(communicating, 2, torch.randint(0, 61, (1, 9), generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_backward_that_the_compiler_fails_on_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails while forward is compiled, not in the middle of a training step."""
+    from torch._inductor import compile_fx as module
+    from torch._inductor import config
+
+    inner = module.compile_fx_inner
+
+    def forward_only(*args: Any, is_backward: bool = False, **kwargs: Any) -> Any:
+        if is_backward:
+            raise ValueError("no backward")
+        return inner(*args, is_backward=is_backward, **kwargs)
+
+    monkeypatch.setattr(module, "compile_fx", partial(module.compile_fx, inner_compile=forward_only))
+    compiler = Compiler()
+    blocks, eager = build(compiler, nn.Identity)
+    with config.patch(force_disable_caches=True):
+        agree(blocks, eager)
+    assert compiler.num_graphs == 0
+    assert compiler.failures == ["ValueError: no backward"]

@@ -1,0 +1,223 @@
+"""Fact: attention over any rank's heads is attention over all heads, restricted to them: grouped queries, groups split
+inside a head, rotary positions and dropout included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.ops.attention import Heads, attention, rotary_tables, rotate
+from megatron3d.ops.dropout import dropout_key
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.mesh import Axes, Mesh
+from tests.support.pool import Pool
+from tests.support.shards import cut, error, every_group, normal
+
+NOBODY: Any = None
+BATCH, SEQ, SIZE = 2, 5, 8
+
+
+class Place:
+    """A communicator that knows where it is and cannot communicate."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+
+def heads_on(mesh: Mesh, num_heads: int, num_groups: int, axes: Axes) -> Heads:
+    place: Any = Place(mesh)
+    return Heads(num_heads, num_groups, SIZE, axes, place)
+
+
+def reference(q_MF: Tensor, k_MF: Tensor, v_MF: Tensor, num_heads: int) -> Tensor:
+    """Attention written out, one head at a time."""
+    q, k, v = (t.view(BATCH, SEQ, -1, SIZE) for t in (q_MF, k_MF, v_MF))
+    outputs = []
+    for head in range(num_heads):
+        group = head * k.shape[2] // num_heads
+        scores = torch.einsum("bsd,btd->bst", q[:, :, head], k[:, :, group]) / SIZE**0.5
+        future = torch.arange(SEQ)[None, :] > torch.arange(SEQ)[:, None]
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("bst,btd->bsd", weights, v[:, :, group]))
+    return torch.stack(outputs, 2).flatten(2).flatten(0, 1)
+
+
+def run(heads: Heads, qkv_MF: Tensor, drop: tuple[float, int, int] | None = None) -> Tensor:
+    q, k, v = (t.unflatten(0, (-1, SEQ)) for t in heads.split(qkv_MF))
+    return attention(q, k, v, heads, drop)
+
+
+def projections(num_heads: int, num_groups: int) -> list[Tensor]:
+    """q, k and v of all heads, [M, F]."""
+    return [normal(BATCH * SEQ, n * SIZE, seed=seed) for seed, n in enumerate((num_heads, num_groups, num_groups))]
+
+
+@pytest.mark.parametrize("num_heads,num_groups", [(1, 1), (4, 4), (4, 2), (6, 3), (6, 1)])
+def test_on_one_rank(num_heads: int, num_groups: int) -> None:
+    heads = Heads(num_heads, num_groups, SIZE, (), ProcessComm(Mesh(()), []))
+    whole = [t.requires_grad_() for t in projections(num_heads, num_groups)]
+    got, expected = run(heads, torch.cat(whole, 1)), reference(*whole, num_heads)
+    assert error(got.detach(), expected.detach()) < 1e-13
+    dy = normal(*got.shape, seed=9)
+    for mine, theirs in zip(torch.autograd.grad(got, whole, dy), torch.autograd.grad(expected, whole, dy), strict=True):
+        assert error(mine, theirs) < 1e-13
+
+
+SPLITS: list[tuple[int, int, Axes]] = [
+    (8, 8, ("x", "y", "z")),
+    (8, 4, ("x", "y", "z")),
+    (8, 2, ("x", "y", "z")),
+    (8, 1, ("x", "y", "z")),
+    (8, 2, ("y", "z")),
+    (8, 1, ("z", "x", "y")),
+    (16, 2, ("x", "y", "z")),
+    (24, 6, ("x", "y", "z")),
+    (12, 6, ("y", "z")),
+    (24, 3, ("x", "z")),
+]
+
+
+def split_errors(rank: int, world_size: int) -> list[str]:
+    """Each rank holds its query heads and an even share of the features of k and v."""
+    mesh = Mesh((("x", 2), ("y", 2), ("z", 2)), rank)
+    comm, wrong = every_group(mesh), []
+    for num_heads, num_groups, axes in SPLITS:
+        whole = [t.requires_grad_() for t in projections(num_heads, num_groups)]
+        mine = [cut(t.detach(), ((), axes), mesh).requires_grad_() for t in whole]
+        heads = Heads(num_heads, num_groups, SIZE, axes, comm)
+        expected, got = reference(*whole, num_heads), run(heads, torch.cat(mine, 1))
+        dy = normal(*expected.shape, seed=9)
+        expected.backward(dy)
+        got.backward(cut(dy, ((), axes), mesh))
+        found = [error(got.detach(), cut(expected.detach(), ((), axes), mesh))]
+        for part, full in zip(mine, whole, strict=True):
+            assert part.grad is not None and full.grad is not None, "a projection has no gradient"
+            found.append(error(part.grad, cut(full.grad, ((), axes), mesh)))
+        if not max(found) < 1e-13:
+            wrong.append(f"{num_heads} heads, {num_groups} groups over {axes} on rank {rank}: {found}")
+    return wrong
+
+
+def test_split_heads_are_whole_heads(pool: Pool) -> None:
+    assert pool.run(split_errors, 8) == [[]] * 8
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+    heads_per_rank=st.integers(1, 4),
+    divisor=st.integers(1, 12),
+)
+@settings(deadline=None)
+def test_what_is_gathered_covers_my_groups_and_no_fewer_axes_would(
+    sizes: tuple[int, int, int], heads_per_rank: int, divisor: int
+) -> None:
+    mesh, axes = Mesh(tuple(zip("xyz", sizes, strict=True))), ("x", "y", "z")
+    num_heads = heads_per_rank * mesh.world_size
+    num_groups = next(n for n in range(num_heads // min(divisor, num_heads), num_heads + 1) if num_heads % n == 0)
+    everyone = [heads_on(mesh.at(rank), num_heads, num_groups, axes) for rank in range(mesh.world_size)]
+    assert len({heads.gather_axes for heads in everyone}) == 1, "ranks would call different collectives"
+
+    def covered(gathered: int) -> bool:
+        kept = axes[: 3 - gathered]
+        spans = [span(num_groups * SIZE, kept, heads.comm.mesh) for heads in everyone]
+        return all(
+            low <= heads.group_span[0] * SIZE and heads.group_span[1] * SIZE <= high
+            for heads, (low, high) in zip(everyone, spans, strict=True)
+        )
+
+    gathered = len(everyone[0].gather_axes)
+    assert everyone[0].gather_axes == axes[3 - gathered :]
+    assert covered(gathered) and not (gathered and covered(gathered - 1))
+    per_group = num_heads // num_groups
+    for heads in everyone:
+        groups = [head // per_group for head in range(*heads.query_span)]
+        assert [heads.group_span[0] + group for group in heads.group_of_query] == groups
+        assert heads.group_span == (groups[0], groups[-1] + 1)
+
+
+def test_nothing_is_gathered_when_groups_are_whole() -> None:
+    mesh = Mesh((("y", 2), ("z", 2)))
+    assert heads_on(mesh, 8, 4, ("y", "z")).gather_axes == ()
+    assert heads_on(mesh, 8, 2, ("y", "z")).gather_axes == ("z",)
+    assert heads_on(mesh, 8, 1, ("y", "z")).gather_axes == ("y", "z")
+
+
+def test_groups_whose_boundary_lies_inside_a_rank() -> None:
+    """12 heads in 3 groups over 2 ranks: rank 0 reads groups 0, 0, 0, 0, 1, 1."""
+    first, second = (heads_on(Mesh((("x", 2),), rank), 12, 3, ("x",)) for rank in (0, 1))
+    assert (first.group_span, first.group_of_query) == ((0, 2), [0, 0, 0, 0, 1, 1])
+    assert (second.group_span, second.group_of_query) == ((1, 3), [0, 0, 1, 1, 1, 1])
+
+
+def test_rotary_is_a_complex_rotation() -> None:
+    x_BSND = normal(2, 7, 3, 8, seed=1)
+    base = 10000.0
+    pairs = torch.complex(x_BSND[..., :4], x_BSND[..., 4:])
+    angles = torch.arange(7)[:, None].double() * base ** (-torch.arange(4).double() / 4)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
+    got = rotate(x_BSND, rotary_tables(7, 8, base, x_BSND))
+    assert error(got, torch.cat((turned.real, turned.imag), -1)) < 1e-13
+
+
+def test_rotary_scores_depend_on_the_distance_only() -> None:
+    q, k = (normal(1, 1, 1, 8, seed=seed).expand(1, 9, 1, 8) for seed in (1, 2))
+    tables = rotary_tables(9, 8, 100.0, q)
+    scores = torch.einsum("bsnd,btnd->st", rotate(q, tables), rotate(k, tables))
+    for distance in range(-8, 9):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-12, atol=1e-12)
+
+
+def test_rotary_angles_of_far_positions_are_exact_in_low_precision() -> None:
+    """bf16 has no 4097: angles are computed in fp32 and only their cosines are rounded."""
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    got, exact = rotary_tables(5000, 8, 10000.0, like), rotary_tables(5000, 8, 10000.0, like.double())
+    for low, high in zip(got, exact, strict=True):
+        assert low.dtype == torch.bfloat16 and (low - high).abs().max() < 2**-8
+
+
+KEY = dropout_key(1, 2, "attention")
+
+
+def test_dropout_of_rate_zero_is_attention() -> None:
+    heads = Heads(6, 3, SIZE, (), ProcessComm(Mesh(()), []))
+    qkv = torch.cat(projections(6, 3), 1)
+    assert error(run(heads, qkv, (0.0, KEY, 0)), run(heads, qkv)) < 1e-13
+
+
+def test_dropout_keeps_the_expectation() -> None:
+    heads = Heads(2, 1, SIZE, (), ProcessComm(Mesh(()), []))
+    qkv = torch.cat(projections(2, 1), 1)
+    runs = torch.stack([run(heads, qkv, (0.3, dropout_key(i), 0)) for i in range(2000)])
+    deviations = (runs.mean(0) - run(heads, qkv)) / runs.std(0) * 2000**0.5
+    assert deviations.abs().max() < 5.5
+
+
+@pytest.mark.parametrize("axes", [("x",), ("x", "y")])
+def test_dropout_drops_the_same_weights_on_every_rank(axes: Axes) -> None:
+    """The part of a rank's heads and sequences is that of all heads and of the whole batch."""
+    alone = Heads(8, 8, SIZE, (), ProcessComm(Mesh(()), []))
+    qkv = projections(8, 8)
+    whole = run(alone, torch.cat(qkv, 1), (0.3, KEY, 10)).view(BATCH, SEQ, -1)
+    for rank in range(4):
+        mesh = Mesh((("x", 2), ("y", 2)), rank)
+        mine = torch.cat([cut(t, ((), axes), mesh) for t in qkv], 1)
+        for sequence in range(BATCH):
+            part = run(heads_on(mesh, 8, 8, axes), mine.view(BATCH, SEQ, -1)[sequence], (0.3, KEY, 10 + sequence))
+            assert error(part, cut(whole[sequence], ((), axes), mesh)) < 1e-13
+
+
+def test_dropout_differs_between_heads_and_sequences() -> None:
+    heads = Heads(2, 2, SIZE, (), ProcessComm(Mesh(()), []))
+    one = normal(SEQ, SIZE, seed=1)
+    qkv = one.repeat(BATCH, 6)
+    y = run(heads, qkv, (0.5, KEY, 0)).view(BATCH, SEQ, 2, SIZE)
+    views = [y[batch, :, head].tolist() for batch in range(BATCH) for head in range(2)]
+    assert all(a != b for i, a in enumerate(views) for b in views[:i])

@@ -1,0 +1,90 @@
+"""Fact: rows looked up in a split table are rows of the whole table, and its gradient is the whole gradient's part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron3d.comm.process_comm import Comm, ProcessComm
+from megatron3d.ops.embedding import embedding
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from tests.support.pool import Pool
+from tests.support.shards import cut, error, every_group, normal
+
+PADDED_VOCAB, HIDDEN, TOKENS = 72, 24, 96
+EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
+
+
+def token_ids() -> torch.Tensor:
+    """Every row, some of them often."""
+    return torch.randint(0, PADDED_VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0)).square() % PADDED_VOCAB
+
+
+def errors(plan: MatmulPlan, comm: Comm) -> tuple[float, float]:
+    mesh = comm.mesh
+    w_VH, dy_MH, tokens_M = normal(PADDED_VOCAB, HIDDEN, seed=1), normal(TOKENS, HIDDEN, seed=2), token_ids()
+    expected = F.embedding(tokens_M, w_VH.requires_grad_())
+    expected.backward(dy_MH)
+    plan = plan.on(mesh)
+    hidden, vocabulary = plan.w_layout
+    stored = (vocabulary, hidden)
+    mine = cut(w_VH.detach(), stored, mesh).requires_grad_()
+    got = embedding(cut(tokens_M, (plan.m,), mesh), mine, PADDED_VOCAB, plan, comm)
+    got.backward(cut(dy_MH, plan.y_layout, mesh))
+    assert mine.grad is not None and w_VH.grad is not None, "the table has no gradient"
+    summed = comm.all_reduce(mine.grad, tuple(axis for axis in plan.m if axis not in plan.w)).wait()
+    return (
+        error(got.detach(), cut(expected.detach(), plan.y_layout, mesh)),
+        error(summed, cut(w_VH.grad, stored, mesh)),
+    )
+
+
+def wrong(rank: int, world_size: int) -> list[str]:
+    out = []
+    for name, form in EVERY_FORM:
+        mode = build_mode(name, form, MODES[name].default_shape(world_size))
+        found = errors(mode.embed, every_group(Mesh(mode.axes, rank)))
+        if not max(found) < 1e-13:
+            out.append(f"{name} {form} on rank {rank}: {found}")
+    return out
+
+
+def frequent_token_error(rank: int, world_size: int) -> float:
+    """Relative error of the bf16 gradient of a token that occurs 4096 times."""
+    mode = build_mode("1d", None, (world_size,))
+    comm = every_group(Mesh(mode.axes, rank))
+    w_VH = torch.zeros(4 // world_size, 2, dtype=torch.bfloat16, requires_grad=True)
+    tokens_M = torch.zeros(4096, dtype=torch.int64)
+    embedding(tokens_M, w_VH, 4, mode.embed, comm).backward(torch.ones(4096, 2, dtype=torch.bfloat16))
+    assert w_VH.grad is not None, "the table has no gradient"
+    expected = torch.zeros(4, 2)
+    expected[0] = 4096
+    return (w_VH.grad - cut(expected, (("t",), ()), comm.mesh)).abs().max().item() / 4096
+
+
+@pytest.mark.parametrize("world_size", [8, 6])
+def test_lookup_and_gradient_in_every_form(pool: Pool, world_size: int) -> None:
+    assert pool.run(wrong, world_size) == [[]] * world_size
+
+
+def test_on_one_rank_it_is_torchs() -> None:
+    got = embedding(
+        token_ids(), normal(PADDED_VOCAB, HIDDEN, seed=1).requires_grad_(), PADDED_VOCAB, MatmulPlan(), None
+    )  # type: ignore[arg-type]
+    assert got.grad_fn is not None and got.grad_fn.name() == "EmbeddingBackward0"
+
+
+def test_a_frequent_tokens_gradient_does_not_stop_growing_in_bf16(pool: Pool) -> None:
+    """Added one by one in bf16 the sum would stay at 256."""
+    assert max(pool.run(frequent_token_error, 2)) < 2**-8
+
+
+def test_a_frequent_tokens_gradient_grows_on_one_rank_too() -> None:
+    nobody = ProcessComm(Mesh((("t", 1),)), [])
+    w_VH = torch.zeros(4, 2, dtype=torch.bfloat16, requires_grad=True)
+    y_MH = embedding(torch.zeros(4096, dtype=torch.int64), w_VH, 4, MatmulPlan(), nobody)
+    y_MH.backward(torch.ones(4096, 2, dtype=torch.bfloat16))
+    assert w_VH.grad is not None and (w_VH.grad[0] == 4096).all()

@@ -1,0 +1,99 @@
+"""Fact: norms over split features are torch's norms over whole ones, gradients included, and do not cancel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron3d.ops.norm import norm
+from megatron3d.parallel.mesh import Axes, Mesh
+from tests.support.pool import Pool
+from tests.support.shards import cut, error, every_group, normal
+
+MESH = Mesh((("x", 2), ("y", 2), ("z", 2)))
+SPLITS: list[Axes] = [("x",), ("y", "z"), ("x", "y", "z")]
+
+
+def reference(x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> Tensor:
+    """The definitions, from sums of the whole row."""
+    centred = x_MH if bias_H is None else x_MH - x_MH.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight_H + (
+        0 if bias_H is None else bias_H
+    )
+
+
+def parameters(centred: bool) -> list[Tensor]:
+    return [1 + normal(24, seed=2) / 2, *([normal(24, seed=3)] if centred else [])]
+
+
+def split_errors(rank: int, world_size: int) -> dict[str, float]:
+    mesh, found = MESH.at(rank), {}
+    comm = every_group(mesh)
+    x_MH, dy_MH = normal(6, 24, seed=1) + 3, normal(6, 24, seed=4)
+    for axes in SPLITS:
+        for centred in (True, False):
+            whole = [t.requires_grad_() for t in (x_MH.clone(), *parameters(centred))]
+            mine = [cut(t.detach(), ((),) * (t.ndim - 1) + (axes,), mesh).requires_grad_() for t in whole]
+            bias: list[Tensor | None] = [None] * (not centred)
+            expected = reference(*whole, *bias, 1e-5)
+            got = norm(*mine, *bias, 1e-5, axes, comm)
+            expected.backward(dy_MH)
+            got.backward(cut(dy_MH, ((), axes), mesh))
+            found[f"y {axes} {centred}"] = error(got.detach(), cut(expected.detach(), ((), axes), mesh))
+            for name, part, full in zip("xwb", mine, whole, strict=False):
+                assert part.grad is not None and full.grad is not None, f"{name} has no gradient"
+                layout = ((),) * (full.ndim - 1) + (axes,)
+                found[f"d{name} {axes} {centred}"] = error(part.grad, cut(full.grad, layout, mesh))
+    return found
+
+
+def precision_loss(rank: int, world_size: int) -> tuple[float, float]:
+    """Largest error of values far from zero in standard deviations, and bytes per element of the result."""
+    mesh = MESH.at(rank)
+    x_MH = (1e4 + 1e-2 * normal(4, 512, seed=5)).float()
+    weight_H, bias_H = torch.ones(512), torch.zeros(512)
+    expected = reference(x_MH.double(), weight_H.double(), bias_H.double(), 1e-5)
+    layout = ((), ("x", "y", "z"))
+    mine = (cut(x_MH, layout, mesh), cut(weight_H, layout[1:], mesh), cut(bias_H, layout[1:], mesh))
+    got = norm(*mine, 1e-5, ("x", "y", "z"), every_group(mesh))
+    return (got.double() - cut(expected, layout, mesh)).abs().max().item(), got.dtype.itemsize
+
+
+def bf16_error(rank: int, world_size: int) -> float:
+    mesh, axes = MESH.at(rank), ("x", "y", "z")
+    x_MH = normal(4, 512, seed=6).bfloat16()
+    weight_H = (1 + normal(512, seed=7) / 4).bfloat16()
+    got = norm(cut(x_MH, ((), axes), mesh), cut(weight_H, (axes,), mesh), None, 1e-5, axes, every_group(mesh))
+    assert got.dtype == torch.bfloat16, f"the residual stream became {got.dtype}"
+    expected = reference(x_MH.double(), weight_H.double(), None, 1e-5)
+    return ((got.double() - cut(expected, ((), axes), mesh)).abs() / expected.abs().amax()).max().item()
+
+
+def test_split_norms_are_whole_norms(pool: Pool) -> None:
+    for found in pool.run(split_errors, 8):
+        assert max(found.values()) < 1e-13, found
+
+
+def test_a_small_spread_on_a_large_mean_survives_fp32(pool: Pool) -> None:
+    """The mean is right to its last place, 2^-10 or a tenth of the standard deviation; the mean of squares minus the
+    square of the mean has no correct digit, for 1e8 in fp32 counts in steps of 8."""
+    for found, itemsize in pool.run(precision_loss, 8):
+        assert itemsize == 4 and found < 0.1
+
+
+def test_statistics_of_bf16_are_taken_in_fp32(pool: Pool) -> None:
+    """Half a unit in the last place of the result, and no more."""
+    assert max(pool.run(bf16_error, 8)) < 2**-8
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_on_one_rank_it_is_torchs(centred: bool) -> None:
+    nobody: Any = None
+    bias: list[Tensor | None] = [None] * (not centred)
+    inputs = [t.requires_grad_() for t in (normal(6, 24, seed=1), *parameters(centred))]
+    got = norm(*inputs, *bias, 1e-5, (), nobody)
+    assert error(got.detach(), reference(*inputs, *bias, 1e-5).detach()) < 1e-13
+    assert got.grad_fn is not None and "SplitNorm" not in got.grad_fn.name()

@@ -1,0 +1,71 @@
+"""Fact: a model other than the configured one does not train, whatever the layout that built it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.hardware.peaks import Peak
+from megatron3d.model.flops import num_parameters
+from megatron3d.parallel.modes import MODES
+from megatron3d.train.monitor.startup_report import check_built, startup_report
+from megatron3d.train.state import TrainState, build_state, connect
+from tests.support.pool import Pool
+
+MODEL = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 8, "seq_length": 8}
+VOCAB_SIZE = 61
+
+
+CONFIG = Config.model_validate({"model": MODEL, "train": {"micro_batch_size": 8, "global_batch_size": 16}})
+
+
+def build(rank: int, world_size: int, parallel: dict[str, Any]) -> TrainState:
+    config = CONFIG.model_copy(update={"parallel": ParallelConfig.model_validate(parallel)})
+    return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), torch.device("cpu"))
+
+
+def count_everywhere(rank: int, world_size: int, modes: list[str]) -> None:
+    for mode in modes:
+        check_built(build(rank, world_size, {"tensor_parallel_mode": mode, "tensor_parallel_shape": None} | size(mode)))
+
+
+def size(mode: str) -> dict[str, int]:
+    return {"tensor_model_parallel_size": 4 if mode == "2d" else 8}
+
+
+def test_every_mode_builds_the_configured_model(pool: Pool) -> None:
+    """Padding and copies are not counted; the data axis has two ranks in one of them."""
+    pool.run(count_everywhere, 8, list(MODES))
+
+
+def test_a_dropped_layer_is_refused() -> None:
+    state = build(0, 1, {})
+    state.model.layers = nn.ModuleDict({"0": state.model.layers["0"]})
+    with pytest.raises(RuntimeError, match=r"in 1 layers, the configuration means .* in 2"):
+        check_built(state)
+
+
+def test_parameters_too_many_or_too_few_are_refused() -> None:
+    for wrong in ({"ffn_hidden_size": 200}, {"tie_embeddings": False}, {"vocab_size": VOCAB_SIZE + 1}):
+        state = build(0, 1, {})
+        built = num_parameters(state.model.arch)
+        state.model.arch = replace(state.model.arch, **wrong)
+        with pytest.raises(
+            RuntimeError, match=f"has {built:,} parameters .* means {num_parameters(state.model.arch):,}"
+        ):
+            check_built(state)
+
+
+def test_the_report_adds_up() -> None:
+    state = build(0, 1, {})
+    text = startup_report(state, Peak(2e12, "a data sheet"), CONFIG)
+    values = sum(flat.main.numel() for flat in state.buffers.flats)
+    assert f"{num_parameters(state.model.arch):,} in the model" in text
+    assert f"{16 * values / 2**20:,.1f} MiB = weights" in text
+    assert "2 TFLOP/s per device (a data sheet)" in text
+    assert "set logging.peak_tflops" in startup_report(state, None, CONFIG)

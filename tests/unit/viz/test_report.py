@@ -1,0 +1,151 @@
+"""Fact: the page of a run tells what the run wrote of itself, says what went wrong, and opens without a network;
+headless Chromium renders it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from megatron3d.metrics.journal import FILE_NAME, read_journal
+from megatron3d.parallel.mesh import ranges
+from megatron3d.runtime import process
+from megatron3d.viz.report import is_finished, report
+from tests.support.pool import Pool
+from tests.support.tiny_run import in_run, run_as_rank, write_config
+from tools import plot_run
+
+SECTIONS = ("Curves", "Time of a step", "Mesh", "Stages", "Memory", "Pipeline", "Configuration")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PLAYWRIGHT = "chromium*/chrome-*/*"
+# What a browser would fetch.
+REFERENCES = frozenset({"src", "srcset", "href", "xlink:href", "data", "poster", "action", "formaction", "background"})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
+    """Two stages; three steps, an evaluation, no trace."""
+    here = tmp_path_factory.mktemp("pictures")
+    folder, config = here / "<b>run & more", write_config(here)
+    asked = [*in_run(str(folder)), "parallel.pipeline_model_parallel_size=2", "train.train_iters=3"]
+    assert pool.run(run_as_rank, 2, config, [[*asked, "train.eval_interval=2"]]) == [[process.EXIT_DONE]] * 2
+    return folder
+
+
+class Reader(HTMLParser):
+    """Words, headings and cells of a page, and what it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.headings: list[str] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        named = [value or "" for name, value in attrs if name in REFERENCES]
+        self.fetched += [value for value in named if not value.startswith("#")]
+        self.fetched += [url for _, value in attrs for url in re.findall(r"url\(([^#)][^)]*)\)", value or "")]
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+        if self.tags and self.tags[-1] == "h2" and data.strip():
+            self.headings.append(data)
+
+
+def test_the_page_tells_the_run(trained: Path) -> None:
+    rows = read_journal(trained / FILE_NAME)
+    page = Reader(report(trained))
+    assert [heading for heading in page.headings if heading in SECTIONS] == list(SECTIONS)
+    assert page.fetched == [] and "b" not in page.tags and "script" not in page.tags
+    assert page.tags.count("svg") == 2, "curves, and the predicted pipeline"
+    start, last = rows[0]["start"], [row for row in rows if "lm_loss" in row][-1]
+    assert start["mesh"]["pipeline"] == 2 and [stage["rank"] for stage in start["stages"]] == [0, 1]
+    told = ["<b>run & more", "3 of 3", f"{last['lm_loss']:.6g}", f"{start['model']['num_parameters']:,} parameters"]
+    told += ["forward-compute", "along pipeline", "parallel.pipeline_model_parallel_size", "command line"]
+    told += [f"{stage['num_parameters']:,}" for stage in start["stages"]] + [start["step_s"]["unknown"]]
+    assert [text for text in told if text not in page.words] == []
+    assert is_finished(rows) and not is_finished(rows[:2])
+
+
+def test_parts_of_a_step_stand_beside_their_prediction(trained: Path, tmp_path: Path) -> None:
+    rows = read_journal(trained / FILE_NAME)
+    rows[0]["start"]["step_s"] = {"cluster": "elsewhere", "total": 1e6, "parts": {"computation": 60.0, "update": 0.5}}
+    (tmp_path / FILE_NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = Reader(report(tmp_path)).words
+    steps = [row for row in rows if "timers" in row]
+    update = 1e-3 * median(row["timers"]["optimizer"]["mean"] for row in steps)
+    assert f"update0.5{update:.4g}" in words.replace("\n", "") and "on elsewhere" in words and "-100%" in words
+
+
+def test_what_went_wrong_stands_out(tmp_path: Path) -> None:
+    """Of a run that wrote nothing but steps, too, as another version may have."""
+    steps = [{"iteration": i, "lm_loss": 1.0 if i < 3 else float("nan"), "elapsed_ms": 5.0} for i in (1, 2, 3)]
+    rows: list[dict[str, Any]] = [*steps, {"iteration": 3, "straggler": "rank 5 is slow"}]
+    (tmp_path / FILE_NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = report(tmp_path, refresh_s=7)
+    words = Reader(text).words
+    assert "1 logged step(s) have a loss" in words and "rank 5 is slow" in words
+    assert '<meta http-equiv="refresh" content="7">' in text
+
+
+def test_a_live_page_is_written_again_until_the_run_ends(trained: Path, tmp_path: Path) -> None:
+    """Then without asking the browser to look again."""
+    lines = (trained / FILE_NAME).read_text().splitlines(keepends=True)
+    last = max(place for place, line in enumerate(lines) if "lm_loss" in line)
+    (tmp_path / FILE_NAME).write_text("".join(lines[:last]))
+    output, codes, asks_again = tmp_path / "run.html", list[int](), '<meta http-equiv="refresh" content="1">'
+    arguments = [str(tmp_path), "--output", str(output), "--refresh", "1"]
+    drawing = threading.Thread(target=lambda: codes.append(plot_run.main(arguments)))
+    drawing.start()
+    while not output.exists() and drawing.is_alive():
+        time.sleep(0.05)
+    assert asks_again in output.read_text()
+    with (tmp_path / FILE_NAME).open("a") as file:
+        file.write(lines[last])
+    drawing.join(timeout=100)
+    assert codes == [0] and asks_again not in output.read_text()
+
+
+def test_runs_of_ranks() -> None:
+    assert ranges([0, 1, 2, 3, 8, 10, 11]) == "0-3, 8, 10-11" and ranges([4]) == "4"
+
+
+def browser() -> str | None:
+    """Chromium or Chrome, of the system or Playwright's."""
+    found = [path for name in BROWSERS if (path := shutil.which(name))]
+    kept = sorted(Path.home().glob(f".cache/ms-playwright/{PLAYWRIGHT}"))
+    return next(iter([*found, *(str(path) for path in kept if path.name in ("chrome", "headless_shell"))]), None)
+
+
+@pytest.mark.skipif(browser() is None, reason="neither Chromium nor Chrome is installed, to look at the page with")
+def test_a_browser_shows_it(trained: Path, tmp_path: Path) -> None:
+    """Without a network: a picture of many colours, whose upper part has words and whose curves are drawn."""
+    path, shot = tmp_path / "run.html", tmp_path / "run.png"
+    path.write_text(report(trained), encoding="utf-8")
+    chrome = [str(browser()), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    chrome += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path}/profile", "--hide-scrollbars"]
+    chrome += ["--window-size=1200,2000", "--enable-logging=stderr", f"--screenshot={shot}", path.as_uri()]
+    done = subprocess.run(chrome, capture_output=True, text=True, timeout=240)
+    assert shot.is_file(), done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr
+    pixels = (imread(shot)[..., :3] * 255).astype(np.int64)
+    assert pixels.shape == (2000, 1200, 3)
+    colours = np.unique(pixels.reshape(-1, 3) @ [1 << 16, 1 << 8, 1])
+    assert len(colours) > 100
+    blue = np.abs(pixels - [31, 119, 180]).sum(-1) < 40
+    assert blue.sum() > 300, "the curves of the first run are blue"

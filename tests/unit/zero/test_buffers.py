@@ -1,0 +1,234 @@
+"""Fact: a flat is summed as soon as its last gradient is there, under the rest of backward: once per step, or where
+gradients are shared out once per microbatch; the norm counts each logical element once; what was updated is gathered
+under the forward that follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.zero import Block, Buffers, square_sum
+from tests.support.fsdp_chain import CPU, HYBRID, MESH, Echo, chain, fill_main, parameters, sharding, spec
+from tests.support.pool import Pool
+from tests.support.shards import every_group
+
+SUM, SCATTER, GATHER = ((f"begin {what}", f"end {what}") for what in ("sum", "scatter", "gather"))
+
+
+def only(events: list[Any], *kinds: str) -> list[Any]:
+    """Events of the kinds, transfers without what they moved."""
+    names = [event if isinstance(event, str) else event[0] for event in events]
+    return [name for name in names if name.startswith(kinds)]
+
+
+def train(model: nn.Module, buffers: Buffers, comm: Echo, *values: float) -> list[Any]:
+    """A step of microbatches that are these values everywhere; what happened from its backward on."""
+    comm.events.clear()
+    buffers.begin_step(len(values))
+    for value in values:
+        model(torch.tensor(value)).sum().backward()
+    buffers.reduce_grads()
+    return comm.events
+
+
+def test_flats_are_summed_under_the_backward_of_earlier_layers() -> None:
+    model, buffers, comm = chain(count=3, size=4)
+    events = only(train(model, buffers, comm, 1.0), "backward", *SUM)
+    begun = [event for layer in (2, 1, 0) for event in (f"backward of {layer}", "begin sum")]
+    assert events == [*begun, "end sum", "end sum", "end sum"]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_sums_are_scattered_under_the_backward_of_earlier_layers(zero_stage: int) -> None:
+    """Where each has memory of its own, one ends before the next begins."""
+    model, buffers, comm = chain(count=3, size=4, zero_stage=zero_stage)
+    events = only(train(model, buffers, comm, 1.0), "backward", *SCATTER)
+    early = ["end scatter"] * (zero_stage > 1)
+    late = ["end scatter"] * (1 if early else 3)
+    others = [event for layer in (1, 0) for event in (f"backward of {layer}", *early, "begin scatter")]
+    assert events == ["backward of 2", "begin scatter", *others, *late]
+
+
+def test_a_flat_of_several_waits_for_the_last_of_them() -> None:
+    model, buffers, comm = chain(count=4, size=4, bucket_bytes=32)
+    events = train(model, buffers, comm, 1.0)
+    assert [e for e in events if e[0] == "begin sum"] == [("begin sum", ("data",), 8)] * 2
+    assert events.index(("begin sum", ("data",), 8)) == events.index("backward of 2") + 1
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_microbatches_are_added_and_reduced_once(zero_stage: int) -> None:
+    model, buffers, comm = chain(count=2, size=2, zero_stage=zero_stage)
+    fill_main(buffers, 2.0)
+    for _ in range(2):
+        events = only(train(model, buffers, comm, 1.0, 10.0, 100.0), "begin", "backward")
+        assert events[:4] == ["backward of 1", "backward of 0"] * 2 and "begin" not in " ".join(events[:5])
+        for _, _, grad in buffers.held("grad"):
+            assert set(grad.tolist()) == {2 * 2 * 111.0}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_shared_out_gradients_are_reduced_for_each_microbatch(zero_stage: int) -> None:
+    model, buffers, comm = chain(count=2, size=2, zero_stage=zero_stage)
+    fill_main(buffers, 2.0)
+    for _ in range(2):
+        assert only(train(model, buffers, comm, 1.0, 10.0, 100.0), "begin scatter") == ["begin scatter"] * 6
+        for _, _, grad in buffers.held("grad"):
+            assert grad.tolist() == [2 * 2 * 111.0]
+        assert all(flat.whole_grad is None for flat in buffers.flats)
+
+
+def test_what_did_not_arrive_in_time_counts_nothing() -> None:
+    """Halves of split backwards come in another order than microbatches: two gradients of one parameter fill the
+    count before the other parameter's first one is there."""
+    model, buffers, _ = chain(count=2, size=2, zero_stage=2, bucket_bytes=1e6)
+    fill_main(buffers, 1.0)
+    buffers.begin_step(2)
+    for _ in range(2):
+        model[1](torch.full((2,), 3.0)).sum().backward()
+    assert buffers.flats[0].num_arrived == 2 and buffers.flats[0].whole_grad is None
+    for _ in range(2):
+        model[0](torch.full((2,), 5.0)).sum().backward()
+    buffers.reduce_grads()
+    assert [grad.tolist() for _, _, grad in buffers.held("grad") if len(grad)] == [[20.0, 20.0]]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_gradient_that_never_comes_is_an_error(zero_stage: int) -> None:
+    model, buffers, _ = chain(count=2, size=2, zero_stage=zero_stage)
+    buffers.publish()
+    buffers.begin_step(1)
+    model[1](torch.ones(2)).sum().backward()
+    with pytest.raises(AssertionError, match=r"1 gradients of stage 0 never arrived: of 0\.weight"):
+        buffers.reduce_grads()
+
+
+def test_a_parameter_used_twice_arrives_once() -> None:
+    model, buffers, comm = chain(count=1, size=2)
+    fill_main(buffers, 3.0)
+    buffers.begin_step(1)
+    model[0](model[0](torch.ones(2))).sum().backward()
+    buffers.reduce_grads()
+    assert [grad.tolist() for _, _, grad in buffers.held("grad")] == [[12.0, 12.0]]
+    assert only(comm.events, "begin") == ["begin sum"]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_groups_scatter_inside_and_sum_between(zero_stage: int) -> None:
+    """What is summed between groups is a part; a flat's second sum is under way with the scatter of the next."""
+    model, buffers, comm = chain(count=2, size=4, zero_stage=zero_stage, mesh=HYBRID)
+    fill_main(buffers, 1.0)
+    events = [e for e in train(model, buffers, comm, 1.0) if "gather" not in e[0] and not isinstance(e, str)]
+    if zero_stage == 0:
+        assert [event[:2] for event in events[:2]] == [("begin sum", ("replica", "data"))] * 2
+    else:
+        begin, end = (("begin scatter", ("data",), 4), ("end scatter", ("data",), 4))
+        assert events[:4] == [begin, end, ("begin sum", ("replica",), 2), begin]
+    assert all(set(grad.tolist()) == {4.0} for _, _, grad in buffers.held("grad"))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_gradients_on_their_way_may_be_narrow(zero_stage: int) -> None:
+    """Each microbatch's, or their sum, is rounded to bf16 on its way; sums are kept in fp32."""
+    model, buffers, comm = chain(count=1, size=2, zero_stage=zero_stage, reduce_dtype=torch.bfloat16)
+    fill_main(buffers, 1.0)
+    train(model, buffers, comm, 1.0, 2.0**-10)
+    expected = 2 * (1 + 2.0**-10) if zero_stage >= 2 else 2.0
+    (grad,) = (grad for _, _, grad in buffers.held("grad"))
+    assert set(grad.tolist()) == {expected} and grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_step_that_was_not_finite_leaves_nothing_behind(zero_stage: int) -> None:
+    """Not even in the padding, which no gradient overwrites: clipping has multiplied it by NaN."""
+    for rank in range(MESH.world_size):
+        model, buffers, comm = chain(count=1, size=3, zero_stage=zero_stage, mesh=MESH.at(rank))
+        fill_main(buffers, 1.0)
+        train(model, buffers, comm, torch.nan)
+        for flat in buffers.flats:
+            flat.grad.mul_(torch.nan)
+        train(model, buffers, comm, 1.0)
+        assert buffers.square_norm().isfinite()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_norm_counts_every_logical_element_once(zero_stage: int) -> None:
+    """Summed over the ranks of a pipeline stage, whatever is copied; stages hold different parameters."""
+    specs = {
+        "0": spec("whole", 4),
+        "1": spec("split", 6, layout=(("x",),)),
+        "2": spec("undecayed", 3, decay=False),
+    }
+    values = {"0": torch.arange(4.0), "1": torch.arange(6.0) + 10, "2": torch.tensor([5.0, 7.0, 9.0])}
+    mesh = Mesh((("pipeline", 2), ("replica", 2), ("data", 2), ("x", 2)))
+    total = 0.0
+    for rank in range(8):
+        here = mesh.at(rank)
+        comm: Any = Echo(here)
+        model = nn.ModuleDict({"all": parameters(3)})
+        named = {0: {f"all.{name}": each for name, each in specs.items()}}
+
+        blocks = [Block("all", model["all"], 0, in_backward=False)]
+        buffers = Buffers(model, named, comm, torch.float32, CPU, 1, sharding(zero_stage), blocks)
+        for name, start, grad in buffers.held("grad"):
+            value = values[name[-1]].chunk(2)[here.coord("x")] if name == "all.1" else values[name[-1]]
+            grad.copy_(value[start : start + len(grad)])
+        total += buffers.square_norm().item()
+    assert total == sum(value.square().sum().item() for value in values.values())
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_updated_parts_are_gathered_under_the_forward(zero_stage: int) -> None:
+    """All are begun by `publish`, in the order of their use, and each is waited for where it is used; once a step."""
+    model, buffers, comm = chain(count=2, size=4, zero_stage=zero_stage)
+    fill_main(buffers, 1.0)
+    with torch.no_grad():
+        model(torch.ones(4)), model(torch.ones(4))
+    begin, end = ("begin gather", ("data",), 4), ("end gather", ("data",), 4)
+    forward = ["forward of 0", "forward of 1"]
+    assert comm.events == [begin, begin, end, forward[0], end, forward[1], *forward]
+
+
+def publish_twice(rank: int, world_size: int, zero_stage: int, dtype: torch.dtype) -> list[list[float]]:
+    """What the network sees after parts were written over that were being gathered."""
+    mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", world_size), ("x", 1)), rank)
+    model, buffers, _ = chain(2, 1_000_003, zero_stage, mesh, dtype=dtype)
+    buffers.comm = every_group(mesh)
+    for value in (1.0, 2.0, 3.0):
+        buffers.settle()
+        for _, _, part in buffers.held("main"):
+            part.fill_(value + rank)
+        buffers.publish()
+    with torch.no_grad():
+        return [module(torch.ones((), dtype=dtype)).unique().tolist() for module in model]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_what_is_written_under_a_gather_is_what_is_seen(pool: Pool, zero_stage: int, dtype: torch.dtype) -> None:
+    """As by loading a checkpoint right after building."""
+    assert pool.run(publish_twice, 2, zero_stage, dtype) == [[[3.0, 4.0]] * 2] * 2
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 5_000_000])
+def test_a_long_norm_is_as_exact_as_a_short_one(size: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e-3
+    expected = values.double().square().sum()
+    assert (square_sum(values).double() / expected - 1).abs() < 1e-6
+
+
+def test_one_process_moves_nothing() -> None:
+    alone = Mesh((("pipeline", 1), ("replica", 1), ("data", 1), ("x", 1)))
+    for zero_stage in range(4):
+        model, buffers, comm = chain(count=2, size=4, zero_stage=zero_stage, mesh=alone)
+        buffers.comm = ProcessComm(alone, [])
+        fill_main(buffers, 1.0)
+        train(model, buffers, comm, 1.0)
+        assert only(comm.events, "begin") == []

@@ -1,0 +1,230 @@
+"""Fact: where parameters are shared out, a block is gathered under the one before it in time, is whole while it is used
+and forgotten right after, and never are more than two whole; what the network computes never comes from older shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron3d.comm.process_comm import Pending
+from megatron3d.ops.recompute import repeated
+from megatron3d.parallel.mesh import Axes
+from megatron3d.zero import Block, Buffers
+from tests.support.fsdp_chain import CPU, MESH, Echo, Scale, chain, fill_main, sharding, spec
+
+SIZE = 4
+
+
+def shown(events: list[Any]) -> list[str]:
+    """Events in words, gathers by what they are of: sizes tell blocks apart."""
+    names = {SIZE + 2 * i: str(i) for i in range(5)}
+    return [
+        event if isinstance(event, str) else f"{event[0]} {names[event[2]]}"
+        for event in events
+        if isinstance(event, str) or "gather" in event[0]
+    ]
+
+
+def uneven_chain(count: int, stages: tuple[int, ...] = (), head: bool = False) -> tuple[nn.ModuleList, Buffers, Echo]:
+    """Blocks of 4, 6, 8, ... elements; the last may be a head, whose backward does not need its weight."""
+    comm: Any = Echo(MESH)
+    is_head = [head and i == count - 1 for i in range(count)]
+    model = nn.ModuleList(Scale(SIZE + 2 * i, str(i), comm.events, is_head[i]) for i in range(count))
+    stage_of = stages or (0,) * count
+    blocks = [Block(str(i), module, stage_of[i], not is_head[i]) for i, module in enumerate(model)]
+    specs = {
+        stage: {f"{i}.weight": spec(str(i), SIZE + 2 * i) for i in range(count) if stage_of[i] == stage}
+        for stage in dict.fromkeys(stage_of)
+    }
+    return model, Buffers(model, specs, comm, torch.float32, CPU, 1, sharding(3), blocks), comm
+
+
+def run(blocks: Any, x: Tensor) -> Tensor:
+    """Through some blocks; each gets a scalar, since sizes differ."""
+    for block in blocks:
+        x = block(x.mean())
+    return x.sum()
+
+
+def whole_bytes(buffers: Buffers) -> list[int]:
+    """Bytes of each flat that has memory for all of its parameters."""
+    return [n for flat in buffers.flats if (n := flat.whole.untyped_storage().nbytes())]
+
+
+def test_blocks_are_gathered_ahead_and_in_backward_again() -> None:
+    model, buffers, comm = uneven_chain(3)
+    fill_main(buffers, 1.0)
+    loss = run(model, torch.ones((), requires_grad=True))
+    assert shown(comm.events) == [
+        "begin gather 0", "end gather 0", "begin gather 1", "forward of 0",
+        "end gather 1", "begin gather 2", "forward of 1",
+        "end gather 2", "forward of 2",
+    ]  # fmt: skip
+    comm.events.clear()
+    buffers.begin_step(1)
+    loss.backward()
+    assert shown(comm.events) == [
+        "backward of 2", "begin gather 2", "end gather 2", "begin gather 1",
+        "backward of 1", "end gather 1", "begin gather 0",
+        "backward of 0", "end gather 0",
+    ]  # fmt: skip
+    assert whole_bytes(buffers) == []
+
+
+def test_what_backward_begins_with_is_gathered_under_the_head() -> None:
+    """Of the two blocks before the head neither is gathered once more."""
+    model, buffers, comm = uneven_chain(4, head=True)
+    fill_main(buffers, 1.0)
+    loss = run(model, torch.ones((), requires_grad=True))
+    head = shown(comm.events)
+    assert head[head.index("end gather 3") :] == ["end gather 3", "begin gather 2", "begin gather 1", "forward of 3"]
+    comm.events.clear()
+    loss.backward()
+    gathers = [event for event in shown(comm.events) if "gather" in event]
+    assert gathers == ["end gather 2", "end gather 1", "begin gather 0", "end gather 0"]
+
+
+def test_evaluation_gathers_each_block_once() -> None:
+    model, buffers, comm = uneven_chain(4, head=True)
+    fill_main(buffers, 1.0)
+    with torch.no_grad():
+        run(model, torch.ones(()))
+    assert [event for event in shown(comm.events) if event.startswith("begin")] == [
+        f"begin gather {i}" for i in range(4)
+    ]
+    assert whole_bytes(buffers) == []
+
+
+def test_a_forward_that_backward_repeats_gathers_nothing_more() -> None:
+    model, buffers, comm = uneven_chain(3)
+    fill_main(buffers, 1.0)
+    x = torch.ones((), requires_grad=True)
+    for block in model:
+        x = repeated(block, x.mean())
+    comm.events.clear()
+    buffers.begin_step(1)
+    x.sum().backward()
+    assert shown(comm.events) == [
+        "backward of 2", "begin gather 2", "end gather 2", "begin gather 1", "forward of 2",
+        "backward of 1", "end gather 1", "begin gather 0", "forward of 1",
+        "backward of 0", "end gather 0", "forward of 0",
+    ]  # fmt: skip
+    assert whole_bytes(buffers) == []
+
+
+def test_a_run_of_blocks_that_is_repeated_ends_with_all_forgotten() -> None:
+    model, buffers, _ = uneven_chain(4)
+    fill_main(buffers, 2.0)
+    x = torch.ones((), requires_grad=True)
+    loss = repeated(lambda x: run(model[2:], x), repeated(lambda x: run(model[:2], x), x))
+    buffers.begin_step(1)
+    loss.backward()
+    buffers.reduce_grads()
+    assert loss == 6 * 10 * 2**4 and x.grad == loss
+    assert whole_bytes(buffers) == []
+
+
+class Most(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the most bytes that whole flats have at any operation."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        super().__init__()
+        self.buffers, self.bytes, self.count = buffers, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sizes = whole_bytes(self.buffers)
+        self.bytes, self.count = max(self.bytes, sum(sizes)), max(self.count, len(sizes))
+        return func(*args, **(kwargs or {}))
+
+
+def test_at_most_two_blocks_are_whole() -> None:
+    model, buffers, _ = uneven_chain(5)
+    fill_main(buffers, 1.0)
+    with Most(buffers) as most:
+        buffers.begin_step(2)
+        losses = [run(model, torch.ones((), requires_grad=True)) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        buffers.reduce_grads()
+    assert (most.count, most.bytes) == (2, 4 * (12 + 10))
+    assert whole_bytes(buffers) == []
+
+
+def test_stages_do_not_gather_for_each_other() -> None:
+    """What the next stage on this rank needs is gathered when that has its turn, maybe microbatches later."""
+    model, buffers, comm = uneven_chain(4, stages=(0, 0, 2, 2))
+    fill_main(buffers, 1.0)
+    x = torch.ones((), requires_grad=True)
+    first = [run(model[:2], x) for _ in range(2)]
+    assert [e for e in shown(comm.events) if e.startswith("begin")] == ["begin gather 0", "begin gather 1"] * 2
+    second = [run(model[2:], y.detach().requires_grad_()) for y in first]
+    comm.events.clear()
+    buffers.begin_step(2)
+    second[0].backward()
+    first[0].backward()
+    gathers = [event for event in shown(comm.events) if event.startswith("begin")]
+    assert gathers == [f"begin gather {i}" for i in (3, 2, 1, 0)]
+    assert whole_bytes(buffers) == []
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_network_computes_with_the_latest_shards(zero_stage: int) -> None:
+    """After an update, an evaluation between steps, and an update right after another."""
+    model, buffers, _ = chain(count=3, size=4, zero_stage=zero_stage)
+    for value in (1.0, 2.0, 3.0, 5.0):
+        fill_main(buffers, value)
+        for _ in range(2):
+            with torch.no_grad():
+                assert set(model(torch.ones(())).tolist()) == {value**3}
+        buffers.begin_step(1)
+        x = torch.ones((), requires_grad=True)
+        loss = model(x).sum()
+        loss.backward()
+        buffers.reduce_grads()
+        assert loss.item() == 4 * value**3 and x.grad == 4 * value**3
+        assert all(set(grad.tolist()) == {2 * value**2} for _, _, grad in buffers.held("grad"))
+
+
+def test_weights_may_be_forgotten_and_written_between_forward_and_backward() -> None:
+    """autograd does not take a gather for a change of what it saved."""
+    model, buffers, _ = chain(count=2, size=4, zero_stage=3)
+    fill_main(buffers, 2.0)
+    losses = [model(torch.ones((), requires_grad=True)).sum() for _ in range(3)]
+    buffers.begin_step(3)
+    for loss in losses:
+        loss.backward()
+    buffers.reduce_grads()
+    assert all(set(grad.tolist()) == {2 * 3 * 2.0} for _, _, grad in buffers.held("grad"))
+
+
+def test_what_is_being_gathered_cannot_be_forgotten() -> None:
+    _, buffers, _ = chain(count=1, size=4, zero_stage=3)
+    buffers.unshard("0")
+    with pytest.raises(AssertionError, match=r"0\.weight are forgotten while they are gathered"):
+        buffers.reshard("0")
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_shared_out_gradients_are_whole_for_a_moment_only(zero_stage: int) -> None:
+    """Between microbatches nothing is; within one, a flat that is filled and one that is scattered."""
+    model, buffers, comm = chain(count=5, size=4, zero_stage=zero_stage)
+    fill_main(buffers, 1.0)
+    whole: list[int] = []
+    begin = comm.reduce_scatter
+
+    def reduce_scatter(x: Tensor, axes: Axes, dim: int) -> Pending:
+        whole.append(sum(flat.whole_grad is not None for flat in buffers.flats))
+        return begin(x, axes, dim)
+
+    comm.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
+    buffers.begin_step(2)
+    for _ in range(2):
+        model(torch.ones(())).sum().backward()
+        assert len(buffers._reductions) == 1
+        assert all(flat.whole_grad is None for flat in buffers.flats)
+    assert whole == [0] * 10
+    assert all(len(flat.grad) in (0, 2) for flat in buffers.flats)
