@@ -14,6 +14,7 @@ from megatron3d.model.stages import Stage, divide, layer_flops, make_stages
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.parallel.tp_overlap import TPOverlap
 from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Kind, Schedule, owners
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule
@@ -45,6 +46,17 @@ def vocab_multiple(mode: Mode) -> int:
     head, embed = mode.expand, mode.embed
     splits = (head.w_layout[0], head.y_layout[1], embed.w_layout[1], embed.x_layout[1])
     return math.lcm(*(math.prod(sizes[axis] for axis in axes) for axes in splits))
+
+
+def overlap_of(parallel: ParallelConfig) -> TPOverlap:
+    """Return the overlaps of tensor-parallel communication that a configuration switches on."""
+    return TPOverlap(
+        parallel.tp_num_panels,
+        parallel.tp_comm_overlap_input_grad,
+        parallel.tp_comm_overlap_weight_grad,
+        parallel.tp_comm_overlap_weight_gather,
+        parallel.tp_keep_gathered_weights,
+    )
 
 
 def make_mesh(parallel: ParallelConfig, world_size: int, rank: int = 0) -> Mesh:

@@ -32,7 +32,7 @@ from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import DATA, Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.p2p import Link
-from megatron3d.parallel.panel_plan import AS_PLANNED, Execution
+from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 from megatron3d.zero import Block
 
 
@@ -57,16 +57,16 @@ class GPT(nn.Module):
         pipeline: Pipeline,
         loss_chunk_tokens: int,
         recompute: Recompute = KEEP_ALL,
-        execution: Execution = AS_PLANNED,
+        overlap: TPOverlap = OVERLAP_ALL,
     ) -> None:
         super().__init__()
         self.arch, self.mode, self.comm = arch, mode, comm
         rank = comm.mesh.coord("pipeline")
         self.stages: tuple[Stage, ...] = pipeline.mine(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, pipeline, rank)
-        come_late = execution.overlap_weight_grad and bool(mode.expand.on(comm.mesh).w)
+        come_late = overlap.weight_grad and bool(mode.expand.on(comm.mesh).w)
         self.weight_grads = WeightGrads(come_late) if pipeline.splits_backward or come_late else None
-        build = Build(arch, mode, comm, self.specs, self.weight_grads, recompute, execution)
+        build = Build(arch, mode, comm, self.specs, self.weight_grads, recompute, overlap)
         self.recompute = recompute
         if self.stages[0].has_embedding:
             self.embedding = Embedding("embedding", build)

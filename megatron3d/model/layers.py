@@ -33,7 +33,7 @@ from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.parallel.panel_plan import AS_PLANNED, Execution
+from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -62,7 +62,7 @@ class Build:
     specs: Mapping[str, ParamSpec]
     weight_grads: WeightGrads | None = None
     recompute: Recompute = KEEP_ALL
-    execution: Execution = AS_PLANNED
+    overlap: TPOverlap = OVERLAP_ALL
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """The plan without trivial axes."""
@@ -86,11 +86,11 @@ class Linear(nn.Module):
 
     def __init__(self, name: str, plan: MatmulPlan, build: Build) -> None:
         super().__init__()
-        plan, comm, execution = build.plan(plan), build.comm, build.execution
+        plan, comm, overlap = build.plan(plan), build.comm, build.overlap
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.gathered = GatheredWeight(lambda: self.weight, plan, comm, execution) if plan.w else None
-        self.matmul = Matmul(plan, comm, execution, build.weight_grads, self.gathered)
+        self.gathered = GatheredWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
+        self.matmul = Matmul(plan, comm, overlap, build.weight_grads, self.gathered)
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.matmul(x_MK, self.weight, self.bias)

@@ -22,7 +22,8 @@ from megatron3d.ops.main_grad import sink_of
 from megatron3d.ops.panels import Operand, Result, WeightResult, begin, operand, weight_result
 from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
-from megatron3d.parallel.panel_plan import AS_PLANNED, Direction, Execution, Sweep, choose, stored_over
+from megatron3d.parallel.panel_plan import Sweep, choose, stored_over
+from megatron3d.parallel.tp_overlap import OVERLAP_ALL, Direction, TPOverlap
 
 
 def linear(
@@ -49,11 +50,11 @@ class Matmul:
         self,
         plan: MatmulPlan,
         comm: Comm,
-        execution: Execution = AS_PLANNED,
+        overlap: TPOverlap = OVERLAP_ALL,
         weight_grads: WeightGrads | None = None,
         weight: GatheredWeight | None = None,
     ) -> None:
-        self.plan, self.comm, self.execution, self.weight = plan, comm, execution, weight
+        self.plan, self.comm, self.overlap, self.weight = plan, comm, overlap, weight
         self.weight_grads = weight_grads or WeightGrads()
         self.is_plain = not (plan.m or plan.k or plan.n or weight_grads)
         self._sweeps: dict[tuple[Direction, int, int, int], Sweep] = {}
@@ -76,7 +77,7 @@ class Matmul:
         """The panels of a pass."""
         key = at, *x_MK.shape, w_NK.shape[0]
         if key not in self._sweeps:
-            self._sweeps[key] = choose(self.plan, at, self.sizes(x_MK, w_NK), self.execution, self.comm.mesh)
+            self._sweeps[key] = choose(self.plan, at, self.sizes(x_MK, w_NK), self.overlap, self.comm.mesh)
         return self._sweeps[key]
 
     def sizes(self, x_MK: Tensor, w_NK: Tensor) -> dict[str, int]:
@@ -124,7 +125,7 @@ class _Matmul(torch.autograd.Function):
         w = matmul.weight_operand(Direction.BACKWARD, w_NK, sweep) if needs_dx else None
         x = begin_x() if needs_dw and not grads.is_waiting else None
         db_N = dy_MN.sum(0) if needs_db else None
-        dx = Result(plan.dx_moves, plan.x, X_DIMS, comm, sweep, matmul.execution.overlap_input_grad)
+        dx = Result(plan.dx_moves, plan.x, X_DIMS, comm, sweep, matmul.overlap.input_grad)
         dw = weight_result(ctx.leaf, plan, comm, sweep)
         waiting: list[Tensor] = []
         for panel in range(sweep.num_panels):

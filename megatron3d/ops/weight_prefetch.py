@@ -22,7 +22,8 @@ from megatron3d.ops.collectives import W_DIMS, gather
 from megatron3d.ops.main_grad import add_grad
 from megatron3d.ops.panels import Operand, WholeOperand, operand
 from megatron3d.parallel.matmul_plan import MatmulPlan
-from megatron3d.parallel.panel_plan import Direction, Execution, Sweep
+from megatron3d.parallel.panel_plan import Sweep
+from megatron3d.parallel.tp_overlap import Direction, TPOverlap
 
 
 class WeightGrads:
@@ -81,9 +82,9 @@ class GatheredWeight:
         shard: gives what is stored.
     """
 
-    def __init__(self, shard: Callable[[], Tensor], plan: MatmulPlan, comm: Comm, execution: Execution) -> None:
-        self._shard, self._table, self._comm, self._keeps = shard, plan.w, comm, execution.keep_gathered_weights
-        self._needs_whole = dict.fromkeys(Direction, execution.num_panels == 1)
+    def __init__(self, shard: Callable[[], Tensor], plan: MatmulPlan, comm: Comm, overlap: TPOverlap) -> None:
+        self._shard, self._table, self._comm, self._keeps = shard, plan.w, comm, overlap.keep_gathered_weights
+        self._needs_whole = dict.fromkeys(Direction, overlap.num_panels == 1)
         self._next: dict[Direction, tuple[GatheredWeight, Callable[[], None]]] = {}
         self._ahead: Pending | None = None
         self._kept: Tensor | None = None

@@ -19,55 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
-from megatron3d.config.schema import ParallelConfig
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves, reductions
 from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.tp_overlap import Direction, TPOverlap
 
 Table = Mapping[str, str]
 # The dimensions of X, W and Y.
 TENSORS: Mapping[str, str] = {"x": "MK", "w": "NK", "y": "MN"}
-
-
-class Direction(Enum):
-    """Which way a pass goes through the linears."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How matmuls are carried out; none of it changes a result, nor how many bytes move.
-
-    Attributes:
-        num_panels: pieces in which operands are gathered and results reduced; 1: all at one time.
-        overlap_input_grad: dX is reduced under the product that gives dW.
-        overlap_weight_grad: dW is reduced under the backward of the layers that follow.
-        overlap_weight_gather: W is gathered under the layer before, in forward and in backward.
-        keep_gathered_weights: W is gathered once for forward and backward (then fewer bytes move).
-    """
-
-    num_panels: int = 1
-    overlap_input_grad: bool = True
-    overlap_weight_grad: bool = True
-    overlap_weight_gather: bool = True
-    keep_gathered_weights: bool = False
-
-
-AS_PLANNED = Execution()
-
-
-def execution_of(parallel: ParallelConfig) -> Execution:
-    """What a configuration asks for."""
-    return Execution(
-        parallel.tp_num_panels,
-        parallel.tp_comm_overlap_input_grad,
-        parallel.tp_comm_overlap_weight_grad,
-        parallel.tp_comm_overlap_weight_gather,
-        parallel.tp_keep_gathered_weights,
-    )
 
 
 @dataclass(frozen=True)
@@ -108,16 +67,16 @@ def sent(plan: MatmulPlan, at: Direction, sizes: Mapping[str, int], mesh: Mesh) 
     }
 
 
-def choose(plan: MatmulPlan, at: Direction, sizes: Mapping[str, int], execution: Execution, mesh: Mesh) -> Sweep:
+def choose(plan: MatmulPlan, at: Direction, sizes: Mapping[str, int], overlap: TPOverlap, mesh: Mesh) -> Sweep:
     """The sweep along the dimension in whose panels most elements move; whole where nothing does."""
-    if execution.num_panels == 1:
+    if overlap.num_panels == 1:
         return WHOLE
     elements = sent(plan, at, sizes, mesh)
-    if execution.keep_gathered_weights:
+    if overlap.keep_gathered_weights:
         elements["w"] = 0.0
     hidden = {dim: sum(elements[name] for name, dims in TENSORS.items() if dim in dims) for dim in "MNK"}
     dim = max(hidden, key=lambda dim: hidden[dim])
-    return panels(plan, dim, sizes[dim], execution.num_panels, mesh) if hidden[dim] else WHOLE
+    return panels(plan, dim, sizes[dim], overlap.num_panels, mesh) if hidden[dim] else WHOLE
 
 
 def panels(plan: MatmulPlan, dim: str, size: int, num_panels: int, mesh: Mesh) -> Sweep:

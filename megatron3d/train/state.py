@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from megatron3d.comm.process_comm import Comm, ProcessComm
-from megatron3d.config.derive import Architecture, architecture, make_mesh, make_pipeline, tensor_mode, vocab_multiple
+from megatron3d.config.derive import (
+    Architecture,
+    architecture,
+    make_mesh,
+    make_pipeline,
+    overlap_of,
+    tensor_mode,
+    vocab_multiple,
+)
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.stream import Stream
 from megatron3d.errors import UserError
@@ -20,7 +28,6 @@ from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.optim.optimizer import Optimizer
 from megatron3d.optim.precision import PRECISIONS, LossScale
 from megatron3d.parallel.mesh import DATA
-from megatron3d.parallel.panel_plan import execution_of
 from megatron3d.pipeline.executor import Flow
 from megatron3d.zero import Buffers, Sharding
 
@@ -58,8 +65,8 @@ def build_state(
     pipeline = make_pipeline(config, arch, comm.mesh)
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the host; use false, or a GPU")
-    recompute, execution, mode = recompute_of(config.train), execution_of(config.parallel), tensor_mode(config.parallel)
-    model = GPT(arch, mode, comm, pipeline, config.train.loss_chunk_tokens, recompute, execution)
+    recompute, overlap, mode = recompute_of(config.train), overlap_of(config.parallel), tensor_mode(config.parallel)
+    model = GPT(arch, mode, comm, pipeline, config.train.loss_chunk_tokens, recompute, overlap)
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,
@@ -83,7 +90,7 @@ def build_state(
     for name, start, values in buffers.held("main") if has_values else ():
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
-    if execution.overlap_weight_gather:
+    if overlap.weight_gather:
         model.gather_weights_ahead(buffers.make_whole)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale)
     return TrainState(model, buffers, optimizer, loss_scale, Flow(model, pipeline))

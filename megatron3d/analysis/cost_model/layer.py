@@ -132,7 +132,7 @@ class Overlaps:
 def layer_phases(work: Work, machine: Machine) -> Phases:
     """Of one layer for one microbatch, what is computed again being part of the backward and the input's gradient."""
     planned = {name: Planned.of(linear, work.mesh, machine) for name, linear in linears(work).items()}
-    over = Overlaps(machine, work.mesh, work.execution.num_panels)
+    over = Overlaps(machine, work.mesh, work.overlap.num_panels)
     forward = [_forward(planned, over, work, machine), *_between(work, machine, backward=False)]
     back_i, back_w, whole = _backward(planned, over, work, machine)
     between = add(_between(work, machine, backward=True))
@@ -141,15 +141,15 @@ def layer_phases(work: Work, machine: Machine) -> Phases:
 
 
 def _forward(planned: Mapping[str, Planned], over: Overlaps, work: Work, machine: Machine) -> Times:
-    execution, parts, before = work.execution, [], 0.0
+    overlap, parts, before = work.overlap, [], 0.0
     for each in planned.values():
         parts.append(Times({PRODUCTS: each.product_s, MEMORY: machine.device.pass_s(each.joins.forward)}))
         parts.append(over.panelled(each.sent.gather_x + each.sent.reduce_y, each.product_s))
-        parts.append(over.under(each.sent.gather_w, before, execution.overlap_weight_gather))
+        parts.append(over.under(each.sent.gather_w, before, overlap.weight_gather))
         before = each.product_s
     # The first linear's weight comes under the last of the layer before.
     first = next(iter(planned.values()))
-    parts.append(_less(over, first.sent.gather_w, before, execution.overlap_weight_gather))
+    parts.append(_less(over, first.sent.gather_w, before, overlap.weight_gather))
     return add(parts)
 
 
@@ -163,18 +163,18 @@ def _backward(
     planned: Mapping[str, Planned], over: Overlaps, work: Work, machine: Machine
 ) -> tuple[Times, Times, Times]:
     """Input's gradient, weight's gradient, and both in one."""
-    execution, half, late, whole = work.execution, list[Times](), list[Times](), list[Times]()
-    hides = execution.overlap_input_grad and machine.practice.overlaps_input_grad
+    overlap, half, late, whole = work.overlap, list[Times](), list[Times](), list[Times]()
+    hides = overlap.input_grad and machine.practice.overlaps_input_grad
     for each in planned.values():
         sent, seconds, copied = each.sent, each.product_s, each.joins
         product = Times({PRODUCTS: seconds})
-        gathers_w = [] if execution.keep_gathered_weights else sent.gather_w
+        gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
         common = [
             product,
             over.panelled(sent.gather_dy, seconds),
-            over.under(gathers_w, 2 * seconds, execution.overlap_weight_gather),
+            over.under(gathers_w, 2 * seconds, overlap.weight_gather),
         ]
-        sums = over.under(sent.reduce_dw, 2 * seconds, execution.overlap_weight_grad)
+        sums = over.under(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
         add_up = Times({MEMORY: machine.adding_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
         add_up = add_up.plus(Times({MEMORY: machine.device.pass_s(copied.x + copied.w)}))
         bias = machine.practice.bias_grad * each.output * work.arch.add_bias_linear * machine.device.itemsize
@@ -243,7 +243,7 @@ def _again(
     """What backward computes again; gathers of weights are not ahead then."""
     recompute, practice = work.recompute, machine.practice
     if recompute.granularity == "full":
-        ahead = work.execution.overlap_weight_gather
+        ahead = work.overlap.weight_gather
         yield forward.plus(*(over.after(each.sent.gather_w) for each in planned.values() if ahead))
     if recompute.repeats(CORE_ATTN):
         yield _attention(work, machine, backward=False)

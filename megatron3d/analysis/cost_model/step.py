@@ -19,7 +19,7 @@ from megatron3d.analysis.cost_model.layer import Machine, Phases, layer_phases
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES
-from megatron3d.config.derive import Pipeline, make_mesh, make_pipeline, tensor_mode, virtual_size
+from megatron3d.config.derive import Pipeline, make_mesh, make_pipeline, overlap_of, tensor_mode, virtual_size
 from megatron3d.config.derive import num_microbatches as config_microbatches
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import Architecture
@@ -27,7 +27,6 @@ from megatron3d.model.recompute_spec import KEEP_ALL, recompute_of
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import DATA, Mesh
-from megatron3d.parallel.panel_plan import execution_of
 from megatron3d.pipeline.actions import Action, Kind, Schedule
 from megatron3d.pipeline.schedules import FILE, num_microbatches
 from megatron3d.pipeline.simulate import Span, Timeline, run
@@ -114,8 +113,8 @@ def make_step(config: Config, arch: Architecture, world_size: int, machine: Mach
     mesh = make_mesh(config.parallel, world_size)
     train, mode = config.train, tensor_mode(config.parallel)
     itemsize, kernels = ITEMSIZES[train.precision], KERNELS["gpu"]
-    recompute, execution = recompute_of(train), execution_of(config.parallel)
-    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, execution, kernels)
+    recompute, overlap = recompute_of(train), overlap_of(config.parallel)
+    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, overlap, kernels)
     num = config_microbatches(config, mesh)
     few, shorter = few_microbatches(config, mesh)
     pipeline = make_pipeline(few, arch, mesh)

@@ -49,7 +49,7 @@ def _every(job: Job) -> Many:
     for stage in job.stages:
         for call in _stage(job, stage):
             yield job.num_microbatches, call
-        if job.work.execution.keep_gathered_weights:
+        if job.work.overlap.keep_gathered_weights:
             for plan, m, n, k in len(stage.layers) * list(linears(job.work).values()):
                 for call in flows(plan, job.work.mesh, m, n, k, job.work.itemsize).gather_w:
                     yield times_kept(job, stage), call
@@ -93,7 +93,7 @@ def _stage(job: Job, stage: Stage) -> Iterator[Traffic]:
 
 
 def _layer(work: Work, forwards: int) -> Iterator[Traffic]:
-    keeps = work.execution.keep_gathered_weights
+    keeps = work.overlap.keep_gathered_weights
     for plan, m, n, k in linears(work).values():
         sent = flows(plan, work.mesh, m, n, k, work.itemsize)
         yield from forwards * (sent.gather_x + sent.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w

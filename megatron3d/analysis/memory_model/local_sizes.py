@@ -12,7 +12,7 @@ from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.parallel.panel_plan import AS_PLANNED, Execution
+from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Work:
     micro_batch_size: int
     itemsize: int
     recompute: Recompute = KEEP_ALL
-    execution: Execution = AS_PLANNED
+    overlap: TPOverlap = OVERLAP_ALL
     kernels: Kernels = KERNELS["cpu"]
     keeps_apart: bool = False
     begins_anew: bool = False

@@ -189,7 +189,7 @@ def buffers(job: Job) -> dict[str, int]:
 
 def gathered_weights(job: Job) -> int:
     """Bytes of my layers' weights as they are multiplied, where these stay from forward to backward."""
-    if not job.work.execution.keep_gathered_weights:
+    if not job.work.overlap.keep_gathered_weights:
         return 0
     layer = sum(matmul.whole_w for matmul in matmuls(job.work).values() if matmul.plan.w)
     return layer * sum(len(stage.layers) for stage in job.stages) * job.work.itemsize

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, Kernels, Work
-from megatron3d.config.derive import Pipeline, make_pipeline, tensor_mode
+from megatron3d.config.derive import Pipeline, make_pipeline, overlap_of, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.parallel.panel_plan import execution_of
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
 
@@ -90,9 +89,9 @@ def make_job(
     """The job of a valid configuration on a rank."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
     itemsize = ITEMSIZES[train.precision]
-    mode, execution = tensor_mode(parallel), execution_of(parallel)
+    mode, overlap = tensor_mode(parallel), overlap_of(parallel)
     documents = config.data.reset_attention_mask, config.data.reset_position_ids
-    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, execution, kernels, *documents)
+    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, overlap, kernels, *documents)
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     first, second = (work.wide if name is None else ITEMSIZES[name] for name in moments)
     pipeline = make_pipeline(config, arch, mesh)

@@ -73,11 +73,11 @@ def matmul_backward(work: Work, site: str) -> int:
     mesh, linears = work.mesh, matmuls(work)
     after = next(name for name, before in _BEFORE.items() if before == site)
     matmul = linears[site]
-    plan, execution = matmul.plan, work.execution
+    plan, overlap = matmul.plan, work.overlap
     whole_x, whole_w, whole_dy = matmul.x * mesh.size(plan.x), matmul.whole_w, matmul.y * mesh.size(plan.dy)
     gathered, reordered = _gathered(plan, whole_x, whole_w, whole_dy)
-    ahead = linears[_BEFORE[site]].whole_w * (execution.overlap_weight_gather and not execution.keep_gathered_weights)
-    late = linears[after].whole_w * execution.overlap_weight_grad
+    ahead = linears[_BEFORE[site]].whole_w * (overlap.weight_gather and not overlap.keep_gathered_weights)
+    late = linears[after].whole_w * overlap.weight_grad
     overlapped = ahead + late if plan.w else 0
     return (matmul.y + gathered + reordered + whole_x + whole_w + overlapped) * work.itemsize
 

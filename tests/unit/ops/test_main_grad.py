@@ -18,7 +18,7 @@ from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.weight_prefetch import WeightGrads
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.parallel.panel_plan import Execution
+from megatron3d.parallel.tp_overlap import TPOverlap
 
 ALONE = ProcessComm(Mesh((("t", 1),)), [])
 CUDA = pytest.param(
@@ -55,7 +55,7 @@ def test_gradients_of_microbatches_are_summed_there(
     w, grads = matrix(6, 4, device, dtype), WeightGrads()
     give_sink(w, memory := Memory(w))
     xs = [matrix(8, 4, device, dtype), matrix(12, 4, device, dtype)]
-    matmul = Matmul(MatmulPlan(), ALONE, Execution(num_panels), grads)
+    matmul = Matmul(MatmulPlan(), ALONE, TPOverlap(num_panels), grads)
     late: list[Callable[[], None]] = []
     for num_before, x in enumerate(xs):
         with grads.put_off() if are_put_off else nullcontext(late) as late:

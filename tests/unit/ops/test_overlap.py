@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.recompute import repeated
 from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads, gather_ahead
-from megatron3d.parallel.panel_plan import Execution
+from megatron3d.parallel.tp_overlap import TPOverlap
 from tests.support.shards import plan_comm, pretended_world
 from tests.unit.ops.test_matmul import CUBE, MESH, Diary
 
@@ -26,19 +26,19 @@ W_GATHER, W_REDUCE = "gather a", "scatter a"
 class Chain:
     """Linears one after another on the first rank of a cube; W moves over a, and nothing else does."""
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, overlap: TPOverlap) -> None:
         self.diary: Any = Diary(plan_comm(MESH, CUBE, CUBE.swapped()))
         self.weights = [torch.ones(8, 4, requires_grad=True) for _ in range(NUM_LINEARS)]
-        self.grads = WeightGrads(are_late=execution.overlap_weight_grad)
+        self.grads = WeightGrads(are_late=overlap.weight_grad)
         self.made_whole = list[int]()
         self.matmuls: list[Matmul] = []
         ahead = []
         for index in range(NUM_LINEARS):
             plan = CUBE.swapped() if index % 2 else CUBE
-            weight = GatheredWeight(lambda index=index: self.weights[index], plan, self.diary, execution)
+            weight = GatheredWeight(lambda index=index: self.weights[index], plan, self.diary, overlap)
             ahead.append((weight, lambda index=index: self.made_whole.append(index)))
-            self.matmuls.append(Matmul(plan, self.diary, execution, self.grads, weight))
-        if execution.overlap_weight_gather:
+            self.matmuls.append(Matmul(plan, self.diary, overlap, self.grads, weight))
+        if overlap.weight_gather:
             gather_ahead(ahead)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Chain:
 @pytest.fixture
 def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
     with pretended_world(0, 8):
-        yield Chain(getattr(request, "param", Execution()))
+        yield Chain(getattr(request, "param", TPOverlap()))
 
 
 def open_at_products(events: list[str], name: str) -> list[int]:
@@ -112,7 +112,7 @@ def test_gradients_that_were_put_off_are_reduced_under_the_next_products(chain: 
     assert all(w.grad is not None for w in chain.weights)
 
 
-@pytest.mark.parametrize("chain", [Execution(1, False, False, False)], indirect=True)
+@pytest.mark.parametrize("chain", [TPOverlap(1, False, False, False)], indirect=True)
 def test_without_overlaps_everything_ends_before_the_next_product(chain: Chain) -> None:
     with chain.noted() as events:
         y = chain.forward(chain.x())
@@ -122,7 +122,7 @@ def test_without_overlaps_everything_ends_before_the_next_product(chain: Chain) 
         assert not any(open_at_products(events, name)), f"{name} runs under a product"
 
 
-@pytest.mark.parametrize("chain", [Execution(keep_gathered_weights=True)], indirect=True)
+@pytest.mark.parametrize("chain", [TPOverlap(keep_gathered_weights=True)], indirect=True)
 def test_kept_weights_are_gathered_once_for_all_in_flight(chain: Chain) -> None:
     for _ in range(2):
         with chain.noted() as events:
@@ -137,7 +137,7 @@ def test_kept_weights_are_gathered_once_for_all_in_flight(chain: Chain) -> None:
         assert events.count(f"begin {W_GATHER}") == 2 * NUM_LINEARS
 
 
-@pytest.mark.parametrize("chain", [Execution(), Execution(keep_gathered_weights=True)], indirect=True)
+@pytest.mark.parametrize("chain", [TPOverlap(), TPOverlap(keep_gathered_weights=True)], indirect=True)
 def test_a_repeated_forward_gathers_nothing_in_vain(chain: Chain) -> None:
     y = repeated(chain.forward, chain.x())
     with chain.noted() as events:
@@ -149,7 +149,7 @@ def test_a_repeated_forward_gathers_nothing_in_vain(chain: Chain) -> None:
         assert events.count(f"begin {W_GATHER}") == NUM_LINEARS
 
 
-@pytest.mark.parametrize("chain", [Execution(), Execution(keep_gathered_weights=True)], indirect=True)
+@pytest.mark.parametrize("chain", [TPOverlap(), TPOverlap(keep_gathered_weights=True)], indirect=True)
 def test_what_was_gathered_before_weights_changed_is_forgotten(chain: Chain) -> None:
     """Neither what a backward that stopped had gathered ahead, nor what was kept for one that never came."""
     first, second = chain.matmuls[:2]

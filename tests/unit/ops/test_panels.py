@@ -21,7 +21,8 @@ from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.parallel.panel_plan import Direction, Execution, Sweep, panels
+from megatron3d.parallel.panel_plan import Sweep, panels
+from megatron3d.parallel.tp_overlap import Direction, TPOverlap
 from tests.support.pool import Pool
 from tests.support.shards import cut, every_group, normal, plan_comm, pretended_world
 from tests.unit.ops.test_matmul import CUBE, MESH, Diary, cases, errors
@@ -33,7 +34,7 @@ class Along(Matmul):
     """A matmul that is swept along one dimension, whatever that hides."""
 
     def __init__(self, dim: str, plan: MatmulPlan, comm: Comm, weight_grads: WeightGrads | None = None) -> None:
-        super().__init__(plan, comm, Execution(NUM_PANELS), weight_grads)
+        super().__init__(plan, comm, TPOverlap(NUM_PANELS), weight_grads)
         self.dim = dim
 
     def sweep(self, at: Direction, x_MK: Tensor, w_NK: Tensor) -> Sweep:
@@ -76,7 +77,7 @@ def shards(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int) -> tuple[Tensor
 def outcome(matmul: Matmul, split: bool) -> tuple[list[Tensor], dict[object, float]]:
     """Y and all gradients, and the bytes that moved over each axes; `split` puts the weight's gradient off."""
     recorder, grads = Recorder(matmul.comm), WeightGrads()
-    mine = Matmul(matmul.plan, recorder, matmul.execution, grads)
+    mine = Matmul(matmul.plan, recorder, matmul.overlap, grads)
     x, w, b = shards(matmul.plan, recorder.mesh, 24, 56, 40)
     y = mine(x, w, b)
     dy = cut(normal(24, 56, seed=4), matmul.plan.y_layout, recorder.mesh)
@@ -101,7 +102,7 @@ def departs(rank: int, world_size: int) -> list[str]:
         comm = every_group(mesh.at(rank))
         values, moved = outcome(Matmul(plan.on(mesh), comm), split=False)
         for num_panels, split in ((1, True), (3, True), (100, False)):
-            found, also_moved = outcome(Matmul(plan.on(mesh), comm, Execution(num_panels)), split)
+            found, also_moved = outcome(Matmul(plan.on(mesh), comm, TPOverlap(num_panels)), split)
             off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, values, strict=True))
             if not off < 1e-13 or also_moved != pytest.approx(moved):
                 out.append(f"{name}, {num_panels} panels, {split=}: off by {off}, moved {also_moved} not {moved}")
@@ -135,7 +136,7 @@ def test_panels_need_less_memory(sizes: tuple[int, int, int]) -> None:
     with pretended_world(0, 8):
         for name, mesh, plan in registry():
             comm = plan_comm(mesh, plan)
-            in_panels, whole = (peak(Matmul(plan, comm, Execution(num_panels)), sizes) for num_panels in (8, 1))
+            in_panels, whole = (peak(Matmul(plan, comm, TPOverlap(num_panels)), sizes) for num_panels in (8, 1))
             assert in_panels < whole or not gathers_or_scatters(plan), f"{name}: {in_panels} not below {whole} bytes"
 
 
@@ -156,7 +157,7 @@ def test_panels_move_under_the_products_of_their_neighbours(num_panels: int) -> 
     with pretended_world(0, 8):
         for name, mesh, plan in registry():
             diary: Any = Diary(plan_comm(mesh, plan))
-            matmul = Matmul(plan, diary, Execution(num_panels))
+            matmul = Matmul(plan, diary, TPOverlap(num_panels))
             x, w, _ = shards(plan, mesh, 64, 64, 64)
             with diary:
                 matmul(x, w)

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron3d.config.derive import overlap_of
 from megatron3d.config.schema import ParallelConfig
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.parallel.panel_plan import (
-    AS_PLANNED,
-    TENSORS,
-    WHOLE,
-    Direction,
-    Execution,
-    Sweep,
-    choose,
-    execution_of,
-    panels,
-    stored_over,
-)
+from megatron3d.parallel.panel_plan import TENSORS, WHOLE, Sweep, choose, panels, stored_over
+from megatron3d.parallel.tp_overlap import OVERLAP_ALL, Direction, TPOverlap
 
 BOTH = tuple(Direction)
 UNEVEN = MatmulPlan(m=("r",), n=("c",), x={"c": "K"}, w={"r": "K"})
@@ -66,21 +57,21 @@ def test_a_sweep_goes_where_most_moves(
 ) -> None:
     built = build_mode(mode, form, MODES[mode].default_shape(8))
     mesh = Mesh(built.axes)
-    found = [choose(built.expand.on(mesh), at, sizes, Execution(2), mesh).dim for at in BOTH]
+    found = [choose(built.expand.on(mesh), at, sizes, TPOverlap(2), mesh).dim for at in BOTH]
     assert found == [forward, backward]
-    assert all(choose(built.expand.on(mesh), at, sizes, AS_PLANNED, mesh) == WHOLE for at in BOTH)
+    assert all(choose(built.expand.on(mesh), at, sizes, OVERLAP_ALL, mesh) == WHOLE for at in BOTH)
 
 
 def test_kept_weights_are_no_reason_for_a_sweep() -> None:
     """They are gathered whole: with few tokens W is what moves most, and only X is left to be hidden."""
     mesh, sizes = Mesh((("r", 2), ("c", 2))), {"M": 4, "N": 64, "K": 64}
-    executions = Execution(2), Execution(2, keep_gathered_weights=True)
-    found = [choose(UNEVEN, Direction.FORWARD, sizes, execution, mesh) for execution in executions]
+    overlaps = TPOverlap(2), TPOverlap(2, keep_gathered_weights=True)
+    found = [choose(UNEVEN, Direction.FORWARD, sizes, overlap, mesh) for overlap in overlaps]
     assert [sweep.dim for sweep in found] == ["K", "M"]
 
 
 def test_a_configuration_says_how() -> None:
-    assert execution_of(ParallelConfig()) == AS_PLANNED
+    assert overlap_of(ParallelConfig()) == OVERLAP_ALL
     keys = {"tp_num_panels": 3, "tp_comm_overlap_input_grad": False, "tp_comm_overlap_weight_grad": False}
     keys |= {"tp_comm_overlap_weight_gather": False, "tp_keep_gathered_weights": True}
-    assert execution_of(ParallelConfig.model_validate(keys)) == Execution(3, False, False, False, True)
+    assert overlap_of(ParallelConfig.model_validate(keys)) == TPOverlap(3, False, False, False, True)
