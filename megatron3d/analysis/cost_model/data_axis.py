@@ -73,7 +73,7 @@ def exchange(
 ) -> Exchange:
     """Of a rank's parameters; `times` are how often a step sums gradients and gathers weights."""
     wide = max(machine.device.itemsize, 4)
-    itemsize, sums, tail = machine.practice.reduce_itemsize or wide, Times(), 0.0
+    itemsize, sums, tail = machine.profile.reduce_itemsize or wide, Times(), 0.0
     shared = mesh.nontrivial(DATA[1:]) if zero_stage else ()
     for axes, count in counts.items():
         rest = tuple(axis for axis in axes if axis not in shared)

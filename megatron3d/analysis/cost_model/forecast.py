@@ -67,7 +67,7 @@ class Forecast:
         products = f"products at {device.peak * kernels.matmul_fraction / 1e12:.3g} TFLOP/s"
         reasons = {
             COMPUTATION: f"{products} and {memory} ({sheet}), and no other program beside this one",
-            UPDATE: f"{memory} ({sheet}) and {self.machine.practice.optimizer_bytes:.0f} bytes for each parameter",
+            UPDATE: f"{memory} ({sheet}) and {self.machine.profile.optimizer_bytes:.0f} bytes for each parameter",
             BUBBLE: "that all ranks are as fast as each other; logging.trace_iterations draws which is not",
             DATA: "that the next batch is read while the step runs; the file system or the tokenizer is slower",
         }

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.breakdown import ATTENTION, MEMORY, PRODUCTS, TAX, Times, add, waiting
 from megatron3d.analysis.cost_model.concat_copies import Joins, joins
-from megatron3d.analysis.cost_model.framework_profiles import COPIES, Passes, Practice
+from megatron3d.analysis.cost_model.execution_profile import TWO_COPIES, ExecutionProfile, MemoryAccesses
 from megatron3d.analysis.cost_model.kernels import Device
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import Work
@@ -30,17 +30,17 @@ class Machine:
 
     device: Device
     network: Network
-    practice: Practice
+    profile: ExecutionProfile
 
     def adding_s(self, num_weights: float, product_s: float) -> float:
         """Seconds to add a gradient to its sum; a product of so many seconds makes it, and may do that by the way."""
-        seconds = self.device.pass_s(num_weights * self.practice.grad_bytes)
-        is_hidden = self.practice.fuses_grad_sum and not self.device.kernels.adds_launch
+        seconds = self.device.pass_s(num_weights * self.profile.grad_bytes)
+        is_hidden = self.profile.fuses_grad_sum and not self.device.kernels.adds_launch
         return max(0.0, seconds - product_s) if is_hidden else seconds
 
     def compiled(self) -> Machine:
         """With what a compiler makes of passes that are counted as they are written."""
-        return replace(self, practice=replace(self.practice, rotary=COPIES))
+        return replace(self, profile=replace(self.profile, rotary=TWO_COPIES))
 
 
 class Phases(NamedTuple):
@@ -91,7 +91,7 @@ class Planned(NamedTuple):
         sent = flows(plan, mesh, m, n, k, machine.device.itemsize)
         y_parts = mesh.size(axis for axis, dim in plan.y.items() if dim)
         seconds = machine.device.product_s(m_here, n_here, k_here)
-        copied = joins(plan, mesh, m, n, k, machine.device.itemsize) if machine.practice.copies_joins else Joins()
+        copied = joins(plan, mesh, m, n, k, machine.device.itemsize) if machine.profile.copies_concats else Joins()
         return Planned(seconds, sent, n_here * k_here / mesh.size(plan.w), m_here * n_here / y_parts, copied)
 
 
@@ -119,7 +119,7 @@ class Overlaps:
         if not calls:
             return Times()
         panels = self._num_panels
-        if self._machine.practice.ring_panels:
+        if self._machine.profile.ring_panels:
             panels = max(panels, self._mesh.size(calls[0].axes))
         if panels == 1:
             return self.after(calls)
@@ -164,7 +164,7 @@ def _backward(
 ) -> tuple[Times, Times, Times]:
     """Input's gradient, weight's gradient, and both in one."""
     overlap, half, late, whole = work.overlap, list[Times](), list[Times](), list[Times]()
-    hides = overlap.input_grad and machine.practice.overlaps_input_grad
+    hides = overlap.input_grad and machine.profile.overlaps_input_grad
     for each in planned.values():
         sent, seconds, copied = each.sent, each.product_s, each.joins
         product = Times({PRODUCTS: seconds})
@@ -177,7 +177,7 @@ def _backward(
         sums = over.under(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
         add_up = Times({MEMORY: machine.adding_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
         add_up = add_up.plus(Times({MEMORY: machine.device.pass_s(copied.x + copied.w)}))
-        bias = machine.practice.bias_grad * each.output * work.arch.add_bias_linear * machine.device.itemsize
+        bias = machine.profile.bias_grad * each.output * work.arch.add_bias_linear * machine.device.itemsize
         common.append(Times({MEMORY: machine.device.pass_s(bias)}))
         common.append(Times({MEMORY: machine.device.pass_s(copied.dy + copied.dx + copied.w * bool(gathers_w))}))
         half += [*common, over.panelled(sent.reduce_dx, seconds)]
@@ -189,24 +189,24 @@ def _backward(
 
 def _between(work: Work, machine: Machine, backward: bool) -> Iterator[Times]:
     """Everything between the products."""
-    practice, arch, size = machine.practice, work.arch, machine.device.itemsize
+    profile, arch, size = machine.profile, work.arch, machine.device.itemsize
     residual, inner = work.tokens * work.hidden, work.inner_tokens
     heads = work.num_queries * arch.kv_channels
     keys = 2 * work.num_groups * arch.kv_channels
 
-    def passes(elements: float, passes: Passes, count: int = 1) -> Times:
+    def passes(elements: float, passes: MemoryAccesses, count: int = 1) -> Times:
         num = passes.backward if backward else passes.forward
         return Times({MEMORY: count * machine.device.pass_s(elements * num * size, passes.num_kernels)})
 
-    yield passes(residual, practice.norm, 2)
-    yield passes(residual, practice.add, 2)
-    yield passes(residual, practice.dropout, 2 * (arch.hidden_dropout > 0))
-    yield passes(inner * work.ffn * (1.5 if work.is_gated else 1), practice.activation)
-    yield passes(inner * (2 * heads + keys), practice.layout)
+    yield passes(residual, profile.norm, 2)
+    yield passes(residual, profile.add, 2)
+    yield passes(residual, profile.dropout, 2 * (arch.hidden_dropout > 0))
+    yield passes(inner * work.ffn * (1.5 if work.is_gated else 1), profile.activation)
+    yield passes(inner * (2 * heads + keys), profile.layout)
     if arch.position_embedding_type == "rope":
-        yield passes(inner * (heads + keys / 2), practice.rotary)
+        yield passes(inner * (heads + keys / 2), profile.rotary)
     if arch.qk_layernorm:
-        yield passes(inner * (heads + keys / 2), practice.norm)
+        yield passes(inner * (heads + keys / 2), profile.norm)
     yield _attention(work, machine, backward)
     axes = work.heads.gather_axes
     if axes:
@@ -225,12 +225,12 @@ def _attention(work: Work, machine: Machine, backward: bool) -> Times:
     """Fused, of the causal half; or two products of all scores, four backward, and passes over them."""
     arch, seq, device = work.arch, work.arch.seq_length, machine.device
     heads = work.sequences * work.num_queries
-    if machine.practice.fuses_attention:
+    if machine.profile.fuses_attention:
         flops = 4 * heads * seq * seq * arch.kv_channels / 2
         return Times({ATTENTION: device.attention_s(flops * (2.5 if backward else 1), backward)})
     first = device.product_s(seq, seq, arch.kv_channels, heads)
     second = device.product_s(seq, arch.kv_channels, seq, heads)
-    scores = machine.practice.scores
+    scores = machine.profile.scores
     seconds = device.pass_s(
         heads * seq * seq * (scores.backward if backward else scores.forward) * device.itemsize, scores.num_kernels
     )
@@ -241,7 +241,7 @@ def _again(
     work: Work, machine: Machine, forward: Times, over: Overlaps, planned: Mapping[str, Planned]
 ) -> Iterator[Times]:
     """What backward computes again; gathers of weights are not ahead then."""
-    recompute, practice = work.recompute, machine.practice
+    recompute, profile = work.recompute, machine.profile
     if recompute.granularity == "full":
         ahead = work.overlap.weight_gather
         yield forward.plus(*(over.after(each.sent.gather_w) for each in planned.values() if ahead))
@@ -249,5 +249,5 @@ def _again(
         yield _attention(work, machine, backward=False)
     if recompute.repeats(MLP_ACT):
         elements = work.inner_tokens * work.ffn * (1.5 if work.is_gated else 1)
-        num_bytes = elements * practice.activation.forward * machine.device.itemsize
+        num_bytes = elements * profile.activation.forward * machine.device.itemsize
         yield Times({MEMORY: machine.device.pass_s(num_bytes)})

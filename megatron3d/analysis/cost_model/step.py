@@ -12,7 +12,7 @@ from functools import cached_property
 from megatron3d.analysis.cost_model.breakdown import BUBBLE, UPDATE, Times, add, is_wait, waiting
 from megatron3d.analysis.cost_model.data_axis import Exchange, Held, exchange, exposed, repeats
 from megatron3d.analysis.cost_model.embedding_head import embedding_times, head_times
-from megatron3d.analysis.cost_model.framework_profiles import OURS, Practice
+from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.hardware import Accelerator, Cluster, load_accelerator, load_cluster
 from megatron3d.analysis.cost_model.kernels import device
 from megatron3d.analysis.cost_model.layer import Machine, Phases, layer_phases
@@ -65,19 +65,19 @@ class Prediction:
         return Times(sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def machine_of(cluster_name: str, precision: str, num_ranks: int, practice: Practice = OURS) -> Machine:
+def machine_of(cluster_name: str, precision: str, num_ranks: int, profile: ExecutionProfile = OURS) -> Machine:
     """The machine of a cluster."""
     cluster = load_cluster(cluster_name)
-    return machine_with(cluster, load_accelerator(cluster.accelerator), precision, num_ranks, practice)
+    return machine_with(cluster, load_accelerator(cluster.accelerator), precision, num_ranks, profile)
 
 
 def machine_with(
-    cluster: Cluster, accelerator: Accelerator, precision: str, num_ranks: int, practice: Practice = OURS
+    cluster: Cluster, accelerator: Accelerator, precision: str, num_ranks: int, profile: ExecutionProfile = OURS
 ) -> Machine:
     """The machine of a cluster of accelerators; where ranks share processors, each has its part of them."""
     slowdown = cluster.slowdown(num_ranks)
     computes = device(accelerator, precision, ITEMSIZES[precision], slowdown)
-    return Machine(computes, Network(cluster, slowdown), practice)
+    return Machine(computes, Network(cluster, slowdown), profile)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def stage_times(step: Step) -> Durations:
     plain = layer_phases(replace(work, recompute=KEEP_ALL) if full else work, machine)
     again = layer_phases(work, machine) if full else plain
     embedding, head = embedding_times(work, machine), head_times(work, machine)
-    blocked = Times() if machine.practice.overlaps_pipeline else crossing_times(step)
+    blocked = Times() if machine.profile.overlaps_pipeline else crossing_times(step)
     found: dict[tuple[int, Kind], Times] = {}
     for stage in step.pipeline.stages:
         times = _stage(work, stage, plain, again)
@@ -196,7 +196,7 @@ def crossing_times(step: Step) -> Times:
     work, machine, mesh = step.work, step.machine, step.mesh
     if mesh.sizes["pipeline"] == 1:
         return Times()
-    copies = work.mode.copies if machine.practice.scatters_pipeline else ()
+    copies = work.mode.copies if machine.profile.scatters_pipeline else ()
     size = machine.device.itemsize
     calls = crossing(work.mode.residual, copies, mesh, work.num_tokens, work.arch.hidden_size, size)
     return add(waiting(call.axes, machine.network.seconds(call, mesh)) for call in calls)
@@ -221,7 +221,7 @@ class Line:
 def timeline_of(step: Step, durations: Durations) -> Line:
     """The schedule in seconds; of many microbatches, the steady ones are not simulated but multiplied."""
     seconds = {key: times.total for key, times in durations.items()}
-    hop = crossing_times(step).total if step.machine.practice.overlaps_pipeline else 0.0
+    hop = crossing_times(step).total if step.machine.profile.overlaps_pipeline else 0.0
 
     def duration(action: Action) -> float:
         return seconds[action.stage, action.kind]
@@ -256,7 +256,7 @@ def _counts(step: Step, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int
 
 def data_axis(step: Step, durations: Durations, line: Line, rank: int) -> Times:
     """What a rank waits for along the data axis beyond the end of the schedule."""
-    m, zero, practice, tax = step.num_microbatches, step.zero_stage, step.machine.practice, step.machine.device.comm_tax
+    m, zero, profile, tax = step.num_microbatches, step.zero_stage, step.machine.profile, step.machine.device.comm_tax
     times = repeats(zero, m)
     each = {
         stage.index: exchange(_counts(step, [stage]), step.mesh, step.machine, zero, times, step.bucket_bytes)
@@ -264,8 +264,8 @@ def data_axis(step: Step, durations: Durations, line: Line, rank: int) -> Times:
     }
     sums, gathers = add(one.sums for one in each.values()), add(one.gathers for one in each.values())
     steady = _steady_s(step, durations, rank)
-    late = _late_s(each, line, steady * (zero >= 2)) if practice.overlaps_reduction else sums.total
-    early = _early_s(each, line, steady * (zero == 3)) if practice.overlaps_gather else gathers.total
+    late = _late_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
+    early = _early_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
     return exposed(sums, late, tax).plus(exposed(gathers, early, tax))
 
 
@@ -296,4 +296,4 @@ def _steady_s(step: Step, durations: Durations, rank: int) -> float:
 def _optimizer_s(step: Step, rank: int) -> float:
     ranks = step.mesh.sizes["data"] if step.zero_stage else 1
     mine = sum(_counts(step, step.pipeline.mine(rank)).values()) / ranks
-    return step.machine.device.pass_s(mine * step.machine.practice.optimizer_bytes, 8)
+    return step.machine.device.pass_s(mine * step.machine.profile.optimizer_bytes, 8)

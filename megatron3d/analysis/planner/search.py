@@ -17,7 +17,7 @@ from functools import cached_property
 
 from megatron3d.analysis.cost_model.data_axis import Held, exchange, repeats
 from megatron3d.analysis.cost_model.embedding_head import head_times
-from megatron3d.analysis.cost_model.framework_profiles import OURS, Practice
+from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine, layer_phases
 from megatron3d.analysis.cost_model.step import Prediction, few_microbatches, machine_of, make_step, predict
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total
@@ -71,12 +71,12 @@ class Problem:
     vocab_size: int
     cluster: str
     num_ranks: int
-    practice: Practice = OURS
+    profile: ExecutionProfile = OURS
 
     @cached_property
     def machine(self) -> Machine:
         """What it runs on."""
-        return machine_of(self.cluster, self.config.train.precision, self.num_ranks, self.practice)
+        return machine_of(self.cluster, self.config.train.precision, self.num_ranks, self.profile)
 
     @property
     def memory_bytes(self) -> float:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.analysis.cost_model.framework_profiles import PRACTICES
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.step import Step, machine_of, predict
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import flops_per_token
+from tests.unit.analysis.cost_model.framework_profiles import PROFILES
 from tests.unit.analysis.cost_model.published import Row, read, step_of
 
 TABLES = read("held_out")
@@ -47,7 +47,7 @@ def machine_for(row: Row) -> Machine:
     """What it ran on; of a part with less memory bandwidth or power, that part."""
     group = GROUPS[row["group"]]
     cluster = row.get("cluster", group.get("cluster"))
-    machine = machine_of(cluster, group["precision"], row["gpus"], PRACTICES[group["practice"]])
+    machine = machine_of(cluster, group["precision"], row["gpus"], PROFILES[group["profile"]])
     slower = group.get("slower")
     if slower is None:
         return machine

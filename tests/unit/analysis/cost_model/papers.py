@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron3d.analysis.cost_model.framework_profiles import OURS, Practice
+from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.planner.options import Layout, Tensor
 from megatron3d.analysis.planner.search import Problem
 from megatron3d.config.schema import Config
@@ -16,12 +16,12 @@ SHAPES: Mapping[str, tuple[int, ...]] = {"1d": (64,), "2d": (8, 8), "2.5d": (4, 
 
 
 def problem(
-    cluster: str, num_ranks: int, precision: str, batch: int, model: Mapping[str, Any], practice: Practice = OURS
+    cluster: str, num_ranks: int, precision: str, batch: int, model: Mapping[str, Any], profile: ExecutionProfile = OURS
 ) -> Problem:
     """A GPT with 51200 tokens on a cluster."""
     train = {"global_batch_size": batch, "precision": precision}
     config = Config.model_validate({"model": {**model, "vocab_size": 51200}, "train": train})
-    return Problem(config, 51200, cluster, num_ranks, practice)
+    return Problem(config, 51200, cluster, num_ranks, profile)
 
 
 def on_v100(mode: str, hidden: int, sequences: int) -> tuple[float, float]:
@@ -32,9 +32,9 @@ def on_v100(mode: str, hidden: int, sequences: int) -> tuple[float, float]:
     return plan.step.step_s, plan.memory.total / 2**30
 
 
-def on_perlmutter(layout: Layout, practice: Practice = OURS) -> tuple[float, float]:
+def on_perlmutter(layout: Layout, profile: ExecutionProfile = OURS) -> tuple[float, float]:
     """Seconds of a step of AxoNN's GPT of 80B on 1024 A100, with 2048 sequences of 2048 tokens, and MFU."""
     model = {"num_layers": 42, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
-    asked = problem("perlmutter", 1024, "bf16", 2048, model, practice)
+    asked = problem("perlmutter", 1024, "bf16", 2048, model, profile)
     plan = asked.plan(layout)
     return plan.step.step_s, asked.mfu(plan)

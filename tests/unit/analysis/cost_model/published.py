@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron3d.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_CORE, Practice
+from megatron3d.analysis.cost_model.execution_profile import ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.step import Step, machine_of, make_step, predict
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import architecture
+from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_CORE
 
 DATA = Path(__file__).parent / "data"
 Row = Mapping[str, Any]
@@ -48,9 +49,9 @@ def step_of(config: Config, num_gpus: int, machine: Machine) -> Step:
 DROPOUTS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-def sc21_step(row: Row, practice: Practice = MEGATRON_2021, num_stages: int | None = None) -> Step:
+def sc21_step(row: Row, profile: ExecutionProfile = MEGATRON_2021, num_stages: int | None = None) -> Step:
     """A row of table 1 of Narayanan et al. 2021, or the same with other habits or stages."""
-    machine = machine_of("selene", "fp16", row["gpus"], practice)
+    machine = machine_of("selene", "fp16", row["gpus"], profile)
     train = {"micro_batch_size": row["micro_batch"], "global_batch_size": row["batch"]}
     here = {**row, "seq": 2048, "vocab": 51200, "model_keys": DROPOUTS}
     config = run(here, num_stages or row["virtual_chunks_v"], precision="fp16", recompute_granularity="full", **train)
@@ -89,6 +90,6 @@ def core_tflops(row: Row) -> float:
     return float(flops / min(times) / row["gpus"] / 1e12)
 
 
-def without_scatter(practice: Practice) -> Practice:
+def without_scatter(profile: ExecutionProfile) -> ExecutionProfile:
     """The same without the paper's scatter and gather."""
-    return replace(practice, scatters_pipeline=False)
+    return replace(profile, scatters_pipeline=False)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from megatron3d.analysis.cost_model import step as steps
-from megatron3d.analysis.cost_model.framework_profiles import MEGATRON_2023, OURS, PYTORCH, Practice
+from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.hardware import Accelerator, load_accelerator
 from megatron3d.analysis.cost_model.layer import layer_phases
 from megatron3d.analysis.planner.options import Layout, Tensor
+from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2023, PYTORCH
 from tests.unit.analysis.cost_model.held_out import GROUPS, ROWS, TABLES, Beside, beside, step_for
 from tests.unit.analysis.cost_model.papers import SHAPES, on_perlmutter, on_v100
 from tests.unit.analysis.cost_model.published import core_tflops, read, sc21_tflops
@@ -137,7 +138,7 @@ def one_d(size: int, stages: tuple[int, int], micro_batch: int, recompute: str |
 
 
 # As the page names them; the last two are what the planner finds.
-PERLMUTTER: Mapping[str, tuple[Layout, Practice]] = {
+PERLMUTTER: Mapping[str, tuple[Layout, ExecutionProfile]] = {
     "AxoNN's: every layer again, grid 1·2·4": (
         Layout(Tensor("grid", "all_reduce", (1, 2, 4)), zero_stage=1, micro_batch_size=16, recompute="full"),
         PYTORCH,

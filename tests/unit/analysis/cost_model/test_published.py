@@ -8,12 +8,12 @@ from statistics import mean
 
 import pytest
 
-from megatron3d.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_2022
 from megatron3d.analysis.cost_model.layer import layer_phases
 from megatron3d.analysis.cost_model.step import machine_of, predict
 from megatron3d.analysis.memory_model.activations import run_activations
 from megatron3d.config.schema import Config
 from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
+from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_2022
 from tests.unit.analysis.cost_model.published import (
     DROPOUTS,
     core_tflops,
@@ -96,7 +96,7 @@ def test_gain_of_scatter_and_gather() -> None:
     gains = []
     for stages in (4, 8):
         each = [
-            sc21_step(row_of_175b(60), practice, stages) for practice in (MEGATRON_2021, without_scatter(MEGATRON_2021))
+            sc21_step(row_of_175b(60), profile, stages) for profile in (MEGATRON_2021, without_scatter(MEGATRON_2021))
         ]
         gains.append(predict(each[1]).step_s / predict(each[0]).step_s - 1)
     assert gains[0] < SC21["gains"]["scatter_gather_up_to"] < gains[1] < 0.17

@@ -1,0 +1,91 @@
+"""Execution profile of a framework: the memory-bound kernels around its GEMMs, and which communication it overlaps.
+
+The profile of this framework is `OURS`.  Profiles of frameworks whose published step times validate the cost model
+differ from it in these numbers alone (`tests/unit/analysis/cost_model/framework_profiles.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class MemoryAccesses(NamedTuple):
+    """Reads and writes of each element of a tensor by memory-bound kernels, forward and backward, and their number."""
+
+    forward: float
+    backward: float
+    num_kernels: int = 1
+
+
+NO_ACCESS = MemoryAccesses(0, 0)
+UNARY = MemoryAccesses(2, 3)  # read x, write y; read x and dy, write dx
+BINARY = MemoryAccesses(3, 3)
+TWO_COPIES = MemoryAccesses(2, 2, 2)
+
+
+@dataclass(frozen=True)
+class ExecutionProfile:
+    """How a framework executes what a layout does not prescribe; each number is counted from the kernels that it runs.
+
+    Attributes:
+        fuses_attention: fused attention, whose scores never reach device memory; otherwise `scores` applies.
+        scores: accesses per attention score, in the network's dtype.
+        norm, add, activation: accesses per element of a norm's input, of a residual addition, of an activation's input.
+        dropout: accesses per element of the residual stream, on top of `add`.
+        layout: accesses per element of q, k, v and attention's output to split, transpose and copy them.
+        copies_concats: concatenating gathered shards along a tensor's second dimension, or splitting a tensor along it
+            to be scattered, takes a copy.
+        rotary: accesses per element of q and k.
+        bias_grad: accesses per element of a linear's output to compute its bias gradient.
+        grad_bytes: bytes moved per weight and microbatch to accumulate a gradient into main_grad.
+        fuses_grad_sum: the wgrad GEMM accumulates into main_grad where no axis reduces the gradient.
+        logit_bytes: bytes moved per logit by the loss and its gradient, the GEMMs not included.
+        optimizer_bytes: bytes moved per updated parameter: norm, clipping, update, and the copy to the network's dtype.
+        reduce_itemsize: bytes of a gradient element in the data-parallel reduction; None: as accumulated.
+        overlaps_reduction: the data-parallel gradient reduction overlaps with the last backward.
+        overlaps_gather: ZeRO's weight all-gather overlaps with the forward.
+        overlaps_pipeline: send/recv between stages overlaps with computation; otherwise both ranks wait.
+        scatters_pipeline: activations that tensor-parallel ranks replicate are sent in shards and all-gathered by the
+            receivers (Megatron-LM's scatter/gather).
+        overlaps_input_grad: the reduction of a linear's input gradient overlaps with its wgrad GEMM.
+        ring_panels: linears move their operands in as many panels as ranks, each overlapping with the GEMM of another.
+    """
+
+    name: str
+    fuses_attention: bool = True
+    scores: MemoryAccesses = NO_ACCESS
+    norm: MemoryAccesses = UNARY
+    add: MemoryAccesses = BINARY
+    dropout: MemoryAccesses = NO_ACCESS
+    activation: MemoryAccesses = UNARY
+    layout: MemoryAccesses = TWO_COPIES
+    rotary: MemoryAccesses = TWO_COPIES
+    copies_concats: bool = False
+    bias_grad: float = 1.0
+    grad_bytes: float = 10.0
+    fuses_grad_sum: bool = False
+    logit_bytes: float = 48.0
+    optimizer_bytes: float = 40.0
+    reduce_itemsize: int | None = None
+    overlaps_reduction: bool = True
+    overlaps_gather: bool = True
+    overlaps_pipeline: bool = True
+    scatters_pipeline: bool = True
+    ring_panels: bool = False
+    overlaps_input_grad: bool = True
+
+
+# torch's own kernels, and ours.
+# grad_bytes: read the gradient (2), add it to fp32 main_grad (4 + 4).
+# logit_bytes: cast to fp32 (2 + 4), maximum (4), subtract and exponentiate (16), sum (4), scale (8), cast back (4 + 2).
+# optimizer_bytes: gradient norm (4), AdamW (16 + 12), cast to the network's dtype (4 + 2).
+# rotary, not compiled: two multiplications (4), rotate-half (3) and an addition (3), and as many backward.
+OURS = ExecutionProfile(
+    "megatron3d",
+    rotary=MemoryAccesses(10, 10, 5),
+    copies_concats=True,
+    fuses_grad_sum=True,
+    logit_bytes=44.0,
+    optimizer_bytes=38.0,
+)
