@@ -27,7 +27,7 @@ from megatron3d.runtime.host_allocator import keep_freed_memory
 
 Measured = dict[str, float]
 ROWS, WIDTH = 1024, 256
-# Of a norm, an addition and an activation, forward and backward, as `cost_model.execution_profile` counts accesses: 5, 6 and 5.
+# Accesses of a norm, an addition and an activation, forward and backward, as in `execution_profile`: 5, 6 and 5.
 PASSES = 16
 # More than the caches of a processor hold.
 CACHE_BYTES = 2**26
