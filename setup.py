@@ -29,6 +29,7 @@ setup(
         "pydantic>=2",
         "PyYAML",
         "rich",
+        "filelock>=3.30",
         "safetensors",
         "xxhash>=3",
         "sentencepiece",

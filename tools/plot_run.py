@@ -17,6 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import replace_file
 from megatron3d.runtime.tool_main import positive, run_tool
 from megatron3d.viz.curves import draw, read_run
 from megatron3d.viz.report import is_finished, report
@@ -42,14 +43,13 @@ def write(folders: Sequence[Path], output: Path, refresh_s: int | None) -> bool:
     runs = {str(folder): read_run(folder) for folder in folders}
     goes_on = refresh_s is not None and not all(map(is_finished, runs.values()))
     page = report(folders[0], refresh_s if goes_on else None) if output.suffix == PAGE else None
-    temporary = output.with_name(f".{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        if page is None:
-            draw(runs).savefig(temporary, dpi=120, format=output.suffix.removeprefix("."))
-        else:
-            temporary.write_text(page, encoding="utf-8")
-        temporary.replace(output)
+        with replace_file(output) as file:
+            if page is None:
+                draw(runs).savefig(file, dpi=120, format=output.suffix.removeprefix("."))
+            else:
+                file.write(page.encode())
     except (OSError, ValueError) as error:
         raise UserError(f"--output={output}: cannot be written: {error}") from error
     return goes_on

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 from pathlib import Path
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import open_locked
 
 FILE_NAME = ".lock"
 
 
 class FolderLock:
-    """Held from construction until `release`, or until this process ends; raises UserError where another holds it.
-
-    It holds between machines as far as the file system's flock does (NFS, Lustre with -o flock, GPFS, local disks).
-    """
+    """Held from construction until `release`, or until this process ends; raises UserError where another holds it."""
 
     def __init__(self, root: Path) -> None:
         path = root / FILE_NAME
         try:
-            self._file = path.open("a+")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = open_locked(path)
         except BlockingIOError:
-            owner = self._read() or "another process"
-            self._file.close()
+            owner = path.read_text()[:200].strip() or "another process"
             raise UserError(
                 f"checkpoint.save={root}: {owner} is saving to this folder; wait for it, end it, or save elsewhere"
             ) from None
@@ -36,14 +31,10 @@ class FolderLock:
             ) from error
         self._write(f"process {os.getpid()} on {socket.gethostname()}")
 
-    def _read(self) -> str:
-        self._file.seek(0)
-        return self._file.read(200).strip()
-
     def _write(self, text: str) -> None:
         self._file.truncate(0)
-        self._file.write(text)
-        self._file.flush()
+        self._file.seek(0)
+        self._file.write(text.encode())
 
     def release(self) -> None:
         """Let others save here."""

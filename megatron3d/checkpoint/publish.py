@@ -7,7 +7,6 @@ iter_0000050       --rename-->  .iter_0000050.gone    before it is removed
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from megatron3d.checkpoint.index import FILE_NAME
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import hidden, publish_folder, write_text
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -28,7 +28,7 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 def temporary(folder: Path) -> Path:
     """Where the checkpoint `folder` is while it is written."""
-    return folder.with_name(f".{folder.name}.tmp")
+    return hidden(folder)
 
 
 def _replaced(folder: Path) -> Path:
@@ -63,22 +63,16 @@ def abandon(folder: Path) -> None:
 def publish(folder: Path, iteration: int) -> None:
     """Make the temporary folder the checkpoint `folder`, and the newest one of the run."""
     old = _replaced(folder)
-    sync(temporary(folder))
     if folder.exists():
         folder.rename(old)
-    temporary(folder).rename(folder)
-    sync(folder.parent)
+    publish_folder(temporary(folder), folder)
     _track(folder.parent, iteration)
     if old.exists():
         shutil.rmtree(old)
 
 
 def _track(root: Path, iteration: int) -> None:
-    draft = root / f".{TRACKER}.tmp"
-    draft.write_text(f"{iteration}\n")
-    sync(draft)
-    draft.replace(root / TRACKER)
-    sync(root)
+    write_text(root / TRACKER, f"{iteration}\n")
 
 
 def go_back(root: Path, iteration: int) -> None:
@@ -90,15 +84,6 @@ def go_back(root: Path, iteration: int) -> None:
     if (tracked(root / NON_PERSISTENT) or 0) > iteration:
         (root / NON_PERSISTENT / TRACKER).unlink()
     _track(root, iteration)
-
-
-def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, reach the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from megatron3d.checkpoint.publish import (
     latest,
     publish,
     resolve,
-    sync,
     temporary,
     writing,
 )
@@ -30,6 +29,7 @@ from megatron3d.checkpoint.write import write_boxes
 from megatron3d.comm.process_comm import Objects
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import write_text
 
 __all__ = ["Index", "Piece", "fill", "latest", "load", "read_index", "read_meta", "resolve", "save"]
 
@@ -72,7 +72,5 @@ def _finish(
 ) -> None:
     index = Index(iteration=iteration, meta=dict(meta), tensors=merge(written)).sealed()
     with writing(folder):
-        path = temporary(folder) / FILE_NAME
-        path.write_text(index.model_dump_json())
-        sync(path)
+        write_text(temporary(folder) / FILE_NAME, index.model_dump_json())
         publish(folder, iteration)

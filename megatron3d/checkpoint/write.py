@@ -16,7 +16,7 @@ import xxhash
 
 from megatron3d.checkpoint.index import StoredBox, StoredTensor
 from megatron3d.checkpoint.piece import DTYPES, PIECE_BYTES, Piece, dtype_name, raw_bytes
-from megatron3d.checkpoint.publish import sync
+from megatron3d.runtime.files import fsync
 
 ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 
@@ -35,7 +35,7 @@ def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
     with path.open("xb") as file:
         file.write(_header(full))
         checksums = [_write(file, piece) for piece in full]
-    sync(path)
+    fsync(path)
     stored: dict[str, StoredTensor] = {}
     for piece, checksum in zip(full, checksums, strict=True):
         box = StoredBox(box=piece.box, file=path.name, key=piece.key, checksum=checksum)

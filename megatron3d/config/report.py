@@ -32,6 +32,7 @@ from megatron3d.model.stages import divide, stage_flops
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.pipeline.schedules import FILE
 from megatron3d.pipeline.simulate import Timeline, run
+from megatron3d.runtime.files import write_text
 
 
 def batch_arithmetic(config: Config, world_size: int, vocab_size: int | None = None) -> str:
@@ -102,8 +103,8 @@ def render(resolved: Resolved, vocab_size: int | None = None) -> str:
 
 
 def write_resolved(resolved: Resolved, path: Path, vocab_size: int | None = None) -> None:
-    """Write `render` to a file; its folder must exist."""
-    path.write_text(render(resolved, vocab_size), encoding="utf-8")
+    """Write `render` to a file atomically; its folder must exist."""
+    write_text(path, render(resolved, vocab_size))
 
 
 def _derived(config: Config) -> dict[str, object]:

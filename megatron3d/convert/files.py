@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,28 +10,22 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import new_folder, write_text
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def output_folder(target: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `target` at the end, or vanishes; raises UserError where there is one."""
     if target.exists():
         raise UserError(f"--output {target}: exists already; name a new folder, or remove it")
-    folder = target.with_name(f".{target.name}.tmp")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir()
-        yield folder
-        folder.rename(target)
+        with new_folder(target) as folder:
+            yield folder
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
             f"--output {target}: cannot be written: {reason}; use a folder that you own, on a disk with room"
         ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_json(path: Path) -> dict[str, JsonValue]:
@@ -51,5 +44,5 @@ def read_json(path: Path) -> dict[str, JsonValue]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """A readable JSON file."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """Write a JSON file with indentation."""
+    write_text(path, json.dumps(value, indent=2) + "\n")

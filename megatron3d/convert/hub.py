@@ -23,7 +23,7 @@ from megatron3d.config.schema import Config, DataConfig
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import Agreement
-from megatron3d.convert.files import new_folder, read_json, write_json
+from megatron3d.convert.files import output_folder, read_json, write_json
 from megatron3d.convert.names import FileTensor, file_tensors
 from megatron3d.convert.settings import Settings, dialect_of, read_settings, write_settings
 from megatron3d.convert.shards import divide, num_bytes, write_shards
@@ -77,7 +77,7 @@ def from_hub(request: Request) -> Report:
     arch, model_type = architecture(model, model.vocab_size), dialect_of(settings)
     table = file_tensors(arch, model_type)
     weights = HubWeights(request.source, table, model_type, arch.tie_embeddings)
-    with new_folder(request.target) as folder:
+    with output_folder(request.target) as folder:
         tokenizer, kind, name = import_tokenizer(
             request.source, folder, request.tokenizer_type, request.tokenizer_model
         )
@@ -117,7 +117,7 @@ def to_hub(request: Request) -> Report:
     table = file_tensors(arch, model_type)
     dtype = request.dtype or _stored_dtype(checkpoint, table)
     data = _data_section(request, checkpoint)
-    with new_folder(request.target) as folder:
+    with output_folder(request.target) as folder:
         tokenizer, notes = export_tokenizer(data, folder, arch.max_position_embeddings)
         ends: dict[str, JsonValue] = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
         settings |= {**ends, "torch_dtype": str(dtype).removeprefix("torch."), "use_cache": True}

@@ -9,7 +9,6 @@ does.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron3d.convert.files import write_json
 from megatron3d.convert.names import FileTensor
 from megatron3d.convert.weights import INDEX, SINGLE
+from megatron3d.runtime.files import fsync
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
@@ -61,7 +62,7 @@ def write_shards(folder: Path, shards: Sequence[Shard], dtype: torch.dtype, valu
         total = sum(num_bytes(tensor, dtype) for shard in shards for tensor in shard.tensors)
         named = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(named.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / INDEX, index)
 
 
 def _write(path: Path, tensors: Sequence[FileTensor], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
@@ -78,5 +79,4 @@ def _write(path: Path, tensors: Sequence[FileTensor], dtype: torch.dtype, values
             value = next(values).contiguous()
             assert (tuple(value.shape), value.dtype) == (tensor.shape, dtype), f"{tensor.name} is {value.shape}"
             file.write(value.view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+    fsync(path)

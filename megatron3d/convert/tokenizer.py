@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron3d.config.schema import DataConfig
+from megatron3d.convert.files import write_json
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
 from megatron3d.data.tokenizers.vocabulary import END_OF_DOCUMENT
 from megatron3d.errors import UserError
@@ -86,7 +87,7 @@ def export_tokenizer(data: DataConfig, target: Path, max_positions: int) -> tupl
             "model_max_length": max_positions,
             "clean_up_tokenization_spaces": False,
         } | ({"eos_token": end} if end else {})
-        (target / COMPANIONS[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_json(target / COMPANIONS[0], settings)
     return tokenizer, []
 
 

@@ -23,6 +23,7 @@ from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import read_journal
+from megatron3d.runtime.files import write_text
 from megatron3d.runtime.launcher_env import Allocation
 from megatron3d.runtime.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 
@@ -96,9 +97,7 @@ def note_start(root: Path, allocation: Allocation) -> Start:
     lines = [json.dumps(asdict(each)) + "\n" for each in (*_starts(root), start)]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        draft = root / f".{FILE_NAME}.tmp"
-        draft.write_text("".join(lines), encoding="utf-8")
-        draft.replace(root / FILE_NAME)
+        write_text(root / FILE_NAME, "".join(lines))
     except OSError as error:
         raise UserError(f"checkpoint.save={root}: cannot be written to ({error.strerror}); use your own") from error
     return start

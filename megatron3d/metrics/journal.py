@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import write_text
 
 FILE_NAME = "metrics.jsonl"
 
@@ -30,9 +31,7 @@ class Journal:
         kept = [line for line, row in _rows(path) if row["iteration"] <= last and last > 0]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            temporary.replace(path)
+            write_text(path, "".join(kept))
             return path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}; choose another checkpoint.save") from error

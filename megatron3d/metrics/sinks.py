@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import write_text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -127,7 +128,7 @@ def run_id(path: Path, start_iteration: int) -> str:
     if start_iteration > 0 and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     new = uuid.uuid4().hex[:8]
-    path.write_text(new + "\n", encoding="utf-8")
+    write_text(path, new + "\n")
     return new
 
 

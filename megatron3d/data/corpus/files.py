@@ -6,14 +6,15 @@ What is being written is locked: of two processes that want to write the same fi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import open_locked, replace_file
 
 PARTIAL = ".partial"
 BLOCK_BYTES = 1 << 24
@@ -33,20 +34,18 @@ def hold(path: Path) -> io.FileIO:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
+        file = open_locked(path)
+    except BlockingIOError as error:
+        raise UserError(f"{path}: another process is at work on this; wait for it, or give another name") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); name a folder that you may write to") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_named(file, path):  # else somebody has finished with it in between
-            return file
-        problem = "another process was at work on this; start again"
-    except BlockingIOError:
-        problem = "another process is at work on this; wait for it"
-    except OSError as error:
-        problem = f"cannot be locked ({error.strerror}); name a folder of a file system with flock"
-    file.close()
-    raise UserError(f"{path}: {problem}, or give another name")
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); name a folder that you may write to, on a file system "
+            "with flock"
+        ) from error
+    if is_named(file, path):
+        return file
+    file.close()  # the other process renamed it between opening and locking
+    raise UserError(f"{path}: another process was at work on this; start again, or give another name")
 
 
 def is_named(file: io.FileIO, path: Path) -> bool:
@@ -69,21 +68,11 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[io.BufferedRandom]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that replaces `path` when the block ends well, and is deleted when it does not."""
     partial = with_suffix(path, PARTIAL)
-    with hold(partial) as raw:
-        try:
-            with writing(path):
-                raw.truncate(0)
-                file = io.BufferedRandom(raw)
-                yield file
-                file.flush()
-                os.fsync(raw.fileno())
-                partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    with hold(partial), writing(path), replace_file(path, partial) as file:
+        yield file
 
 
 class GrowingFile:

@@ -1,0 +1,104 @@
+"""Files and folders that appear whole or not at all, and locks that end with the process that holds them.
+
+    write a temporary file -> fsync -> rename it to the final name -> fsync the folder
+
+Locks are filelock's `lock_descriptor` and not its `FileLock`, which locks a file of its own: here the locked file is
+the one that is written, and renamed while it is locked.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from filelock import lock_descriptor
+
+
+def fsync(path: Path) -> None:
+    """Flush a file's contents, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def hidden(path: Path) -> Path:
+    """Return the temporary name of a file or folder: next to it, with a leading dot and `.tmp` at the end."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+@contextmanager
+def replace_file(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces `path` when the block succeeds, and is deleted when the block raises.
+
+    The folder of `path` must exist.  `temporary` defaults to `hidden(path)`.  Raises OSError.
+    """
+    temporary = temporary or hidden(path)
+    try:
+        with temporary.open("w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically and durably; its folder must exist.  Raises OSError."""
+    with replace_file(path) as file:
+        file.write(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file atomically and durably; its folder must exist.  Raises OSError."""
+    write_bytes(path, text.encode())
+
+
+def publish_folder(temporary: Path, folder: Path) -> None:
+    """Rename a complete temporary folder to its final name, which must be free, durably.  Raises OSError."""
+    fsync(temporary)
+    temporary.rename(folder)
+    fsync(folder.parent)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Make a temporary folder that is renamed to `folder` when the block succeeds, and removed when it raises.
+
+    What an earlier, killed attempt left is removed first.  Raises OSError.
+    """
+    temporary = hidden(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    try:
+        yield temporary
+        publish_folder(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def open_locked(path: Path) -> io.FileIO:
+    """Open `path` for reading and writing, created if absent, and lock it until it is closed or this process ends.
+
+    The lock holds between machines as far as the file system's flock does (NFS, Lustre with -o flock, GPFS, local
+    disks).  Raises BlockingIOError where another process holds it, and OSError where it cannot be opened or locked.
+    """
+    file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
+    try:
+        if not lock_descriptor(file.fileno(), blocking=False):
+            raise BlockingIOError(f"{path} is locked by another process")
+    except OSError:
+        file.close()
+        raise
+    return file
