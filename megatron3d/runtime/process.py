@@ -80,11 +80,11 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
 
 def _watchdog(place: Placement, timeout_s: float) -> Watchdog:
     """Ends this process when it has made no progress for so long; the launcher then ends the others."""
-    from megatron3d.runtime.status_store import StoreBoard
+    from megatron3d.runtime.status_store import TcpStatusStore
     from megatron3d.runtime.watchdog import Watchdog
 
-    board = StoreBoard(place.address, place.port, _attempt())
-    return Watchdog(board, place.rank, place.world_size, timeout_s, _leave_at_once)
+    store = TcpStatusStore(place.address, place.port, _attempt())
+    return Watchdog(store, place.rank, place.world_size, timeout_s, _leave_at_once)
 
 
 def _attempt() -> int:

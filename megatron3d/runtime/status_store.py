@@ -1,56 +1,56 @@
-"""Where ranks leave short notes for each other while none of them needs to answer: the store that they met at."""
+"""Key-value store in which every rank publishes its status, readable while the other ranks are busy or hung."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Protocol
 
-GIVE_UP = timedelta(seconds=10)
+CONNECT_TIMEOUT = timedelta(seconds=10)
 
 
-class Board(Protocol):
-    """Notes by name, seen by all ranks; every call raises OSError where the board cannot be reached."""
+class StatusStore(Protocol):
+    """Texts by key, shared by all ranks; every method raises OSError if the store cannot be reached."""
 
-    def post(self, name: str, text: str) -> None:
-        """Leave a note, in the place of an earlier one of that name."""
+    def set(self, key: str, text: str) -> None:
+        """Store `text` under `key`, replacing an earlier value."""
         ...
 
-    def read(self, name: str) -> str | None:
-        """The note of a name, if there is one."""
+    def get(self, key: str) -> str | None:
+        """Return the text stored under `key`, or None."""
         ...
 
-    def claim(self, name: str) -> bool:
-        """Whether I am the first to claim a name."""
+    def claim(self, key: str) -> bool:
+        """Return whether this rank is the first to claim `key`."""
         ...
 
 
-class StoreBoard:
-    """A board on the rendezvous' TCP store, over a connection of its own.
+class TcpStatusStore:
+    """`StatusStore` on the TCP store of the rendezvous, over a connection of its own.
 
     Args:
-        attempt: of the launcher to start these ranks; notes of an earlier one are not seen.
+        attempt: how often the launcher has restarted the ranks; values of earlier attempts are not seen.
     """
 
     def __init__(self, address: str, port: int, attempt: int) -> None:
         import torch.distributed as dist
 
-        server = dist.TCPStore(address, port, is_master=False, timeout=GIVE_UP)  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(f"board/{attempt}", server)  # type: ignore[attr-defined]
+        server = dist.TCPStore(address, port, is_master=False, timeout=CONNECT_TIMEOUT)  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"status/{attempt}", server)  # type: ignore[attr-defined]
 
-    def post(self, name: str, text: str) -> None:
+    def set(self, key: str, text: str) -> None:
         try:
-            self._store.set(name, text)
+            self._store.set(key, text)
         except RuntimeError as error:
             raise OSError(str(error).splitlines()[0]) from error
 
-    def read(self, name: str) -> str | None:
+    def get(self, key: str) -> str | None:
         try:
-            return self._store.get(name).decode() if self._store.check([name]) else None
+            return self._store.get(key).decode() if self._store.check([key]) else None
         except RuntimeError as error:
             raise OSError(str(error).splitlines()[0]) from error
 
-    def claim(self, name: str) -> bool:
+    def claim(self, key: str) -> bool:
         try:
-            return self._store.add(name, 1) == 1
+            return self._store.add(key, 1) == 1
         except RuntimeError as error:
             raise OSError(str(error).splitlines()[0]) from error

@@ -1,14 +1,15 @@
-"""A run of many ranks never hangs without an end, and its end names the culprit.
+"""Watchdog: a run with several ranks never hangs forever, and its last message names the rank at fault.
 
-Each rank's watchdog notes, twice a second, on a board that all can read: iteration, where its program is, and its
-last collective.  Who makes no progress for too long, or loses a connection, has the notes compared:
+The watchdog thread of each rank publishes a heartbeat twice a second in a store that all ranks can read: iteration,
+stack of the main thread, last collective.  A rank that makes no progress for too long, or loses a connection, compares
+the heartbeats of all ranks:
 
-    a note that is not renewed       that rank is dead, stopped, or its machine is gone
-    else, who is not in a collective    keeps the others waiting
-    else, who has done the fewest
+    1. a heartbeat that is not renewed        that rank is dead or stopped, or its machine is gone
+    2. else, a rank outside any collective    it keeps the others waiting
+    3. else, the rank with fewest collectives
 
-Then all ranks end.  The main thread is looked at from outside (`sys._current_frames`), so that nothing is measured
-while training goes well.
+Then all ranks end.  The main thread is sampled from outside (`sys._current_frames`), so the watchdog costs the training
+loop nothing.
 """
 
 from __future__ import annotations
@@ -25,57 +26,65 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.status_store import Board
+from megatron3d.runtime.status_store import StatusStore
 
 PACKAGE = Path(__file__).parents[1]
-WAITS_IN = "comm.py"
-VERDICT = "verdict"
-FRAMES = 4
-# A collective and its axes.
-Begun = tuple[str, tuple[str, ...]]
+COLLECTIVES_FILE = "comm/process_comm.py"
+"""Where a rank is whose main thread waits in a collective."""
+REPORTER, REPORTED = "reporter", "reported"
+MAX_FRAMES = 4
+# Name of a collective and its mesh axes.
+Collective = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Note:
-    """What a rank says of itself.
+class Heartbeat:
+    """Status that a rank publishes.
 
     Attributes:
-        beat: grows with every note.
-        calls: collectives begun so far.
-        where: the innermost frames of the package, outermost first.
-        still_s: seconds since anything of this changed.
+        sequence: number of this heartbeat; one that does not grow is of a dead rank.
+        pid: process id.
+        num_collectives: collectives started so far.
+        last_collective: name, axes and number of the last one, empty before the first.
+        stack: innermost frames of this package in the main thread, outermost first.
+        idle_s: seconds since iteration, collectives or stack changed.
     """
 
-    beat: int
+    sequence: int
     host: str
-    process: int
+    pid: int
     iteration: int | None
-    calls: int
-    last_call: str
-    where: tuple[str, ...]
-    still_s: float
+    num_collectives: int
+    last_collective: str
+    stack: tuple[str, ...]
+    idle_s: float
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the rank is inside of a collective."""
-        return bool(self.where) and self.where[-1].startswith(WAITS_IN)
+    def in_collective(self) -> bool:
+        """Whether the rank waits in a collective."""
+        return bool(self.stack) and self.stack[-1].startswith(COLLECTIVES_FILE)
+
+    @property
+    def location(self) -> str:
+        """Iteration, stack and last collective in words."""
+        when = "before the first iteration" if self.iteration is None else f"after iteration {self.iteration}"
+        last = f"last collective {self.last_collective}" if self.last_collective else "no collective yet"
+        return f"{when}, in {' > '.join(self.stack) or 'no frame of megatron3d'}; {last}"
 
     def __str__(self) -> str:
-        when = "before the first iteration" if self.iteration is None else f"after iteration {self.iteration}"
-        call = f"last collective {self.last_call}" if self.last_call else "no collective yet"
-        return f"{when}, in {' > '.join(self.where) or 'no code of ours'}; {call}; for {self.still_s:.0f} s"
+        return f"{self.location}; for {self.idle_s:.0f} s"
 
     @staticmethod
-    def read(text: str) -> Note:
-        """What `json.dumps(asdict(note))` was made of."""
+    def from_json(text: str) -> Heartbeat:
+        """Return the heartbeat that was written as `json.dumps(asdict(heartbeat))`."""
         values = json.loads(text)
-        return Note(**{**values, "where": tuple(values["where"])})
+        return Heartbeat(**{**values, "stack": tuple(values["stack"])})
 
 
-def where_is(frame: FrameType | None) -> tuple[str, ...]:
-    """The innermost `FRAMES` frames of the package below a frame, as `file:line function`."""
+def package_stack(frame: FrameType | None) -> tuple[str, ...]:
+    """Return the innermost `MAX_FRAMES` frames of this package at and below `frame`, each as `file:line function`."""
     found: list[str] = []
-    while frame is not None and len(found) < FRAMES:
+    while frame is not None and len(found) < MAX_FRAMES:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(PACKAGE) and path != Path(__file__):
             found.append(f"{path.relative_to(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}")
@@ -83,55 +92,59 @@ def where_is(frame: FrameType | None) -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
-def verdict(before: Mapping[int, Note | None], after: Mapping[int, Note | None]) -> Iterator[str]:
-    """Who is to blame, a line each, then where the others are; notes of all ranks from two moments some beats apart."""
-    silent = [rank for rank, note in after.items() if note is None or note == before[rank]]
-    answering = {rank: note for rank, note in after.items() if rank not in silent and note is not None}
-    busy = [rank for rank, note in answering.items() if not note.is_waiting]
+def diagnose(before: Mapping[int, Heartbeat | None], after: Mapping[int, Heartbeat | None]) -> Iterator[str]:
+    """Compare two readings of all ranks' heartbeats: a line for each rank at fault, then where the others are."""
+    silent = [rank for rank, beat in after.items() if beat is None or beat == before[rank]]
+    alive = {rank: beat for rank, beat in after.items() if rank not in silent and beat is not None}
+    computing = [rank for rank, beat in alive.items() if not beat.in_collective]
     if silent:
-        blamed, what = silent, "does not answer"
-    elif busy and len(busy) < len(answering):
-        blamed, what = busy, "keeps the others waiting"
+        at_fault, problem = silent, "does not answer"
+    elif computing and len(computing) < len(alive):
+        at_fault, problem = computing, "keeps the others waiting"
     else:
-        least = min((note.iteration or 0, note.calls) for note in answering.values())
-        blamed = [rank for rank, note in answering.items() if (note.iteration or 0, note.calls) == least]
-        what = "has done the least" if len(blamed) < len(answering) else "waits, as all do"
-    for rank in blamed:
-        note = after[rank]
-        said = "and was never heard of" if note is None else f"(host {note.host}, process {note.process}): {note}"
-        yield f"rank {rank} {what} {said}"
-    yield from _grouped({rank: note for rank, note in answering.items() if rank not in blamed})
+        progress = {rank: (beat.iteration or 0, beat.num_collectives) for rank, beat in alive.items()}
+        at_fault = [rank for rank, done in progress.items() if done == min(progress.values())]
+        problem = "has done the least" if len(at_fault) < len(alive) else "waits, as all do"
+    for rank in at_fault:
+        beat = after[rank]
+        details = "and never sent a heartbeat" if beat is None else f"(host {beat.host}, process {beat.pid}): {beat}"
+        yield f"rank {rank} {problem} {details}"
+    yield from _grouped_by_location({rank: beat for rank, beat in alive.items() if rank not in at_fault})
 
 
-def _grouped(notes: Mapping[int, Note]) -> Iterator[str]:
-    """Where ranks are, those at one place together."""
-    places: dict[str, list[int]] = {}
-    for rank, note in notes.items():
-        places.setdefault(str(note).rpartition("; for")[0], []).append(rank)
-    for place, ranks in places.items():
+def _grouped_by_location(heartbeats: Mapping[int, Heartbeat]) -> Iterator[str]:
+    """Yield one line for all ranks at the same location."""
+    locations: dict[str, list[int]] = {}
+    for rank, beat in heartbeats.items():
+        locations.setdefault(beat.location, []).append(rank)
+    for location, ranks in locations.items():
         shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        yield f"rank{'s' * (len(ranks) > 1)} {shown}: {place}"
+        yield f"rank{'s' * (len(ranks) > 1)} {shown}: {location}"
 
 
 class Watchdog:
-    """While entered, notes where this rank is, and ends it when it has made no progress for `timeout_s`.
+    """Publish this rank's heartbeats while entered, and end the process after `timeout_s` without progress.
 
     Args:
-        end: leaves the process at once.
+        end_process: leaves the process immediately.
     """
 
-    def __init__(self, board: Board, rank: int, world_size: int, timeout_s: float, end: Callable[[], None]) -> None:
-        self._board, self._rank, self._world_size, self._timeout_s, self._end = board, rank, world_size, timeout_s, end
-        self._beat_s = max(0.5, world_size / 500)
+    def __init__(
+        self, store: StatusStore, rank: int, world_size: int, timeout_s: float, end_process: Callable[[], None]
+    ) -> None:
+        self._store, self._rank = store, rank
+        self._world_size, self._timeout_s = world_size, timeout_s
+        self._end_process = end_process
+        self._interval_s = max(0.5, world_size / 500)
         self._main = threading.get_ident()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._iteration: Callable[[], int | None] = lambda: None
-        self._begun: Callable[[], tuple[int, Begun]] = lambda: (0, ("", ()))
+        self._collectives: Callable[[], tuple[int, Collective]] = lambda: (0, ("", ()))
 
-    def follow(self, iteration: Callable[[], int], begun: Callable[[], tuple[int, Begun]]) -> None:
-        """Note from now on how many iterations are done, how many collectives begun, and the last of these."""
-        self._iteration, self._begun = iteration, begun
+    def follow(self, iteration: Callable[[], int], collectives: Callable[[], tuple[int, Collective]]) -> None:
+        """Include in each heartbeat from now on the iterations done, the collectives started, and the last of them."""
+        self._iteration, self._collectives = iteration, collectives
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -140,67 +153,69 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After a connection was lost, the notes say whose; the thread goes on noting that this rank is alive."""
-        if isinstance(error, Exception) and not isinstance(error, UserError) and _broke_in(trace) == WAITS_IN:
-            self._tell(f"rank {self._rank} lost a connection")
+        """Report which rank was lost if a collective failed; the heartbeats continue meanwhile."""
+        is_crash = isinstance(error, Exception) and not isinstance(error, UserError)
+        if is_crash and _innermost_file(trace) == COLLECTIVES_FILE:
+            self._report(f"rank {self._rank} lost a connection")
         self._stop.set()
-        self._thread.join(2 * self._beat_s + 10)  # a thread inside of the store when the process ends would abort it
+        self._thread.join(2 * self._interval_s + 10)  # a thread inside the store would abort the ending process
 
-    def _note(self, beat: int, still_s: float) -> Note:
-        calls, (name, axes) = self._begun()
-        last_call = f"{name} over {' x '.join(axes)}, the {calls}th" if calls else ""
-        where = where_is(sys._current_frames().get(self._main))
-        return Note(beat, socket.gethostname(), os.getpid(), self._iteration(), calls, last_call, where, still_s)
+    def _heartbeat(self, sequence: int, idle_s: float) -> Heartbeat:
+        count, (name, axes) = self._collectives()
+        last = f"{name} over {' x '.join(axes)}, the {count}th" if count else ""
+        stack = package_stack(sys._current_frames().get(self._main))
+        return Heartbeat(sequence, socket.gethostname(), os.getpid(), self._iteration(), count, last, stack, idle_s)
 
-    def _watch(self) -> None:
-        """Note, and compare with what was noted before."""
-        beat, since, known, is_ending = 0, time.monotonic(), None, False
-        while not self._stop.wait(self._beat_s if beat else 0):
-            beat += 1
-            note = self._note(beat, time.monotonic() - since)
-            if (state := (note.iteration, note.calls, note.where)) != known:
-                known, since = state, time.monotonic()
+    def _run(self) -> None:
+        """Publish heartbeats and watch for progress, until stopped."""
+        sequence, progress_s = 0, time.monotonic()
+        last_state, is_ending = None, False
+        while not self._stop.wait(self._interval_s if sequence else 0):
+            sequence += 1
+            beat = self._heartbeat(sequence, time.monotonic() - progress_s)
+            if (state := (beat.iteration, beat.num_collectives, beat.stack)) != last_state:
+                last_state, progress_s = state, time.monotonic()
             try:
-                self._board.post(str(self._rank), json.dumps(asdict(note)))
+                self._store.set(str(self._rank), json.dumps(asdict(beat)))
             except OSError:
-                continue  # whoever keeps the board is gone: connections to it break, which is told elsewhere
-            if time.monotonic() - since > self._timeout_s and not is_ending:
+                continue  # the store's process is gone: connections to it break, which is reported elsewhere
+            if time.monotonic() - progress_s > self._timeout_s and not is_ending:
                 is_ending = True
                 threading.Thread(target=self._give_up, daemon=True).start()
 
     def _give_up(self) -> None:
-        """End the process, with a word; meanwhile it goes on noting that it is alive."""
-        self._tell(f"no progress for {self._timeout_s:.0f} s")
-        self._end()
+        """Report, then end the process; the heartbeats continue meanwhile."""
+        self._report(f"no progress for {self._timeout_s:.0f} s")
+        self._end_process()
 
-    def _tell(self, what: str) -> None:
-        """The first to come compares the notes and says what it found; the others wait until it has."""
+    def _report(self, reason: str) -> None:
+        """Diagnose and print on the first rank that gets here; the others wait until it has printed."""
         try:
-            if self._board.claim("speaker"):
-                lines = [what, *verdict(*self._two_looks())]
+            if self._store.claim(REPORTER):
+                lines = [reason, *diagnose(*self._two_readings())]
                 print("\n".join(f"> watchdog: {line}" for line in lines), file=sys.stderr, flush=True)
-                self._board.post(VERDICT, "told")
-                time.sleep(self._beat_s)  # rank 0's end is the end of the board
+                self._store.set(REPORTED, "yes")
+                time.sleep(self._interval_s)  # the store ends with rank 0
                 return
-            end_s = time.monotonic() + 10 * self._beat_s
-            while self._board.read(VERDICT) is None and time.monotonic() < end_s:
+            end_s = time.monotonic() + 10 * self._interval_s
+            while self._store.get(REPORTED) is None and time.monotonic() < end_s:
                 time.sleep(0.1)
         except OSError as error:
-            said = f"{what}, and rank 0's process, where notes are kept, cannot be reached ({error})"
-            print(f"> watchdog: rank {self._rank}: {said}", file=sys.stderr, flush=True)
+            problem = f"{reason}, and rank 0's process, which keeps the heartbeats, cannot be reached ({error})"
+            print(f"> watchdog: rank {self._rank}: {problem}", file=sys.stderr, flush=True)
 
-    def _two_looks(self) -> Sequence[Mapping[int, Note | None]]:
-        first = self._look()
-        time.sleep(3 * self._beat_s)
-        return first, self._look()
+    def _two_readings(self) -> Sequence[Mapping[int, Heartbeat | None]]:
+        first = self._reading()
+        time.sleep(3 * self._interval_s)
+        return first, self._reading()
 
-    def _look(self) -> dict[int, Note | None]:
-        texts = {rank: self._board.read(str(rank)) for rank in range(self._world_size)}
-        return {rank: Note.read(text) if text else None for rank, text in texts.items()}
+    def _reading(self) -> dict[int, Heartbeat | None]:
+        texts = {rank: self._store.get(str(rank)) for rank in range(self._world_size)}
+        return {rank: Heartbeat.from_json(text) if text else None for rank, text in texts.items()}
 
 
-def _broke_in(trace: TracebackType | None) -> str | None:
-    """The innermost file of the package that an exception came through."""
+def _innermost_file(trace: TracebackType | None) -> str | None:
+    """Return the innermost file of this package that an exception came through."""
     found: str | None = None
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)

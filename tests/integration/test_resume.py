@@ -212,13 +212,13 @@ def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(
 ) -> None:
     program = tmp_path / "victim.py"
     program.write_text(
-        "import os, signal, sys\nfrom megatron3d import runtime\nfrom megatron3d.train import loop\n"
+        "import os, signal, sys\nfrom megatron3d.runtime import process\nfrom megatron3d.train import loop\n"
         "import pretrain_gpt\nstep = loop.train_step\n"
         "def train_step(state, *rest):\n"
         "    if state.iteration == 5 and os.environ['RANK'] == '1':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return step(state, *rest)\n"
-        "loop.train_step = train_step\nsys.exit(runtime.run_program(pretrain_gpt.main))\n"
+        "loop.train_step = train_step\nsys.exit(process.run_program(pretrain_gpt.main))\n"
     )
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]
     typed = [str(program), "--config", str(config), *settings, f"parallel.{axis}_model_parallel_size=2"]

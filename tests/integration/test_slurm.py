@@ -35,7 +35,7 @@ SLOW = """
 import sys, time
 sys.path.insert(0, {root!r})
 import pretrain_gpt
-from megatron3d import runtime
+from megatron3d.runtime import process
 from megatron3d.train import loop
 
 train, step = loop.train, loop.train_step
@@ -44,7 +44,7 @@ def slow_train(run, stop):
     loop.train_step = lambda *args: (time.sleep(pause_s), step(*args))[1]
     return train(run, stop)
 loop.train = slow_train
-sys.exit(runtime.run_program(pretrain_gpt.main))
+sys.exit(process.run_program(pretrain_gpt.main))
 """
 
 
@@ -177,7 +177,8 @@ def test_an_array_writes_the_bytes_of_one_process(slurm: Slurm, jobs: Jobs) -> N
 
 def test_an_allocation_in_which_srun_starts_ranks(slurm: Slurm) -> None:
     program = (
-        "from megatron3d import runtime as r; p = r.placement(); print(p.rank, p.world_size, p.local_rank, p.address)"
+        "from megatron3d.runtime import process; p = process.placement(); "
+        "print(p.rank, p.world_size, p.local_rank, p.address)"
     )
     typed = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "srun", sys.executable, "-c", program]
     lines = slurm.run("bash", "scripts/slurm/interactive.sh", *typed).splitlines()

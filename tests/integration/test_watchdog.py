@@ -1,4 +1,4 @@
-"""Fact: a rank that dies, stops or keeps the others waiting ends the run in time, and is named with where it was."""
+"""A rank that dies, stops or keeps the others waiting ends the run in time, and is named with its location."""
 
 from __future__ import annotations
 
@@ -13,64 +13,71 @@ import pytest
 
 from megatron3d.comm import process_comm
 from megatron3d.runtime import process
-from megatron3d.runtime.watchdog import Note, verdict, where_is
+from megatron3d.runtime.watchdog import Heartbeat, diagnose, package_stack
 from tests.support.tiny_run import ROOT, launch_ranks, write_config
 
-FIRST = Note(
-    7, "node1", 10, 5, 40, "all_reduce over data, the 40th", ("train/loop.py:9 train", "comm.py:3 finish"), 60.0
+FIRST = Heartbeat(
+    7,
+    "node1",
+    10,
+    5,
+    40,
+    "all_reduce over data, the 40th",
+    ("train/loop.py:9 train", "comm/process_comm.py:3 finish"),
+    60.0,
 )
 BUSY = ("train/loop.py:9 train", "data/loader.py:5 step")
 
 
-def later(note: Note, **changes: object) -> Note:
-    return replace(note, beat=note.beat + 3, **changes)  # type: ignore[arg-type]
+def later(beat: Heartbeat, **changes: object) -> Heartbeat:
+    return replace(beat, sequence=beat.sequence + 3, **changes)  # type: ignore[arg-type]
 
 
-def test_who_renews_no_note_is_blamed() -> None:
+def test_a_rank_whose_heartbeat_stops_is_at_fault() -> None:
     before = {0: FIRST, 1: FIRST, 2: None, 3: FIRST}
     after = {0: later(FIRST), 1: FIRST, 2: None, 3: later(FIRST)}
-    lines = list(verdict(before, after))
+    lines = list(diagnose(before, after))
     assert lines[0].startswith("rank 1 does not answer (host node1, process 10): after iteration 5, in train/loop.py:9")
-    assert lines[1] == "rank 2 does not answer and was never heard of"
+    assert lines[1] == "rank 2 does not answer and never sent a heartbeat"
     assert lines[2] == (
-        "ranks 0, 3: after iteration 5, in train/loop.py:9 train > comm.py:3 finish; "
+        "ranks 0, 3: after iteration 5, in train/loop.py:9 train > comm/process_comm.py:3 finish; "
         "last collective all_reduce over data, the 40th"
     )
     assert len(lines) == 3
 
 
-def test_who_is_in_no_collective_is_blamed() -> None:
-    after = {0: later(FIRST), 1: later(FIRST, where=BUSY), 2: later(FIRST)}
-    lines = list(verdict(dict.fromkeys(after, FIRST), after))
+def test_a_rank_outside_collectives_is_at_fault() -> None:
+    after = {0: later(FIRST), 1: later(FIRST, stack=BUSY), 2: later(FIRST)}
+    lines = list(diagnose(dict.fromkeys(after, FIRST), after))
     assert lines[0].startswith("rank 1 keeps the others waiting (host node1") and "data/loader.py:5 step" in lines[0]
 
 
-def test_who_has_done_least_is_blamed() -> None:
-    """As where kernels wait on GPUs, and programs for them, all at one place."""
-    after = {0: later(FIRST), 1: later(FIRST), 2: later(FIRST, calls=39), 3: later(FIRST)}
-    lines = list(verdict(dict.fromkeys(after, FIRST), after))
+def test_the_rank_with_fewest_collectives_is_at_fault() -> None:
+    """This is the case on GPUs, where kernels wait and all programs are at one place."""
+    after = {0: later(FIRST), 1: later(FIRST), 2: later(FIRST, num_collectives=39), 3: later(FIRST)}
+    lines = list(diagnose(dict.fromkeys(after, FIRST), after))
     assert lines[0].startswith("rank 2 has done the least")
     everyone = {rank: later(FIRST) for rank in range(20)}
-    lines = list(verdict(dict.fromkeys(everyone, FIRST), everyone))
+    lines = list(diagnose(dict.fromkeys(everyone, FIRST), everyone))
     assert len(lines) == 20 and "waits, as all do" in lines[0]
 
 
 def test_many_at_one_place_are_one_line() -> None:
-    after = {rank: later(FIRST, where=BUSY if rank == 3 else FIRST.where) for rank in range(20)}
-    lines = list(verdict(dict.fromkeys(after, FIRST), after))
+    after = {rank: later(FIRST, stack=BUSY if rank == 3 else FIRST.stack) for rank in range(20)}
+    lines = list(diagnose(dict.fromkeys(after, FIRST), after))
     assert lines[1].startswith("ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more: after iteration 5")
 
 
 def test_frames_of_the_package_only() -> None:
-    assert where_is(inspect.currentframe()) == ()
+    assert package_stack(inspect.currentframe()) == ()
     found: list[tuple[str, ...]] = []
-    process_comm.Pending(lambda: found.append(where_is(inspect.currentframe()))).wait()  # type: ignore[arg-type,return-value]
-    assert len(found[0]) == 1 and found[0][0].startswith("comm.py:") and found[0][0].endswith(" wait")
+    process_comm.Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[arg-type,return-value]
+    assert len(found[0]) == 1 and found[0][0].startswith("comm/process_comm.py:") and found[0][0].endswith(" wait")
 
 
 HOLD = """
 import os, sys, time
-from megatron3d import runtime
+from megatron3d.runtime import process
 from megatron3d.data.loader import Prefetching
 import pretrain_gpt
 step = Prefetching.step
@@ -79,7 +86,7 @@ def slow(self, first):
         time.sleep(1000)
     return step(self, first)
 Prefetching.step = slow
-sys.exit(runtime.run_program(pretrain_gpt.main))
+sys.exit(process.run_program(pretrain_gpt.main))
 """
 
 
@@ -105,7 +112,7 @@ def said(ranks: list[subprocess.Popen[str]], *blamed: int) -> str:
 
 @pytest.mark.parametrize("rank", [2, 0])
 def test_a_rank_that_dies_is_named(tmp_path: Path, rank: int) -> None:
-    """Rank 0's process keeps the notes."""
+    """Rank 0's process keeps the heartbeats."""
     ranks = begin(write_config(tmp_path), "pretrain_gpt.py", timeout_s=600)
     began = time.monotonic()
     ranks[rank].kill()
@@ -115,7 +122,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path, rank: int) -> None:
         assert f"> watchdog: rank {rank} does not answer (host " in text and text.count("does not answer") == 1
         assert f"process {ranks[rank].pid})" in text and "all_reduce over data" in text and "after iteration" in text
     else:
-        assert "rank 0's process, where notes are kept, cannot be reached" in text
+        assert "rank 0's process, which keeps the heartbeats, cannot be reached" in text
 
 
 @pytest.mark.parametrize("how", ["stopped", "busy"])

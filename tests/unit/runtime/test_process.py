@@ -192,9 +192,9 @@ def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.Com
     """Run `body`, the inside of a program's main, on every rank, without a launcher that would kill laggards."""
     program = folder / "program.py"
     program.write_text(
-        "import sys\nfrom megatron3d import runtime\nfrom megatron3d.errors import UserError\n\n\ndef main():\n"
+        "import sys\nfrom megatron3d.runtime import process\nfrom megatron3d.errors import UserError\n\n\ndef main():\n"
         + textwrap.indent(textwrap.dedent(body), "    ")
-        + "\n    return 0\n\n\nsys.exit(runtime.run_program(main))\n"
+        + "\n    return 0\n\n\nsys.exit(process.run_program(main))\n"
     )
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -222,7 +222,7 @@ def test_ranks_meet_compute_and_part(tmp_path: Path) -> None:
     ranks = _launch(
         """
         assert "torch" not in sys.modules, "torch is imported before start"
-        with runtime.start(timeout_s=60) as place:
+        with process.start(timeout_s=60) as place:
             import torch
             total = torch.tensor([place.rank + 1.0])
             torch.distributed.all_reduce(total)
@@ -240,7 +240,7 @@ def test_freed_memory_is_found_again(tmp_path: Path) -> None:
         """
         import os, resource
 
-        with runtime.start(timeout_s=60) as place:
+        with process.start(timeout_s=60) as place:
             import torch
             faults = []
             for _ in range(61):
@@ -257,7 +257,7 @@ def test_freed_memory_is_found_again(tmp_path: Path) -> None:
 def test_a_crash_ends_the_process_although_collectives_are_pending(tmp_path: Path) -> None:
     ranks = _launch(
         """
-        with runtime.start(timeout_s=120) as place:
+        with process.start(timeout_s=120) as place:
             import torch
             ones = torch.ones(1)
             torch.distributed.all_reduce(ones)
@@ -285,8 +285,8 @@ def test_other_ranks_name_themselves(tmp_path: Path) -> None:
 def test_absent_ranks_are_reported(tmp_path: Path) -> None:
     ranks = _launch(
         """
-        if runtime.placement().rank == 0:
-            with runtime.start(timeout_s=1):
+        if process.placement().rank == 0:
+            with process.start(timeout_s=1):
                 pass
         """,
         tmp_path,
