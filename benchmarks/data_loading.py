@@ -27,11 +27,11 @@ import torch
 from report import Row, interleaved, show, times_faster, write
 
 from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.corpus.blended import Samples
 from megatron3d.data.corpus.indexed import HEADER, MAGIC, IndexedDataset
 from megatron3d.data.corpus.samples import Split
 from megatron3d.data.loader import Loader, Prefetching
-from megatron3d.data.ramp import Batches
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
 
@@ -193,7 +193,7 @@ def share(folder: Path, num_steps: int) -> Row:
     alone = ["parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false"]
     config = read_config(Path("configs/quickstart.yaml"), alone).config
     arch, comm = connect(config, VOCAB_SIZE, 1, 0)
-    cpu, batches = torch.device("cpu"), Batches.of(config)
+    cpu, batches = torch.device("cpu"), RunSpec(config).batches
     state = build_state(config, arch, comm, cpu)
     data, sizes = IndexedDataset(folder / "random"), (config.train.micro_batch_size, config.train.global_batch_size)
     samples = Samples(data, Split(0, data.num_tokens), arch.seq_length, VOCAB_SIZE, 1)

@@ -20,10 +20,10 @@ from report import Row, show, write
 from megatron3d.analysis import calibrate
 from megatron3d.analysis.cost_model.hardware import load_accelerator, load_cluster
 from megatron3d.analysis.cost_model.step import machine_with, make_step, predict
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
-from megatron3d.model.architecture import architecture
 from megatron3d.runtime import process
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
@@ -116,7 +116,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
     for label, num_ranks, *_ in chosen:
         config, took = configs[label], median(seconds[label])
         machine = machine_with(local, accelerator, "fp32", num_ranks)
-        expected = predict(make_step(config, architecture(config.model, 2048), num_ranks, machine)).step_s
+        expected = predict(make_step(config, resolve_architecture(config.model, 2048), num_ranks, machine)).step_s
         rows.append(
             {
                 "layout": label,

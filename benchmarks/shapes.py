@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.recording import Recorder
-from megatron3d.config.derive import Architecture, architecture, tensor_mode, vocab_multiple
+from megatron3d.config.derive import tensor_mode, vocab_multiple
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
+from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.layout import span
 from megatron3d.pipeline.engine import unwatched
 from megatron3d.train.state import TrainState, build_state, connect
@@ -53,9 +55,9 @@ class Size:
         parallel = dict(parallel or {})
         return Config.model_validate({"model": model, "train": train, "optimizer": optimizer, "parallel": parallel})
 
-    def architecture(self, config: Config) -> Architecture:
+    def resolve_architecture(self, config: Config) -> Architecture:
         """The model's numbers; the vocabulary needs no padding in any of the sizes."""
-        return architecture(config.model, self.vocab_size, vocab_multiple(tensor_mode(config.parallel)))
+        return resolve_architecture(config.model, self.vocab_size, vocab_multiple(tensor_mode(config.parallel)))
 
     def tokens(self) -> Tensor:
         """[batch, seq + 1] random tokens, the same for every contestant."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from megatron3d.config.derive import Pipeline
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.engine import Watch, unwatched
+from megatron3d.pipeline.spec import Pipeline
 
 PEERS: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron3d.analysis.cost_model.hardware import Cluster, load_cluster
 from megatron3d.config.cli import resolve
 from megatron3d.config.report import batch_arithmetic
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
 from megatron3d.launch.requeue import run_folder
 from megatron3d.launch.script import CONTAINERS, Options, Settings, fill, options
@@ -36,7 +37,7 @@ def make(arguments: argparse.Namespace) -> None:
         python=tuple((arguments.python or ("python" if arguments.container else ".venv/bin/python")).split()),
         container=container(arguments),
         arguments=("--config", str(arguments.config), *arguments.overrides),
-        remarks=(what, *batch_arithmetic(config, num_ranks).splitlines()),
+        remarks=(what, *batch_arithmetic(RunSpec(config, num_ranks)).splitlines()),
     )
     text = fill(TEMPLATE.read_text(encoding="utf-8"), settings)
     if arguments.dry_run:

@@ -19,8 +19,8 @@ from megatron3d.config.cli import resolve
 from megatron3d.config.derive import tensor_mode, tensor_shape, virtual_size
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.data.ramp import Batches
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE
@@ -91,13 +91,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def num_tokens(arguments: argparse.Namespace, config: Config) -> float:
     """Of the whole run, batches that grow as they are."""
-    batches = Batches.of(config)
+    batches = RunSpec(config).batches
     return arguments.tokens or float(batches.num_tokens(batches.consumed_samples(config.train.train_iters)))
 
 
 def growing(config: Config) -> Iterator[str]:
     """What is not predicted where batches or lengths grow; nothing elsewhere."""
-    batches = Batches.of(config)
+    batches = RunSpec(config).batches
     *ramp, last = batches.runs()
     if ramp:
         num_iterations = sum(run.num_iterations or 0 for run in ramp)

@@ -18,6 +18,7 @@ import torch
 
 from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.corpus.blended import BlendedSamples
@@ -25,7 +26,6 @@ from megatron3d.data.corpus.corpus import open_corpus
 from megatron3d.data.corpus.stream import Stream
 from megatron3d.data.loader import Loader
 from megatron3d.data.packing import IGNORED, Packing
-from megatron3d.data.ramp import Batches
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import positive, run_tool
@@ -41,7 +41,7 @@ def show(arguments: argparse.Namespace) -> None:
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     corpus = open_corpus(config, tokenizer)
     samples = corpus.train
-    packing, batches = Packing.of(config.data, tokenizer.eod), Batches.of(config)
+    packing, batches = Packing.of(config.data, tokenizer.eod), RunSpec(config).batches
     for iteration in range(first, last + 1):
         begin = batches.consumed_samples(iteration - 1)
         batch = batches.at(begin)

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron3d.config.derive import make_mesh, num_microbatches, stage_owners, tensor_mode, tensor_size
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
@@ -39,9 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     UserError.collect(problems(config, world_size))
     small, num_ranks = shrink(config, world_size)
     UserError.collect((*check(small, num_ranks), *too_large(small, num_ranks)))
-    print(
-        f"asked:    {batch_arithmetic(config, world_size)}\nverified: {batch_arithmetic(small, num_ranks)}", flush=True
-    )
+    print(f"asked:    {batch_arithmetic(RunSpec(config, world_size))}", flush=True)
+    print(f"verified: {batch_arithmetic(RunSpec(small, num_ranks))}", flush=True)
     found = process.launch(num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance)
     for line in found[:10]:
         print(f"DIFFERENT {line}")

@@ -6,17 +6,17 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron3d.config.read import Resolved, read
 from megatron3d.config.report import batch_arithmetic, render
+from megatron3d.config.run_spec import RunSpec, resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import layout_problems, value_problems
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import num_parameters
 
 # Other sizes, and with them what the axes must divide, follow from these.
@@ -110,7 +110,7 @@ def run_check(arguments: Arguments, environ_world_size: int | None = None) -> in
             print(problem, file=sys.stderr)
         return 2
     print(render(resolved))
-    print(batch_arithmetic(resolved.config, world_size))
+    print(batch_arithmetic(RunSpec(resolved.config, world_size)))
     print(parameter_line(resolved.config))
     for problem in check_files(resolved.config, world_size, resolved.origins) if elsewhere else ():
         print(f"on this machine: {problem}")
@@ -119,8 +119,8 @@ def run_check(arguments: Arguments, environ_world_size: int | None = None) -> in
 
 def parameter_line(config: Config) -> str:
     """The number of parameters, as far as it is known before the tokenizer is read."""
-    vocab_size = config.model.vocab_size
-    if vocab_size:
-        return f"parameters {num_parameters(architecture(config.model, vocab_size)):,} (vocabulary {vocab_size:,})"
-    none, one = (num_parameters(architecture(config.model, size)) for size in (0, 1))
+    arch = resolve_architecture(config.model, config.model.vocab_size or 0)
+    if arch.vocab_size:
+        return f"parameters {num_parameters(arch):,} (vocabulary {arch.vocab_size:,})"
+    none, one = (num_parameters(replace(arch, vocab_size=size)) for size in (0, 1))
     return f"parameters {none:,} + {one - none:,} for each token of the vocabulary"

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron3d.config.schema import Config, ParallelConfig
-from megatron3d.model.architecture import GATED as GATED
-from megatron3d.model.architecture import Architecture as Architecture
-from megatron3d.model.architecture import architecture as architecture
-from megatron3d.model.stages import Stage, divide, layer_flops, make_stages
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.stages import divide, layer_flops, make_stages
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.tp_overlap import TPOverlap
 from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Kind, Schedule, owners
+from megatron3d.pipeline.actions import Schedule, owners
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule
+from megatron3d.pipeline.spec import Pipeline
 
 SEQUENCE_PARALLEL = "sequence_parallel"
 
@@ -41,11 +39,8 @@ def tensor_size(parallel: ParallelConfig) -> int:
 
 
 def vocab_multiple(mode: Mode) -> int:
-    """The padded vocabulary's divisor: every way in which the head (an expand) and the embedding split it."""
-    sizes = dict(mode.axes)
-    head, embed = mode.expand, mode.embed
-    splits = (head.w_layout[0], head.y_layout[1], embed.w_layout[1], embed.x_layout[1])
-    return math.lcm(*(math.prod(sizes[axis] for axis in axes) for axes in splits))
+    """The padded vocabulary's divisor."""
+    return mode.vocab_multiple
 
 
 def overlap_of(parallel: ParallelConfig) -> TPOverlap:
@@ -70,29 +65,6 @@ def make_mesh(parallel: ParallelConfig, world_size: int, rank: int = 0) -> Mesh:
 def num_microbatches(config: Config, mesh: Mesh) -> int:
     """global_batch_size = micro_batch_size x data-parallel size x number of microbatches."""
     return config.train.global_batch_size // (config.train.micro_batch_size * mesh.size(DATA))
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """The stages, what every pipeline rank computes in which order, and `owners[stage]`: the rank that has a stage."""
-
-    stages: tuple[Stage, ...]
-    schedule: Schedule
-    owners: tuple[int, ...]
-
-    @property
-    def num_ranks(self) -> int:
-        """Size of the pipeline axis."""
-        return len(self.schedule)
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether some backward comes in two halves."""
-        return any(action.kind is Kind.I for actions in self.schedule for action in actions)
-
-    def mine(self, coord: int) -> tuple[Stage, ...]:
-        """The stages of a pipeline rank, in order."""
-        return tuple(stage for stage in self.stages if self.owners[stage.index] == coord)
 
 
 def make_pipeline(config: Config, arch: Architecture, mesh: Mesh) -> Pipeline:

@@ -11,60 +11,51 @@ from pathlib import Path
 import yaml
 
 from megatron3d import __version__
-from megatron3d.config.derive import (
-    Pipeline,
-    make_mesh,
-    make_pipeline,
-    num_microbatches,
-    stage_owners,
-    tensor_shape,
-    tensor_size,
-    virtual_size,
-)
 from megatron3d.config.read import Resolved
-from megatron3d.config.schema import Config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.config.validate.facts import describe_tensor
 from megatron3d.config.yaml_origins import is_plain, show
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.stages import divide, stage_flops
-from megatron3d.parallel.mesh import DATA, Mesh
+from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.schedules import FILE
 from megatron3d.pipeline.simulate import Timeline, run
+from megatron3d.pipeline.spec import Pipeline
 from megatron3d.runtime.files import write_text
 
 
-def batch_arithmetic(config: Config, world_size: int, vocab_size: int | None = None) -> str:
-    """How the ranks are arranged, what the global batch is made of and, with several pipeline ranks, their pipeline.
+def batch_arithmetic(spec: RunSpec) -> str:
+    """The factors of the world size and of the global batch and, with several pipeline ranks, their pipeline.
 
-    The configuration must be valid.  `vocab_size` is the tokenizer's, which the pipeline depends on (None: not known).
+    The configuration must be valid.
     """
-    mesh = make_mesh(config.parallel, world_size)
-    train, data, pipeline = config.train, mesh.size(DATA), mesh.sizes["pipeline"]
+    train, mesh = spec.config.train, spec.mesh
+    data, pipeline = mesh.size(DATA), mesh.sizes["pipeline"]
     lines = [
-        f"world_size {world_size} = {describe_tensor(config.parallel)} x PP {pipeline} x DP {data}",
+        f"world_size {spec.world_size} = {describe_tensor(spec)} x PP {pipeline} x DP {data}",
         f"global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
-        f" x data parallel {data} x microbatches {num_microbatches(config, mesh)}",
+        f" x data parallel {data} x microbatches {spec.num_microbatches}",
     ]
     if pipeline > 1:
-        lines.append(f"pipeline: {describe_pipeline(config, mesh, config.model.vocab_size or vocab_size)}")
+        lines.append(f"pipeline: {describe_pipeline(spec)}")
     return "\n".join(lines)
 
 
-def describe_pipeline(config: Config, mesh: Mesh, vocab_size: int | None) -> str:
-    """The schedule, the stages, their layers, and the idle time that is expected of them."""
-    arch = architecture(config.model, vocab_size or 0)
-    name, file = config.parallel.pipeline_schedule, config.parallel.pipeline_schedule_file
+def describe_pipeline(spec: RunSpec) -> str:
+    """The schedule, its stages with their layers, and the bubble that it is expected to have."""
+    parallel = spec.config.parallel
+    name = f"{FILE} {parallel.pipeline_schedule_file}" if spec.has_schedule_file else parallel.pipeline_schedule
     try:
-        pipeline = make_pipeline(config, arch, mesh)
+        pipeline = spec.pipeline
     except UserError:  # the file is on another machine
-        return f"{name} {file}, {mesh.sizes['pipeline']} ranks; stages and bubble are not known here"
+        return f"{name}, {parallel.pipeline_model_parallel_size} ranks; stages and bubble are not known here"
     layers = join_runs([len(stage.layers) for stage in pipeline.stages])
-    without = "" if vocab_size else ", without the head, whose vocabulary is not known yet"
+    without = "" if spec.arch.vocab_size else ", without the head, whose vocabulary is not known yet"
     return (
-        f"{f'{name} {file}' if name == FILE else name}, {len(pipeline.stages)} stages on {pipeline.num_ranks} ranks, "
-        f"layers {layers}, expected bubble {100 * expected_bubble(pipeline, arch):.1f} %{without}"
+        f"{name}, {len(pipeline.stages)} stages on {pipeline.num_ranks} ranks, "
+        f"layers {layers}, expected bubble {100 * expected_bubble(pipeline, spec.arch):.1f} %{without}"
     )
 
 
@@ -91,7 +82,8 @@ def render(resolved: Resolved, vocab_size: int | None = None) -> str:
     `vocab_size` is the tokenizer's, on which the layers of a pipeline's stages depend (None: not known).
     """
     config = resolved.config
-    derived = _derived(config) | _derived_pipeline(config, config.model.vocab_size or vocab_size)
+    spec = RunSpec(config, vocab_size=vocab_size or 0)
+    derived = _derived(spec) | _derived_pipeline(spec)
     lines = [f"# The configuration of a run, resolved by megatron3d {__version__}; each value with its origin."]
     for section, names in SECTIONS.items():
         lines += ["", f"{section}:"]
@@ -107,28 +99,26 @@ def write_resolved(resolved: Resolved, path: Path, vocab_size: int | None = None
     write_text(path, render(resolved, vocab_size))
 
 
-def _derived(config: Config) -> dict[str, object]:
-    """What stands for the values that were left open."""
-    arch = architecture(config.model, config.model.vocab_size or 0)
+def _derived(spec: RunSpec) -> dict[str, object]:
+    """Values derived for keys that were left open."""
+    config = spec.config
     open_values = set(SECTIONS["model"]) & set(Architecture.__annotations__) - {"vocab_size"}
     decay = config.optimizer.lr_decay_iters or config.train.train_iters
-    return {f"model.{name}": getattr(arch, name) for name in open_values} | {
-        "parallel.tensor_model_parallel_size": tensor_size(config.parallel),
-        "parallel.tensor_parallel_shape": tensor_shape(config.parallel),
+    return {f"model.{name}": getattr(spec.arch, name) for name in open_values} | {
+        "parallel.tensor_model_parallel_size": spec.tensor_size,
+        "parallel.tensor_parallel_shape": spec.tensor_shape,
         "optimizer.lr_decay_iters": decay,
     }
 
 
-def _derived_pipeline(config: Config, vocab_size: int | None) -> dict[str, object]:
-    """The same of the pipeline, as far as it does not depend on a file or an unknown vocabulary."""
-    if config.parallel.pipeline_schedule == FILE:
+def _derived_pipeline(spec: RunSpec) -> dict[str, object]:
+    """Derived values of the pipeline, as far as they depend neither on a file nor on an unknown vocabulary."""
+    if spec.has_schedule_file:
         return {}
-    derived: dict[str, object] = {"parallel.virtual_pipeline_model_parallel_size": virtual_size(config.parallel)}
-    where = stage_owners(config.parallel)
-    if vocab_size and len(where) <= config.model.num_layers:
-        derived["parallel.pipeline_model_parallel_layout"] = divide(
-            architecture(config.model, vocab_size), len(where), where
-        )
+    derived: dict[str, object] = {"parallel.virtual_pipeline_model_parallel_size": spec.num_virtual_stages}
+    where = spec.stage_owners
+    if spec.arch.vocab_size and len(where) <= spec.arch.num_layers:
+        derived["parallel.pipeline_model_parallel_layout"] = divide(spec.arch, len(where), where)
     return derived
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.param_pieces import param_pieces
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.config.derive import Pipeline
 from megatron3d.convert.plain import PLAIN, Weights
 from megatron3d.convert.settings import Settings
 from megatron3d.model.architecture import Architecture
@@ -26,6 +25,7 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.stages import make_stages
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.pipeline.spec import Pipeline
 
 NUM_SEQUENCES, MAX_POSITIONS = 2, 24
 # Relative to the largest logit; transformers normalizes and rotates in fp32 in every precision.

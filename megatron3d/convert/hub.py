@@ -19,6 +19,7 @@ from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config, DataConfig
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
@@ -30,7 +31,7 @@ from megatron3d.convert.shards import divide, num_bytes, write_shards
 from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer
 from megatron3d.convert.weights import DTYPES, HubWeights
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.checkpointing import LAYOUT_FIELDS, Meta, read_meta
 
@@ -74,7 +75,7 @@ def from_hub(request: Request) -> Report:
     settings = read_json(request.source / "config.json")
     model = read_settings(settings, request.seq_length)
     assert model.vocab_size is not None, "config.json has a vocabulary"
-    arch, model_type = architecture(model, model.vocab_size), dialect_of(settings)
+    arch, model_type = resolve_architecture(model, model.vocab_size), dialect_of(settings)
     table = file_tensors(arch, model_type)
     weights = HubWeights(request.source, table, model_type, arch.tie_embeddings)
     with output_folder(request.target) as folder:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron3d.config.schema import Config
-
 
 class Batch(NamedTuple):
     """The sequences of a global batch, and how many tokens of each are trained on."""
@@ -51,7 +49,7 @@ class Ramp:
         return None if step >= self.num_steps else -(-(step + 1) * self.num_samples // self.num_steps)
 
 
-def ramp_of(given: tuple[int, int, int] | None, end: int) -> Ramp:
+def make_ramp(given: tuple[int, int, int] | None, end: int) -> Ramp:
     """The ramp of a key, [start, increment, samples]; without one all is as at its end."""
     return Ramp(*given, end) if given else Ramp(end, 1, 1, end)
 
@@ -70,15 +68,6 @@ class Batches:
 
     size: Ramp
     length: Ramp
-
-    @classmethod
-    def of(cls, config: Config) -> Batches:
-        """Those of a configuration."""
-        train = config.train
-        return cls(
-            ramp_of(train.rampup_batch_size, train.global_batch_size),
-            ramp_of(train.seq_length_warmup, config.model.seq_length),
-        )
 
     def at(self, consumed_samples: int) -> Batch:
         """The batch that begins when so many samples are used up."""

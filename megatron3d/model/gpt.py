@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.derive import Pipeline
 from megatron3d.data.packing import PLAIN, Documents, Packing, document_mask
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm
@@ -33,6 +32,7 @@ from megatron3d.parallel.mesh import DATA, Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.p2p import Link
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
+from megatron3d.pipeline.spec import Pipeline
 from megatron3d.zero import Block
 
 

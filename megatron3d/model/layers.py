@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.derive import Architecture
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
 from megatron3d.ops.attention import Heads, attention, rotate

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron3d.config.derive import GATED, Architecture, Pipeline
+from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.stages import Stage, make_stages
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.pipeline.spec import Pipeline
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 Named = Iterator[tuple[str, ParamSpec]]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron3d.config.derive import Pipeline
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.pipeline.actions import Action, Schedule, first_microbatches, forwards
 from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
 from megatron3d.pipeline.lower import lower
+from megatron3d.pipeline.spec import Pipeline
 
 
 class Flow:

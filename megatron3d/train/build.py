@@ -17,6 +17,7 @@ from megatron3d.comm.process_comm import Comm, aside
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.data.corpus.blended import BlendedSamples
@@ -25,7 +26,6 @@ from megatron3d.data.corpus.indexed import BLOCK, IndexedDataset
 from megatron3d.data.corpus.stream import Stream
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing
-from megatron3d.data.ramp import Batches
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.hardware.peaks import device_peak
@@ -42,13 +42,13 @@ from megatron3d.train.state import TrainState, build_state, connect
 
 def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     """Read the corpus, connect the ranks, build the model, load a checkpoint, and open the output folder last."""
-    config, is_first, batches = resolved.config, runtime.rank == 0, Batches.of(resolved.config)
+    config, is_first, batches = resolved.config, runtime.rank == 0, RunSpec(resolved.config).batches
     check_history(config.logging, runtime.device)
     with phases("tokenizer and corpus"):
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         corpus = open_corpus(config, tokenizer)
     if is_first:
-        arithmetic = batch_arithmetic(config, runtime.world_size, tokenizer.vocab_size)
+        arithmetic = batch_arithmetic(RunSpec(config, runtime.world_size, tokenizer.vocab_size))
         plan = describe_plan(corpus, batches.consumed_samples(config.train.train_iters), config.data.max_epochs)
         print("> " + "\n".join((arithmetic, *plan)).replace("\n", "\n> "), flush=True)
     baseline_bytes = peak_memory_bytes(runtime.device)

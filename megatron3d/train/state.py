@@ -7,19 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from megatron3d.comm.process_comm import Comm, ProcessComm
-from megatron3d.config.derive import (
-    Architecture,
-    architecture,
-    make_mesh,
-    make_pipeline,
-    overlap_of,
-    tensor_mode,
-    vocab_multiple,
-)
+from megatron3d.config.derive import make_mesh, make_pipeline, overlap_of, tensor_mode, vocab_multiple
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.stream import Stream
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import fused_norms
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.compile import Compiler
 from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
@@ -53,7 +47,7 @@ class TrainState:
 def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tuple[Architecture, ProcessComm]:
     """The model's numbers for a vocabulary, and this rank's groups for everything that it will communicate."""
     mode, mesh = tensor_mode(config.parallel), make_mesh(config.parallel, world_size, rank)
-    arch = architecture(config.model, config.model.vocab_size or vocab_size, vocab_multiple(mode))
+    arch = resolve_architecture(config.model, config.model.vocab_size or vocab_size, vocab_multiple(mode))
     pipeline = make_pipeline(config, arch, mesh)
     return arch, ProcessComm(mesh, axis_sets(arch, mode, mesh), links(arch, pipeline))
 

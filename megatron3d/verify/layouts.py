@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megatron3d.checkpoint.param_pieces import param_pieces, written
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.derive import Architecture, num_microbatches, tensor_mode
+from megatron3d.config.derive import num_microbatches, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader
 from megatron3d.data.packing import Packing
+from megatron3d.model.architecture import Architecture
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state

@@ -15,7 +15,8 @@ from megatron3d.analysis.cost_model.traffic import step_flops, step_traffic
 from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.cli import parse_args
-from megatron3d.config.derive import architecture, make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
@@ -56,7 +57,7 @@ def configure(model: str, parallel: dict[str, Any], world_size: int, **train: An
 
 
 def job_of(config: Config, world_size: int, rank: int) -> Job:
-    arch = architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
+    arch = resolve_architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
     return make_job(config, arch, make_mesh(config.parallel, world_size, rank), recompute_of(config.train))
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.derive import architecture, make_mesh, num_microbatches, stage_owners, tensor_shape
+from megatron3d.config.derive import make_mesh, num_microbatches, stage_owners, tensor_shape
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.rules import check
 from megatron3d.parallel.mesh import DATA
@@ -244,7 +245,7 @@ def facts(config: Config) -> Iterator[str]:
     parallel, mesh = config.parallel, make_mesh(config.parallel, NUM_RANKS)
     ranks, m, layers = mesh.sizes["pipeline"], num_microbatches(config, mesh), parallel.pipeline_model_parallel_layout
     where = stage_owners(parallel)
-    tied = "tied" if architecture(config.model, VOCAB_SIZE).tie_embeddings else "untied"
+    tied = "tied" if resolve_architecture(config.model, VOCAB_SIZE).tie_embeddings else "untied"
     yield f"{tied}, ends {'on one rank' if where[0] == where[-1] else 'apart'}"
     yield f"{tied} {parallel.pipeline_schedule} {parallel.virtual_pipeline_model_parallel_size}"
     yield f"{parallel.tensor_parallel_mode} {parallel.tensor_parallel_form}"

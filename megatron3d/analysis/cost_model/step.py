@@ -19,7 +19,7 @@ from megatron3d.analysis.cost_model.layer import Machine, Phases, layer_phases
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES
-from megatron3d.config.derive import Pipeline, make_mesh, make_pipeline, overlap_of, tensor_mode, virtual_size
+from megatron3d.config.derive import make_mesh, make_pipeline, overlap_of, tensor_mode, virtual_size
 from megatron3d.config.derive import num_microbatches as config_microbatches
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import Architecture
@@ -30,6 +30,7 @@ from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.pipeline.actions import Action, Kind, Schedule
 from megatron3d.pipeline.schedules import FILE, num_microbatches
 from megatron3d.pipeline.simulate import Span, Timeline, run
+from megatron3d.pipeline.spec import Pipeline
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, Kernels, Work
-from megatron3d.config.derive import Pipeline, make_pipeline, overlap_of, tensor_mode
+from megatron3d.config.derive import make_pipeline, overlap_of, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
@@ -14,6 +14,7 @@ from megatron3d.model.stages import Stage
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
+from megatron3d.pipeline.spec import Pipeline
 
 ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megatron3d.analysis.memory_model.local_sizes import Work
 from megatron3d.analysis.memory_model.rank import rank_memory
 from megatron3d.analysis.memory_model.step_spec import Job
-from megatron3d.config.derive import Pipeline, vocab_multiple
+from megatron3d.config.derive import vocab_multiple
 from megatron3d.config.validate.tensor_parallel import feature_dimensions
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
@@ -24,6 +24,7 @@ from megatron3d.pipeline.actions import Kind, owners
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, num_virtual, run
+from megatron3d.pipeline.spec import Pipeline
 
 # Nominal prices.
 _FORM, _SHARE_STATE, _SHARE_GRADIENTS, _ELEMENTWISE, _SMALLER_KERNELS, _SHARE_WEIGHTS = (

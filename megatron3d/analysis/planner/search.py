@@ -26,10 +26,11 @@ from megatron3d.analysis.memory_model.rank import Memory, rank_memory
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_job
 from megatron3d.analysis.planner.options import RECOMPUTATIONS, Layout, Tensor, micro_batches, pipelines, tensors
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import Recompute, recompute_of
 from megatron3d.parallel.mesh import Mesh
@@ -90,7 +91,7 @@ class Problem:
 
     def arch(self, config: Config) -> Architecture:
         """The network with the padding that a layout needs."""
-        return architecture(config.model, self.vocab_size, vocab_multiple(tensor_mode(config.parallel)))
+        return resolve_architecture(config.model, self.vocab_size, vocab_multiple(tensor_mode(config.parallel)))
 
     def plan(self, layout: Layout) -> Plan:
         """A layout in full."""
@@ -118,7 +119,7 @@ class Problem:
 
     def mfu(self, plan: Plan) -> float:
         """Model operations over the peak of all ranks."""
-        flops = flops_per_token(architecture(self.config.model, self.vocab_size)) * self.tokens_per_s(plan)
+        flops = flops_per_token(resolve_architecture(self.config.model, self.vocab_size)) * self.tokens_per_s(plan)
         return flops / (self.num_ranks * self.machine.device.peak)
 
 

@@ -8,7 +8,6 @@ from megatron3d.config.validate.facts import Facts, plain
 from megatron3d.data.corpus.blend import STREAM, parse_paths
 from megatron3d.data.corpus.samples import parse_split
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import architecture
 
 PATH_KEYS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -29,7 +28,7 @@ def data_problems(facts: Facts) -> Iterator[str]:
                 rule = str(error).partition(": ")[2]
                 yield f"{facts.named(f'data.{key}')}: {rule}"
     yield from _stream_problems(facts)
-    if data.reset_position_ids and architecture(facts.config.model, 1).position_embedding_type == "none":
+    if data.reset_position_ids and facts.arch.position_embedding_type == "none":
         yield f"{facts.named('data.reset_position_ids')}: the model has no positions; use false"
     if data.goldfish_k is None and data.goldfish_h != type(data).model_fields["goldfish_h"].default:
         yield f"{facts.named('data.goldfish_h')}: not read without data.goldfish_k; give that, or leave goldfish_h out"

@@ -1,19 +1,21 @@
-"""What the rules are held against, and the words in which they name it."""
+"""The facts that the rules check, and the words in which their messages name values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from megatron3d.config.derive import tensor_shape, tensor_size
-from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.config.run_spec import RunSpec, resolve_architecture
+from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import show
+from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.modes import MODES
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A configuration, where its values came from, and what is known beside it."""
+    """A configuration, the origin of each value, the number of ranks, and the tokenizer's size where it is known."""
 
     config: Config
     world_size: int
@@ -24,6 +26,16 @@ class Facts:
         """`section.key=value (origin)`."""
         origin = f" ({self.origins[key]})" if key in self.origins else ""
         return plain(self.config, key) + origin
+
+    @cached_property
+    def spec(self) -> RunSpec:
+        """The run; a rule reads only what the rules before it have found to be defined."""
+        return RunSpec(self.config, self.world_size, self.vocab_size or 0)
+
+    @cached_property
+    def arch(self) -> Architecture:
+        """The model without the padding of its vocabulary, which needs a valid tensor-parallel mode."""
+        return resolve_architecture(self.config.model, self.config.model.vocab_size or self.vocab_size or 0)
 
     @property
     def shape_key(self) -> str:
@@ -38,17 +50,16 @@ def plain(config: Config, key: str) -> str:
     return f"{key}={show(getattr(getattr(config, section), name))}"
 
 
-def describe_mode(parallel: ParallelConfig) -> str:
+def describe_mode(spec: RunSpec) -> str:
     """`2d: r 2 x c 4`."""
-    names, shape = MODES[parallel.tensor_parallel_mode].axis_names, tensor_shape(parallel)
-    axes = " x ".join(f"{name} {size}" for name, size in zip(names, shape, strict=True))
-    return f"{parallel.tensor_parallel_mode}: {axes}"
+    name = spec.config.parallel.tensor_parallel_mode
+    sizes = zip(MODES[name].axis_names, spec.tensor_shape, strict=True)
+    return f"{name}: {' x '.join(f'{axis} {size}' for axis, size in sizes)}"
 
 
-def describe_tensor(parallel: ParallelConfig) -> str:
+def describe_tensor(spec: RunSpec) -> str:
     """`TP 8 (2d: r 2 x c 4)`, or `TP 1`."""
-    size = tensor_size(parallel)
-    return f"TP {size} ({describe_mode(parallel)})" if size > 1 else "TP 1"
+    return f"TP {spec.tensor_size} ({describe_mode(spec)})" if spec.tensor_size > 1 else "TP 1"
 
 
 def near_divisors(number: int, wrong: int) -> Sequence[int]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron3d.config.derive import stage_owners, tensor_size, virtual_size
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, plain
 from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import architecture
 from megatron3d.model.stages import divide
 from megatron3d.pipeline.actions import owners
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, num_microbatches, taking
@@ -42,7 +40,7 @@ def pipeline_problems(facts: Facts) -> Iterator[str]:
             f"{entry.min_virtual}, or pipeline_schedule {one_of(taking(virtual))}"
         )
         return
-    where = stage_owners(parallel)
+    where = facts.spec.stage_owners
     if parallel.pipeline_model_parallel_layout is not None:
         yield from layout_problems(facts, where)
     elif len(where) > facts.config.model.num_layers:
@@ -52,9 +50,10 @@ def pipeline_problems(facts: Facts) -> Iterator[str]:
 def _too_many(facts: Facts) -> str:
     """More stages than layers, and every single change that helps."""
     parallel, layers = facts.config.parallel, facts.config.model.num_layers
-    name, ranks, virtual = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size, virtual_size(parallel)
+    name, ranks = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size
+    virtual = facts.spec.num_virtual_stages
     remedies = []
-    others = facts.world_size // tensor_size(parallel)
+    others = facts.world_size // facts.spec.tensor_size
     if fitting := [n for n in range(1, layers // virtual + 1) if others % n == 0]:
         remedies.append(f"{max(fitting)}")
     if virtual > 1 and ranks <= layers:
@@ -98,9 +97,9 @@ def layout_problems(facts: Facts, where: Sequence[int]) -> Iterator[str]:
 
 def _example(facts: Facts, where: Sequence[int], between: Sequence[int]) -> tuple[int, ...]:
     """Layers per stage that fit: by cost; fewer layers than stages go to the ranks `between` the ends first."""
-    layers, vocab_size = facts.config.model.num_layers, facts.config.model.vocab_size or facts.vocab_size or 0
+    layers = facts.config.model.num_layers
     if layers >= len(where):
-        return divide(architecture(facts.config.model, vocab_size), len(where), where)
+        return divide(facts.arch, len(where), where)
     needed = [where.index(rank) for rank in between]
     chosen = [*needed, *(stage for stage in range(len(where)) if stage not in needed)][:layers]
     return tuple(int(stage in chosen) for stage in range(len(where)))
@@ -138,7 +137,7 @@ def file_problems(facts: Facts) -> Iterator[str]:
 def _batch(facts: Facts, microbatches: int) -> Iterator[str]:
     """Whether the global batch has the microbatches that a file is for; where it has no whole number, others say so."""
     train, parallel = facts.config.train, facts.config.parallel
-    model_size = tensor_size(parallel) * parallel.pipeline_model_parallel_size
+    model_size = facts.spec.tensor_size * parallel.pipeline_model_parallel_size
     data = facts.world_size // model_size
     step = train.micro_batch_size * data
     if facts.world_size % model_size or train.global_batch_size % step:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, near_divisors, plain
-from megatron3d.data.ramp import Batches
 
 BATCH, LENGTH = "train.rampup_batch_size", "train.seq_length_warmup"
 ENDS = {BATCH: "train.global_batch_size", LENGTH: "model.seq_length"}
@@ -15,7 +14,7 @@ ENDS = {BATCH: "train.global_batch_size", LENGTH: "model.seq_length"}
 
 def ramp_problems(facts: Facts) -> Iterator[str]:
     """Whether each ramp comes to its end."""
-    batches = Batches.of(facts.config)
+    batches = facts.spec.batches
     for key, ramp in ((BATCH, batches.size), (LENGTH, batches.length)):
         way, end = ramp.end - ramp.start, plain(facts.config, ENDS[key])
         if way < 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron3d.config.derive import tensor_mode, tensor_size
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.checkpoint import checkpoint_problems
@@ -20,7 +19,6 @@ from megatron3d.config.validate.tensor_parallel import (
     form_problems,
     token_problems,
 )
-from megatron3d.model.architecture import architecture
 
 # What each of these keys is read with.
 RECOMPUTE_KEYS = {
@@ -52,7 +50,7 @@ def layout_problems(facts: Facts) -> Iterator[str]:
     if forms:
         yield from forms
         return
-    mode = tensor_mode(facts.config.parallel)
+    mode = facts.spec.mode
     if not _heads_unknown(facts.config):
         yield from feature_problems(facts, mode)
     yield from token_problems(facts, mode)
@@ -66,8 +64,7 @@ def _heads_unknown(config: Config) -> bool:
 
 def model_problems(facts: Facts) -> Iterator[str]:
     """The network by itself."""
-    model = facts.config.model
-    arch = architecture(model, vocab_size=1)
+    model, arch = facts.config.model, facts.arch
     heads = model.num_attention_heads
     if _heads_unknown(facts.config):
         yield (
@@ -134,12 +131,12 @@ def batch_problems(facts: Facts) -> Iterator[str]:
     """world_size = TP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
     config, world = facts.config, facts.world_size
     pipeline = config.parallel.pipeline_model_parallel_size
-    model_size = tensor_size(config.parallel) * pipeline
+    model_size = facts.spec.tensor_size * pipeline
     if world % model_size:
         rule = "fewer than" if world < model_size else "not a multiple of"
-        made = f"{describe_tensor(config.parallel)} x PP {pipeline} = {model_size}"
+        made = f"{describe_tensor(facts.spec)} x PP {pipeline} = {model_size}"
         size = one_of(near_multiples(model_size, world))
-        sizes = {facts.shape_key: tensor_size(config.parallel), "parallel.pipeline_model_parallel_size": pipeline}
+        sizes = {facts.shape_key: facts.spec.tensor_size, "parallel.pipeline_model_parallel_size": pipeline}
         other = one_of(key for key, size in sizes.items() if size > 1)
         yield f"world_size {world}: {rule} {made}; use {size} processes (--world-size), or another {other}"
         return

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron3d.config.derive import SEQUENCE_PARALLEL
+from megatron3d.config.run_spec import SEQUENCE_PARALLEL
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples
 from megatron3d.config.validate.rampup import ramp_length_problems
 from megatron3d.config.yaml_origins import show
-from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.matmul_plan import traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -86,7 +86,7 @@ def feature_dimensions(arch: Architecture, mode: Mode) -> Iterator[Dimension]:
 def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     """Every feature dimension that some axes do not divide."""
     given = facts.config.parallel.tensor_parallel_shape is not None or len(mode.axes) == 1
-    for dimension in feature_dimensions(architecture(facts.config.model, vocab_size=1), mode):
+    for dimension in feature_dimensions(facts.arch, mode):
         for axes in _smallest_failing(mode, dimension):
             size, names = _size(mode, axes), "*".join(axes)
             lead = "" if given else "a parallel.tensor_parallel_shape with "
@@ -100,7 +100,7 @@ def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
 def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     """Whether the tokens of a microbatch come out: whole sequences where attention is, any pieces elsewhere."""
     rows, length = facts.config.train.micro_batch_size, facts.config.model.seq_length
-    how = f"over which {describe_mode(facts.config.parallel)} splits"
+    how = f"over which {describe_mode(facts.spec)} splits"
     step, axes = _common_step(mode, (mode.inner[0],))
     if rows % step:
         yield (
@@ -125,7 +125,7 @@ def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     if parallel.tp_keep_gathered_weights and not any(plan.w for plan in plans):
         able = [name for name, entry in MODES.items() if build_mode(name, None, entry.default_shape(8)).expand.w]
         where = facts.named("parallel.tp_keep_gathered_weights")
-        yield f"{where}: {describe_mode(parallel)} gathers no weights; use false, or mode {one_of(able)}"
+        yield f"{where}: {describe_mode(facts.spec)} gathers no weights; use false, or mode {one_of(able)}"
     if parallel.tp_num_panels > 1 and not any(traffic(plan, mesh, 1, 1, 1, 1) for plan in plans):
         where = facts.named("parallel.tp_num_panels")
         yield f"{where}: one rank multiplies without any other; use 1, or tensor_model_parallel_size 2 or more"

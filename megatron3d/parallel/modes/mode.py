@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron3d.parallel.layout import Layout, layout_axes
@@ -51,3 +52,10 @@ class Mode:
     def batch_axes(self) -> Axes:
         """Axes that split the sequences of a microbatch before they are read."""
         return self.expand.m
+
+    @property
+    def vocab_multiple(self) -> int:
+        """Divisor of the padded vocabulary: the head (an expand) and the embedding split it evenly in every layout."""
+        sizes, head, embed = dict(self.axes), self.expand, self.embed
+        splits = (head.w_layout[0], head.y_layout[1], embed.w_layout[1], embed.x_layout[1])
+        return math.lcm(*(math.prod(sizes[axis] for axis in axes) for axes in splits))

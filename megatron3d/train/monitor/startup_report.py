@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from megatron3d.analysis.cost_model.forecast import forecast
 from megatron3d.analysis.memory_model.table import memory_table, stage_table
 from megatron3d.checkpoint.param_pieces import written
-from megatron3d.config.derive import GATED
 from megatron3d.config.schema import Config
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.peaks import Peak, describe_peak
 from megatron3d.hardware.sdpa_backends import describe_attention
+from megatron3d.model.architecture import GATED
 from megatron3d.model.flops import flops_per_token, num_parameters
 from megatron3d.ops.gemm import uses_onednn
 from megatron3d.parallel.logical_views import part_views

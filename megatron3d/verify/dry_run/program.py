@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from megatron3d.config.cli import Arguments, resolve
-from megatron3d.config.derive import architecture, make_mesh, make_pipeline
+from megatron3d.config.derive import make_mesh, make_pipeline
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
@@ -81,5 +82,5 @@ def draw(path: Path, runs: Sequence[RankRun], sums: Sequence[Totals]) -> None:
 
 def step_lists(config: Config, vocab_size: int, world_size: int) -> Sequence[Sequence[Action]]:
     """What each rank of the pipeline executes in a whole step."""
-    arch = architecture(config.model, vocab_size)
+    arch = resolve_architecture(config.model, vocab_size)
     return lower(make_pipeline(config, arch, make_mesh(config.parallel, world_size)).schedule)

@@ -10,9 +10,9 @@ import pytest
 
 from megatron3d.config.derive import make_mesh, make_pipeline, num_microbatches, tensor_mode, tensor_size
 from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
@@ -40,7 +40,7 @@ def test_what_is_verified_is_small_and_has_every_axis(path: Path) -> None:
         assert num_microbatches(small, verified) == 2 * verified.sizes["pipeline"]
         groups, heads = small.model.num_query_groups, small.model.num_attention_heads
         assert (groups == heads) == (config.model.num_query_groups in (None, config.model.num_attention_heads))
-        assert num_parameters(architecture(small.model, verify_layout.VOCAB_SIZE)) < 2e6
+        assert num_parameters(resolve_architecture(small.model, verify_layout.VOCAB_SIZE)) < 2e6
 
 
 def pipelines(**parallel: object) -> Config:
@@ -60,7 +60,7 @@ def test_a_pipeline_stays_one_with_uneven_stages(name: str, has_layout: bool) ->
         small, num_ranks = verify_layout.shrink(pipelines(pipeline_model_parallel_size=4, **given), 4)
         assert num_ranks == 2 and check(small, num_ranks) == []
         mesh = make_mesh(small.parallel, num_ranks)
-        pipeline = make_pipeline(small, architecture(small.model, verify_layout.VOCAB_SIZE), mesh)
+        pipeline = make_pipeline(small, resolve_architecture(small.model, verify_layout.VOCAB_SIZE), mesh)
         assert small.parallel.pipeline_schedule == name and num_microbatches(small, mesh) == 4
         assert len(pipeline.stages) == 2 * SCHEDULES[name].min_virtual
         assert len({len(stage.layers) for stage in pipeline.stages}) == 2

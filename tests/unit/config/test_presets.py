@@ -11,6 +11,7 @@ from megatron3d.config.cli import parameter_line, parse_args, run_check
 from megatron3d.config.derive import tensor_mode
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
 from megatron3d.parallel.modes import MODES, build_mode
 
@@ -30,7 +31,7 @@ def test_a_preset_is_valid_where_it_says_so(path: Path) -> None:
     world_size = next(int(found[1]) for line in comment if (found := re.match(r"world_size (\d+) = ", line)))
     assert check(config, world_size, vocab_size=config.model.vocab_size) == []
     assert run_check(parse_args(["--config", str(path), "--check", "--world-size", str(world_size)])) == 0
-    for line in (*batch_arithmetic(config, world_size).splitlines(), parameter_line(config)):
+    for line in (*batch_arithmetic(RunSpec(config, world_size)).splitlines(), parameter_line(config)):
         assert line in comment
 
 

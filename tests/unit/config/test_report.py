@@ -10,9 +10,9 @@ import pytest
 from megatron3d.config.derive import make_mesh, make_pipeline
 from megatron3d.config.read import DEFAULT, Resolved
 from megatron3d.config.report import batch_arithmetic, join_runs, render
+from megatron3d.config.run_spec import RunSpec, resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
-from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.stages import stage_flops
 from megatron3d.pipeline.actions import Kind
@@ -29,13 +29,13 @@ def config_of(vocab_size: int | None, batch: int = 24, **parallel: Any) -> Confi
 
 
 def pipeline_line(config: Config, world_size: int, vocab_size: int | None = None) -> str:
-    ranks, batch, pipeline = batch_arithmetic(config, world_size, vocab_size).splitlines()
+    ranks, batch, pipeline = batch_arithmetic(RunSpec(config, world_size, vocab_size or 0)).splitlines()
     assert ranks.startswith("world_size ") and batch.startswith("global_batch_size ")
     return pipeline
 
 
 def test_one_rank_has_no_pipeline() -> None:
-    assert len(batch_arithmetic(config_of(LAYER), 1).splitlines()) == 2
+    assert len(batch_arithmetic(RunSpec(config_of(LAYER))).splitlines()) == 2
 
 
 def test_an_even_pipeline_has_the_bubble_of_the_books() -> None:
@@ -77,7 +77,7 @@ def test_a_schedule_that_is_not_here_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_stages_operations_are_the_models(name: str) -> None:
     config = config_of(LAYER, pipeline_model_parallel_size=2, pipeline_schedule=name)
-    arch = architecture(config.model, LAYER)
+    arch = resolve_architecture(config.model, LAYER)
     pipeline = make_pipeline(config, arch, make_mesh(config.parallel, 2))
     flops = [stage_flops(arch, stage) for stage in pipeline.stages]
     assert sum(part[Kind.F] + part[Kind.B] for part in flops) == flops_per_token(arch)

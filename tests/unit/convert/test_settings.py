@@ -10,23 +10,24 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.dialect import DIALECTS, METADATA
 from megatron3d.convert.names import file_tensors, logical_shapes
 from megatron3d.convert.settings import read_settings, write_settings
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import FAMILIES, Architecture, architecture
+from megatron3d.model.architecture import FAMILIES, Architecture
 from tests.support.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings
 
 
 @given(hub=gpt2_settings() | llama_settings())
 def test_there_and_back(hub: dict[str, Any]) -> None:
     model = read_settings(hub)
-    arch = architecture(model, model.vocab_size or 0)
+    arch = resolve_architecture(model, model.vocab_size or 0)
     model_type, written, notes = write_settings(arch)
     again = read_settings(written)
     assert (model_type, notes) == (hub["model_type"], ())
-    assert architecture(again, again.vocab_size or 0) == arch
+    assert resolve_architecture(again, again.vocab_size or 0) == arch
 
 
 @pytest.mark.parametrize("model_type", DIALECTS)
@@ -43,14 +44,14 @@ def test_every_field_of_transformers_has_its_place(model_type: str) -> None:
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     said = transformers.AutoConfig.for_model(model_type).to_dict()
     short, long = (read_settings(one) for one in ({"model_type": model_type}, {**said, "architectures": None}))
-    assert architecture(short, 100) == architecture(long, 100)
+    assert resolve_architecture(short, 100) == resolve_architecture(long, 100)
 
 
 @pytest.mark.parametrize("model_type", DIALECTS)
 def test_every_property_of_ours_has_its_place(model_type: str) -> None:
     """Changing any of them changes what is written, or is refused, or is said."""
     family = "gpt2" if model_type == "gpt2" else "llama"
-    arch = architecture(ModelConfig(family=family, num_attention_heads=4, hidden_size=32, vocab_size=40), 40)
+    arch = resolve_architecture(ModelConfig(family=family, num_attention_heads=4, hidden_size=32, vocab_size=40), 40)
     other: dict[str, Any] = {name: getattr(arch, name) for name in (field.name for field in fields(arch))}
     other |= {name: value * 2 for name, value in other.items() if isinstance(value, int | float) and value}
     other |= {"hidden_dropout": 0.3, "attention_dropout": 0.3, "num_query_groups": 2, "seq_length": 7}
@@ -128,7 +129,7 @@ def test_all_problems_at_once() -> None:
 def test_the_length_of_later_training() -> None:
     model = read_settings(GPT2, seq_length=5)
     assert (model.seq_length, model.max_position_embeddings) == (5, 16)
-    _, written, notes = write_settings(architecture(model, 37))
+    _, written, notes = write_settings(resolve_architecture(model, 37))
     assert written["n_positions"] == 16 and "model.seq_length=5 has no field" in notes[0]
     with pytest.raises(UserError, match="--seq-length 17: the model has 16 positions; use at most 16"):
         read_settings(GPT2, seq_length=17)
@@ -148,13 +149,13 @@ def test_not_written(name: str) -> None:
     change, words = NOT_WRITTEN[name]
     base = {"family": "llama", "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 40}
     with pytest.raises(UserError) as raised:
-        write_settings(architecture(ModelConfig.model_validate({**base, **change}), 40))
+        write_settings(resolve_architecture(ModelConfig.model_validate({**base, **change}), 40))
     (problem,) = raised.value.problems
     assert words in problem and "train a model without it" in problem
 
 
 def test_what_only_training_knows_is_said() -> None:
-    arch = architecture(ModelConfig(family="llama", hidden_dropout=0.1, vocab_size=40), 40)
+    arch = resolve_architecture(ModelConfig(family="llama", hidden_dropout=0.1, vocab_size=40), 40)
     (note,) = write_settings(arch)[2]
     assert note.startswith("model.hidden_dropout=0.1 has no field in config.json")
 
@@ -162,13 +163,13 @@ def test_what_only_training_knows_is_said() -> None:
 @given(hub=gpt2_settings() | llama_settings(), tied=st.booleans())
 def test_the_tables_hold_every_tensor_once(hub: dict[str, Any], tied: bool) -> None:
     model = read_settings({**hub, "tie_word_embeddings": tied})
-    arch: Architecture = architecture(model, model.vocab_size or 0)
+    arch: Architecture = resolve_architecture(model, model.vocab_size or 0)
     table = file_tensors(arch, hub["model_type"])
     assert sorted(name for tensor in table for name, _ in tensor.parts) == sorted(logical_shapes(arch))
     assert len({tensor.name for tensor in table}) == len(table)
 
 
 def test_every_family_is_written() -> None:
-    assert {write_settings(architecture(ModelConfig(family=name), 40))[0] for name in ("gpt2", "llama")} == set(
+    assert {write_settings(resolve_architecture(ModelConfig(family=name), 40))[0] for name in ("gpt2", "llama")} == set(
         FAMILIES
     )

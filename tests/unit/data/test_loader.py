@@ -11,7 +11,7 @@ from megatron3d.data.corpus.indexed import IndexedDataset
 from megatron3d.data.corpus.samples import Split
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.preprocess.writer import IndexedWriter
-from megatron3d.data.ramp import Batches, ramp_of
+from megatron3d.data.ramp import Batches, make_ramp
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import span
@@ -81,7 +81,7 @@ def test_a_batch_that_does_not_divide_is_a_bug(samples: Samples) -> None:
 def test_reading_ahead_gives_the_same(samples: Samples) -> None:
     mesh = Mesh((("pipeline", 1), ("data", 2)), rank=1)
     plain = Loader(samples, mesh, (), 2, 8, torch.device("cpu"))
-    ahead = Prefetching(plain, Batches(ramp_of(None, 8), ramp_of(None, SEQ_LENGTH)))
+    ahead = Prefetching(plain, Batches(make_ramp(None, 8), make_ramp(None, SEQ_LENGTH)))
     for consumed in (0, 8, 16, 40, 48, 8, 16):
         for one, other in zip(plain.step(consumed), ahead.step(consumed), strict=True):
             assert torch.equal(one.tokens, other.tokens) and one.first_sample == other.first_sample
@@ -95,7 +95,7 @@ def test_what_goes_wrong_while_reading_ahead_is_raised_when_it_is_due() -> None:
             return np.zeros((len(samples), SEQ_LENGTH + 1), np.int64)
 
     loader = Loader(Short(), Mesh((("data", 1),)), (), 1, 4, torch.device("cpu"))
-    ahead = Prefetching(loader, Batches(ramp_of(None, 4), ramp_of(None, SEQ_LENGTH)))
+    ahead = Prefetching(loader, Batches(make_ramp(None, 4), make_ramp(None, SEQ_LENGTH)))
     ahead.step(0)
     ahead.step(4)
     with pytest.raises(UserError, match="no more"):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader, Prefetching
@@ -100,4 +101,4 @@ def test_a_ramp_that_does_not_come_out_is_refused_and_told_what_would(key: str, 
 
 
 def test_batch_of_a_run_without_ramps() -> None:
-    assert Batches.of(Config.model_validate(VALID)).at(12345) == Batch(16, 16)
+    assert RunSpec(Config.model_validate(VALID)).batches.at(12345) == Batch(16, 16)

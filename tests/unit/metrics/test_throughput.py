@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.metrics.throughput import Work
-from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import flops_per_token
 
 A100, TPU_V4 = 312e12, 275e12
@@ -29,7 +29,7 @@ MEGATRON = {
 def test_mfu_of_megatrons_models(name: str) -> None:
     """And by hand: 72 layers h^2 (1 + s / 6h + V / 12 h layers) operations per token, the paper's appendix A."""
     model, num_gpus, batch, step_s, published = MEGATRON[name]
-    per_token = flops_per_token(architecture(model, 51200))
+    per_token = flops_per_token(resolve_architecture(model, 51200))
     h, s, layers = model.hidden_size, 2048, model.num_layers
     assert per_token == pytest.approx(72 * layers * h * h * (1 + s / (6 * h) + 51200 / (12 * h * layers)), rel=1e-12)
     work = Work(batch * s, num_gpus, per_token, per_token * batch * s / num_gpus, A100)
@@ -54,7 +54,7 @@ def test_mfu_of_palm() -> None:
         seq_length=2048,
         tie_embeddings=True,
     )
-    per_token = flops_per_token(architecture(model, 256_000))
+    per_token = flops_per_token(resolve_architecture(model, 256_000))
     assert per_token == pytest.approx(6 * 540.35e9 + 12 * 118 * 48 * 256 * 2048, rel=1e-3)
     work = Work(2048 * 2048, 6144, per_token, 0.0, TPU_V4)
     assert work.speed(work.num_tokens / 238.3e3).mfu == pytest.approx(0.462, abs=5e-4)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
-from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token, num_parameters
 from megatron3d.model.params import param_specs
 from megatron3d.parallel.modes import MODES, build_mode
@@ -50,7 +51,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         "tie_embeddings": [True, False],
     }
     fields |= {name: draw(st.sampled_from([None, *values])) for name, values in optional.items()}
-    return architecture(ModelConfig(**fields), vocab_size=draw(st.integers(1, 60)), vocab_multiple=4)
+    return resolve_architecture(ModelConfig(**fields), vocab_size=draw(st.integers(1, 60)), vocab_multiple=4)
 
 
 @settings(deadline=None)
@@ -75,7 +76,7 @@ def test_every_logical_tensor_has_its_own_name(arch: Architecture, name: str) ->
 )
 def test_published_totals(model: ModelConfig, vocab_size: int, expected: int) -> None:
     """GPT-2 and Llama 3 as Hugging Face counts them; GPT-3 of Brown et al. (2020), table 2.1."""
-    assert num_parameters(architecture(model, vocab_size)) == expected
+    assert num_parameters(resolve_architecture(model, vocab_size)) == expected
 
 
 def test_flops_per_token_by_hand() -> None:
@@ -92,10 +93,10 @@ def test_flops_per_token_by_hand() -> None:
     )
     weights = 2 * (8 * 24 + 12 * 8 + 3 * 8 * 12) + 8 * 10
     scores_and_values = 2 * 3 * 2 * 2 * 12 * 16
-    assert flops_per_token(architecture(model, 10)) == 6 * weights + scores_and_values
+    assert flops_per_token(resolve_architecture(model, 10)) == 6 * weights + scores_and_values
 
 
 def test_flops_of_gpt3_are_six_per_parameter_and_attention() -> None:
-    arch = architecture(GPT3_175B, 50257)
+    arch = resolve_architecture(GPT3_175B, 50257)
     attention = 12 * 96 * 12288 * 2048
     assert abs(flops_per_token(arch) - attention - 6 * num_parameters(arch)) < 1e-3 * flops_per_token(arch)

@@ -14,14 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.config.derive import Architecture, Pipeline, architecture, vocab_multiple
+from megatron3d.config.derive import vocab_multiple
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
 from megatron3d.model.stages import make_stages
 from megatron3d.parallel.layout import ParamSpec, box_shape, layout_axes, num_copies
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.pipeline.spec import Pipeline
 from tests.support.toy_pipeline import any_schedule
 
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
@@ -34,7 +37,7 @@ def tables(family: str, **fields: object) -> list[tuple[str, Mode, Mesh, Archite
     out = []
     for name, form in EVERY_FORM:
         mode = build_mode(name, form, MODES[name].default_shape(8))
-        arch = architecture(model, 61, vocab_multiple(mode))
+        arch = resolve_architecture(model, 61, vocab_multiple(mode))
         mesh = Mesh((("data", 2), *mode.axes))
         out.append((f"{name} {form}", mode, mesh, arch, param_specs(arch, mode)))
     return out

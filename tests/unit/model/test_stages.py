@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.config.derive import make_mesh, make_pipeline
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config, ModelConfig
-from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
 from megatron3d.model.stages import Stage, divide, make_stages
 from megatron3d.pipeline.actions import Action, Kind, Placement, loop, vee
@@ -23,7 +24,7 @@ SIZES = {"hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
 
 def arch_of(num_layers: int, vocab_size: int) -> Architecture:
     """A layer takes 6 x 12 x 8 x 8 + 12 x 8 x 4 = 4992 operations per token, the head 48 per word: 104 are a layer."""
-    return architecture(ModelConfig(num_layers=num_layers, **SIZES), vocab_size)
+    return resolve_architecture(ModelConfig(num_layers=num_layers, **SIZES), vocab_size)
 
 
 def divisions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.step import Step, machine_of, predict
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
-from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import flops_per_token
 from tests.unit.analysis.cost_model.framework_profiles import PROFILES
 from tests.unit.analysis.cost_model.published import Row, read, step_of
@@ -67,7 +67,7 @@ def step_for(row: Row) -> Step:
 
 def _model_flops(config: Config) -> float:
     assert config.model.vocab_size is not None, "published runs have a vocabulary"
-    arch = architecture(config.model, config.model.vocab_size)
+    arch = resolve_architecture(config.model, config.model.vocab_size)
     return float(flops_per_token(arch) * config.train.global_batch_size * config.model.seq_length)
 
 

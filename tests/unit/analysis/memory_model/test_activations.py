@@ -23,10 +23,10 @@ from megatron3d.analysis.memory_model.activations import (
 )
 from megatron3d.analysis.memory_model.local_sizes import Work
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.derive import Pipeline
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.data.packing import Packing
-from megatron3d.model.architecture import Architecture, architecture
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import KEEP_ALL, MODULES, Recompute
@@ -35,6 +35,7 @@ from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.schedules import build_schedule
+from megatron3d.pipeline.spec import Pipeline
 from tests.support.saved_tensors import saved_beside
 from tests.support.shards import every_group, pretended_world
 
@@ -67,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def arch_of(name: str) -> Architecture:
-    return architecture(ModelConfig.model_validate(SMALL | MODELS[name]), vocab_size=61, vocab_multiple=64)
+    return resolve_architecture(ModelConfig.model_validate(SMALL | MODELS[name]), vocab_size=61, vocab_multiple=64)
 
 
 def build(work: Work, comm: Comm) -> tuple[GPT, Stage, Pass]:

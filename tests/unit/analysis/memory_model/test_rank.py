@@ -17,10 +17,10 @@ from megatron3d.analysis.memory_model.local_sizes import KERNELS
 from megatron3d.analysis.memory_model.rank import flat_sizes, held, in_flight, rank_memory, stage_activations
 from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
-from megatron3d.model.architecture import architecture
 from megatron3d.model.recompute_spec import Recompute, recompute_of
 from megatron3d.optim.adamw import CPU_PIECE, PIECE
 from megatron3d.optim.optimizer import MOMENTS
@@ -160,7 +160,7 @@ def test_a_step_needs_what_is_said(pool: Pool, name: str) -> None:
 def job(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> Job:
     """As rank 0 sees it."""
     config = configure(model, parallel, **train)
-    arch = architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
+    arch = resolve_architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
     return make_job(config, arch, make_mesh(config.parallel, NUM_RANKS))
 
 

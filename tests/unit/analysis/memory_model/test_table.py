@@ -19,8 +19,8 @@ from megatron3d.analysis.memory_model.table import (
     unit_for,
 )
 from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
-from megatron3d.model.architecture import architecture
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.flops import num_parameters as of_model
 from megatron3d.model.stages import make_stages
@@ -31,7 +31,7 @@ MODEL = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "seq_leng
 def job(num_ranks: int = 8, **parallel: Any) -> Job:
     train = {"micro_batch_size": 2, "global_batch_size": 32}
     config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": train})
-    arch = architecture(config.model, 500, vocab_multiple(tensor_mode(config.parallel)))
+    arch = resolve_architecture(config.model, 500, vocab_multiple(tensor_mode(config.parallel)))
     return make_job(config, arch, make_mesh(config.parallel, num_ranks))
 
 

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.derive import make_mesh, make_pipeline
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.config.validate.rules import check
-from megatron3d.model.architecture import architecture
 from megatron3d.pipeline.actions import Schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
@@ -170,7 +169,7 @@ def test_what_passes_can_be_built_and_what_is_suggested_passes(
     config = config_of(given_, model=model)
     problems = check(config, ranks * data)
     if not problems:
-        pipeline = make_pipeline(config, architecture(config.model, 61), make_mesh(config.parallel, ranks * data))
+        pipeline = RunSpec(config, ranks * data, 61).pipeline
         assert sum(len(stage.layers) for stage in pipeline.stages) == layers
         return
     (problem,) = problems

@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode, vocab_multiple
+from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.model.architecture import architecture
 from megatron3d.model.params import param_specs
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.modes import MODES
@@ -59,7 +59,7 @@ def test_what_passes_is_cut_into_equal_boxes_with_whole_heads(case: tuple[Config
     config, world_size = case
     assume(not check(config, world_size))
     mode = tensor_mode(config.parallel)
-    arch = architecture(config.model, 61, vocab_multiple(mode))
+    arch = resolve_architecture(config.model, 61, vocab_multiple(mode))
     meshes = [make_mesh(config.parallel, world_size, rank) for rank in range(world_size)]
     for name, spec in param_specs(arch, mode).items():
         for index in range(len(spec.parts)):

@@ -1,0 +1,231 @@
+"""Everything that follows from a configuration on a given number of ranks, derived once.
+
+    config, world size, tokenizer  ->  RunSpec  ->  training
+                                                ->  dry run            (verify/dry_run)
+                                                ->  time prediction    (analysis/cost_model)
+                                                ->  memory prediction  (analysis/memory_model)
+
+All four read the properties of one `RunSpec`, so that none can differ in what it derives.  Every property is computed
+when it is first read: the rules in config/validate/ read those that are defined for a configuration that breaks other
+rules.  Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.data.ramp import Batches, make_ramp
+from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
+from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
+from megatron3d.model.stages import divide, layer_flops, make_stages
+from megatron3d.parallel.mesh import DATA, Mesh
+from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.modes.mode import Mode
+from megatron3d.parallel.tp_overlap import TPOverlap
+from megatron3d.pipeline.action_costs import Costs
+from megatron3d.pipeline.actions import Schedule, owners
+from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule
+from megatron3d.pipeline.spec import Pipeline
+
+SEQUENCE_PARALLEL = "sequence_parallel"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A configuration on `world_size` ranks, seen from one of them.
+
+    Attributes:
+        config: the configuration as read.
+        world_size: number of ranks.
+        vocab_size: tokens of the tokenizer, used where `model.vocab_size` is open; 0: not known yet.
+        rank: global rank of this process.
+    """
+
+    config: Config
+    world_size: int = 1
+    vocab_size: int = 0
+    rank: int = 0
+
+    def on_rank(self, rank: int) -> RunSpec:
+        """Return the same run seen from another rank."""
+        return replace(self, rank=rank)
+
+    def with_config(self, config: Config) -> RunSpec:
+        """Return the run of another configuration on the same ranks, with the same tokenizer."""
+        return replace(self, config=config)
+
+    def with_microbatches(self, count: int) -> RunSpec:
+        """Return a run whose global batch has `count` microbatches."""
+        size = count * self.config.train.micro_batch_size * self.mesh.size(DATA)
+        train = self.config.train.model_copy(update={"global_batch_size": size})
+        return self.with_config(self.config.model_copy(update={"train": train}))
+
+    # Model
+
+    @cached_property
+    def arch(self) -> Architecture:
+        """The model with every default resolved; its vocabulary is padded so that every split of it is even."""
+        return resolve_architecture(
+            self.config.model, self.config.model.vocab_size or self.vocab_size, self.mode.vocab_multiple
+        )
+
+    @cached_property
+    def recompute(self) -> Recompute:
+        """Activation recomputation."""
+        train = self.config.train
+        return Recompute(
+            train.recompute_granularity or "none",
+            frozenset(train.recompute_modules or (CORE_ATTN,)),
+            train.recompute_method or UNIFORM,
+            train.recompute_num_layers or 1,
+            train.cpu_offloading,
+        )
+
+    # Tensor parallelism
+
+    @cached_property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Sizes of the tensor axes."""
+        parallel = self.config.parallel
+        if parallel.tensor_parallel_shape is not None:
+            return parallel.tensor_parallel_shape
+        return MODES[parallel.tensor_parallel_mode].default_shape(parallel.tensor_model_parallel_size or 1)
+
+    @property
+    def tensor_size(self) -> int:
+        """TP: the product of the tensor axes."""
+        return math.prod(self.tensor_shape)
+
+    @cached_property
+    def mode(self) -> Mode:
+        """The tensor-parallel mode with the sizes of its axes."""
+        parallel = self.config.parallel
+        form = SEQUENCE_PARALLEL if parallel.sequence_parallel else parallel.tensor_parallel_form
+        return build_mode(parallel.tensor_parallel_mode, form, self.tensor_shape)
+
+    @cached_property
+    def overlap(self) -> TPOverlap:
+        """Which communication of a matmul overlaps with which GEMM."""
+        parallel = self.config.parallel
+        return TPOverlap(
+            parallel.tp_num_panels,
+            parallel.tp_comm_overlap_input_grad,
+            parallel.tp_comm_overlap_weight_grad,
+            parallel.tp_comm_overlap_weight_gather,
+            parallel.tp_keep_gathered_weights,
+        )
+
+    # Ranks
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The grid `pipeline x replica x data x tensor axes`; data parallelism takes the ranks that are left."""
+        pipeline = self.config.parallel.pipeline_model_parallel_size
+        replicas = self.config.parallel.num_distributed_optimizer_instances
+        data = self.world_size // (pipeline * replicas * self.tensor_size)
+        axes = (("pipeline", pipeline), ("replica", replicas), ("data", data), *self.mode.axes)
+        return Mesh(axes, self.rank)
+
+    # Batches
+
+    @cached_property
+    def batches(self) -> Batches:
+        """The global batch of every iteration, ramp-up of its size and its length included."""
+        train = self.config.train
+        return Batches(
+            make_ramp(train.rampup_batch_size, train.global_batch_size),
+            make_ramp(train.seq_length_warmup, self.config.model.seq_length),
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step at full batch size: global batch / (microbatch x data-parallel size)."""
+        return self.config.train.global_batch_size // (self.config.train.micro_batch_size * self.mesh.size(DATA))
+
+    # Pipeline
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Stages per pipeline rank of a schedule that has a name."""
+        given = self.config.parallel.virtual_pipeline_model_parallel_size
+        return SCHEDULES[self.config.parallel.pipeline_schedule].min_virtual if given is None else given
+
+    @property
+    def has_schedule_file(self) -> bool:
+        """Whether the schedule is read from a file instead of generated by its name."""
+        return self.config.parallel.pipeline_schedule == FILE
+
+    @property
+    def schedule_file(self) -> Path:
+        """Path of the schedule file of a run that has one."""
+        path = self.config.parallel.pipeline_schedule_file
+        assert path is not None, "parallel.pipeline_schedule=file comes with pipeline_schedule_file"
+        return Path(path)
+
+    @property
+    def stage_owners(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage.  Raises UserError where the schedule's file cannot be read."""
+        if self.has_schedule_file:
+            return tuple(owners(load_schedule(self.schedule_file)).values())
+        place = SCHEDULES[self.config.parallel.pipeline_schedule].place
+        ranks = self.config.parallel.pipeline_model_parallel_size
+        return tuple(place(stage, ranks) for stage in range(ranks * self.num_virtual_stages))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The computations of every pipeline rank.  Raises UserError where the schedule's file cannot be used."""
+        ranks = self.mesh.sizes["pipeline"]
+        if self.has_schedule_file:
+            return load_schedule(self.schedule_file, ranks, self.num_microbatches)
+        costs = Costs(**{kind.value: float(count) for kind, count in layer_flops(self.arch).items()})
+        name = self.config.parallel.pipeline_schedule
+        return build_schedule(name, ranks, self.num_microbatches, self.num_virtual_stages, costs)
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """Stages, schedule and owners.  Raises UserError where the schedule's file cannot be used."""
+        where = tuple(owners(self.schedule).values())
+        counts = self.config.parallel.pipeline_model_parallel_layout or divide(self.arch, len(where), where)
+        return Pipeline(make_stages(counts), self.schedule, where)
+
+
+def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: int = 1) -> Architecture:
+    """Resolve the defaults of a model with `vocab_size` tokens; the padded vocabulary is a multiple of
+    `vocab_multiple`, too."""
+    family = FAMILIES[model.family]
+    activation = _given(model.activation, family.activation)
+    multiple = math.lcm(model.make_vocab_size_divisible_by, vocab_multiple)
+    return Architecture(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=_given(model.ffn_hidden_size, default_ffn_hidden_size(model.hidden_size, activation)),
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=_given(model.num_query_groups, model.num_attention_heads),
+        kv_channels=_given(model.kv_channels, model.hidden_size // model.num_attention_heads),
+        seq_length=model.seq_length,
+        max_position_embeddings=_given(model.max_position_embeddings, model.seq_length),
+        vocab_size=vocab_size,
+        padded_vocab_size=-(-vocab_size // multiple) * multiple,
+        position_embedding_type=_given(model.position_embedding_type, family.position_embedding_type),
+        rotary_base=model.rotary_base,
+        normalization=_given(model.normalization, family.normalization),
+        norm_epsilon=model.norm_epsilon,
+        activation=activation,
+        add_bias_linear=_given(model.add_bias_linear, family.add_bias_linear),
+        tie_embeddings=_given(model.tie_embeddings, family.tie_embeddings),
+        qk_layernorm=model.qk_layernorm,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+    )
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
