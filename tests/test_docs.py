@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron3d.viz.data_flows import FLOWS
 from tests.support.doc_commands import LAUNCHERS, PROGRAM, Words, code, commands, perform, understand
 from tests.support.hub_models import GPT2, write_hub
 from tests.support.pool import Pool
@@ -48,6 +49,8 @@ NOT_DONE: Mapping[str, str] = {
     "bash scripts/slurm/": CLUSTER,
     "touch runs/mine/stop": "stops a run that is under way: tests/integration/test_resume.py",
 }
+REPOSITORY_FILE = r"\b(?:megatron3d|tests|tools|benchmarks|docs|scripts|configs)/[\w./-]+\.(?:py|md|yaml|sh|sbatch)\b"
+ELSEWHERE = {"docs/performance.md"}  # of torchtitan
 # Other exit codes than 0: the two runs differ.
 CODES: Mapping[str, int] = {"python tools/checkpoint.py diff": 1}
 
@@ -161,6 +164,23 @@ def test_programs_and_options_that_are_mentioned_are_there(page: Path) -> None:
         reader = "megatron3d/config/cli.py" if program == "pretrain_gpt.py" else program
         source = (ROOT / reader).read_text(encoding="utf-8")
         assert [flag for flag in re.findall(r"--[a-z-]+", rest) if f'"{flag}"' not in source] == [], f"{program}{rest}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(REPOSITORY_FILE, text)) - ELSEWHERE
+    linked = {target for target in re.findall(r"\]\(([^)#:]+)", text) if not (page.parent / target).exists()}
+    assert {name for name in named if not (ROOT / name).exists()} | linked == set()
+
+
+def test_architecture_follows_its_picture() -> None:
+    """Below the title of each way the page names the picture's files, in the picture's order."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for title, steps in FLOWS.items():
+        part = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        places = [part.find(f"(../megatron3d/{step.file})") for step in steps]
+        assert -1 not in places and places == sorted(places), (title, places)
 
 
 def test_explained_messages_are_said() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.viz.data_flows import data_flows_picture
 from megatron3d.viz.layouts import layout_picture
 from megatron3d.viz.schedules import schedules_picture
 from megatron3d.viz.sharing import sharing_picture
@@ -31,6 +32,7 @@ def every_picture() -> Iterator[tuple[str, str]]:
             yield f"{name}-{form}.svg", layout_picture(mode, form, RANK)
     yield "zero.svg", sharing_picture()
     yield "schedules.svg", schedules_picture()
+    yield "data_flows.svg", data_flows_picture()
 
 
 def one_picture(arguments: argparse.Namespace) -> str:
