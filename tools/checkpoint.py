@@ -29,6 +29,7 @@ from megatron3d.comm.process_comm import ObjectComm
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 
 EXIT_DIFFERENT = 1
 ALONE = Mesh((("data", 1),))
@@ -75,7 +76,7 @@ def show(args: argparse.Namespace) -> int:
     print(f"{boxes} boxes in {len(files)} files")
     for name, tensor in index.tensors.items() if args.tensors else ():
         print(f"  {name} {list(tensor.shape)} {tensor.dtype}, boxes: {len(tensor.boxes)}")
-    return process.EXIT_DONE
+    return ExitCode.DONE
 
 
 def sizes(index: Index) -> Mapping[str, tuple[int, int, int]]:
@@ -104,7 +105,7 @@ def check(args: argparse.Namespace) -> int:
             if not found:
                 print(f"{folder}: complete and undamaged", flush=True)
     UserError.collect(problems)
-    return process.EXIT_DONE
+    return ExitCode.DONE
 
 
 def verify_with(num_workers: int, folder: Path) -> list[str]:
@@ -122,7 +123,7 @@ def compare(args: argparse.Namespace) -> int:
         print(line, flush=True)
         num_found += 1
     print(f"{num_found} differences" if num_found else "equal")
-    return EXIT_DIFFERENT if num_found else process.EXIT_DONE
+    return EXIT_DIFFERENT if num_found else ExitCode.DONE
 
 
 def average(args: argparse.Namespace) -> int:
@@ -141,7 +142,7 @@ def average(args: argparse.Namespace) -> int:
     finally:
         lock.release()
     print(f"mean of {len(folders)} checkpoints: {folder}")
-    return process.EXIT_DONE
+    return ExitCode.DONE
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {

@@ -25,6 +25,7 @@ from megatron3d.errors import UserError
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.pipeline.executor import Flow
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.step import Settings
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = describe(config, samples, mean_loss(flow, config, samples, here.device))
         if here.rank == 0:
             print(json.dumps(result) if args.json else render(result))
-    return process.EXIT_DONE
+    return ExitCode.DONE
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -20,6 +20,7 @@ from megatron3d.errors import UserError
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.inference.sampling import Choice, Sampler, Text, sample
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = [tokenizer.decode(tokens) for tokens in complete(sampler, prompts, tokenizer.eod, args)]
             if here.rank == 0:
                 print("\n".join(said if len(said) == 1 else [json.dumps({"text": text}) for text in said]))
-    return process.EXIT_DONE
+    return ExitCode.DONE
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -19,6 +19,7 @@ from megatron3d.errors import UserError
 from megatron3d.inference.lm_eval_adapter import Harness, as_lm
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if here.rank == 0:
             print(json.dumps(found["results"], indent=2, default=str))
-    return process.EXIT_DONE
+    return ExitCode.DONE
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,6 +18,7 @@ from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import layout_problems, value_problems
 from megatron3d.errors import UserError
 from megatron3d.model.flops import num_parameters
+from megatron3d.runtime.exit_codes import ExitCode
 
 # Other sizes, and with them what the axes must divide, follow from these.
 _SHAPE = frozenset({"model.family", "model.activation", "model.hidden_size", "model.num_attention_heads"})
@@ -108,13 +109,13 @@ def run_check(arguments: Arguments, environ_world_size: int | None = None) -> in
     except UserError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     print(render(resolved))
     print(batch_arithmetic(RunSpec(resolved.config, world_size)))
     print(parameter_line(resolved.config))
     for problem in check_files(resolved.config, world_size, resolved.origins) if elsewhere else ():
         print(f"on this machine: {problem}")
-    return 0
+    return ExitCode.DONE
 
 
 def parameter_line(config: Config) -> str:

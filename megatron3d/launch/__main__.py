@@ -16,6 +16,7 @@ from megatron3d.errors import UserError
 from megatron3d.launch.health import find_gpus, node_problems
 from megatron3d.launch.requeue import Ended, begun_at, newest_iteration, note_start, run_folder, verdict
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def before(typed: argparse.Namespace) -> int:
     problems += node_problems(allocation.num_gpus, find_gpus(allocation.num_gpus))
     for problem in problems:
         print(f"node {allocation.node}: {problem}; or submit with --exclude={allocation.node}", file=sys.stderr)
-    return process.EXIT_CRASH if problems else process.EXIT_DONE
+    return ExitCode.CRASH if problems else ExitCode.DONE
 
 
 def after(typed: argparse.Namespace) -> int:
@@ -55,7 +56,7 @@ def after(typed: argparse.Namespace) -> int:
     ended = Ended(typed.code, typed.before_limit)
     again, why = verdict(ended, begun_at(root, process.allocation()), newest_iteration(root))
     print(f"> {why}", flush=True)
-    return process.EXIT_DONE if again else process.EXIT_CRASH
+    return ExitCode.DONE if again else ExitCode.CRASH
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

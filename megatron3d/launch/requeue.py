@@ -23,9 +23,9 @@ from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import read_journal
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.files import write_text
 from megatron3d.runtime.launcher_env import Allocation
-from megatron3d.runtime.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 
 FILE_NAME = "slurm.jsonl"
 # Starts in a row that may save nothing.
@@ -63,11 +63,11 @@ def verdict(ended: Ended, begun_at: Sequence[int], newest: int) -> tuple[bool, s
         begun_at: iterations with which its starts began, this one last; empty where this one was not noted.
         newest: iteration of the newest checkpoint now.
     """
-    if ended.code == EXIT_DONE:
+    if ended.code == ExitCode.DONE:
         return False, "done"
-    if ended.code == EXIT_USER_ERROR:
+    if ended.code == ExitCode.USER_ERROR:
         return False, "not queued again: what was given is wrong, as said above, and would be refused again"
-    if ended.code == EXIT_STOPPED and not ended.before_limit:
+    if ended.code == ExitCode.STOPPED and not ended.before_limit:
         return False, "not queued again: stopped on request; submit it again to go on"
     if not begun_at:
         return False, f"not queued again: it ended with code {ended.code} before its start could be noted"

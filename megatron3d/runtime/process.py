@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.host_allocator import keep_freed_memory
 from megatron3d.runtime.launcher_env import Allocation, Placement, read_allocation, read_environment
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # What torch waits for longer than the watchdog, which can say more.
 GRACE_S = 30.0
-EXIT_DONE, EXIT_CRASH, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _leave_at_once() -> None:
     """The ordinary way out would wait for collectives that no other rank will join."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_CRASH)
+    os._exit(ExitCode.CRASH)
 
 
 def launch(num_ranks: int, rank: Callable[..., T], *args: object) -> T:
@@ -251,15 +251,15 @@ def run_program(main: Callable[[], int]) -> int:
         return main()
     except UserError as error:
         _tell(error.problems)
-        code = EXIT_USER_ERROR
+        code = ExitCode.USER_ERROR
     except KeyboardInterrupt:
         _tell(("interrupted",))
-        code = EXIT_INTERRUPTED
+        code = ExitCode.INTERRUPTED
     except Exception:
         if _place_or_alone().world_size == 1:
             raise
         _tell((traceback.format_exc(),))
-        code = EXIT_CRASH
+        code = ExitCode.CRASH
     if _place_or_alone().world_size > 1:
         sys.stdout.flush()
         sys.stderr.flush()

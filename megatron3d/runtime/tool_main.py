@@ -21,9 +21,7 @@ from rich.progress import (
 )
 
 from megatron3d.errors import UserError
-
-USER_ERROR = 2
-INTERRUPTED, BROKEN_PIPE = 130, 141
+from megatron3d.runtime.exit_codes import ExitCode
 
 
 def run_tool(
@@ -42,17 +40,17 @@ def run_tool(
     except UserError as error:
         for problem in error.problems:
             print(f"{parser.prog}: {problem}", file=sys.stderr)
-        return USER_ERROR
+        return ExitCode.USER_ERROR
     except BrokenPipeError:  # such as in `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return ExitCode.BROKEN_PIPE
     except OSError as error:
         print(f"{parser.prog}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return USER_ERROR
+        return ExitCode.USER_ERROR
     except KeyboardInterrupt as stop:
         print(f"{parser.prog}: stopped; {' '.join(map(str, stop.args)) or 'nothing was written'}", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        return ExitCode.INTERRUPTED
+    return ExitCode.DONE
 
 
 def positive(text: str) -> int:

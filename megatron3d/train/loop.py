@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron3d.config.schema import Config
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.optim.optimizer import learning_rate
-from megatron3d.runtime.process import EXIT_DONE, EXIT_STOPPED, StopSignal
+from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.runtime.process import StopSignal
 from megatron3d.train.checkpointing import describe, source_of
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.monitor.monitor import Watching
@@ -59,7 +60,7 @@ def train(run: Run, stop: StopSignal) -> int:
                 save(run)
     if run.saver:
         run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, config))
-    return EXIT_STOPPED if state.iteration < config.train.train_iters else EXIT_DONE
+    return ExitCode.STOPPED if state.iteration < config.train.train_iters else ExitCode.DONE
 
 
 def has_stop_file(run: Run) -> bool:

@@ -18,7 +18,7 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import StoredTensor
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.verify import newest_good, verify
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.tiny_run import Words, cut, in_run, launch, refuse, run, steps, tree, write_config
 
 Damage = Callable[[Path], object]
@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run."""
     config = write_config(tmp_path_factory.mktemp("trained"))
-    assert run(config).code == process.EXIT_DONE
+    assert run(config).code == ExitCode.DONE
     return config.parent / "run"
 
 
@@ -160,11 +160,11 @@ def test_a_run_continues_from_the_newest_good_one(config: Path, trained: Path, n
     damage, _, problems = LOADS[name]
     there = config.parent / "run"
     typed = [f"checkpoint.save={there}", f"checkpoint.load={there}"]
-    assert run(config, *typed, "train.exit_interval=4").code == process.EXIT_STOPPED
-    assert run(config, *typed).code == process.EXIT_DONE
+    assert run(config, *typed, "train.exit_interval=4").code == ExitCode.STOPPED
+    assert run(config, *typed).code == ExitCode.DONE
     damage(there)
     outcome = run(config, *typed)
-    assert outcome.code == process.EXIT_DONE, outcome.err
+    assert outcome.code == ExitCode.DONE, outcome.err
     assert f"> continuing from {there}/iter_000000{8 if name in NO_TRACKER else 4}" in outcome.out
     if name not in NO_TRACKER:
         (line,) = [line for line in outcome.out.splitlines() if line.startswith("> passing over")]
@@ -230,13 +230,13 @@ def test_a_disk_that_fails_in_a_save(config: Path, trained: Path, code: int, in_
     assert tree(there / "iter_0000008") == before and verify(there / "iter_0000008") == ()
     names = {path.name for path in there.iterdir() if "iter" in path.name and path.is_dir()}
     if in_background == "true":
-        assert outcome.code == process.EXIT_DONE and "> not saved, training goes on" in outcome.out
+        assert outcome.code == ExitCode.DONE and "> not saved, training goes on" in outcome.out
         assert words in outcome.out and names == {"iter_0000008", "iter_0000010"}
     else:
-        assert outcome.code == process.EXIT_USER_ERROR and outcome.err.startswith(words)
+        assert outcome.code == ExitCode.USER_ERROR and outcome.err.startswith(words)
         assert len(outcome.err.splitlines()) == 1 and names == {"iter_0000008"}
         assert newest_good(there) == (there / "iter_0000008", [])
-    assert run(config, *ANOTHER_STEP).code == process.EXIT_DONE
+    assert run(config, *ANOTHER_STEP).code == ExitCode.DONE
     assert newest_good(there) == (there / "iter_0000010", [])
 
 
@@ -250,6 +250,6 @@ def test_a_disk_that_is_really_full(config: Path, trained: Path) -> None:
         outcome = run(config, *ANOTHER_STEP)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert outcome.code == process.EXIT_USER_ERROR and "iter_0000009 cannot be written: File too large" in outcome.err
+    assert outcome.code == ExitCode.USER_ERROR and "iter_0000009 cannot be written: File too large" in outcome.err
     assert newest_good(there) == (there / "iter_0000008", [])
     assert not [path.name for path in there.iterdir() if path.name.startswith(".iter")]

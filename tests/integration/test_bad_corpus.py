@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.tiny_run import Words, cut, refuse, run, write_config
 
 Damage = Callable[[Path], object]
@@ -154,7 +154,7 @@ def test_schedule(config: Path, name: str, check: bool) -> None:
 def test_a_schedule_elsewhere_is_only_mentioned(config: Path) -> None:
     typed = ["parallel.pipeline_schedule=file", "parallel.pipeline_schedule_file=/there/mine.csv"]
     outcome = run(config, "--check", "--world-size", "2", "parallel.pipeline_model_parallel_size=2", *typed)
-    assert outcome.code == process.EXIT_DONE and not outcome.err
+    assert outcome.code == ExitCode.DONE and not outcome.err
     assert "pipeline: file /there/mine.csv, 2 ranks; stages and bubble are not known here" in outcome.out
     assert "on this machine: parallel.pipeline_schedule_file=/there/mine.csv (command line): " in outcome.out
 

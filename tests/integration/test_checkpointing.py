@@ -12,7 +12,7 @@ import torch
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.publish import finished
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.checkpointing import read_meta
 from tests.support.pool import Pool
 from tests.support.tiny_run import Words, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus
@@ -30,7 +30,7 @@ def whole(config: Path) -> Path:
     """A run of 8 iterations that saved each second one."""
     folder = config.parent / "whole"
     outcome = run(config, *in_run(str(folder)), *FP64, "checkpoint.save_interval=2")
-    assert outcome.code == process.EXIT_DONE, outcome
+    assert outcome.code == ExitCode.DONE, outcome
     return folder
 
 
@@ -43,13 +43,13 @@ def test_in_the_background_the_same_bits_are_saved(config: Path, whole: Path, po
     """On one process, and on four, which share out what they all hold."""
     asked = [*FP64, "checkpoint.save_interval=2", "checkpoint.async_save=true"]
     alone = run(config, *in_run(f"{tmp_path}/alone"), *asked)
-    assert alone.code == process.EXIT_DONE and alone.out.count("> saved ") == 4, alone
+    assert alone.code == ExitCode.DONE and alone.out.count("> saved ") == 4, alone
     assert all(same(stored(tmp_path / "alone", i), stored(whole, i)) for i in (2, 4, 6, 8))
     runs = [
         [*in_run(f"{tmp_path}/{name}"), *FP64, "checkpoint.save_interval=2", f"checkpoint.async_save={name}"]
         for name in ("false", "true")
     ]
-    assert pool.run(run_as_rank, 4, config, runs) == [[process.EXIT_DONE] * 2] * 4
+    assert pool.run(run_as_rank, 4, config, runs) == [[ExitCode.DONE] * 2] * 4
     for iteration in (2, 4, 6, 8):
         assert same(stored(tmp_path / "true", iteration), stored(tmp_path / "false", iteration))
         sizes = [path.stat().st_size for path in (tmp_path / f"true/iter_{iteration:07d}").glob("*.safetensors")]
@@ -68,7 +68,7 @@ def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None
     """Stopped between two permanent checkpoints by what leaves no time to save, a run goes on from the short-lived."""
     asked = ["checkpoint.save_interval=3", "checkpoint.keep_latest_k=1", "checkpoint.non_persistent_save_interval=1"]
     settings = [*in_run(f"{tmp_path}/run"), *FP64, *asked]
-    assert run(config, *settings, "train.exit_interval=4").code == process.EXIT_STOPPED
+    assert run(config, *settings, "train.exit_interval=4").code == ExitCode.STOPPED
     assert finished(tmp_path / "run").keys() == {4} and not (tmp_path / "run/non_persistent").exists()
     # What a kill would have left: iteration 4 as a short-lived checkpoint only.
     short = tmp_path / "run/non_persistent"
@@ -77,7 +77,7 @@ def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None
     (tmp_path / "run/latest_checkpointed_iteration.txt").rename(short / "latest_checkpointed_iteration.txt")
     refuse(config, [*settings, "checkpoint.load=null"], (f"checkpoint.save={tmp_path}/run", "a run is there already"))
     outcome = run(config, *settings)
-    assert outcome.code == process.EXIT_DONE
+    assert outcome.code == ExitCode.DONE
     assert f"> continuing from {short}/iter_0000004" in outcome.out
     assert steps(tmp_path / "run") == steps(whole) and same(stored(tmp_path / "run", 8), stored(whole, 8))
     assert finished(tmp_path / "run").keys() == {8} and not short.exists()
@@ -96,14 +96,14 @@ def test_another_corpus_is_refused_unless_it_is_accepted(config: Path, whole: Pa
     refuse(config, asked, (f"saved with corpus={old}, but this run has ", "checkpoint.accept_changed=[corpus]"), seed)
     refuse(config, [*asked, "checkpoint.accept_changed=[corpus]"], seed)
     outcome = run(config, *asked, "checkpoint.accept_changed=[corpus,train.seed]")
-    assert outcome.code == process.EXIT_DONE and "iteration        9/       9" in outcome.out
+    assert outcome.code == ExitCode.DONE and "iteration        9/       9" in outcome.out
 
 
 def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) -> None:
     """Fine-tuning begins with the weights, at iteration 0, on any corpus; only the tokenizer must be the same."""
     asked = [f"checkpoint.save={tmp_path}/tuned", f"checkpoint.load={whole}", "checkpoint.finetune=true", *FP64]
     outcome = run(config, *asked, f"data.data_path={other}", "train.train_iters=2", "optimizer.lr=1e-300")
-    assert outcome.code == process.EXIT_DONE, outcome
+    assert outcome.code == ExitCode.DONE, outcome
     assert f"> beginning with the weights of {whole}/iter_0000008" in outcome.out
     assert [iteration for iteration, *_ in steps(tmp_path / "tuned")] == [1, 2]
     before, after = stored(whole, 8), stored(tmp_path / "tuned", 2)
@@ -116,7 +116,7 @@ def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) ->
 def test_without_the_optimizer(config: Path, whole: Path, tmp_path: Path) -> None:
     """Iteration and data go on; moments and their bias correction begin anew."""
     asked = [f"checkpoint.save={tmp_path}/bare", f"checkpoint.load={whole}", "checkpoint.no_load_optim=true", *FP64]
-    assert run(config, *asked, "train.train_iters=9", "optimizer.adam_beta1=0").code == process.EXIT_DONE
+    assert run(config, *asked, "train.train_iters=9", "optimizer.adam_beta1=0").code == ExitCode.DONE
     assert [iteration for iteration, *_ in steps(tmp_path / "bare")] == [9]
     meta = read_meta(tmp_path / "bare/iter_0000009")
     assert (meta.optimizer_steps, meta.consumed_samples) == (1, 144)
@@ -165,7 +165,7 @@ def test_two_runs_in_one_folder(config: Path, whole: Path, tmp_path: Path) -> No
         refuse(config, [*in_run(f"{tmp_path}/run"), *FP64], (f"checkpoint.save={tmp_path}/run: process ", "is saving"))
     finally:
         lock.release()
-    assert run(config, *in_run(f"{tmp_path}/run"), *FP64).code == process.EXIT_DONE
+    assert run(config, *in_run(f"{tmp_path}/run"), *FP64).code == ExitCode.DONE
 
 
 def test_the_index_is_the_only_thing_beside_safetensors(whole: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron3d.metrics.journal import read_journal
-from megatron3d.runtime.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.checkpointing import read_meta
 from tests.support.pool import Pool
 from tests.support.tiny_run import (
@@ -42,21 +42,21 @@ def blend(config: Path, *more: str) -> list[str]:
 
 def test_a_blend_is_planned_logged_and_continued(config: Path, tmp_path: Path) -> None:
     whole = run(config, *blend(config, *in_run(f"{tmp_path}/whole")))
-    assert whole.code == EXIT_DONE, whole.err
+    assert whole.code == ExitCode.DONE, whole.err
     assert f"> {config.parent}/corpus: 75 % 96 samples to read" in whole.out
     assert f"> {config.parent}/other: 25 % 32 samples to read" in whole.out
     rows = [row for row in read_journal(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" in row]
     assert [row[f"consumed_tokens/{config.parent}/corpus"] for row in rows] == [192.0 * n for n in range(1, 9)]
     parts = blend(config, *in_run(f"{tmp_path}/parts"))
-    assert run(config, *parts, "train.exit_interval=3").code == EXIT_STOPPED
-    assert run(config, *parts).code == EXIT_DONE
+    assert run(config, *parts, "train.exit_interval=3").code == ExitCode.STOPPED
+    assert run(config, *parts).code == ExitCode.DONE
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
     assert evaluations(tmp_path / "parts") == evaluations(tmp_path / "whole")
 
 
 def test_what_samples_mean_may_not_change_in_a_run(config: Path, tmp_path: Path) -> None:
     own = in_run(f"{tmp_path}/run")
-    assert run(config, *blend(config, *own), "train.exit_interval=1").code == EXIT_STOPPED
+    assert run(config, *blend(config, *own), "train.exit_interval=1").code == ExitCode.STOPPED
     outcome = run(
         config, *blend(config, *own), f"data.data_path=[0.5,{config.parent}/corpus,0.5,{config.parent}/other]"
     )
@@ -66,7 +66,7 @@ def test_what_samples_mean_may_not_change_in_a_run(config: Path, tmp_path: Path)
 
 
 def test_skipped_iterations_use_up_their_samples(config: Path, tmp_path: Path) -> None:
-    assert run(config, "train.iterations_to_skip=[1,3]", *in_run(f"{tmp_path}/run")).code == EXIT_DONE
+    assert run(config, "train.iterations_to_skip=[1,3]", *in_run(f"{tmp_path}/run")).code == ExitCode.DONE
     rows = [row for row in read_journal(tmp_path / "run" / "metrics.jsonl") if "lm_loss" in row]
     assert [row["iteration"] for row in rows] == [2, 4, 5, 6, 7, 8]
     assert [row["consumed_samples"] for row in rows] == [32, 64, 80, 96, 112, 128]
@@ -85,10 +85,10 @@ RAMPS = ["train.rampup_batch_size=[4,4,40]", "train.seq_length_warmup=[4,4,60]"]
 
 def test_batches_that_grow_are_the_same_with_and_without_a_stop(config: Path, tmp_path: Path, pool: Pool) -> None:
     wide = ["train.precision=fp64", *RAMPS]
-    assert run(config, *in_run(f"{tmp_path}/whole"), *wide).code == EXIT_DONE
+    assert run(config, *in_run(f"{tmp_path}/whole"), *wide).code == ExitCode.DONE
     parts = [*in_run(f"{tmp_path}/parts"), *wide]
-    assert run(config, *parts, "train.exit_interval=3").code == EXIT_STOPPED
-    assert run(config, *parts).code == EXIT_DONE
+    assert run(config, *parts, "train.exit_interval=3").code == ExitCode.STOPPED
+    assert run(config, *parts).code == ExitCode.DONE
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
     whole, parted = (stored(tmp_path / name, 8) for name in ("whole", "parts"))
     assert all(torch.equal(parted[name], whole[name]) for name in whole)
@@ -110,11 +110,11 @@ def test_a_streamed_dataset_is_gone_on_with_on_other_ranks(config: Path, tmp_pat
         (tmp_path / "data" / f"part-{part}.jsonl").write_text("".join(lines[part::3]))
     paths = ["data.data_path=null", "data.split=969,30,1", f"data.train_data_path=hf:{tmp_path}/data"]
     keys = [*paths, "data.stream_key=body", "data.stream_lanes=4", "train.precision=fp64"]
-    assert run(config, *in_run(f"{tmp_path}/whole"), *keys).code == EXIT_DONE
+    assert run(config, *in_run(f"{tmp_path}/whole"), *keys).code == ExitCode.DONE
     parts = [*in_run(f"{tmp_path}/parts"), *keys]
-    assert pool.run(run_as_rank, 2, config, [[*parts, "train.exit_interval=3"]]) == [[EXIT_STOPPED]] * 2
+    assert pool.run(run_as_rank, 2, config, [[*parts, "train.exit_interval=3"]]) == [[ExitCode.STOPPED]] * 2
     assert len(read_meta(tmp_path / "parts" / "iter_0000003").cursors) == 4
-    assert run(config, *parts).code == EXIT_DONE
+    assert run(config, *parts).code == ExitCode.DONE
     for one, other in zip(steps(tmp_path / "parts"), steps(tmp_path / "whole"), strict=True):
         assert one == pytest.approx(other, rel=1e-10)
     refuse(config, [*keys, "data.stream_key=text"], ("no key 'text'; it has 'body'",))
@@ -131,17 +131,17 @@ def test_bad_records_of_a_stream_are_counted_on_any_ranks_and_over_a_stop(
     paths = ["data.data_path=null", "data.split=969,30,1", f"data.train_data_path=hf:{tmp_path}/data"]
     keys = [*paths, "data.stream_key=body", "data.stream_lanes=4", "train.precision=fp64"]
     stopped = run(config, *in_run(f"{tmp_path}/stopped"), *keys)
-    assert stopped.code == EXIT_USER_ERROR and "'body' holds a NoneType" in stopped.err, stopped.err
+    assert stopped.code == ExitCode.USER_ERROR and "'body' holds a NoneType" in stopped.err, stopped.err
     assert "or leave such out with data.on_bad_record=skip" in stopped.err
     keys.append("data.on_bad_record=skip")
     whole = run(config, *in_run(f"{tmp_path}/whole"), *keys)
-    assert whole.code == EXIT_DONE, whole.err
+    assert whole.code == ExitCode.DONE, whole.err
     assert f"> rank 0 leaves out a record: hf:{tmp_path}/data, shard " in whole.out
     counts = [row["skipped_records"] for row in read_journal(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" in row]
     assert counts == sorted(counts) and counts[-1] > 0 and f"skipped records: {counts[-1]:3d} |" in whole.out
     parts = [*in_run(f"{tmp_path}/parts"), *keys]
-    assert pool.run(run_as_rank, 2, config, [[*parts, "train.exit_interval=3"]]) == [[EXIT_STOPPED]] * 2
-    assert run(config, *parts).code == EXIT_DONE
+    assert pool.run(run_as_rank, 2, config, [[*parts, "train.exit_interval=3"]]) == [[ExitCode.STOPPED]] * 2
+    assert run(config, *parts).code == ExitCode.DONE
     found = [row["skipped_records"] for row in read_journal(tmp_path / "parts" / "metrics.jsonl") if "lm_loss" in row]
     assert found == counts
     for one, other in zip(steps(tmp_path / "parts"), steps(tmp_path / "whole"), strict=True):

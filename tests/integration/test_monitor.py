@@ -22,7 +22,7 @@ from megatron3d.data.loader import Prefetching
 from megatron3d.metrics.journal import read_journal
 from megatron3d.metrics.timers import BACKWARD, COMPUTES, EVALUATE, FORWARD, PARTS, SAVE, SCHEDULE
 from megatron3d.parallel.modes import MODES
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train import loop
 from megatron3d.train.state import TrainState
 from tests.support.pool import Pool
@@ -45,7 +45,7 @@ def test_phases_are_within_the_step(config: Path, pool: Pool) -> None:
     folder = config.parent / "phases"
     asked = [*in_run(str(folder)), "parallel.pipeline_model_parallel_size=2", "train.train_iters=6"]
     asked += ["train.eval_interval=4", "checkpoint.save_interval=4", "logging.log_interval=3"]
-    assert pool.run(run_as_rank, 4, config, [asked]) == [[process.EXIT_DONE]] * 4
+    assert pool.run(run_as_rank, 4, config, [asked]) == [[ExitCode.DONE]] * 4
     first, second = rows(folder, "timers")
     for row in (first, second):
         timers, elapsed = row["timers"], row["elapsed_ms"]
@@ -76,7 +76,7 @@ def test_a_slowed_rank_is_named(config: Path, pool: Pool) -> None:
     folder = config.parent / "slowed"
     asked = [*in_run(str(folder)), "train.global_batch_size=12", "train.micro_batch_size=2", "train.train_iters=5"]
     asked += ["logging.straggler_factor=4", "logging.straggler_steps=3"]
-    assert pool.run(run_slowed, 3, config, [asked]) == [[process.EXIT_DONE]] * 3
+    assert pool.run(run_slowed, 3, config, [asked]) == [[ExitCode.DONE]] * 3
     (row,) = rows(folder, "straggler")
     assert row["iteration"] >= 3 and row["straggler_rank"] == 1
     assert row["straggler"].startswith(f"rank 1 (host {socket.gethostname()}, CPU) is slow: ")
@@ -135,10 +135,10 @@ def flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]
 def test_moments_are_the_same_in_every_layout(config: Path, pool: Pool) -> None:
     """Tied embeddings, padded vocabulary; before clipping, the layers' gradients together have the logged norm."""
     alone = config.parent / "moments alone"
-    assert run(config, *in_run(str(alone)), *MOMENTS, "optimizer.clip_grad=0.01").code == process.EXIT_DONE
+    assert run(config, *in_run(str(alone)), *MOMENTS, "optimizer.clip_grad=0.01").code == ExitCode.DONE
     folders = {name: config.parent / f"moments {name}" for name in LAYOUTS}
     asked = [[*in_run(str(folders[name])), *MOMENTS, "optimizer.clip_grad=0.01", *LAYOUTS[name]] for name in LAYOUTS]
-    assert pool.run(run_as_rank, 8, config, asked) == [[process.EXIT_DONE] * len(asked)] * 8
+    assert pool.run(run_as_rank, 8, config, asked) == [[ExitCode.DONE] * len(asked)] * 8
     (reference,) = rows(alone, "moments")
     table = reference["moments"]
     layers = {"embedding", "layers.0", "layers.1"}
@@ -172,7 +172,7 @@ def run_told(rank: int, world_size: int, config: Path, asked: list[list[str]]) -
     """The lines of steps that a rank prints, of every run."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert run_as_rank(rank, world_size, config, asked) == [process.EXIT_DONE] * len(asked)
+        assert run_as_rank(rank, world_size, config, asked) == [ExitCode.DONE] * len(asked)
     return [line for line in out.getvalue().splitlines() if "iteration " in line and "lm loss" in line]
 
 
@@ -181,7 +181,7 @@ def test_every_layout_reports_the_same(config: Path, pool: Pool) -> None:
     asked = ["train.precision=fp64", "train.train_iters=1", "optimizer.lr_warmup_iters=0"]
     asked += ["train.micro_batch_size=2", "model.num_layers=4"]
     alone = config.parent / "told alone"
-    assert run(config, *in_run(str(alone)), *asked).code == process.EXIT_DONE
+    assert run(config, *in_run(str(alone)), *asked).code == ExitCode.DONE
     (expected,) = rows(alone, "lm_loss")
     folders = {name: config.parent / f"told {name}" for name in every_layout()}
     wanted = [[*in_run(str(folders[name])), *asked, *keys] for name, keys in every_layout().items()]
@@ -206,7 +206,7 @@ def test_a_profile_has_the_steps_phases(config: Path) -> None:
         "logging.profile_step_end=4",
     ]
     outcome = run(config, *in_run(str(folder)), *asked)
-    assert outcome.code == process.EXIT_DONE, outcome.err
+    assert outcome.code == ExitCode.DONE, outcome.err
     (path,) = (folder / "profiles").iterdir()
     assert path.name == "iter_0000003_rank0.json.gz" and str(path) in outcome.out
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -218,5 +218,5 @@ def test_a_profile_has_the_steps_phases(config: Path) -> None:
 def test_a_history_of_memory_needs_a_device(config: Path, tmp_path: Path) -> None:
     asked = ["logging.profile=true", "logging.record_memory_history=true", "logging.profile_step_start=1"]
     outcome = run(config, *in_run(f"{tmp_path}/run"), *asked, "logging.profile_step_end=2")
-    assert outcome.code == process.EXIT_USER_ERROR and "record_memory_history=true: this run computes" in outcome.err
+    assert outcome.code == ExitCode.USER_ERROR and "record_memory_history=true: this run computes" in outcome.err
     assert not (tmp_path / "run").exists()

@@ -16,6 +16,7 @@ from megatron3d.config.cli import resolve
 from megatron3d.metrics.journal import read_journal
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.build import build_run
 from megatron3d.train.checkpointing import save_state
 from tests.support.pool import Pool
@@ -48,8 +49,8 @@ def test_a_pipeline_alone_changes_no_bit(config: Path, pool: Pool, precision: st
     settings += ["model.tie_embeddings=false"]
     folders = {name: config.parent / f"{precision} {name}" for name in ("alone", *SCHEDULES)}
     asked = [[*in_run(str(folders[name])), *settings, *pipeline(4, name)] for name in SCHEDULES]
-    assert run(config, *in_run(str(folders["alone"])), *settings).code == process.EXIT_DONE
-    assert pool.run(run_as_rank, 4, config, asked) == [[process.EXIT_DONE] * len(asked)] * 4
+    assert run(config, *in_run(str(folders["alone"])), *settings).code == ExitCode.DONE
+    assert pool.run(run_as_rank, 4, config, asked) == [[ExitCode.DONE] * len(asked)] * 4
     expected = stored(folders["alone"], 4)
     for name in SCHEDULES:
         got = stored(folders[name], 4)
@@ -80,7 +81,7 @@ def tensor(mode: str, *shape: int, **more: object) -> list[str]:
 def test_any_pipeline_continues_any_other(config: Path, pool: Pool, tmp_path: Path) -> None:
     """Two steps each on 8 ranks, with dropout, evaluations and, but for the third, data parallelism."""
     settings = [*MODEL, *EVALUATES, "train.precision=fp64", *in_run(f"{tmp_path}/run")]
-    assert run(config, *settings, *in_run(f"{tmp_path}/whole")).code == process.EXIT_DONE
+    assert run(config, *settings, *in_run(f"{tmp_path}/whole")).code == ExitCode.DONE
     others = [
         [*pipeline(4, "zb-h1"), "parallel.zero_stage=2"],
         [*pipeline(2, "interleaved", "virtual_pipeline_model_parallel_size=3"), *tensor("2d", 1, 2)],
@@ -88,7 +89,7 @@ def test_any_pipeline_continues_any_other(config: Path, pool: Pool, tmp_path: Pa
         [*pipeline(2, "zb-v"), *tensor("grid", 2, 1, 1), "parallel.zero_stage=3"],
     ]
     asked = [[*settings, *other, "train.exit_interval=2"] for other in others]
-    codes = [process.EXIT_STOPPED] * 3 + [process.EXIT_DONE]
+    codes = [ExitCode.STOPPED] * 3 + [ExitCode.DONE]
     assert pool.run(run_as_rank, 8, config, asked) == [codes] * 8
     for read in (steps, evaluations):
         got, expected = (read(tmp_path / name) for name in ("run", "whole"))
@@ -119,7 +120,7 @@ def test_reading_and_writing_in_any_pipeline_keeps_every_bit(
     """Weights and moments of bf16 runs, from one process through three pipelines, embeddings on two ranks or one."""
     settings = [*MODEL, "train.precision=bf16", f"model.tie_embeddings={tied}", "train.train_iters=3"]
     folders = [tmp_path / str(place) for place in range(4)]
-    assert run(config, *settings, *in_run(str(folders[0]))).code == process.EXIT_DONE
+    assert run(config, *settings, *in_run(str(folders[0]))).code == ExitCode.DONE
     layouts = [
         [*pipeline(4, "1f1b"), *tensor("1d", 2)],
         [*pipeline(2, "zb-v"), *tensor("3d", 1, 2, 2)],
@@ -153,7 +154,7 @@ def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
     ranks[2].kill()
     began = time.monotonic()
     errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [process.EXIT_CRASH, process.EXIT_CRASH, -signal.SIGKILL], errors
+    assert [rank.returncode for rank in ranks] == [ExitCode.CRASH, ExitCode.CRASH, -signal.SIGKILL], errors
     assert time.monotonic() - began < 30 and "Traceback" in errors[0] and "[rank 1] Traceback" in errors[1]
 
 
@@ -166,6 +167,6 @@ def test_a_signal_saves_and_stops_every_rank(
     for rank in signalled:
         ranks[rank].send_signal(number)
     said = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [process.EXIT_STOPPED] * 3, said
+    assert [rank.returncode for rank in ranks] == [ExitCode.STOPPED] * 3, said
     last = steps(tmp_path / "run")[-1][0]
     assert said[0][0].endswith(f"> saved {tmp_path}/run/iter_{last:07d}\n") and [err for _, err in said] == [""] * 3

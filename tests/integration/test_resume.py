@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron3d.metrics import MetricsWriter, StepRecord
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import (
     evaluations,
@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(config: Path) -> Path:
     """The folder of a run of 8 iterations in float64 that never stopped."""
     folder = config.parent / "whole"
-    assert run(config, *in_run(str(folder)), *FP64).code == process.EXIT_DONE
+    assert run(config, *in_run(str(folder)), *FP64).code == ExitCode.DONE
     return folder
 
 
@@ -87,25 +87,25 @@ def test_the_same_layout_continues_bit_for_bit(config: Path, precision: str) -> 
     """With dropout and four microbatches a step."""
     once, twice = (config.parent / f"{precision}-{name}" for name in ("once", "twice"))
     settings = [*HARD, f"train.precision={precision}"]
-    assert run(config, *in_run(str(once)), *settings).code == process.EXIT_DONE
+    assert run(config, *in_run(str(once)), *settings).code == ExitCode.DONE
     first = run(config, *in_run(str(twice)), *settings, "train.exit_interval=4")
-    assert first.code == process.EXIT_STOPPED, first
+    assert first.code == ExitCode.STOPPED, first
     assert [iteration for iteration, *_ in steps(twice)] == [1, 2, 3, 4]
     second = run(config, *in_run(str(twice)), *settings)
-    assert second.code == process.EXIT_DONE and f"> continuing from {twice}/iter_0000004" in second.out
+    assert second.code == ExitCode.DONE and f"> continuing from {twice}/iter_0000004" in second.out
     assert_same_run(twice, once)
 
 
 def test_a_finished_run_has_nothing_to_do(config: Path, whole: Path) -> None:
     before = tree(whole)
-    assert run(config, *in_run(str(whole)), *FP64).code == process.EXIT_DONE
+    assert run(config, *in_run(str(whole)), *FP64).code == ExitCode.DONE
     assert tree(whole) == before
 
 
 def test_another_run_goes_on_in_a_folder_of_its_own(config: Path, whole: Path, tmp_path: Path) -> None:
     before = tree(whole)
     places = [f"checkpoint.save={tmp_path}/more", f"checkpoint.load={whole}", "train.train_iters=9"]
-    assert run(config, *FP64, *places).code == process.EXIT_DONE
+    assert run(config, *FP64, *places).code == ExitCode.DONE
     assert [iteration for iteration, *_ in steps(tmp_path / "more")] == [9]
     assert tree(whole) == before
 
@@ -122,7 +122,7 @@ def test_what_was_logged_after_the_checkpoint_is_logged_once(config: Path, whole
         after_each_step(patch, crash)
         run(config, *settings)
     assert [iteration for iteration, *_ in steps(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    assert run(config, *settings).code == process.EXIT_DONE
+    assert run(config, *settings).code == ExitCode.DONE
     assert_same_run(tmp_path / "run", whole)
 
 
@@ -133,17 +133,17 @@ def test_a_signal_saves_and_the_next_run_continues(
     settings = [*in_run(f"{tmp_path}/run"), *FP64]
     with pytest.MonkeyPatch.context() as patch:
         after_each_step(patch, lambda iteration: os.kill(os.getpid(), number) if iteration == 2 else None)
-        assert run(config, *settings).code == process.EXIT_STOPPED
+        assert run(config, *settings).code == ExitCode.STOPPED
     assert 2 < len(steps(tmp_path / "run")) <= 4, "it stops within two steps"
-    assert run(config, *settings).code == process.EXIT_DONE
+    assert run(config, *settings).code == ExitCode.DONE
     assert_same_run(tmp_path / "run", whole)
 
 
 def test_time_that_is_up_saves_and_the_next_run_continues(config: Path, whole: Path, tmp_path: Path) -> None:
     settings = [*in_run(f"{tmp_path}/run"), *FP64]
-    assert run(config, *settings, "train.exit_duration_in_mins=1e-9").code == process.EXIT_STOPPED
+    assert run(config, *settings, "train.exit_duration_in_mins=1e-9").code == ExitCode.STOPPED
     assert 0 < len(steps(tmp_path / "run")) <= 2
-    assert run(config, *settings).code == process.EXIT_DONE
+    assert run(config, *settings).code == ExitCode.DONE
     assert_same_run(tmp_path / "run", whole)
 
 
@@ -155,9 +155,9 @@ def test_any_layout_continues_any_other(config: Path, whole: Path, pool: Pool, t
         for mode, shape in (("3d", [2, 2, 2]), ("2d", [2, 2]))
     )
     sequence = [*settings, "parallel.tensor_model_parallel_size=4", "parallel.sequence_parallel=true"]
-    assert pool.run(run_as_rank, 8, config, [cube]) == [[process.EXIT_STOPPED]] * 8
-    assert run(config, *settings).code == process.EXIT_STOPPED
-    assert pool.run(run_as_rank, 8, config, [square, sequence]) == [[process.EXIT_STOPPED, process.EXIT_DONE]] * 8
+    assert pool.run(run_as_rank, 8, config, [cube]) == [[ExitCode.STOPPED]] * 8
+    assert run(config, *settings).code == ExitCode.STOPPED
+    assert pool.run(run_as_rank, 8, config, [square, sequence]) == [[ExitCode.STOPPED, ExitCode.DONE]] * 8
     assert_near_run(tmp_path / "run", whole)
 
 
@@ -196,12 +196,12 @@ def test_a_signal_to_launch_local(
     wait_for(child, "iteration        3/")
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
     code, out, err = finish(child)
-    assert code == (process.EXIT_STOPPED if num_ranks == 1 else 1), err
+    assert code == (ExitCode.STOPPED if num_ranks == 1 else 1), err
     assert "> saved" in out
     last = steps(tmp_path / "run")[-1][0]
-    assert run(config, *settings, f"train.train_iters={last + 2}").code == process.EXIT_DONE
+    assert run(config, *settings, f"train.train_iters={last + 2}").code == ExitCode.DONE
     alone = [*in_run(f"{tmp_path}/alone"), *settings[2:], f"train.train_iters={last + 2}"]
-    assert run(config, *alone).code == process.EXIT_DONE
+    assert run(config, *alone).code == ExitCode.DONE
     for got, wanted in zip(steps(tmp_path / "run"), steps(tmp_path / "alone"), strict=True):
         assert got == pytest.approx(wanted, rel=TOLERANCE, abs=0)
 
@@ -226,7 +226,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(
     wait_for(child, "iteration        5/")
     began = time.monotonic()
     code, _, err = finish(child)
-    assert code not in (process.EXIT_DONE, process.EXIT_STOPPED), err
+    assert code not in (ExitCode.DONE, ExitCode.STOPPED), err
     assert time.monotonic() - began < 30
-    assert run(config, *settings).code == process.EXIT_DONE
+    assert run(config, *settings).code == ExitCode.DONE
     assert_near_run(tmp_path / "run", whole)

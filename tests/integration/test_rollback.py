@@ -11,7 +11,7 @@ import pytest
 
 from megatron3d.config.schema import TrainConfig
 from megatron3d.metrics.journal import read_journal
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train import loop
 from megatron3d.train.rollback import LEAST, Judge
 from megatron3d.train.state import TrainState
@@ -72,7 +72,7 @@ def test_a_run_goes_back_and_past_the_samples(
     spoiled(monkeypatch, lambda s: s.iteration == 22 and not times and times.append(1) is None, value)
     typed = [*in_run(f"{tmp_path}/run"), f"train.{key}", "train.train_iters=30", "checkpoint.save_interval=10"]
     outcome = run(config, *typed)
-    assert outcome.code == process.EXIT_DONE, outcome.err
+    assert outcome.code == ExitCode.DONE, outcome.err
     (event,) = [row for row in read_journal(tmp_path / "run/metrics.jsonl") if "rollback" in row]
     assert event["iteration"] == 20
     assert event["rollback"].endswith(
@@ -83,7 +83,7 @@ def test_a_run_goes_back_and_past_the_samples(
     assert [row["consumed_samples"] for row in rows[20:]] == [SAMPLES * (first + n) for n in range(1, 11)]
     assert all(math.isfinite(row["lm_loss"]) and row["lm_loss"] < rows[0]["lm_loss"] for row in rows[20:])
     monkeypatch.undo()
-    assert run(config, *in_run(f"{tmp_path}/plain"), *typed[2:]).code == process.EXIT_DONE
+    assert run(config, *in_run(f"{tmp_path}/plain"), *typed[2:]).code == ExitCode.DONE
     assert steps(tmp_path / "plain")[:20] == steps(tmp_path / "run")[:20] != []
     assert steps(tmp_path / "plain")[20] != steps(tmp_path / "run")[20], "other samples"
 
@@ -102,7 +102,7 @@ def test_a_stop_file_saves_and_stops_once(config: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/stop").touch()
     outcome = run(config, *typed)
-    assert outcome.code == process.EXIT_STOPPED and f"> stopping: {tmp_path}/run/stop is there" in outcome.out
+    assert outcome.code == ExitCode.STOPPED and f"> stopping: {tmp_path}/run/stop is there" in outcome.out
     assert not (tmp_path / "run/stop").exists() and len(steps(tmp_path / "run")) == 2
-    assert run(config, *typed).code == process.EXIT_DONE
+    assert run(config, *typed).code == ExitCode.DONE
     assert [iteration for iteration, _, _ in steps(tmp_path / "run")] == list(range(1, 9))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.slurm import Job, Slurm, missing
 from tests.support.tiny_run import ROOT, in_run, run_as_rank, steps, stored, write_config
@@ -125,10 +125,10 @@ def test_a_run_that_meets_its_limit_ends_with_the_numbers_of_one_that_never_stop
     folder, whole = config.parent / "limited", config.parent / "whole"
     slurm.until(lambda: num_steps(folder) > 1, lambda: said(config, "limited"))
     slurm.run("scontrol", "update", f"JobId={jobs.limited}", f"TimeLimit={slurm.elapsed_min(jobs.limited) + 1}")
-    assert pool.run(run_as_rank, 4, config, [[*in_run(str(whole)), *LAYOUT]]) == [[process.EXIT_DONE]] * 4
+    assert pool.run(run_as_rank, 4, config, [[*in_run(str(whole)), *LAYOUT]]) == [[ExitCode.DONE]] * 4
     slurm.until(lambda: slurm.job(jobs.limited).num_requeues > 0, lambda: said(config, "limited"))
     slurm.run("scontrol", "update", f"JobId={jobs.limited}", "TimeLimit=10")
-    assert slurm.wait(jobs.limited) == Job("COMPLETED", process.EXIT_DONE, 1), said(config, "limited")
+    assert slurm.wait(jobs.limited) == Job("COMPLETED", ExitCode.DONE, 1), said(config, "limited")
     assert "> queued again: the time limit is near" in said(config, "limited")
     begun = [json.loads(line)["iteration"] for line in (folder / "slurm.jsonl").read_text().splitlines()]
     assert begun[0] == 0 < begun[1] < NUM_ITERS and len(begun) == 2, "it was stopped on its way"
@@ -144,20 +144,20 @@ def num_steps(folder: Path) -> int:
 
 def test_a_wrong_configuration_is_not_queued_again(slurm: Slurm, config: Path, jobs: Jobs) -> None:
     """One that only the ranks find wrong."""
-    assert slurm.wait(jobs.wrong) == Job("FAILED", process.EXIT_USER_ERROR, 0), said(config, "wrong")
+    assert slurm.wait(jobs.wrong) == Job("FAILED", ExitCode.USER_ERROR, 0), said(config, "wrong")
     assert re.search("model.vocab_size=64.*\n(.*\n)*> not queued again: what was given is wrong", said(config, "wrong"))
     assert not list((config.parent / "wrong").glob("iter_*"))
 
 
 def test_two_starts_without_progress_are_enough(slurm: Slurm, config: Path, jobs: Jobs) -> None:
-    assert slurm.wait(jobs.crashing) == Job("FAILED", process.EXIT_CRASH, 1), said(config, "crashing")
+    assert slurm.wait(jobs.crashing) == Job("FAILED", ExitCode.CRASH, 1), said(config, "crashing")
     verdicts = re.findall("> (.*queued again: .*)", said(config, "crashing"))
     assert [line.partition(":")[0] for line in verdicts] == ["queued again", "not queued again"]
 
 
 def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs) -> None:
     """No rank starts there."""
-    assert slurm.wait(jobs.unfit) == Job("FAILED", process.EXIT_CRASH, 1), said(config, "unfit")
+    assert slurm.wait(jobs.unfit) == Job("FAILED", ExitCode.CRASH, 1), said(config, "unfit")
     assert re.findall("node (.*): torch sees 0 of the 2 GPUs", said(config, "unfit")) == ["127.0.0.1"] * 2
     assert "importing torch" not in said(config, "unfit")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron3d.comm import process_comm
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.watchdog import Heartbeat, diagnose, package_stack
 from tests.support.tiny_run import ROOT, launch_ranks, write_config
 
@@ -106,7 +106,7 @@ def said(ranks: list[subprocess.Popen[str]], *blamed: int) -> str:
     for rank in blamed:
         ranks[rank].kill()
         ranks[rank].communicate()
-    assert {ranks[rank].returncode for rank in errors} == {process.EXIT_CRASH}, errors
+    assert {ranks[rank].returncode for rank in errors} == {ExitCode.CRASH}, errors
     return "".join(errors.values())
 
 

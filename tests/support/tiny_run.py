@@ -29,6 +29,7 @@ from megatron3d.data.preprocess.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.build import build_run
 from megatron3d.train.loop import train
 
@@ -152,7 +153,7 @@ def refuse(config: Path, overrides: list[str], *problems: Words) -> None:
 
 def assert_refused(outcome: Outcome, here: Path, *problems: Words) -> None:
     lines = outcome.err.splitlines()
-    assert outcome.code == process.EXIT_USER_ERROR, outcome
+    assert outcome.code == ExitCode.USER_ERROR, outcome
     assert "Traceback" not in outcome.err + outcome.out and "iteration " not in outcome.out
     assert len(lines) == len(problems), outcome.err
     for line, words in zip(lines, problems, strict=True):

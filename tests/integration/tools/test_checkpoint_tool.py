@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron3d.errors import UserError
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import in_run, run, run_as_rank, stored, tree, write_config
 from tools import checkpoint, generate
@@ -27,15 +27,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     config = write_config(folder)
     for name, asked in (("one", []), ("seed", ["train.seed=5"])):
-        assert run(config, *in_run(str(folder / name)), *FP64, SAVES, *asked).code == process.EXIT_DONE
+        assert run(config, *in_run(str(folder / name)), *FP64, SAVES, *asked).code == ExitCode.DONE
     cube = ["parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"]
     asked = [[*in_run(str(folder / "other")), *FP64, SAVES, *cube]]
-    assert pool.run(run_as_rank, 8, config, asked) == [[process.EXIT_DONE]] * 8
+    assert pool.run(run_as_rank, 8, config, asked) == [[ExitCode.DONE]] * 8
     return folder
 
 
 def test_inspect(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoint.main(["inspect", str(runs / "other"), "--tensors"]) == process.EXIT_DONE
+    assert checkpoint.main(["inspect", str(runs / "other"), "--tensors"]) == ExitCode.DONE
     said = capsys.readouterr().out
     assert f"{runs}/other/iter_0000004: megatron3d checkpoint, version 2, iteration 4" in said
     weights = [tensor for name, tensor in stored(runs / "one", 4).items() if name.startswith("model.")]
@@ -53,7 +53,7 @@ def test_inspect(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoint.main(["verify", str(runs / "one"), str(runs / "other/iter_0000004")]) == process.EXIT_DONE
+    assert checkpoint.main(["verify", str(runs / "one"), str(runs / "other/iter_0000004")]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
     good = [runs / "one/iter_0000004", runs / "one/iter_0000002", runs / "other/iter_0000004"]
     assert lines == [f"{folder}: complete and undamaged" for folder in good]
@@ -72,7 +72,7 @@ def test_verify(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_diff(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two layouts differ in rounding, two seeds in every number, a checkpoint and itself in nothing."""
-    assert checkpoint.main(["diff", str(runs / "one"), str(runs / "one/iter_0000004")]) == process.EXIT_DONE
+    assert checkpoint.main(["diff", str(runs / "one"), str(runs / "one/iter_0000004")]) == ExitCode.DONE
     assert capsys.readouterr().out == "equal\n"
     assert checkpoint.main(["diff", str(runs / "one"), str(runs / "other")]) == checkpoint.EXIT_DIFFERENT
     lines = capsys.readouterr().out.splitlines()
@@ -88,7 +88,7 @@ def test_diff(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_average(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three checkpoints of two layouts: the mean, one rank's file, which sampling and fine-tuning take."""
     sources = [runs / "one/iter_0000002", runs / "other/iter_0000004", runs / "seed"]
-    assert checkpoint.main(["average", *map(str, sources), "--save", str(tmp_path / "mean")]) == process.EXIT_DONE
+    assert checkpoint.main(["average", *map(str, sources), "--save", str(tmp_path / "mean")]) == ExitCode.DONE
     got = stored(tmp_path / "mean", 4)
     each = [stored(runs / name, i) for name, i in (("one", 2), ("other", 4), ("seed", 4))]
     assert got.keys() == {name for name in each[0] if name.startswith("model.")}
@@ -96,12 +96,12 @@ def test_average(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         expected = torch.stack([tensors[name] for tensors in each]).mean(0)
         assert (values - expected).abs().max() <= 1e-15
     capsys.readouterr()
-    assert generate.main(["--load", str(tmp_path / "mean"), "--max-new-tokens", "3"]) == process.EXIT_DONE
+    assert generate.main(["--load", str(tmp_path / "mean"), "--max-new-tokens", "3"]) == ExitCode.DONE
     config = runs / "tiny.yaml"
     refused = run(config, *FP64, "checkpoint.save=null", f"checkpoint.load={tmp_path}/mean", "train.seed=5")
-    assert refused.code == process.EXIT_USER_ERROR and "holds weights only; set checkpoint.finetune=true" in refused.err
+    assert refused.code == ExitCode.USER_ERROR and "holds weights only; set checkpoint.finetune=true" in refused.err
     places = [f"checkpoint.save={tmp_path}/tuned", f"checkpoint.load={tmp_path}/mean"]
-    assert run(config, *FP64, *places, "checkpoint.finetune=true").code == process.EXIT_DONE
+    assert run(config, *FP64, *places, "checkpoint.finetune=true").code == ExitCode.DONE
     before = tree(tmp_path / "mean")
     with pytest.raises(UserError, match="has a checkpoint already; name a new folder"):
         checkpoint.main(["average", *map(str, sources), "--save", str(tmp_path / "mean")])
@@ -110,7 +110,7 @@ def test_average(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_what_cannot_be_averaged(runs: Path, tmp_path: Path) -> None:
     config = runs / "tiny.yaml"
-    assert run(config, *in_run(f"{tmp_path}/wide"), *FP64, "model.hidden_size=64").code == process.EXIT_DONE
+    assert run(config, *in_run(f"{tmp_path}/wide"), *FP64, "model.hidden_size=64").code == ExitCode.DONE
     with pytest.raises(UserError) as caught:
         checkpoint.main(["average", str(runs / "one"), str(tmp_path / "wide"), "--save", str(tmp_path / "mean")])
     assert f"{tmp_path}/wide/iter_0000004 has model.hidden_size=64, but {runs}/one/iter_0000004 has 32" in str(
@@ -121,6 +121,6 @@ def test_what_cannot_be_averaged(runs: Path, tmp_path: Path) -> None:
 
 def test_what_a_hostile_index_says_reaches_no_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Values are shown as JSON, which has no control characters; names with them are refused."""
-    assert checkpoint.main(["inspect", str(runs / "one")]) == process.EXIT_DONE
+    assert checkpoint.main(["inspect", str(runs / "one")]) == ExitCode.DONE
     said = capsys.readouterr().out
     assert all(json.dumps(line)[1:-1].replace('\\"', '"') == line for line in said.splitlines())

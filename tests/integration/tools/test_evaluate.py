@@ -15,6 +15,7 @@ from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import evaluations, run, write_config, write_corpus
 from tools import evaluate
@@ -127,7 +128,7 @@ def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], name: str) 
     typed, words = BAD[name]
     code = process.run_program(lambda: evaluate.main(["--load", str(folder), *typed]))
     shown = capsys.readouterr()
-    assert (code, shown.out) == (process.EXIT_USER_ERROR, "") and words in shown.err
+    assert (code, shown.out) == (ExitCode.USER_ERROR, "") and words in shown.err
 
 
 @pytest.mark.parametrize("typed", [["--samples", "0"], ["--micro-batch-size", "-1"], ["--split", "half"]])

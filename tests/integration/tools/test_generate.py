@@ -20,6 +20,7 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import run, write_config
 from tests.support.toy_pipeline import any_schedule
@@ -202,7 +203,7 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     typed = [part.format(**files) for part in typed]
     code = process.run_program(lambda: generate.main(["--load", str(folder), *typed]))
     shown = capsys.readouterr()
-    assert (code, shown.out) == (process.EXIT_USER_ERROR, "")
+    assert (code, shown.out) == (ExitCode.USER_ERROR, "")
     (line,) = shown.err.splitlines()
     assert words in line
 

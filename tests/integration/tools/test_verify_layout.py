@@ -18,6 +18,7 @@ from megatron3d.parallel.layout import ParamSpec
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.tiny_run import ROOT, launch
 from tools import verify_layout
 
@@ -143,7 +144,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], name: str) -> None:
     config = ["--config", str(MODES_FOLDER / "2d.yaml")]
     code = process.run_program(lambda: verify_layout.main([*config, *typed]))
     shown = capsys.readouterr()
-    assert (code, shown.out) == (process.EXIT_USER_ERROR, "") and words in shown.err and "Traceback" not in shown.err
+    assert (code, shown.out) == (ExitCode.USER_ERROR, "") and words in shown.err and "Traceback" not in shown.err
 
 
 @pytest.mark.parametrize("typed", [["--steps", "0"], ["--world-size", "0"], ["--tolerance", "small"], ["--chek"]])

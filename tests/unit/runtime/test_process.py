@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from megatron3d.errors import UserError
 from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.launcher_env import Placement, first_host, read_environment
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
@@ -180,9 +181,9 @@ def test_exit_codes_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt() -> int:
         raise KeyboardInterrupt
 
-    assert process.run_program(lambda: 3) == process.EXIT_STOPPED
-    assert process.run_program(refuse) == process.EXIT_USER_ERROR
-    assert process.run_program(interrupt) == process.EXIT_INTERRUPTED
+    assert process.run_program(lambda: 3) == ExitCode.STOPPED
+    assert process.run_program(refuse) == ExitCode.USER_ERROR
+    assert process.run_program(interrupt) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err == "data.data_path=x: is absent\ntrain.lr=-1: must be above 0\ninterrupted\n"
     with pytest.raises(ZeroDivisionError):
         process.run_program(lambda: 1 // 0)
@@ -268,14 +269,14 @@ def test_a_crash_ends_the_process_although_collectives_are_pending(tmp_path: Pat
         """,
         tmp_path,
     )
-    assert [rank.returncode for rank in ranks] == [process.EXIT_CRASH] * 2
+    assert [rank.returncode for rank in ranks] == [ExitCode.CRASH] * 2
     assert "what went wrong" in ranks[0].stderr
     assert "[rank 1] Traceback" in ranks[1].stderr
 
 
 def test_other_ranks_name_themselves(tmp_path: Path) -> None:
     ranks = _launch('raise UserError("train.lr=-1: must be above 0")', tmp_path)
-    assert [rank.returncode for rank in ranks] == [process.EXIT_USER_ERROR] * 2
+    assert [rank.returncode for rank in ranks] == [ExitCode.USER_ERROR] * 2
     assert [rank.stderr for rank in ranks] == [
         "train.lr=-1: must be above 0\n",
         "[rank 1] train.lr=-1: must be above 0\n",
@@ -291,5 +292,5 @@ def test_absent_ranks_are_reported(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert ranks[0].returncode == process.EXIT_USER_ERROR, ranks[0].stderr
+    assert ranks[0].returncode == ExitCode.USER_ERROR, ranks[0].stderr
     assert "rank 0 of 2 did not meet the others at localhost:" in ranks[0].stderr

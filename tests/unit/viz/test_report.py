@@ -21,7 +21,7 @@ from matplotlib.image import imread
 
 from megatron3d.metrics.journal import FILE_NAME, read_journal
 from megatron3d.parallel.mesh import ranges
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.viz.report import is_finished, report
 from tests.support.pool import Pool
 from tests.support.tiny_run import in_run, run_as_rank, write_config
@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
     here = tmp_path_factory.mktemp("pictures")
     folder, config = here / "<b>run & more", write_config(here)
     asked = [*in_run(str(folder)), "parallel.pipeline_model_parallel_size=2", "train.train_iters=3"]
-    assert pool.run(run_as_rank, 2, config, [[*asked, "train.eval_interval=2"]]) == [[process.EXIT_DONE]] * 2
+    assert pool.run(run_as_rank, 2, config, [[*asked, "train.eval_interval=2"]]) == [[ExitCode.DONE]] * 2
     return folder
 
 

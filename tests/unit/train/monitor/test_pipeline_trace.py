@@ -27,7 +27,7 @@ from megatron3d.pipeline.engine import Boundary, Engine
 from megatron3d.pipeline.measured import predicted
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, simulate
-from megatron3d.runtime import process
+from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.monitor.pipeline_trace import Recording
 from tests.support.pool import Pool
 from tests.support.tiny_run import in_run, run, run_as_rank, write_config
@@ -187,7 +187,7 @@ def test_two_ranks_leave_a_trace_of_the_iterations_that_are_asked_for(config: Pa
         [*in_run(str(config.parent / name)), *common, f"parallel.pipeline_schedule={name}", "train.train_iters=3"]
         for name in PIPELINES
     ]
-    assert pool.run(run_as_rank, 2, config, runs) == [[process.EXIT_DONE] * len(runs)] * 2
+    assert pool.run(run_as_rank, 2, config, runs) == [[ExitCode.DONE] * len(runs)] * 2
     for name, virtual in PIPELINES.items():
         folder = config.parent / name / "traces"
         assert {path.name for path in folder.iterdir()} == {f"iter_0000002.{kind}" for kind in ("json", "png", "svg")}
@@ -196,7 +196,7 @@ def test_two_ranks_leave_a_trace_of_the_iterations_that_are_asked_for(config: Pa
 
 def test_the_bubbles_are_told_also_without_a_pipeline(config: Path) -> None:
     outcome = run(config, *in_run(str(config.parent / "alone")), "train.train_iters=2", "logging.trace_iterations=[2]")
-    assert outcome.code == process.EXIT_DONE, outcome.err
+    assert outcome.code == ExitCode.DONE, outcome.err
     (line,) = (line for line in outcome.out.splitlines() if "trace of" in line)
     assert re.fullmatch(r"> trace of iteration 2: bubble measured \d+\.\d %, predicted 0\.0 %", line)
     check_trace(config.parent / "alone" / "traces" / "iter_0000002", build_schedule("1f1b", 1, 4))
@@ -224,6 +224,6 @@ def test_a_trace_that_cannot_be_written_is_told(config: Path, name: str) -> None
     put(folder)
     outcome = run(config, *in_run(str(folder)), "train.train_iters=2", "logging.trace_iterations=[2]")
     assert ("iteration        2/" in outcome.out) == trains
-    assert outcome.code == process.EXIT_USER_ERROR and "Traceback" not in outcome.err
+    assert outcome.code == ExitCode.USER_ERROR and "Traceback" not in outcome.err
     (message,) = outcome.err.splitlines()
     assert [word for word in words if word not in message] == []
