@@ -28,14 +28,22 @@ _NOTHING: tuple[str, tuple[str, ...]] = ("", ())
 
 
 class Pending:
-    """A tensor that is on its way; `is_done` tells whether `wait` would return at once, where that is known."""
+    """Result of an asynchronous collective; after `wait` it no longer keeps the tensors alive."""
 
-    def __init__(self, finish: Callable[[], Tensor], is_done: Callable[[], bool] = lambda: True) -> None:
-        self._finish, self.is_done = finish, is_done
+    def __init__(self, finish: Callable[[], Tensor], is_done: Callable[[], bool] | None = None) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._is_done = is_done
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once; True where that is not known."""
+        return self._is_done is None or self._is_done()
 
     def wait(self) -> Tensor:
-        """The result; call once."""
-        return self._finish()
+        """Wait for the result and return it; to be called once."""
+        finish = self._finish
+        assert finish is not None, "a collective is waited for twice"
+        self._finish = self._is_done = None
+        return finish()
 
 
 def ready(x: Tensor) -> Pending:

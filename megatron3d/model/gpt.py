@@ -24,8 +24,10 @@ from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from megatron3d.model.stages import Stage
 from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.kv_cache import Cache, Known
+from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.recompute import offloaded, repeated
-from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads, gather_ahead
+from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
+from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import DATA, Axes, Mesh
@@ -64,9 +66,11 @@ class GPT(nn.Module):
         rank = comm.mesh.coord("pipeline")
         self.stages: tuple[Stage, ...] = pipeline.mine(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, pipeline, rank)
-        come_late = overlap.weight_grad and bool(mode.expand.on(comm.mesh).w)
-        self.weight_grads = WeightGrads(come_late) if pipeline.splits_backward or come_late else None
-        build = Build(arch, mode, comm, self.specs, self.weight_grads, recompute, overlap)
+        overlaps_reduction = overlap.weight_grad and bool(mode.expand.on(comm.mesh).w)
+        self.main_grads = MainGrads()
+        needs_queue = pipeline.splits_backward or overlaps_reduction
+        self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
+        build = Build(arch, mode, comm, self.specs, self.main_grads, self.wgrads, recompute, overlap)
         self.recompute = recompute
         if self.stages[0].has_embedding:
             self.embedding = Embedding("embedding", build)
@@ -103,7 +107,7 @@ class GPT(nn.Module):
                 found.append(Block(path, self.head, index, in_backward=False))
         return found
 
-    def _gathered_weights(self, stage: Stage) -> list[tuple[str, GatheredWeight]]:
+    def _prefetched_weights(self, stage: Stage) -> list[tuple[str, PrefetchedWeight]]:
         """Block and weight of a stage's linears, in the order of the forward pass."""
         linears = [
             (f"layers.{n}", module)
@@ -111,18 +115,18 @@ class GPT(nn.Module):
             for module in self.layers[str(n)].modules()
             if isinstance(module, Linear)
         ]
-        return [(block, linear.gathered) for block, linear in linears if linear.gathered]
+        return [(block, weight) for block, linear in linears if (weight := linear.matmul.weight)]
 
-    def gather_weights_ahead(self, make_whole: Callable[[str], None]) -> None:
-        """Gather each linear's weight under its neighbour; `make_whole` gives a block all parameters of this rank."""
+    def prefetch_weights(self, unshard: Callable[[str], None]) -> None:
+        """Prefetch each linear's weight during its neighbour's GEMMs; `unshard` makes an FSDP unit whole first."""
         for stage in self.stages:
-            gather_ahead([(weight, partial(make_whole, block)) for block, weight in self._gathered_weights(stage)])
+            prefetch_in_order([(weight, partial(unshard, block)) for block, weight in self._prefetched_weights(stage)])
 
-    def forget_gathered_weights(self) -> None:
-        """To be called when weights may have changed."""
+    def drop_prefetched_weights(self) -> None:
+        """Drop gathered weights; to be called when weights may have changed."""
         for stage in self.stages:
-            for _, weight in self._gathered_weights(stage):
-                weight.forget()
+            for _, weight in self._prefetched_weights(stage):
+                weight.drop()
 
     def zeros(self, *shape: int) -> Tensor:
         """What a rank without the last stage adds to a sum of losses or logits."""

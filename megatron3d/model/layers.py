@@ -21,14 +21,17 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
 from megatron3d.ops.attention import Heads, attention, rotate
-from megatron3d.ops.cross_entropy import Head, head_logits, head_loss
+from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
 from megatron3d.ops.embedding import embedding
 from megatron3d.ops.gemm import uses_onednn
+from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import TORCH, norm
+from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
 from megatron3d.ops.recompute import kept_as, repeated
-from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads
+from megatron3d.ops.weight_prefetch import PrefetchedWeight
+from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes
@@ -54,13 +57,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True)
 class Build:
-    """What every module needs to build itself; `weight_grads` where they may come late."""
+    """Arguments of every module's constructor; without `wgrads`, linears return weight gradients at once."""
 
     arch: Architecture
     mode: Mode
     comm: Comm
     specs: Mapping[str, ParamSpec]
-    weight_grads: WeightGrads | None = None
+    main_grads: MainGrads
+    wgrads: WgradQueue | None = None
     recompute: Recompute = KEEP_ALL
     overlap: TPOverlap = OVERLAP_ALL
 
@@ -89,8 +93,13 @@ class Linear(nn.Module):
         plan, comm, overlap = build.plan(plan), build.comm, build.overlap
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.gathered = GatheredWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
-        self.matmul = Matmul(plan, comm, overlap, build.weight_grads, self.gathered)
+        self.matmul: Matmul
+        if overlap.num_panels > 1:
+            sliced = PanelledWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
+            self.matmul = PanelledMatmul(plan, comm, overlap, build.main_grads, build.wgrads, sliced)
+        else:
+            weight = PrefetchedWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
+            self.matmul = Matmul(plan, comm, overlap, build.main_grads, build.wgrads, weight)
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.matmul(x_MK, self.weight, self.bias)
@@ -227,7 +236,7 @@ class LossHead(nn.Module):
         arch, plan = build.arch, build.plan(build.mode.expand)
         self.weight = build.optional(f"{name}.weight")
         self.inner = build.mode.inner
-        self.head = Head(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk_tokens)
+        self.head = LMHead(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk_tokens, build.main_grads)
 
     def forward(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
         """My share of the loss: the sum over my tokens divided by the target's; without a target the logits."""

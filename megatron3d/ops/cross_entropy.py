@@ -1,4 +1,4 @@
-"""Head and cross-entropy in one: the logits of a few tokens at a time, their gradients at once, the full logits never.
+"""LM head fused with cross-entropy: logits and their gradients exist for one chunk of tokens at a time.
 
     loss = sum over tokens of (log sum_v exp(logit_v) - logit_label) / number of tokens of the global batch
 
@@ -9,7 +9,7 @@ Maximum, sum and label's logit are combined over the axes that split the vocabul
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -18,26 +18,31 @@ from torch import Tensor
 from megatron3d.comm.process_comm import Comm
 from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
 from megatron3d.ops.gemm import product
-from megatron3d.ops.main_grad import add_grad
-from megatron3d.ops.panels import WeightResult, weight_result
+from megatron3d.ops.main_grad import MainGrads, WgradSum
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import Axes
-from megatron3d.parallel.panel_plan import Sweep
 
 
 @dataclass(frozen=True)
-class Head:
-    """What the loss needs to know of the head: its plan without trivial axes, the vocabulary, the size of a chunk."""
+class LMHead:
+    """The LM head's matmul and vocabulary.
+
+    Attributes:
+        plan: names no axis of size 1.
+        chunk_tokens: tokens, after the all-gather of X, whose logits exist at a time.
+        main_grads: buffers that the gradient of the head's weight is added to.
+    """
 
     plan: MatmulPlan
     comm: Comm
     vocab_size: int
     padded_vocab_size: int
     chunk_tokens: int
+    main_grads: MainGrads = field(default_factory=MainGrads)
 
     def logits(self, whole_x_CH: Tensor, whole_w_VH: Tensor) -> Tensor:
-        """Logits in Y's layout, fp32 or better, minus infinity where the vocabulary is padding."""
+        """Return logits in Y's layout in fp32 or wider, minus infinity where the vocabulary is padded."""
         y_CV = reduce(product(whole_x_CH, whole_w_VH), moves(self.plan.y), Y_DIMS, self.comm).wait()
         y_CV = y_CV.to(torch.promote_types(y_CV.dtype, torch.float32))
         low, high = self.vocab_span
@@ -47,46 +52,49 @@ class Head:
 
     @property
     def vocab_span(self) -> tuple[int, int]:
-        """The columns of the padded vocabulary that my logits are."""
+        """Return the range of the padded vocabulary that this rank's logits cover."""
         return span(self.padded_vocab_size, self.plan.y_layout[1], self.comm.mesh)
 
     @property
     def token_moves(self) -> tuple[Axes, Axes]:
-        """Axes over which X's tokens are gathered and Y's are scattered."""
+        """Return the axes over which tokens of X are all-gathered, and those over which tokens of Y are scattered."""
         gathered = tuple(axis for axis, dim in self.plan.x.items() if dim == "M")
         return gathered, tuple(axis for axis, dim in self.plan.y.items() if dim == "M")
 
     def whole_weight(self, w_VH: Tensor) -> Tensor:
-        """W as it is multiplied."""
+        """Return the all-gathered W."""
         return gather(w_VH, self.plan.w, W_DIMS, self.comm).wait()
 
 
 def head_loss(
-    x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int | Tensor, head: Head, scale: Tensor | float = 1.0
+    x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, num_tokens: int | Tensor, head: LMHead, scale: Tensor | float = 1.0
 ) -> Tensor:
-    """Sum of the losses of my tokens divided by `num_tokens`, a scalar; a negative label counts nothing.
+    """Return the sum of this rank's token losses divided by `num_tokens`, a scalar; negative labels are ignored.
 
-    `x_MH` is in X's stored layout; `labels_M` are those of all tokens along the axes in `plan.m`.  The weight's
-    gradient is accumulated here and now, so that no microbatch in flight holds one; hence backward must begin at this
-    loss, and gives the gradients of `scale` times it.
+    The weight's gradient is computed and accumulated in the forward, so that no microbatch in flight holds one.  Hence
+    backward must start at this loss; it gives the gradients of `scale` times the loss.
+
+    Args:
+        x_MH: in the stored layout of the plan's X.
+        labels_M: labels of all tokens along the axes in `plan.m`.
     """
     chunks = _chunks(x_MH.shape[0], head)
-    dw = weight_result(w_VH, head.plan, head.comm, chunks) if torch.is_grad_enabled() else None
+    dw = WgradSum(w_VH, head.plan, head.comm, head.main_grads) if torch.is_grad_enabled() else None
     loss = _HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, chunks, dw)
-    if dw is not None and (coming := dw.finish()) is not None:
-        add_grad(w_VH, coming.wait())
+    if dw is not None and (reduction := dw.finish()) is not None:
+        head.main_grads.add(w_VH, reduction.wait())
     return cast(Tensor, loss)
 
 
-def head_logits(x_MH: Tensor, w_VH: Tensor, head: Head) -> Tensor:
-    """All logits in Y's layout, without gradient; for sampling."""
+def head_logits(x_MH: Tensor, w_VH: Tensor, head: LMHead) -> Tensor:
+    """Return all logits in Y's layout, without gradient; for sampling."""
     with torch.no_grad():
         whole_x = gather(x_MH, head.plan.x, X_DIMS, head.comm).wait()
         return head.logits(whole_x, head.whole_weight(w_VH))
 
 
-def _chunk_labels(labels_M: Tensor, chunk: slice, head: Head) -> Tensor:
-    """Labels of my logits when every rank along the gathered token axes contributes the same `chunk` of its rows."""
+def _chunk_labels(labels_M: Tensor, chunk: slice, head: LMHead) -> Tensor:
+    """Return the labels of this rank's logits, where each rank along the gathered axes contributes rows `chunk`."""
     mesh = head.comm.mesh
     gathered, scattered = head.token_moves
     labels_C: Tensor = labels_M.unflatten(0, (mesh.size(gathered), -1))[:, chunk].flatten()
@@ -95,9 +103,9 @@ def _chunk_labels(labels_M: Tensor, chunk: slice, head: Head) -> Tensor:
 
 
 def _cross_entropy_(
-    logits_CV: Tensor, labels_C: Tensor, num_tokens: int | Tensor, head: Head, scale: Tensor | float
+    logits_CV: Tensor, labels_C: Tensor, num_tokens: int | Tensor, head: LMHead, scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses over `num_tokens`, and `scale` times its gradient [C, V], in the logits' memory."""
+    """Return the sum of the losses over `num_tokens`, and `scale` times its gradient [C, V] in the logits' memory."""
     axes, (low, high) = head.plan.y_layout[1], head.vocab_span
     top_C = head.comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()
     counted = labels_C >= 0
@@ -112,13 +120,16 @@ def _cross_entropy_(
     return loss, grad_CV
 
 
-def _chunks(num_rows: int, head: Head) -> Sweep:
-    """Rows of the stored X: at most `chunk_tokens` tokens after the gather, and a number that the scatter of Y divides
-    (then it divides what is left for the last chunk as well)."""
+def _chunks(num_rows: int, head: LMHead) -> list[slice]:
+    """Return the chunks of the rows of the stored X.
+
+    A chunk has at most `chunk_tokens` tokens after the all-gather, and a number of rows that the scatter of Y divides
+    (then it divides the last chunk as well).
+    """
     gathered, scattered = (head.comm.mesh.size(axes) for axes in head.token_moves)
     unit = scattered // math.gcd(gathered, scattered)
     rows = max(head.chunk_tokens // (gathered * unit), 1) * unit
-    return Sweep("M", 1, tuple((start, min(rows, num_rows - start)) for start in range(0, num_rows, rows)))
+    return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -130,15 +141,14 @@ class _HeadLoss(torch.autograd.Function):
         labels_M: Tensor,
         scale: Tensor | float,
         num_tokens: int | Tensor,
-        head: Head,
-        chunks: Sweep,
-        dw: WeightResult | None,
+        head: LMHead,
+        chunks: list[slice],
+        dw: WgradSum | None,
     ) -> Tensor:
         plan, comm = head.plan, head.comm
         whole_w = head.whole_weight(w_VH)
         dx_chunks, losses = [], []
-        for number, (start, length) in enumerate(chunks.slices):
-            chunk = slice(start, start + length)
+        for chunk in chunks:
             whole_x = gather(x_MH[chunk], plan.x, X_DIMS, comm).wait()
             labels_C = _chunk_labels(labels_M, chunk, head)
             loss, grad_CV = _cross_entropy_(head.logits(whole_x, whole_w), labels_C, num_tokens, head, scale)
@@ -146,10 +156,10 @@ class _HeadLoss(torch.autograd.Function):
             if dw is not None:
                 dy = gather_dy(grad_CV.to(x_MH.dtype), plan, comm).wait()
                 dx = reduce(product(dy, whole_w.T), plan.dx_moves, X_DIMS, comm)
-                dw.multiply(number, dy.T, whole_x.T)
+                dw.add_product(dy.T, whole_x.T)
                 dx_chunks.append(dx.wait())
                 del dy
-            del grad_CV  # else the logits of two chunks exist at one time
+            del grad_CV  # else the logits of two chunks exist at once
         if dw is not None:
             ctx.save_for_backward(torch.cat(dx_chunks))
         return torch.stack(losses).sum()

@@ -1,64 +1,114 @@
-"""Where the gradients of a leaf are summed, beside autograd: products that no reduction awaits go straight there.
-
-So a gradient of bf16 operands is summed in fp32 without being rounded on the way, and without memory of its own.
-"""
+"""`main_grad`, the gradient buffer of a parameter in fp32 or wider, and the four routes by which gradients reach it."""
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from functools import partial
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from megatron3d.ops.gemm import add_product, put_product
+from megatron3d.comm.process_comm import Comm, Pending
+from megatron3d.ops.collectives import W_DIMS, reduce
+from megatron3d.ops.gemm import add_product, product, put_product
+from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 
 
-class Sink(Protocol):
-    """Memory for the sum of one leaf's gradients."""
+class MainGrad(Protocol):
+    """Buffer that sums one parameter's gradients over the microbatches of a step."""
 
-    def room(self) -> tuple[Tensor, bool]:
-        """Where the next gradient goes, and whether it is added to what is there."""
+    def open(self) -> tuple[Tensor, bool]:
+        """Return the buffer, and whether it already holds gradients of this step; else it is to be overwritten."""
         ...
 
-    def arrived(self) -> None:
-        """Note that it is all there."""
+    def close(self) -> None:
+        """Count one gradient as completely added."""
         ...
 
 
-def give_sink(leaf: Tensor, sink: Sink) -> None:
-    """Let a leaf's gradients be summed there."""
-    leaf.grad_sink = sink  # type: ignore[attr-defined]
+class MainGrads:
+    """Registry of main_grad buffers by parameter, and the four routes by which a gradient reaches one.
+
+        norms, biases, embedding     autograd's backward ───── post-accumulate hook ──── collect ────┐
+        linear, dW is not reduced    GEMM dY^T X with beta=1 ─────────────────────────── accumulate ─┤
+        linear, dW reduced or late   GEMM dY^T X ──── reduction in flight, WgradQueue ── add ────────┼── main_grad
+        LM head                      GEMMs per chunk of the fused loss ──── WgradSum ─── finish ─────┘
+
+    Accumulating GEMMs sum bf16 operands in fp32 without rounding dW to bf16 first, and need no memory for dW.
+    The gradient of a parameter without a buffer goes to its `grad`, as in plain PyTorch.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Tensor, MainGrad] = {}
+
+    def register(self, param: Tensor, buffer: MainGrad) -> None:
+        """Sum all gradients of a parameter in `buffer`, those that autograd computes included."""
+        self._buffers[param] = buffer
+        param.register_post_accumulate_grad_hook(partial(_collect, buffer))
+
+    def buffer(self, param: Tensor) -> MainGrad | None:
+        """Return the buffer of a parameter, None where it has none."""
+        return self._buffers.get(param)
+
+    def accumulate(self, param: Tensor, a_MK: Tensor, b_NK: Tensor) -> bool:
+        """Add a b^T to the buffer in the GEMM itself; return False, and do nothing, where there is no buffer."""
+        buffer = self.buffer(param)
+        if buffer is None:
+            return False
+        into, holds_gradient = buffer.open()
+        (add_product if holds_gradient else put_product)(into, a_MK, b_NK)
+        buffer.close()
+        return True
+
+    def add(self, param: Tensor, grad: Tensor) -> None:
+        """Add a gradient that was computed outside of autograd's own pass."""
+        buffer = self.buffer(param)
+        if buffer is None:
+            param.grad = grad if param.grad is None else param.grad + grad
+        else:
+            _add(buffer, grad)
 
 
-def sink_of(leaf: Tensor) -> Sink | None:
-    """Where they are, if not in the leaf's own `grad`."""
-    return cast("Sink | None", getattr(leaf, "grad_sink", None))
+def _collect(buffer: MainGrad, param: Tensor) -> None:
+    """Move a gradient from autograd to the buffer; autograd calls this hook as well where it computed none."""
+    if param.grad is not None:
+        grad, param.grad = param.grad, None
+        _add(buffer, grad)
 
 
-def add_grad(leaf: Tensor, grad: Tensor) -> None:
-    """Add a gradient that was computed outside of autograd's own pass."""
-    sink = sink_of(leaf)
-    if sink is None:
-        leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-        return
-    into, has_values = sink.room()
-    (into.add_ if has_values else into.copy_)(grad)
-    sink.arrived()
+def _add(buffer: MainGrad, grad: Tensor) -> None:
+    into, holds_gradient = buffer.open()
+    (into.add_ if holds_gradient else into.copy_)(grad)
+    buffer.close()
 
 
-class SinkResult:
-    """A product's result that is neither cut nor reduced, and stays where its leaf's gradients are summed."""
+class WgradSum:
+    """dW as a sum of several GEMMs, in main_grad where nothing reduces it, else in fp32 memory of its own.
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._room: Tensor | None = None
+    Used by the chunks of the fused loss and by the panels of a panelled matmul.
+    """
 
-    def multiply(self, panel: int, a_MK: Tensor, b_NK: Tensor) -> None:
-        """Take a b^T as a part of the sum."""
-        is_begun = self._room is not None
-        if self._room is None:
-            self._room, is_begun = self._sink.room()
-        (add_product if is_begun else put_product)(self._room, a_MK, b_NK)
+    def __init__(self, param: Tensor, plan: MatmulPlan, comm: Comm, main_grads: MainGrads) -> None:
+        self._plan, self._comm = plan, comm
+        self._buffer = None if plan.w else main_grads.buffer(param)
+        self._sum: Tensor | None = None
+        self._dtype: torch.dtype | None = None
 
-    def finish(self) -> None:
-        """Nothing is on its way."""
-        self._sink.arrived()
+    def add_product(self, a_MK: Tensor, b_NK: Tensor) -> None:
+        """Add a b^T."""
+        if self._sum is not None:
+            self._sum = add_product(self._sum, a_MK, b_NK)
+        elif self._buffer is None:
+            self._sum, self._dtype = product(a_MK, b_NK), a_MK.dtype
+        else:
+            self._sum, holds_gradient = self._buffer.open()
+            (add_product if holds_gradient else put_product)(self._sum, a_MK, b_NK)
+
+    def finish(self) -> Pending | None:
+        """Start to reduce dW; return None where the GEMMs have accumulated it in main_grad."""
+        if self._buffer is not None:
+            self._buffer.close()
+            return None
+        assert self._sum is not None, "no product was added"
+        total, self._sum = self._sum.to(self._dtype), None
+        return reduce(total, moves(self._plan.w), W_DIMS, self._comm)

@@ -1,49 +1,40 @@
-"""The one matmul: gather X, gather W, multiply, reduce Y; backward is the same sentence with the roles turned.
+"""The one matmul of every tensor-parallel mode (Singh et al. 2024, arXiv:2305.13525, algorithm 1).
 
+    forward     gather X, gather W, multiply, reduce Y
+    backward    gather dY, gather W, dX = dY W, reduce dX during the wgrad GEMM;  gather X, dW = dY^T X, reduce dW
+
+The tables of the `MatmulPlan` name the axes of each gather and reduction; without axes there is no communication.
+Only shards are saved for backward.  Two hooks: `PrefetchedWeight` gathers W early, `WgradQueue` defers dW.
 Letters: M tokens, K input features, N output features; each means the global dimension, shard or not.
-Shards are kept for backward, never the gathered operands.  In backward the reduction of dX runs under the
-weight-gradient product, and the gather of X under the input-gradient product (Singh et al. 2024, arXiv:2305.13525).
-A `Sweep` does all of it panel by panel, with one panel as the whole.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm, Pending
-from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS
-from megatron3d.ops.gemm import uses_onednn
-from megatron3d.ops.main_grad import sink_of
-from megatron3d.ops.panels import Operand, Result, WeightResult, begin, operand, weight_result
-from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads
+from megatron3d.comm.process_comm import Comm, Pending, ready
+from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, reduce
+from megatron3d.ops.gemm import product, uses_onednn
+from megatron3d.ops.main_grad import MainGrads
+from megatron3d.ops.weight_prefetch import PrefetchedWeight
+from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
-from megatron3d.parallel.panel_plan import Sweep, choose, stored_over
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, Direction, TPOverlap
 
-
-def linear(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    bias_N: Tensor | None,
-    plan: MatmulPlan,
-    comm: Comm,
-    weight_grads: WeightGrads | None = None,
-) -> Tensor:
-    """Y[M, N] = X W^T + bias by a `Matmul` of its own."""
-    return Matmul(plan, comm, weight_grads=weight_grads)(x_MK, w_NK, bias_N)
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Matmul:
-    """A planned matmul, which names no axis of size 1, and how it is carried out.
+    """A planned matmul; its plan names no axis of size 1.
 
     Args:
-        weight_grads: where weight gradients go; None: back to autograd, at once.
-        weight: where W is gathered ahead or kept; None: it is gathered when it is needed.
+        main_grads: buffers that wgrad GEMMs accumulate in; None: gradients go back to autograd.
+        wgrads: hook that defers weight gradients or keeps their reductions in flight; None: neither.
+        weight: hook that prefetches or keeps the gathered W; None: W is gathered when it is needed.
     """
 
     def __init__(
@@ -51,105 +42,89 @@ class Matmul:
         plan: MatmulPlan,
         comm: Comm,
         overlap: TPOverlap = OVERLAP_ALL,
-        weight_grads: WeightGrads | None = None,
-        weight: GatheredWeight | None = None,
+        main_grads: MainGrads | None = None,
+        wgrads: WgradQueue | None = None,
+        weight: PrefetchedWeight | None = None,
     ) -> None:
         self.plan, self.comm, self.overlap, self.weight = plan, comm, overlap, weight
-        self.weight_grads = weight_grads or WeightGrads()
-        self.is_plain = not (plan.m or plan.k or plan.n or weight_grads)
-        self._sweeps: dict[tuple[Direction, int, int, int], Sweep] = {}
+        self.main_grads = main_grads or MainGrads()
+        self.wgrads = wgrads or WgradQueue(self.main_grads)
+        self.is_plain = not (plan.m or plan.k or plan.n or wgrads)
 
     def __call__(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """Y[M, N] = X W^T + bias; every operand, and Y, as the plan stores them."""
-        if self._is_left_to_torch(x_MK, w_NK):
+        """Return Y[M, N] = X W^T + bias; operands and Y are shards in the plan's layouts."""
+        if self._can_be_torchs(x_MK, w_NK):
             return F.linear(x_MK, w_NK, bias_N)
-        will_return = x_MK.requires_grad and torch.is_grad_enabled()
-        y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self, will_return)
+        backward_follows = x_MK.requires_grad and torch.is_grad_enabled()
+        y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self, backward_follows)
         return y_MN
 
-    def _is_left_to_torch(self, x_MK: Tensor, w_NK: Tensor) -> bool:
-        """A compiler cannot know of sinks; its graphs give the gradient back."""
+    def forward(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, backward_follows: bool) -> Tensor:
+        """Return Y, with the bias added once: in the GEMM, or to the reduced sum where K is split."""
+        plan, comm = self.plan, self.comm
+        x = gather(x_MK, plan.x, X_DIMS, comm)
+        w = self.gather_weight(Direction.FORWARD, w_NK, backward_follows)
+        y = reduce(product(x.wait(), w.wait(), None if plan.k else bias_N), moves(plan.y), Y_DIMS, comm)
+        y_MN = y.wait()
+        return y_MN.add_(bias_N) if plan.k and bias_N is not None else y_MN
+
+    def backward(self, param: Tensor, x_MK: Tensor, w_NK: Tensor, dy_MN: Tensor, needs: tuple[bool, ...]) -> Grads:
+        """Return the gradients that autograd needs of X, W and bias; dW is None where it goes to main_grad."""
+        plan, comm, (needs_dx, needs_dw, needs_db) = self.plan, self.comm, needs
+        dy_pending = gather(dy_MN, plan.dy, Y_DIMS, comm)
+        w = self.gather_weight(Direction.BACKWARD, w_NK) if needs_dx else None
+        x = gather(x_MK, plan.x, X_DIMS, comm) if needs_dw and not self.wgrads.is_deferring else None
+        db_N = dy_MN.sum(0) if needs_db else None
+        dy = dy_pending.wait()
+        dx = reduce(product(dy, w.wait().T), plan.dx_moves, X_DIMS, comm) if w else None
+        if dx and not self.overlap.input_grad:
+            dx = ready(dx.wait())
+        operands = [dy]  # taken by the wgrad GEMM, so that a deferred dY is freed before dW is reduced
+
+        def wgrad() -> Pending | None:
+            x_whole = (x or gather(x_MK, plan.x, X_DIMS, comm)).wait()
+            return self._wgrad(param, operands.pop(), x_whole)
+
+        dw = self.wgrads.submit(param, wgrad) if needs_dw else None
+        return dx.wait() if dx else None, dw.wait() if dw else None, db_N
+
+    def _wgrad(self, param: Tensor, dy_MN: Tensor, x_MK: Tensor) -> Pending | None:
+        """Multiply dY^T X and start to reduce it; accumulate it in main_grad where nothing reduces it."""
+        if not self.plan.w and self.main_grads.accumulate(param, dy_MN.T, x_MK.T):
+            return None
+        return reduce(product(dy_MN.T, x_MK.T), moves(self.plan.w), W_DIMS, self.comm)
+
+    def gather_weight(self, at: Direction, w_NK: Tensor, backward_follows: bool = False) -> Pending:
+        """Return the gathered W, through the prefetch hook where there is one."""
+        if self.weight is None:
+            return gather(w_NK, self.plan.w, W_DIMS, self.comm)
+        return self.weight.gather(at, backward_follows)
+
+    def _can_be_torchs(self, x_MK: Tensor, w_NK: Tensor) -> bool:
+        """Return whether F.linear does; a compiled graph always returns dW to autograd, not to main_grad."""
         if not self.is_plain or uses_onednn(x_MK.device, x_MK.dtype):
             return False
-        return torch.compiler.is_compiling() or not torch.is_grad_enabled() or sink_of(w_NK) is None
-
-    def sweep(self, at: Direction, x_MK: Tensor, w_NK: Tensor) -> Sweep:
-        """The panels of a pass."""
-        key = at, *x_MK.shape, w_NK.shape[0]
-        if key not in self._sweeps:
-            self._sweeps[key] = choose(self.plan, at, self.sizes(x_MK, w_NK), self.overlap, self.comm.mesh)
-        return self._sweeps[key]
-
-    def sizes(self, x_MK: Tensor, w_NK: Tensor) -> dict[str, int]:
-        """M, N and K of the product that I multiply myself, from what is stored."""
-        (m, k), (n, _) = x_MK.shape, w_NK.shape
-        stored = {"M": (m, self.plan.x), "N": (n, self.plan.w), "K": (k, self.plan.x)}
-        return {dim: size * self.comm.mesh.size(stored_over(table, dim)) for dim, (size, table) in stored.items()}
-
-    def weight_operand(self, at: Direction, w_NK: Tensor, sweep: Sweep, will_return: bool = False) -> Operand:
-        """W on its way, from where it is."""
-        if self.weight is None:
-            return operand(w_NK, self.plan.w, W_DIMS, self.comm, sweep)
-        return self.weight.operand(at, sweep, will_return)
+        return torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.main_grads.buffer(w_NK) is None
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, matmul: Matmul, will_return: bool
+        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, matmul: Matmul, backward_follows: bool
     ) -> Tensor:
-        # The leaf itself: what is saved comes back as another tensor where it is computed again.
-        ctx.matmul, ctx.leaf = matmul, w_NK
+        # The parameter itself names its main_grad; what is saved comes back as another tensor after recomputation.
+        ctx.matmul, ctx.param = matmul, w_NK
         ctx.save_for_backward(x_MK, w_NK)
-        plan, comm, sweep = matmul.plan, matmul.comm, matmul.sweep(Direction.FORWARD, x_MK, w_NK)
-        x = operand(x_MK, plan.x, X_DIMS, comm, sweep)
-        w = matmul.weight_operand(Direction.FORWARD, w_NK, sweep, will_return)
-        bias = None if bias_N is None or plan.k else operand(bias_N, {}, {"N": 0}, comm, sweep)
-        y = Result(moves(plan.y), plan.dy, Y_DIMS, comm, sweep)
-        for panel in range(sweep.num_panels):
-            begin(panel + 1, x, w, bias)
-            y.multiply(panel, x.take(panel), w.take(panel), bias.take(panel) if bias else None)
-        y_MN = y.finish().wait()
-        return y_MN if bias_N is None or bias else y_MN.add_(bias_N)
+        return matmul.forward(x_MK, w_NK, bias_N, backward_follows)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        matmul: Matmul = ctx.matmul
-        plan, comm, grads = matmul.plan, matmul.comm, matmul.weight_grads
-        x_MK, w_NK = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        sweep = matmul.sweep(Direction.BACKWARD, x_MK, w_NK)
-        begin_x = partial(operand, x_MK, plan.x, X_DIMS, comm, sweep)
-
-        dy = operand(dy_MN, plan.dy, Y_DIMS, comm, sweep)
-        w = matmul.weight_operand(Direction.BACKWARD, w_NK, sweep) if needs_dx else None
-        x = begin_x() if needs_dw and not grads.is_waiting else None
-        db_N = dy_MN.sum(0) if needs_db else None
-        dx = Result(plan.dx_moves, plan.x, X_DIMS, comm, sweep, matmul.overlap.input_grad)
-        dw = weight_result(ctx.leaf, plan, comm, sweep)
-        waiting: list[Tensor] = []
-        for panel in range(sweep.num_panels):
-            begin(panel + 1, dy, w, x)
-            here = dy.take(panel)
-            if w:
-                dx.multiply(panel, here, w.take(panel).T)
-            if x:
-                dw.multiply(panel, here.T, x.take(panel).T)
-            elif needs_dw:
-                waiting.append(here)
-
-        def weight_grad() -> Pending | None:
-            if waiting:
-                _multiply_later(dw, waiting, begin_x())
-            return dw.finish()
-
-        dw_NK = grads.deliver(ctx.leaf, weight_grad) if needs_dw else None
-        return dx.finish().wait() if needs_dx else None, dw_NK.wait() if dw_NK else None, db_N, None, None
+        grads: Grads = ctx.matmul.backward(ctx.param, *ctx.saved_tensors, dy_MN, ctx.needs_input_grad[:3])
+        return *grads, None, None
 
 
-def _multiply_later(dw: WeightResult, dys: list[Tensor], x: Operand) -> None:
-    """The products of the second half of a split backward; panels of dY are given up one by one."""
-    dys.reverse()
-    for panel in range(len(dys)):
-        begin(panel + 1, x)
-        dw.multiply(panel, dys.pop().T, x.take(panel).T)
+def linear(
+    x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: MatmulPlan, comm: Comm, wgrads: WgradQueue | None = None
+) -> Tensor:
+    """Return Y[M, N] = X W^T + bias by a `Matmul` that is made for this one call."""
+    return Matmul(plan, comm, wgrads=wgrads)(x_MK, w_NK, bias_N)

@@ -1,9 +1,6 @@
-"""Operands that arrive panel by panel, and results that leave so: what a `Sweep` means for tensors.
+"""Operands that are gathered, and results that are reduced, panel by panel as a `PanelPlan` says.
 
-    panel j of an operand: gathered from slice j of every shard      under the product of panel j - 1
-    panel j of a result:   reduced into slice j of every shard       under the product of panel j + 1
-
-A tensor without the sweep's dimension has one panel: such an operand is brought once and used by all products, such a
+A tensor without the panels' dimension has one panel: such an operand is gathered once and used by all GEMMs, such a
 result is the sum of all.
 """
 
@@ -15,127 +12,126 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron3d.comm.process_comm import Comm, Pending
-from megatron3d.ops.collectives import W_DIMS, gather, reduce
+from megatron3d.ops.collectives import gather, reduce
 from megatron3d.ops.gemm import add_product, product
-from megatron3d.ops.main_grad import SinkResult, sink_of
-from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
-from megatron3d.parallel.panel_plan import Sweep, stored_over
+from megatron3d.parallel.matmul_plan import Move
+from megatron3d.parallel.panel_plan import PanelPlan, stored_over
 
 Table = Mapping[str, str]
 Dims = Mapping[str, int]
 
 
 class Operand(Protocol):
-    """What is multiplied; panels are begun, and then taken, in order."""
+    """Operand of a GEMM; panels are started, and then taken, in order."""
 
-    def begin(self, panel: int) -> None:
-        """Begin to bring a panel, if there is one."""
+    def start(self, panel: int) -> None:
+        """Start to gather a panel, if there is one."""
         ...
 
     def take(self, panel: int) -> Tensor:
-        """A panel that was begun."""
+        """Wait for a started panel and return it."""
         ...
 
 
 class WholeOperand:
-    """One that every product needs as a whole; it is given up with the last."""
+    """Operand that every GEMM needs whole; it is freed with the last."""
 
-    def __init__(self, arriving: Pending, num_uses: int) -> None:
-        self._arriving: Pending | None = arriving
-        self._here: Tensor | None = None
+    def __init__(self, pending: Pending, num_uses: int) -> None:
+        self._in_flight: Pending | None = pending
+        self._gathered: Tensor | None = None
         self._last = num_uses - 1
 
-    def begin(self, panel: int) -> None: ...
+    def start(self, panel: int) -> None: ...
 
     def take(self, panel: int) -> Tensor:
-        if self._arriving is not None:
-            self._here, self._arriving = self._arriving.wait(), None
-        here = self._here
-        assert here is not None, f"panel {panel} is taken after the last"
-        self._here = None if panel == self._last else here
-        return here
+        if self._in_flight is not None:
+            self._gathered, self._in_flight = self._in_flight.wait(), None
+        gathered = self._gathered
+        assert gathered is not None, f"panel {panel} is taken after the last"
+        self._gathered = None if panel == self._last else gathered
+        return gathered
 
 
-class CutOperand:
-    """One that the sweep cuts; `shard` is what the table says is stored."""
+class SlicedOperand:
+    """Operand that the panels slice; `shard` is stored as the table says."""
 
-    def __init__(self, shard: Tensor, table: Table, dims: Dims, comm: Comm, sweep: Sweep) -> None:
-        self._shard, self._table, self._dims, self._comm, self._slices = shard, table, dims, comm, sweep.slices
-        self._dim = dims[sweep.dim]
-        self._num_cells = sweep.cells // comm.mesh.size(stored_over(table, sweep.dim))
-        self._arriving: dict[int, Pending] = {}
+    def __init__(self, shard: Tensor, table: Table, dims: Dims, comm: Comm, panels: PanelPlan) -> None:
+        self._shard, self._table, self._dims, self._comm, self._slices = shard, table, dims, comm, panels.slices
+        self._dim = dims[panels.dim]
+        self._num_cells = panels.cells // comm.mesh.size(stored_over(table, panels.dim))
+        self._in_flight: dict[int, Pending] = {}
 
-    def begin(self, panel: int) -> None:
-        if panel < len(self._slices) and panel not in self._arriving:
+    def start(self, panel: int) -> None:
+        if panel < len(self._slices) and panel not in self._in_flight:
             mine = _slice(self._shard, self._dim, self._num_cells, self._slices[panel]).flatten(
                 self._dim, self._dim + 1
             )
-            self._arriving[panel] = gather(mine, self._table, self._dims, self._comm)
+            self._in_flight[panel] = gather(mine, self._table, self._dims, self._comm)
 
     def take(self, panel: int) -> Tensor:
-        return self._arriving.pop(panel).wait()
+        return self._in_flight.pop(panel).wait()
 
 
-def operand(shard: Tensor, table: Table, dims: Dims, comm: Comm, sweep: Sweep) -> Operand:
-    """A stored operand whose first panel is on its way."""
-    if sweep.dim not in dims:
-        return WholeOperand(gather(shard, table, dims, comm), sweep.num_panels)
-    found = CutOperand(shard, table, dims, comm, sweep)
-    found.begin(0)
+def operand(shard: Tensor, table: Table, dims: Dims, comm: Comm, panels: PanelPlan) -> Operand:
+    """Return a stored operand with its first panel in flight."""
+    if panels.dim not in dims:
+        return WholeOperand(gather(shard, table, dims, comm), panels.num_panels)
+    found = SlicedOperand(shard, table, dims, comm, panels)
+    found.start(0)
     return found
 
 
-def begin(panel: int, *operands: Operand | None) -> None:
-    """Begin to bring a panel of each."""
+def start_panel(panel: int, *operands: Operand | None) -> None:
+    """Start to gather a panel of each operand."""
     for each in operands:
         if each is not None:
-            each.begin(panel)
+            each.start(panel)
 
 
 class Result:
-    """A product's result, reduced by `steps` into what the table says is stored.
+    """Result of the GEMMs, reduced by `steps` into the layout that the table says.
 
-    With `overlap` a reduction is waited for after the next product, else at once.
+    With `overlap` a panel's reduction is waited for after the next GEMM, else at once.
     """
 
     def __init__(
-        self, steps: tuple[Move, ...], table: Table, dims: Dims, comm: Comm, sweep: Sweep, overlap: bool = True
+        self, steps: tuple[Move, ...], table: Table, dims: Dims, comm: Comm, panels: PanelPlan, overlap: bool = True
     ) -> None:
-        self._steps, self._dims, self._comm, self._sweep = steps, dims, comm, sweep
-        self._is_cut, self._overlap = sweep.dim in dims, overlap and bool(steps)
-        self._num_cells = sweep.cells // comm.mesh.size(stored_over(table, sweep.dim))
+        self._steps, self._dims, self._comm, self._panels = steps, dims, comm, panels
+        self._is_sliced, self._overlap = panels.dim in dims, overlap and bool(steps)
+        self._num_cells = panels.cells // comm.mesh.size(stored_over(table, panels.dim))
         self._sum: Tensor | None = None
-        self._leaving: tuple[int, Pending] | None = None
+        self._in_flight: tuple[int, Pending] | None = None
         self._out: Tensor | None = None
 
     def multiply(self, panel: int, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-        """Take a b^T + bias as a panel of the result, or as a part of its sum."""
-        if self._is_cut:
+        """Compute a b^T + bias as a panel of the result, or as a term of its sum."""
+        if self._is_sliced:
             self._reduce(panel, product(a, b, bias))
             return
         self._sum = product(a, b, bias) if self._sum is None else add_product(self._sum, a, b)
-        if panel == self._sweep.num_panels - 1:
+        if panel == self._panels.num_panels - 1:
             total, self._sum = self._sum.to(a.dtype), None
             self._reduce(panel, total)
 
     def _reduce(self, panel: int, partial: Tensor) -> None:
-        leaving = reduce(partial, self._steps, self._dims, self._comm)
+        pending = reduce(partial, self._steps, self._dims, self._comm)
         del partial
-        self._place()
-        self._leaving = panel, leaving
+        self._store()
+        self._in_flight = panel, pending
         if not self._overlap:
-            self._place()
+            self._store()
 
-    def _place(self) -> None:
-        """Wait for the panel that is leaving, and put it where it belongs."""
-        if self._leaving is None:
+    def _store(self) -> None:
+        """Wait for the panel in flight and copy it to its place."""
+        if self._in_flight is None:
             return
-        (panel, leaving), self._leaving = self._leaving, None
-        piece = leaving.wait()
-        if not self._is_cut or self._sweep.num_panels == 1:
+        (panel, pending), self._in_flight = self._in_flight, None
+        piece = pending.wait()
+        if not self._is_sliced or self._panels.num_panels == 1:
             self._out = piece
             return
-        dim, cells, slices = self._dims[self._sweep.dim], self._num_cells, self._sweep.slices
+        dim, cells, slices = self._dims[self._panels.dim], self._num_cells, self._panels.slices
         if self._out is None:
             shape = list(piece.shape)
             shape[dim] = cells * sum(slices[-1])
@@ -143,28 +139,17 @@ class Result:
         _slice(self._out, dim, cells, slices[panel]).copy_(piece.unflatten(dim, (cells, -1)))
 
     def finish(self) -> Pending:
-        """The whole result; `wait` waits for the last panel."""
+        """Return the whole result; `wait` waits for the last panel."""
 
         def finish() -> Tensor:
-            self._place()
+            self._store()
             assert self._out is not None, "nothing was multiplied"
             return self._out
 
         return Pending(finish)
 
 
-WeightResult = Result | SinkResult
-
-
-def weight_result(leaf: Tensor, plan: MatmulPlan, comm: Comm, sweep: Sweep) -> WeightResult:
-    """dW on its way to be reduced; or, if it is not reduced nor cut, straight to where the leaf sums its gradients."""
-    sink, is_cut = sink_of(leaf), sweep.num_panels > 1 and sweep.dim in W_DIMS
-    if sink is None or is_cut or plan.w:
-        return Result(moves(plan.w), plan.w, W_DIMS, comm, sweep)
-    return SinkResult(sink)
-
-
 def _slice(t: Tensor, dim: int, num_cells: int, part: tuple[int, int]) -> Tensor:
-    """The same slice (start, length) of each of so many equal cells along a dimension, which becomes two."""
+    """Return the same slice (start, length) of each of `num_cells` equal cells along a dimension, which becomes two."""
     cells: Tensor = t.unflatten(dim, (num_cells, -1))
     return cells.narrow(dim + 1, *part)

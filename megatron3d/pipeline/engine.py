@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron3d.comm.process_comm import Comm, Pending, ready
-from megatron3d.ops.weight_prefetch import WeightGrads
+from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind
@@ -88,7 +88,7 @@ class Engine:
         where: the pipeline rank of every stage.
         compute: (stage, input or None, microbatch) -> output; a loss at the last stage.
         reduce: called with a stage when its weight gradients are complete.
-        weight_grads: what puts them off, where the schedule splits the backward.
+        wgrads: queue that defers weight gradients, where the schedule splits the backward.
 
     Attributes:
         peak_in_flight: most graphs that were kept at one time.
@@ -101,10 +101,10 @@ class Engine:
         compute: Compute,
         boundary: Boundary,
         reduce: Callable[[int], None] = lambda stage: None,
-        weight_grads: WeightGrads | None = None,
+        wgrads: WgradQueue | None = None,
     ) -> None:
         self._actions, self._where = actions, dict(enumerate(where))
-        self._compute, self._boundary, self._reduce, self._weight_grads = compute, boundary, reduce, weight_grads
+        self._compute, self._boundary, self._reduce, self._wgrads = compute, boundary, reduce, wgrads
         self._received: dict[Action, Pending] = {}
         self._made: dict[Action, Tensor] = {}
         self._leaving: list[Pending] = []
@@ -156,25 +156,25 @@ class Engine:
         assert mb is not None, f"{action} names no microbatch"
         x_MH, end = self._graphs.pop((stage, mb))
         torch.autograd.backward([end], [torch.ones_like(self._results[mb]) if dy is None else dy])
-        if self._weight_grads is not None:
-            self._weight_grads.flush()
+        if self._wgrads is not None:
+            self._wgrads.flush()
         if x_MH is not None:
             assert x_MH.grad is not None, f"{action} gave its input no gradient"
             self._hand_on(action, x_MH.grad)
 
     def _input_grads(self, action: Action, dy: Tensor | None) -> None:
-        assert self._weight_grads is not None and action.mb is not None, f"nothing puts off weight gradients: {action}"
-        with self._weight_grads.put_off() as late:
+        assert self._wgrads is not None and action.mb is not None, f"nothing defers weight gradients: {action}"
+        with self._wgrads.defer() as late:
             self._backward(action, dy)
         self._late[action.stage, action.mb] = late
 
     @torch.no_grad()
     def _late_weight_grads(self, action: Action, _: None) -> None:
-        assert self._weight_grads is not None and action.mb is not None, f"nothing puts off weight gradients: {action}"
+        assert self._wgrads is not None and action.mb is not None, f"nothing defers weight gradients: {action}"
         late = self._late.pop((action.stage, action.mb))[::-1]
         while late:
             late.pop()()
-        self._weight_grads.flush()
+        self._wgrads.flush()
 
     def _hand_on(self, action: Action, x: Tensor) -> None:
         """To the SEND that follows, or to the neighbouring stage on this rank."""

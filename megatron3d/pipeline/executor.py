@@ -96,14 +96,14 @@ class Flow:
         self, actions: Sequence[Action], passes: Sequence[Pass], reduce: Callable[[int], None] = lambda stage: None
     ) -> Engine:
         model, stages = self.model, self.pipeline.stages
-        model.forget_gathered_weights()
+        model.drop_prefetched_weights()
 
         def compute(stage: int, x_MH: Tensor | None, mb: int) -> Tensor:
             y: Tensor = model(stages[stage], x_MH, passes[mb])
             return y
 
         boundary = self._boundary(passes[0])
-        return Engine(actions, self.pipeline.owners, compute, boundary, reduce, model.weight_grads)
+        return Engine(actions, self.pipeline.owners, compute, boundary, reduce, model.wgrads)
 
     def _boundary(self, at: Pass) -> Boundary:
         model, layout = self.model, self.model.mode.residual

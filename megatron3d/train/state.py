@@ -69,6 +69,7 @@ def build_state(
         PRECISIONS[config.train.precision].model,
         device,
         bucket_bytes=config.train.bucket_mb * 2**20,
+        main_grads=model.main_grads,
         sharding=Sharding.of_stage(config.parallel.zero_stage, comm.mesh.nontrivial(DATA[1:])),
         blocks=model.blocks(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
@@ -85,6 +86,6 @@ def build_state(
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
     if overlap.weight_gather:
-        model.gather_weights_ahead(buffers.make_whole)
+        model.prefetch_weights(buffers.make_whole)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale)
     return TrainState(model, buffers, optimizer, loss_scale, Flow(model, pipeline))

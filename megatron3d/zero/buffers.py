@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.ops.main_grad import add_grad, give_sink
+from megatron3d.ops.main_grad import MainGrads
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import DATA
 from megatron3d.zero.flat_buffer import Block, Flat, Sharding, make_flats
@@ -41,6 +41,7 @@ class Buffers:
         sharding: what is shared out, over which axes.
         blocks: the pieces of the network, in the order of the forward pass; every parameter is in some.
         reduce_dtype: of gradients on their way; None: as they are summed.
+        main_grads: registry in which each parameter's gradient buffer is entered; None: one of its own.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Buffers:
         sharding: Sharding = EVERYTHING,
         blocks: Sequence[Block] = (),
         reduce_dtype: torch.dtype | None = None,
+        main_grads: MainGrads | None = None,
     ) -> None:
         self.comm, self.sharding, self._reduce_dtype = comm, sharding, reduce_dtype
         self.specs = {name: spec for specs in stage_specs.values() for name, spec in specs.items()}
@@ -65,9 +67,10 @@ class Buffers:
         self._takes_turns = sharding.grads or reduce_dtype is not None or is_grouped
         self._num_microbatches = 1
         self._reductions: list[Reduction] = []
+        registry = main_grads or MainGrads()
         for flat in self.flats:
             for name in flat.spans:
-                self._give_memory(model, flat, name)
+                self._give_memory(model, flat, name, registry)
             if sharding.params:
                 flat.forget()
         self._flats_of = {
@@ -76,12 +79,11 @@ class Buffers:
         if sharding.axes:
             (watch_blocks if sharding.params else wait_for_blocks)(self, blocks)
 
-    def _give_memory(self, model: nn.Module, flat: Flat, name: str) -> None:
+    def _give_memory(self, model: nn.Module, flat: Flat, name: str, main_grads: MainGrads) -> None:
         owner, _, leaf = name.rpartition(".")
         param = flat.param(name, self.specs[name].local_shape(self.comm.mesh))
         setattr(model.get_submodule(owner), leaf, param)
-        give_sink(param, _GradRoom(self, flat, name, param.shape))
-        param.register_post_accumulate_grad_hook(_collect)
+        main_grads.register(param, _MainGradView(self, flat, name, param.shape))
 
     def begin_step(self, num_microbatches: int) -> None:
         """Gradients of so many microbatches will come; the first of each parameter replaces that of the last step."""
@@ -89,7 +91,7 @@ class Buffers:
         for flat in self.flats:
             flat.begin_step()
 
-    def arrived(self, flat: Flat) -> None:
+    def count_grad(self, flat: Flat) -> None:
         """Begin to reduce when gradients are complete: of all microbatches, or of one where they are shared out."""
         flat.num_arrived += 1
         if flat.num_arrived % (flat.num_uses * (1 if self.sharding.grads else self._num_microbatches)):
@@ -174,27 +176,20 @@ class Buffers:
                 yield name, start, getattr(flat, which)[where]
 
 
-def _collect(param: Tensor) -> None:
-    """Take a gradient from autograd, which tells of those that it was not given as well."""
-    if param.grad is not None:
-        grad, param.grad = param.grad, None
-        add_grad(param, grad)
-
-
 @dataclass(frozen=True)
-class _GradRoom:
-    """Where a parameter's gradients are summed."""
+class _MainGradView:
+    """main_grad of one parameter: a view of its flat buffer of gradients."""
 
     buffers: Buffers
     flat: Flat
     name: str
     shape: torch.Size
 
-    def room(self) -> tuple[Tensor, bool]:
-        return self.flat.room(self.name, self.shape)
+    def open(self) -> tuple[Tensor, bool]:
+        return self.flat.main_grad(self.name, self.shape)
 
-    def arrived(self) -> None:
-        self.buffers.arrived(self.flat)
+    def close(self) -> None:
+        self.buffers.count_grad(self.flat)
 
 
 def square_sum(flat: Tensor, row: int = 4096) -> Tensor:

@@ -141,8 +141,8 @@ class Flat:
         if self.whole_grad is not None:
             self.whole_grad[self.size :].zero_()  # a step that was not finite has left what it is there
 
-    def room(self, name: str, shape: Sequence[int]) -> tuple[Tensor, bool]:
-        """Where a parameter's gradient of one microbatch goes, and whether it is added to what is there."""
+    def main_grad(self, name: str, shape: Sequence[int]) -> tuple[Tensor, bool]:
+        """Return the gradient buffer of a parameter, and whether it already holds gradients of this step."""
         if self.whole_grad is None:
             self.whole_grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.whole.device)
             self.whole_grad[self.size :].zero_()

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import Comm, Pending, ProcessComm
+from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import linear
-from megatron3d.ops.weight_prefetch import WeightGrads
+from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
@@ -34,15 +35,15 @@ T = TypeVar("T")
 class Toy(nn.Module):
     """A stage of `depth` layers; each keeps three wide tensors, of which its late weight gradient needs one."""
 
-    def __init__(self, stage: int, comm: Comm, weight_grads: WeightGrads | None, depth: int, wider: int) -> None:
+    def __init__(self, stage: int, comm: Comm, wgrads: WgradQueue | None, depth: int, wider: int) -> None:
         super().__init__()
-        self.comm, self.weight_grads = comm, weight_grads
+        self.comm, self.wgrads = comm, wgrads
         seeds = [100 * stage + index for index in range(depth)]
         self.weights = nn.ParameterList([normal(wider * HIDDEN, HIDDEN, seed=seed) / HIDDEN for seed in seeds])
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
-            wide = linear(x, weight, None, MatmulPlan(), self.comm, self.weight_grads)
+            wide = linear(x, weight, None, MatmulPlan(), self.comm, self.wgrads)
             x = x + wide.sin().sin().sin().unflatten(1, (-1, HIDDEN)).mean(1)
         return x
 
@@ -60,16 +61,14 @@ class Pipeline:
         wider: int = WIDER,
     ) -> None:
         rank, self.where = comm.mesh.coord("pipeline"), tuple(owners(schedule).values())
-        self.tokens, weight_grads = tokens, WeightGrads()
+        self.tokens, wgrads = tokens, WgradQueue(MainGrads())
         self.stages = {
-            stage: Toy(stage, comm, weight_grads, depth, wider)
-            for stage, owner in enumerate(self.where)
-            if owner == rank
+            stage: Toy(stage, comm, wgrads, depth, wider) for stage, owner in enumerate(self.where) if owner == rank
         }
         self.reduced: list[int] = []
         boundary = Boundary((tokens, HIDDEN), torch.float64, torch.device("cpu"), copies, comm)
         actions = lower(schedule)[rank]
-        self.engine = Engine(actions, self.where, self.compute, boundary, self.reduced.append, weight_grads)
+        self.engine = Engine(actions, self.where, self.compute, boundary, self.reduced.append, wgrads)
 
     def compute(self, stage: int, x: Tensor | None, mb: int) -> Tensor:
         return compute(self.stages[stage], x, mb, self.tokens, stage == len(self.where) - 1)

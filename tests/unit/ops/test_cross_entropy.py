@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron3d.comm.process_comm import Comm, ProcessComm
-from megatron3d.ops.cross_entropy import Head, head_logits, head_loss
+from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -54,7 +54,7 @@ def test_any_chunk_gives_torchs_loss_and_gradients(
     tokens: int, vocab: int, padding: int, chunk: int, num_tokens: int
 ) -> None:
     x_MH, w_VH, labels_M = whole_problem(tokens, vocab, vocab + padding, hidden=4)
-    head = Head(MatmulPlan(), ALONE, vocab, vocab + padding, chunk)
+    head = LMHead(MatmulPlan(), ALONE, vocab, vocab + padding, chunk)
     x, w = x_MH.clone().requires_grad_(), w_VH.clone().requires_grad_()
     loss = head_loss(x, w, labels_M, num_tokens, head, scale=torch.tensor(4.0))
     loss.backward()
@@ -69,7 +69,7 @@ def test_any_chunk_gives_torchs_loss_and_gradients(
 def split_errors(plan: MatmulPlan, chunk: int, comm: Comm) -> dict[str, float]:
     tokens, vocab, padded, mesh = 96, 61, 72, comm.mesh
     x_MH, w_VH, labels_M = whole_problem(tokens, vocab, padded, hidden=24)
-    head = Head(plan, comm, vocab, padded, chunk)
+    head = LMHead(plan, comm, vocab, padded, chunk)
     x, w = cut(x_MH, plan.x_layout, mesh).requires_grad_(), cut(w_VH, plan.w_layout, mesh).requires_grad_()
     share = head_loss(x, w, cut(labels_M, (plan.m,), mesh), 77, head)
     share.backward()
@@ -147,7 +147,7 @@ def test_the_full_logits_never_exist() -> None:
             w_VH.requires_grad_(),
             labels_M,
             tokens,
-            Head(MatmulPlan(), ALONE, vocab, vocab, chunk),
+            LMHead(MatmulPlan(), ALONE, vocab, vocab, chunk),
         )
         loss.backward()
     assert largest.numel == max(chunk * vocab, vocab * hidden)
@@ -155,7 +155,7 @@ def test_the_full_logits_never_exist() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     x_MH, w_VH, labels_M = whole_problem(10, 7, 8, hidden=4)
-    head = Head(MatmulPlan(), ALONE, 7, 8, 4)
+    head = LMHead(MatmulPlan(), ALONE, 7, 8, 4)
     loss = head_loss(1e4 * x_MH.float(), w_VH.float(), labels_M, 10, head)
     expected, *_ = reference(1e4 * x_MH, w_VH, labels_M, 7, 10)
     assert error(loss.double(), expected) < 1e-5
@@ -165,7 +165,7 @@ def test_bf16_is_summed_in_fp32() -> None:
     """A thousand tokens of equal loss: in bf16 neither their sum nor the weight's gradient would come out."""
     x_MH, w_VH = torch.ones(1024, 1, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.bfloat16)
     x, w = x_MH.requires_grad_(), w_VH.requires_grad_()
-    loss = head_loss(x, w, torch.zeros(1024, dtype=torch.int64), 1024, Head(MatmulPlan(), ALONE, 8, 8, 16))
+    loss = head_loss(x, w, torch.zeros(1024, dtype=torch.int64), 1024, LMHead(MatmulPlan(), ALONE, 8, 8, 16))
     loss.backward()
     assert loss.dtype == torch.float32 and w.grad is not None
     assert abs(loss.item() - 2.0794415) < 1e-6
@@ -175,5 +175,5 @@ def test_bf16_is_summed_in_fp32() -> None:
 def test_evaluation_multiplies_once_per_chunk() -> None:
     x_MH, w_VH, labels_M = whole_problem(10, 7, 8, hidden=4)
     with torch.no_grad(), Products() as products:
-        head_loss(x_MH.requires_grad_(), w_VH.requires_grad_(), labels_M, 10, Head(MatmulPlan(), ALONE, 7, 8, 5))
+        head_loss(x_MH.requires_grad_(), w_VH.requires_grad_(), labels_M, 10, LMHead(MatmulPlan(), ALONE, 7, 8, 5))
     assert products.count == 2

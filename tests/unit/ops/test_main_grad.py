@@ -1,5 +1,5 @@
-"""Fact: a weight gradient that nothing reduces is made where its leaf's gradients are summed: over microbatches,
-panels, chunks of the loss, and late halves of a backward, and on a GPU without being rounded to bf16.
+"""Fact: a wgrad GEMM whose result is not reduced accumulates in main_grad, over microbatches, panels, chunks of the
+loss and deferred wgrads; on a GPU bf16 products are not rounded before they are summed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.ops.cross_entropy import Head, head_loss
-from megatron3d.ops.main_grad import give_sink
+from megatron3d.ops.cross_entropy import LMHead, head_loss
+from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
-from megatron3d.ops.weight_prefetch import WeightGrads
+from megatron3d.ops.panelled_matmul import PanelledMatmul
+from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.tp_overlap import TPOverlap
@@ -26,19 +27,26 @@ CUDA = pytest.param(
 )
 
 
-class Memory:
-    """A sum that starts as what must not be seen."""
+class Buffer:
+    """main_grad of one parameter, which starts as NaN that must be overwritten."""
 
     def __init__(self, w: Tensor) -> None:
         self.sum = torch.full(w.shape, torch.nan, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device)
-        self.num_rooms = self.num_arrived = 0
+        self.num_opened = self.num_closed = 0
 
-    def room(self) -> tuple[Tensor, bool]:
-        self.num_rooms += 1
-        return self.sum, self.num_rooms > 1
+    def open(self) -> tuple[Tensor, bool]:
+        self.num_opened += 1
+        return self.sum, self.num_opened > 1
 
-    def arrived(self) -> None:
-        self.num_arrived += 1
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def registered(w: Tensor) -> tuple[MainGrads, Buffer]:
+    """Return a registry with a buffer for `w`."""
+    main_grads, buffer = MainGrads(), Buffer(w)
+    main_grads.register(w, buffer)
+    return main_grads, buffer
 
 
 def matrix(rows: int, columns: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
@@ -48,34 +56,52 @@ def matrix(rows: int, columns: int, device: str = "cpu", dtype: torch.dtype = to
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), ("cpu", torch.float32), CUDA])
 @pytest.mark.parametrize("num_panels", [1, 2])
-@pytest.mark.parametrize("are_put_off", [False, True])
-def test_gradients_of_microbatches_are_summed_there(
-    device: str, dtype: torch.dtype, num_panels: int, are_put_off: bool
+@pytest.mark.parametrize("defers", [False, True])
+def test_gradients_of_microbatches_are_summed_in_main_grad(
+    device: str, dtype: torch.dtype, num_panels: int, defers: bool
 ) -> None:
-    w, grads = matrix(6, 4, device, dtype), WeightGrads()
-    give_sink(w, memory := Memory(w))
+    w = matrix(6, 4, device, dtype)
+    main_grads, buffer = registered(w)
+    wgrads = WgradQueue(main_grads)
     xs = [matrix(8, 4, device, dtype), matrix(12, 4, device, dtype)]
-    matmul = Matmul(MatmulPlan(), ALONE, TPOverlap(num_panels), grads)
+    make = PanelledMatmul if num_panels > 1 else Matmul
+    matmul = make(MatmulPlan(), ALONE, TPOverlap(num_panels), main_grads, wgrads)
     late: list[Callable[[], None]] = []
     for num_before, x in enumerate(xs):
-        with grads.put_off() if are_put_off else nullcontext(late) as late:
+        with wgrads.defer() if defers else nullcontext(late) as late:
             matmul(x, w).square().sum().backward()
-        assert memory.num_arrived == num_before + (not are_put_off)
+        assert buffer.num_closed == num_before + (not defers)
         with torch.no_grad():
             for compute in late:
                 compute()
-    assert w.grad is None and memory.num_arrived == len(xs)
+    assert w.grad is None and buffer.num_closed == len(xs)
     expected = torch.stack([2 * (x @ w.T).double().T @ x.double() for x in xs]).sum(0)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 1e-2)
-    torch.testing.assert_close(memory.sum.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(buffer.sum.double(), expected.detach(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 100])
-def test_the_heads_gradient_is_summed_there(chunk_tokens: int) -> None:
+def test_the_heads_gradient_is_summed_in_main_grad(chunk_tokens: int) -> None:
     x, w, labels = matrix(8, 4), matrix(6, 4), torch.arange(8) % 6
-    give_sink(w, memory := Memory(w))
+    main_grads, buffer = registered(w)
     for _ in range(2):
-        head_loss(x, w, labels, 8, Head(MatmulPlan(), ALONE, 6, 6, chunk_tokens))
+        head_loss(x, w, labels, 8, LMHead(MatmulPlan(), ALONE, 6, 6, chunk_tokens, main_grads))
     (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ w.T, labels), w)
-    assert w.grad is None and memory.num_arrived == 2
-    torch.testing.assert_close(memory.sum, 2 * expected, rtol=1e-12, atol=1e-12)
+    assert w.grad is None and buffer.num_closed == 2
+    torch.testing.assert_close(buffer.sum, 2 * expected, rtol=1e-12, atol=1e-12)
+
+
+def test_autograds_gradient_is_moved_to_main_grad() -> None:
+    w = matrix(6, 4)
+    _, buffer = registered(w)
+    for _ in range(2):
+        w.square().sum().backward()
+    assert w.grad is None and buffer.num_closed == 2
+    torch.testing.assert_close(buffer.sum, 4 * w.detach(), rtol=0, atol=0)
+
+
+def test_a_gradient_without_a_buffer_goes_to_grad() -> None:
+    w = matrix(6, 4)
+    for _ in range(2):
+        MainGrads().add(w, torch.ones_like(w))
+    assert w.grad is not None and w.grad.eq(2).all()

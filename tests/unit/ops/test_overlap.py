@@ -1,5 +1,5 @@
-"""Fact: a linear's W is gathered under its neighbour's product and its dW is reduced under the next products; each is
-gathered and reduced just once, what is kept is shared by microbatches, and changed weights are never met again.
+"""Fact: W is prefetched during the neighbour's GEMM and dW is reduced during the next GEMMs, each exactly once; kept
+weights are shared by microbatches in flight, and are dropped when weights change.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.recompute import repeated
-from megatron3d.ops.weight_prefetch import GatheredWeight, WeightGrads, gather_ahead
+from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
+from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.tp_overlap import TPOverlap
 from tests.support.shards import plan_comm, pretended_world
 from tests.unit.ops.test_matmul import CUBE, MESH, Diary
@@ -29,17 +31,17 @@ class Chain:
     def __init__(self, overlap: TPOverlap) -> None:
         self.diary: Any = Diary(plan_comm(MESH, CUBE, CUBE.swapped()))
         self.weights = [torch.ones(8, 4, requires_grad=True) for _ in range(NUM_LINEARS)]
-        self.grads = WeightGrads(are_late=overlap.weight_grad)
+        self.grads = WgradQueue(MainGrads(), overlap.weight_grad)
         self.made_whole = list[int]()
         self.matmuls: list[Matmul] = []
-        ahead = []
+        in_order = []
         for index in range(NUM_LINEARS):
             plan = CUBE.swapped() if index % 2 else CUBE
-            weight = GatheredWeight(lambda index=index: self.weights[index], plan, self.diary, overlap)
-            ahead.append((weight, lambda index=index: self.made_whole.append(index)))
-            self.matmuls.append(Matmul(plan, self.diary, overlap, self.grads, weight))
+            weight = PrefetchedWeight(lambda index=index: self.weights[index], plan, self.diary, overlap)
+            in_order.append((weight, lambda index=index: self.made_whole.append(index)))
+            self.matmuls.append(Matmul(plan, self.diary, overlap, None, self.grads, weight))
         if overlap.weight_gather:
-            gather_ahead(ahead)
+            prefetch_in_order(in_order)
 
     def forward(self, x: Tensor) -> Tensor:
         for w, matmul in zip(self.weights, self.matmuls, strict=True):
@@ -51,7 +53,7 @@ class Chain:
 
     @contextmanager
     def noted(self) -> Iterator[list[str]]:
-        """What happens in the body."""
+        """Yield the events of the body."""
         self.diary.events.clear()
         with self.diary:
             yield self.diary.events
@@ -64,7 +66,7 @@ def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
 
 
 def open_at_products(events: list[str], name: str) -> list[int]:
-    """How many of a collective had begun and not ended at each product."""
+    """Return how many of a collective were in flight at each GEMM."""
     found, now = [], 0
     for event in events:
         now += {f"begin {name}": 1, f"end {name}": -1}.get(event, 0)
@@ -73,7 +75,7 @@ def open_at_products(events: list[str], name: str) -> list[int]:
     return found
 
 
-def test_weights_are_gathered_under_their_neighbours(chain: Chain) -> None:
+def test_weights_are_prefetched_during_the_neighbours_gemms(chain: Chain) -> None:
     with chain.noted() as events:
         y = chain.forward(chain.x())
         assert open_at_products(events, W_GATHER) == [1, 1, 0]
@@ -86,7 +88,7 @@ def test_weights_are_gathered_under_their_neighbours(chain: Chain) -> None:
     assert chain.made_whole == [1, 2, 1, 0]
 
 
-def test_gradients_are_reduced_under_the_next_products(chain: Chain) -> None:
+def test_gradients_are_reduced_during_the_next_gemms(chain: Chain) -> None:
     y = chain.forward(chain.x())
     with chain.noted() as events:
         y.sum().backward()
@@ -97,9 +99,9 @@ def test_gradients_are_reduced_under_the_next_products(chain: Chain) -> None:
     assert events.count(f"begin {W_REDUCE}") == events.count(f"end {W_REDUCE}") == NUM_LINEARS
 
 
-def test_gradients_that_were_put_off_are_reduced_under_the_next_products(chain: Chain) -> None:
+def test_deferred_gradients_are_reduced_during_the_next_gemms(chain: Chain) -> None:
     y = chain.forward(chain.x())
-    with chain.noted() as events, chain.grads.put_off() as late:
+    with chain.noted() as events, chain.grads.defer() as late:
         y.sum().backward()
         chain.grads.flush()
         assert f"begin {W_REDUCE}" not in events
@@ -119,7 +121,7 @@ def test_without_overlaps_everything_ends_before_the_next_product(chain: Chain) 
         y.sum().backward()
         assert all(w.grad is not None for w in chain.weights)
     for name in (W_GATHER, W_REDUCE, "scatter b", "scatter c"):
-        assert not any(open_at_products(events, name)), f"{name} runs under a product"
+        assert not any(open_at_products(events, name)), f"{name} overlaps a GEMM"
 
 
 @pytest.mark.parametrize("chain", [TPOverlap(keep_gathered_weights=True)], indirect=True)
@@ -138,7 +140,7 @@ def test_kept_weights_are_gathered_once_for_all_in_flight(chain: Chain) -> None:
 
 
 @pytest.mark.parametrize("chain", [TPOverlap(), TPOverlap(keep_gathered_weights=True)], indirect=True)
-def test_a_repeated_forward_gathers_nothing_in_vain(chain: Chain) -> None:
+def test_a_recomputed_forward_prefetches_nothing(chain: Chain) -> None:
     y = repeated(chain.forward, chain.x())
     with chain.noted() as events:
         y.sum().backward()
@@ -150,13 +152,13 @@ def test_a_repeated_forward_gathers_nothing_in_vain(chain: Chain) -> None:
 
 
 @pytest.mark.parametrize("chain", [TPOverlap(), TPOverlap(keep_gathered_weights=True)], indirect=True)
-def test_what_was_gathered_before_weights_changed_is_forgotten(chain: Chain) -> None:
-    """Neither what a backward that stopped had gathered ahead, nor what was kept for one that never came."""
+def test_gathered_weights_are_dropped_when_weights_change(chain: Chain) -> None:
+    """Drop what an aborted backward had prefetched, and what was kept for a backward that never came."""
     first, second = chain.matmuls[:2]
     y = first(chain.x(), chain.weights[0])
     for matmul in chain.matmuls:
         assert matmul.weight is not None
-        matmul.weight.forget()
+        matmul.weight.drop()
     with chain.noted() as events:
         second(y, chain.weights[1])
         assert events.count(f"begin {W_GATHER}") == 2

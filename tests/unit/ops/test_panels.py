@@ -15,13 +15,15 @@ from torch import Tensor
 from benchmarks.live import Live
 from megatron3d.comm.process_comm import Comm
 from megatron3d.comm.recording import Recorder
+from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
-from megatron3d.ops.weight_prefetch import WeightGrads
+from megatron3d.ops.panelled_matmul import PanelledMatmul
+from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.parallel.panel_plan import Sweep, panels
+from megatron3d.parallel.panel_plan import PanelPlan, split_into_panels
 from megatron3d.parallel.tp_overlap import Direction, TPOverlap
 from tests.support.pool import Pool
 from tests.support.shards import cut, every_group, normal, plan_comm, pretended_world
@@ -30,16 +32,16 @@ from tests.unit.ops.test_matmul import CUBE, MESH, Diary, cases, errors
 NUM_PANELS = 3
 
 
-class Along(Matmul):
-    """A matmul that is swept along one dimension, whatever that hides."""
+class Along(PanelledMatmul):
+    """A matmul in panels along a given dimension, whatever that overlaps."""
 
-    def __init__(self, dim: str, plan: MatmulPlan, comm: Comm, weight_grads: WeightGrads | None = None) -> None:
-        super().__init__(plan, comm, TPOverlap(NUM_PANELS), weight_grads)
+    def __init__(self, dim: str, plan: MatmulPlan, comm: Comm, wgrads: WgradQueue | None = None) -> None:
+        super().__init__(plan, comm, TPOverlap(NUM_PANELS), None, wgrads)
         self.dim = dim
 
-    def sweep(self, at: Direction, x_MK: Tensor, w_NK: Tensor) -> Sweep:
+    def panels(self, at: Direction, x_MK: Tensor, w_NK: Tensor) -> PanelPlan:
         sizes = self.sizes(x_MK, w_NK)
-        return panels(self.plan, self.dim, sizes[self.dim], NUM_PANELS, self.comm.mesh)
+        return split_into_panels(self.plan, self.dim, sizes[self.dim], NUM_PANELS, self.comm.mesh)
 
 
 def wrong(rank: int, world_size: int, dim: str) -> list[str]:
@@ -75,16 +77,16 @@ def shards(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int) -> tuple[Tensor
 
 
 def outcome(matmul: Matmul, split: bool) -> tuple[list[Tensor], dict[object, float]]:
-    """Y and all gradients, and the bytes that moved over each axes; `split` puts the weight's gradient off."""
-    recorder, grads = Recorder(matmul.comm), WeightGrads()
-    mine = Matmul(matmul.plan, recorder, matmul.overlap, grads)
+    """Y and all gradients, and the bytes that moved over each axes; `split` defers the weight's gradient."""
+    recorder, grads = Recorder(matmul.comm), WgradQueue(MainGrads())
+    mine = type(matmul)(matmul.plan, recorder, matmul.overlap, None, grads)
     x, w, b = shards(matmul.plan, recorder.mesh, 24, 56, 40)
     y = mine(x, w, b)
     dy = cut(normal(24, 56, seed=4), matmul.plan.y_layout, recorder.mesh)
     if split:
-        with grads.put_off() as late:
+        with grads.defer() as late:
             y.backward(dy)
-        assert w.grad is None, "the weight's gradient was not put off"
+        assert w.grad is None, "the weight's gradient was not deferred"
         with torch.no_grad():
             late.pop()()
     else:
@@ -102,7 +104,7 @@ def departs(rank: int, world_size: int) -> list[str]:
         comm = every_group(mesh.at(rank))
         values, moved = outcome(Matmul(plan.on(mesh), comm), split=False)
         for num_panels, split in ((1, True), (3, True), (100, False)):
-            found, also_moved = outcome(Matmul(plan.on(mesh), comm, TPOverlap(num_panels)), split)
+            found, also_moved = outcome(PanelledMatmul(plan.on(mesh), comm, TPOverlap(num_panels)), split)
             off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, values, strict=True))
             if not off < 1e-13 or also_moved != pytest.approx(moved):
                 out.append(f"{name}, {num_panels} panels, {split=}: off by {off}, moved {also_moved} not {moved}")
@@ -136,7 +138,9 @@ def test_panels_need_less_memory(sizes: tuple[int, int, int]) -> None:
     with pretended_world(0, 8):
         for name, mesh, plan in registry():
             comm = plan_comm(mesh, plan)
-            in_panels, whole = (peak(Matmul(plan, comm, TPOverlap(num_panels)), sizes) for num_panels in (8, 1))
+            in_panels, whole = (
+                peak(each, sizes) for each in (PanelledMatmul(plan, comm, TPOverlap(8)), Matmul(plan, comm))
+            )
             assert in_panels < whole or not gathers_or_scatters(plan), f"{name}: {in_panels} not below {whole} bytes"
 
 
@@ -157,16 +161,16 @@ def test_panels_move_under_the_products_of_their_neighbours(num_panels: int) -> 
     with pretended_world(0, 8):
         for name, mesh, plan in registry():
             diary: Any = Diary(plan_comm(mesh, plan))
-            matmul = Matmul(plan, diary, TPOverlap(num_panels))
+            matmul = PanelledMatmul(plan, diary, TPOverlap(num_panels))
             x, w, _ = shards(plan, mesh, 64, 64, 64)
             with diary:
                 matmul(x, w)
-            sweep = matmul.sweep(Direction.FORWARD, x, w)
+            panels = matmul.panels(Direction.FORWARD, x, w)
             open_at = open_at_products(diary.events)
-            assert len(open_at) == sweep.num_panels, f"{name}: {len(open_at)} products for {sweep.num_panels} panels"
-            if (plan.x and sweep.dim in "MK") or (plan.w and sweep.dim in "NK"):
+            assert len(open_at) == panels.num_panels, f"{name}: {len(open_at)} products for {panels.num_panels} panels"
+            if (plan.x and panels.dim in "MK") or (plan.w and panels.dim in "NK"):
                 assert all(each["gather"] for each in open_at[:-1]), f"{name}: nothing arrives under a product"
-            if plan.y and sweep.dim in "MN":
+            if plan.y and panels.dim in "MN":
                 assert all(each["reduce"] for each in open_at[1:]), f"{name}: nothing leaves under a product"
 
 

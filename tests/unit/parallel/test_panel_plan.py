@@ -1,4 +1,4 @@
-"""Fact: panels hold every index once and the same from every shard, and a sweep goes where most moves."""
+"""Fact: panels hold every index once and as many from every shard, along the dimension in which most bytes move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron3d.config.schema import ParallelConfig
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.parallel.panel_plan import TENSORS, WHOLE, Sweep, choose, panels, stored_over
+from megatron3d.parallel.panel_plan import TENSORS, WHOLE, PanelPlan, plan_panels, split_into_panels, stored_over
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, Direction, TPOverlap
 
 BOTH = tuple(Direction)
@@ -17,12 +17,12 @@ UNEVEN = MatmulPlan(m=("r",), n=("c",), x={"c": "K"}, w={"r": "K"})
 UNEVEN_MESH = Mesh((("r", 2), ("c", 3)))
 
 
-def numbers(sweep: Sweep, size: int) -> list[list[int]]:
+def numbers(panels: PanelPlan, size: int) -> list[list[int]]:
     """The indices of each panel."""
-    width = size // sweep.cells
+    width = size // panels.cells
     return [
-        [cell * width + start + i for cell in range(sweep.cells) for i in range(length)]
-        for start, length in sweep.slices
+        [cell * width + start + i for cell in range(panels.cells) for i in range(length)]
+        for start, length in panels.slices
     ]
 
 
@@ -30,13 +30,13 @@ def numbers(sweep: Sweep, size: int) -> list[list[int]]:
 @pytest.mark.parametrize("dim", "MNK")
 def test_every_shard_brings_as_much_into_a_panel(dim: str, num_panels: int) -> None:
     """K=42 is stored in 3 parts by X and in 2 by W: six cells of seven."""
-    sweep = panels(UNEVEN, dim, 42, num_panels, UNEVEN_MESH)
-    assert sorted(index for panel in numbers(sweep, 42) for index in panel) == list(range(42))
-    assert sweep.num_panels <= num_panels
+    panels = split_into_panels(UNEVEN, dim, 42, num_panels, UNEVEN_MESH)
+    assert sorted(index for panel in numbers(panels, 42) for index in panel) == list(range(42))
+    assert panels.num_panels <= num_panels
     for name, table in (("x", UNEVEN.x), ("w", UNEVEN.w), ("y", UNEVEN.dy)):
         if dim in TENSORS[name]:
             ranks = UNEVEN_MESH.size(stored_over(table, dim))
-            for panel in numbers(sweep, 42):
+            for panel in numbers(panels, 42):
                 owners = [index // (42 // ranks) for index in panel]
                 assert {owners.count(rank) for rank in range(ranks)} == {len(panel) // ranks}
 
@@ -52,22 +52,22 @@ def test_every_shard_brings_as_much_into_a_panel(dim: str, num_panels: int) -> N
         ("3d", "heads", {"M": 4, "N": 32, "K": 256}, "K", "K"),
     ],
 )
-def test_a_sweep_goes_where_most_moves(
+def test_panels_go_where_most_bytes_move(
     mode: str, form: str, sizes: dict[str, int], forward: str, backward: str
 ) -> None:
     built = build_mode(mode, form, MODES[mode].default_shape(8))
     mesh = Mesh(built.axes)
-    found = [choose(built.expand.on(mesh), at, sizes, TPOverlap(2), mesh).dim for at in BOTH]
+    found = [plan_panels(built.expand.on(mesh), at, sizes, TPOverlap(2), mesh).dim for at in BOTH]
     assert found == [forward, backward]
-    assert all(choose(built.expand.on(mesh), at, sizes, OVERLAP_ALL, mesh) == WHOLE for at in BOTH)
+    assert all(plan_panels(built.expand.on(mesh), at, sizes, OVERLAP_ALL, mesh) == WHOLE for at in BOTH)
 
 
-def test_kept_weights_are_no_reason_for_a_sweep() -> None:
+def test_kept_weights_are_no_reason_for_panels() -> None:
     """They are gathered whole: with few tokens W is what moves most, and only X is left to be hidden."""
     mesh, sizes = Mesh((("r", 2), ("c", 2))), {"M": 4, "N": 64, "K": 64}
     overlaps = TPOverlap(2), TPOverlap(2, keep_gathered_weights=True)
-    found = [choose(UNEVEN, Direction.FORWARD, sizes, overlap, mesh) for overlap in overlaps]
-    assert [sweep.dim for sweep in found] == ["K", "M"]
+    found = [plan_panels(UNEVEN, Direction.FORWARD, sizes, overlap, mesh) for overlap in overlaps]
+    assert [panels.dim for panels in found] == ["K", "M"]
 
 
 def test_a_configuration_says_how() -> None:

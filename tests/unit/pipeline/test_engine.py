@@ -196,6 +196,6 @@ def test_what_is_left_is_an_error(text: str) -> None:
 
 def test_half_a_backward_needs_somewhere_to_put_the_other() -> None:
     pipeline = Pipeline(build_schedule("zb-h1", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
-    pipeline.engine._weight_grads = None
+    pipeline.engine._wgrads = None
     with pytest.raises(AssertionError, match="nothing puts off weight gradients: 0I0"):
         pipeline.engine.run()
