@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.stages import divide, layer_flops, make_stages
+from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
@@ -15,7 +15,7 @@ from megatron3d.parallel.tp_overlap import TPOverlap
 from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Schedule, owners
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule
-from megatron3d.pipeline.spec import Pipeline
+from megatron3d.pipeline.spec import Pipeline, layer_flops
 
 SEQUENCE_PARALLEL = "sequence_parallel"
 
@@ -72,7 +72,7 @@ def make_pipeline(config: Config, arch: Architecture, mesh: Mesh) -> Pipeline:
     schedule = make_schedule(config, arch, mesh)
     where = tuple(owners(schedule).values())
     counts = config.parallel.pipeline_model_parallel_layout or divide(arch, len(where), where)
-    return Pipeline(make_stages(counts), schedule, where)
+    return Pipeline(make_stages(counts), where, schedule)
 
 
 def virtual_size(parallel: ParallelConfig) -> int:

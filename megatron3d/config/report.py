@@ -18,11 +18,11 @@ from megatron3d.config.validate.facts import describe_tensor
 from megatron3d.config.yaml_origins import is_plain, show
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.stages import divide, stage_flops
+from megatron3d.model.stages import divide
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.schedules import FILE
-from megatron3d.pipeline.simulate import Timeline, run
-from megatron3d.pipeline.spec import Pipeline
+from megatron3d.pipeline.simulate import simulate_durations
+from megatron3d.pipeline.spec import Pipeline, stage_flops
 from megatron3d.runtime.files import write_text
 
 
@@ -73,7 +73,7 @@ def join_runs(counts: Sequence[int]) -> str:
 def expected_bubble(pipeline: Pipeline, arch: Architecture) -> float:
     """The part of a step's forwards and backwards in which a rank waits, going by the stages' operations alone."""
     flops = [stage_flops(arch, stage) for stage in pipeline.stages]
-    return Timeline(tuple(run(pipeline.schedule, lambda action: flops[action.stage][action.kind], 0.0))).idle_rate
+    return simulate_durations(pipeline.schedule, lambda action: flops[action.stage][action.kind]).idle_rate
 
 
 def render(resolved: Resolved, vocab_size: int | None = None) -> str:

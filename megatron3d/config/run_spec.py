@@ -22,7 +22,7 @@ from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.data.ramp import Batches, make_ramp
 from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
 from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
-from megatron3d.model.stages import divide, layer_flops, make_stages
+from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
@@ -30,7 +30,7 @@ from megatron3d.parallel.tp_overlap import TPOverlap
 from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Schedule, owners
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule
-from megatron3d.pipeline.spec import Pipeline
+from megatron3d.pipeline.spec import Pipeline, layer_flops
 
 SEQUENCE_PARALLEL = "sequence_parallel"
 
@@ -193,7 +193,7 @@ class RunSpec:
         """Stages, schedule and owners.  Raises UserError where the schedule's file cannot be used."""
         where = tuple(owners(self.schedule).values())
         counts = self.config.parallel.pipeline_model_parallel_layout or divide(self.arch, len(where), where)
-        return Pipeline(make_stages(counts), self.schedule, where)
+        return Pipeline(make_stages(counts), where, self.schedule)
 
 
 def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: int = 1) -> Architecture:

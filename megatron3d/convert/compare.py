@@ -22,10 +22,9 @@ from megatron3d.convert.plain import PLAIN, Weights
 from megatron3d.convert.settings import Settings
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
-from megatron3d.model.stages import make_stages
+from megatron3d.model.stages import StageAssignment, make_stages
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.pipeline.spec import Pipeline
 
 NUM_SEQUENCES, MAX_POSITIONS = 2, 24
 # Relative to the largest logit; transformers normalizes and rotates in fp32 in every precision.
@@ -65,7 +64,7 @@ def stored_inputs(vocab_size: int, max_positions: int) -> Tensor:
 def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, tokens_BS: Tensor) -> Tensor:
     """Logits [B, S, V] of our GPT in float64, its weights rounded to a data type first."""
     num_stages = arch.num_layers
-    pipeline = Pipeline(make_stages([1] * num_stages), ((),) * num_stages, tuple(range(num_stages)))
+    pipeline = StageAssignment(make_stages([1] * num_stages), tuple(range(num_stages)))
     mode = build_mode(next(iter(MODES)), None, (1,))
     axes = (("pipeline", num_stages), ("replica", 1), ("data", 1), *mode.axes)
     x_MH: Tensor | None = None

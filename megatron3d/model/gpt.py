@@ -21,7 +21,7 @@ from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Line
 from megatron3d.model.microbatch import Pass, Target
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
 from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
-from megatron3d.model.stages import Stage
+from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.kv_cache import Cache, Known
 from megatron3d.ops.main_grad import MainGrads
@@ -34,7 +34,6 @@ from megatron3d.parallel.mesh import DATA, Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.p2p import Link
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
-from megatron3d.pipeline.spec import Pipeline
 from megatron3d.zero import Block
 
 
@@ -56,19 +55,20 @@ class GPT(nn.Module):
         arch: Architecture,
         mode: Mode,
         comm: Comm,
-        pipeline: Pipeline,
+        assignment: StageAssignment,
         loss_chunk_tokens: int,
         recompute: Recompute = KEEP_ALL,
         overlap: TPOverlap = OVERLAP_ALL,
+        splits_backward: bool = False,
     ) -> None:
         super().__init__()
         self.arch, self.mode, self.comm = arch, mode, comm
         rank = comm.mesh.coord("pipeline")
-        self.stages: tuple[Stage, ...] = pipeline.mine(rank)
-        self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, pipeline, rank)
+        self.stages: tuple[Stage, ...] = assignment.on_rank(rank)
+        self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, assignment, rank)
         overlaps_reduction = overlap.weight_grad and bool(mode.expand.on(comm.mesh).w)
         self.main_grads = MainGrads()
-        needs_queue = pipeline.splits_backward or overlaps_reduction
+        needs_queue = splits_backward or overlaps_reduction
         self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
         build = Build(arch, mode, comm, self.specs, self.main_grads, self.wgrads, recompute, overlap)
         self.recompute = recompute
@@ -259,8 +259,8 @@ def _plan_sets(plan: MatmulPlan) -> list[Axes]:
     return [step.axes for step in steps]
 
 
-def links(arch: Architecture, pipeline: Pipeline) -> list[Link]:
+def links(arch: Architecture, assignment: StageAssignment) -> list[Link]:
     """Every two ranks of the pipeline that exchange something: neighbouring stages, and both ends of a tied model."""
-    owners = pipeline.owners
+    owners = assignment.owners
     pairs = {*pairwise(owners)} | ({(owners[0], owners[-1])} if arch.tie_embeddings else set())
     return [Link("pipeline", low, high) for low, high in sorted({(min(p), max(p)) for p in pairs}) if low < high]

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.model.architecture import GATED, Architecture
-from megatron3d.model.stages import Stage, make_stages
+from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.pipeline.spec import Pipeline
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 Named = Iterator[tuple[str, ParamSpec]]
@@ -28,16 +27,18 @@ def param_specs(arch: Architecture, mode: Mode) -> dict[str, ParamSpec]:
     return dict(_stage_specs(arch, mode, make_stages([arch.num_layers])[0], EMBEDDING))
 
 
-def stage_specs(arch: Architecture, mode: Mode, pipeline: Pipeline, rank: int) -> dict[int, dict[str, ParamSpec]]:
+def stage_specs(
+    arch: Architecture, mode: Mode, assignment: StageAssignment, rank: int
+) -> dict[int, dict[str, ParamSpec]]:
     """The same for each stage on a rank of the pipeline, a parameter being in the first of them that uses it.
 
     Where embeddings are tied and the ends of the pipeline are on two ranks, both hold the matrix: `embedding.weight` on
     the first, `head.weight` on the last, one logical tensor.
     """
-    first, last = pipeline.owners[0], pipeline.owners[-1]
+    first, last = assignment.owners[0], assignment.owners[-1]
     tied_apart = arch.tie_embeddings and first != last
     tied_head = HEAD if rank == last and tied_apart else EMBEDDING
-    tables = {stage.index: list(_stage_specs(arch, mode, stage, tied_head)) for stage in pipeline.mine(rank)}
+    tables = {stage.index: list(_stage_specs(arch, mode, stage, tied_head)) for stage in assignment.on_rank(rank)}
     uses = Counter(name for table in tables.values() for name, _ in table)
     stages: dict[int, dict[str, ParamSpec]] = {}
     seen: set[str] = set()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from statistics import mean
 
 from megatron3d.pipeline.actions import Action, Kind, Schedule
-from megatron3d.pipeline.simulate import Timeline, run
+from megatron3d.pipeline.simulate import Timeline, simulate_durations
 
 
 def mean_times(measured: Timeline) -> Mapping[tuple[Kind, int], float]:
@@ -28,4 +28,4 @@ def predicted(schedule: Schedule, measured: Timeline) -> Timeline:
     def duration(action: Action) -> float:
         return times[action.kind, action.stage]
 
-    return Timeline(tuple(run(schedule, duration, hop=0.0)))
+    return simulate_durations(schedule, duration)

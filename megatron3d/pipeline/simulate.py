@@ -77,8 +77,8 @@ class Timeline:
         return 1 - self.busy / self.makespan
 
 
-def run(schedule: Schedule, duration: Callable[[Action], float], hop: float) -> Iterator[Span]:
-    """Spans in an order in which they can be done; Deadlock when nothing more can."""
+def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: float) -> Iterator[Span]:
+    """Yield spans in an order that respects all dependencies; raise Deadlock when no rank can go on."""
     where = owners(schedule)
     ready: dict[Action, float] = {}
     at, free = [0] * len(schedule), [0.0] * len(schedule)
@@ -110,10 +110,15 @@ def num_virtual(schedule: Schedule) -> int:
     return max(ranks.count(rank) for rank in set(ranks))
 
 
+def simulate_durations(schedule: Schedule, duration: Callable[[Action], float], hop: float = 0.0) -> Timeline:
+    """Return the timeline of a valid schedule, given the time of each computation and of a send to another rank."""
+    return Timeline(tuple(iterate_spans(schedule, duration, hop)))
+
+
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     """The timeline of a schedule that `check` accepts; a rank's stages share its costs evenly."""
     v = num_virtual(schedule)
-    return Timeline(tuple(run(schedule, lambda action: costs.of(action, v), costs.comm)))
+    return simulate_durations(schedule, lambda action: costs.of(action, v), costs.comm)
 
 
 def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:

@@ -1,37 +1,40 @@
-"""The pipeline of a run: its stages, the schedule of every pipeline rank, and which rank owns which stage."""
+"""The pipeline of a run as one value: its stages, the rank that owns each, and the schedule of every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron3d.model.stages import Stage
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.flops import head_flops_per_token, layer_weights
+from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.pipeline.actions import Kind, Schedule
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """Stages and schedule of a pipeline.
+class Pipeline(StageAssignment):
+    """Stages and their owners, and `schedule[rank]`: the computations of a pipeline rank in the order it runs them."""
 
-    Attributes:
-        stages: all stages, in the order of the layers.
-        schedule: the computations of every pipeline rank, in order.
-        owners: `owners[stage]` is the pipeline rank that holds a stage.
-    """
-
-    stages: tuple[Stage, ...]
     schedule: Schedule
-    owners: tuple[int, ...]
-
-    @property
-    def num_ranks(self) -> int:
-        """Size of the pipeline axis."""
-        return len(self.schedule)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule has separate dgrad and wgrad actions (zero-bubble schedules)."""
+        """Whether some backward is split into an input gradient and a deferred weight gradient."""
         return any(action.kind is Kind.I for actions in self.schedule for action in actions)
 
-    def mine(self, coord: int) -> tuple[Stage, ...]:
-        """Stages of the pipeline rank `coord`, in the order of the layers."""
-        return tuple(stage for stage in self.stages if self.owners[stage.index] == coord)
+
+def layer_flops(arch: Architecture) -> Mapping[Kind, int]:
+    """Return the FLOPs of one layer per token, by kind of computation.
+
+    Forward, input gradient and weight gradient of a linear layer cost the same; the attention core has no weights and
+    costs twice as much backward as forward.
+    """
+    linear, core = 2 * layer_weights(arch), 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length
+    return {Kind.F: linear + core, Kind.I: linear + 2 * core, Kind.W: linear}
+
+
+def stage_flops(arch: Architecture, stage: Stage) -> Mapping[Kind, int]:
+    """Return the FLOPs of a stage per token, by kind; the head computes its gradients in the forward, with the loss."""
+    flops = {kind: len(stage.layers) * count for kind, count in layer_flops(arch).items()}
+    head = head_flops_per_token(arch) if stage.has_head else 0
+    return {**flops, Kind.F: flops[Kind.F] + head, Kind.B: flops[Kind.I] + flops[Kind.W]}

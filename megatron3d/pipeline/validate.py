@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, Kind, Schedule, parse_action, results
-from megatron3d.pipeline.simulate import Deadlock, run
+from megatron3d.pipeline.simulate import Deadlock, iterate_spans
 
 MAX_PROBLEMS = 10
 
@@ -61,7 +61,7 @@ def problems(schedule: Schedule) -> list[str]:
     if found:
         return found
     try:
-        for _ in run(schedule, lambda action: 1.0, 0.0):
+        for _ in iterate_spans(schedule, lambda action: 1.0, 0.0):
             pass
     except Deadlock as deadlock:
         return list(islice(_stuck(schedule, deadlock), MAX_PROBLEMS))

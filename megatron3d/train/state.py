@@ -60,7 +60,8 @@ def build_state(
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the host; use false, or a GPU")
     recompute, overlap, mode = recompute_of(config.train), overlap_of(config.parallel), tensor_mode(config.parallel)
-    model = GPT(arch, mode, comm, pipeline, config.train.loss_chunk_tokens, recompute, overlap)
+    chunk, splits = config.train.loss_chunk_tokens, pipeline.splits_backward
+    model = GPT(arch, mode, comm, pipeline, chunk, recompute, overlap, splits)
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,

@@ -19,10 +19,10 @@ from megatron3d.config.derive import make_pipeline
 from megatron3d.config.read import read_config
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.stages import stage_flops
 from megatron3d.parallel.mesh import Mesh, ranges
 from megatron3d.pipeline.plot import figure
-from megatron3d.pipeline.simulate import Timeline, run
+from megatron3d.pipeline.simulate import simulate_durations
+from megatron3d.pipeline.spec import stage_flops
 from megatron3d.train.monitor.prediction_check import parts_of
 from megatron3d.viz.curves import Rows, draw, read_run
 from megatron3d.viz.html import details, note, page, section, svg, svg_element, table
@@ -189,7 +189,7 @@ def _timeline(start: Start, folder: Path) -> Iterator[str]:
         yield section("Pipeline", note(f"cannot be drawn here: {error}"))
         return
     flops = [stage_flops(arch, stage) for stage in pipeline.stages]
-    line = Timeline(tuple(run(pipeline.schedule, lambda action: flops[action.stage][action.kind], 0.0)))
+    line = simulate_durations(pipeline.schedule, lambda action: flops[action.stage][action.kind])
     if len(line.spans) > MAX_SPANS:
         yield section("Pipeline", note(f"{len(line.spans):,} computations, more than {MAX_SPANS:,} are not drawn"))
         return

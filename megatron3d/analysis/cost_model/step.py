@@ -29,7 +29,7 @@ from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.pipeline.actions import Action, Kind, Schedule
 from megatron3d.pipeline.schedules import FILE, num_microbatches
-from megatron3d.pipeline.simulate import Span, Timeline, run
+from megatron3d.pipeline.simulate import Span, Timeline, simulate_durations
 from megatron3d.pipeline.spec import Pipeline
 
 
@@ -228,7 +228,7 @@ def timeline_of(step: Step, durations: Durations) -> Line:
         return seconds[action.stage, action.kind]
 
     def simulated(schedule: Schedule) -> Timeline:
-        return Timeline(tuple(run(schedule, duration, hop)))
+        return simulate_durations(schedule, duration, hop)
 
     line, count = simulated(step.pipeline.schedule), num_microbatches(step.pipeline.schedule)
     total = makespan = line.makespan
@@ -261,7 +261,7 @@ def data_axis(step: Step, durations: Durations, line: Line, rank: int) -> Times:
     times = repeats(zero, m)
     each = {
         stage.index: exchange(_counts(step, [stage]), step.mesh, step.machine, zero, times, step.bucket_bytes)
-        for stage in step.pipeline.mine(rank)
+        for stage in step.pipeline.on_rank(rank)
     }
     sums, gathers = add(one.sums for one in each.values()), add(one.gathers for one in each.values())
     steady = _steady_s(step, durations, rank)
@@ -296,5 +296,5 @@ def _steady_s(step: Step, durations: Durations, rank: int) -> float:
 
 def _optimizer_s(step: Step, rank: int) -> float:
     ranks = step.mesh.sizes["data"] if step.zero_stage else 1
-    mine = sum(_counts(step, step.pipeline.mine(rank)).values()) / ranks
+    mine = sum(_counts(step, step.pipeline.on_rank(rank)).values()) / ranks
     return step.machine.device.pass_s(mine * step.machine.profile.optimizer_bytes, 8)

@@ -58,7 +58,7 @@ class Job:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """My stages."""
-        return self.pipeline.mine(self.coord)
+        return self.pipeline.on_rank(self.coord)
 
     @property
     def actions(self) -> tuple[Action, ...]:

@@ -18,13 +18,13 @@ from megatron3d.config.validate.tensor_parallel import feature_dimensions
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MODULES, Recompute
-from megatron3d.model.stages import divide, layer_flops, make_stages, stage_flops
+from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.actions import Kind, owners
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
-from megatron3d.pipeline.simulate import Timeline, num_virtual, run
-from megatron3d.pipeline.spec import Pipeline
+from megatron3d.pipeline.simulate import num_virtual, simulate_durations
+from megatron3d.pipeline.spec import Pipeline, layer_flops, stage_flops
 
 # Nominal prices.
 _FORM, _SHARE_STATE, _SHARE_GRADIENTS, _ELEMENTWISE, _SMALLER_KERNELS, _SHARE_WEIGHTS = (
@@ -151,15 +151,14 @@ def with_schedule(job: Job, name: str, num_microbatches: int) -> Job:
     counts = tuple(len(stage.layers) for stage in job.pipeline.stages)
     if name != job.schedule:
         counts = divide(job.work.arch, len(where), where)
-    pipeline = Pipeline(make_stages(counts), schedule, where)
+    pipeline = Pipeline(make_stages(counts), where, schedule)
     return replace(job, pipeline=pipeline, schedule=name, lowered=lower(schedule))
 
 
 def makespan(pipeline: Pipeline, arch: Architecture) -> float:
     """Time of a step's computations in operations of the busiest rank, transfers being free."""
     flops = [stage_flops(arch, stage) for stage in pipeline.stages]
-    spans = run(pipeline.schedule, lambda action: flops[action.stage][action.kind], 0.0)
-    return Timeline(tuple(spans)).makespan
+    return simulate_durations(pipeline.schedule, lambda action: flops[action.stage][action.kind]).makespan
 
 
 def fits(work: Work) -> bool:

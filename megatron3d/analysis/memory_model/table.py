@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from megatron3d.analysis.memory_model.rank import Memory, in_flight, rank_memory, stage_activations
 from megatron3d.analysis.memory_model.step_spec import Job
 from megatron3d.model.params import stage_specs
-from megatron3d.model.stages import Stage, stage_flops
+from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import Kind
+from megatron3d.pipeline.spec import stage_flops
 
 BYTES: Mapping[str, float] = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 OPERATIONS: Mapping[str, float] = {"MFLOP": 1e6, "GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}

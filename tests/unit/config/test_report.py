@@ -14,9 +14,9 @@ from megatron3d.config.run_spec import RunSpec, resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.model.flops import flops_per_token
-from megatron3d.model.stages import stage_flops
 from megatron3d.pipeline.actions import Kind
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.spec import stage_flops
 from megatron3d.pipeline.validate import write_schedule
 
 LAYER = 104  # words whose head is as much work as a layer

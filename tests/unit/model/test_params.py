@@ -5,7 +5,6 @@ table out, each entry to the ranks that use it.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -19,13 +18,11 @@ from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
-from megatron3d.model.stages import make_stages
+from megatron3d.model.stages import StageAssignment, make_stages
 from megatron3d.parallel.layout import ParamSpec, box_shape, layout_axes, num_copies
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.pipeline.spec import Pipeline
-from tests.support.toy_pipeline import any_schedule
 
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
 
@@ -95,32 +92,32 @@ def test_only_matrices_decay(family: str, tied: bool) -> None:
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
+def assignments(draw: st.DrawFn) -> StageAssignment:
     """Up to eight stages of no to two layers, on up to four ranks in any order."""
     ranks = draw(st.integers(1, 4))
     where = draw(st.permutations([*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), max_size=4))]))
     counts = draw(st.lists(st.integers(0, 2), min_size=len(where), max_size=len(where)))
-    return Pipeline(make_stages(counts), any_schedule(random.Random(0), where, 1), tuple(where))
+    return StageAssignment(make_stages(counts), tuple(where))
 
 
-@given(pipeline=pipelines(), tied=st.booleans())
-def test_every_parameter_is_where_it_is_used(pipeline: Pipeline, tied: bool) -> None:
-    num_layers = pipeline.stages[-1].layers.stop
+@given(assignment=assignments(), tied=st.booleans())
+def test_every_parameter_is_where_it_is_used(assignment: StageAssignment, tied: bool) -> None:
+    num_layers = assignment.stages[-1].layers.stop
     _, mode, _, arch, _ = tables("gpt2", num_layers=max(num_layers, 1), tie_embeddings=tied)[-1]
     whole = param_specs(arch, mode)
     if not num_layers:
         whole = {path: spec for path, spec in whole.items() if not path.startswith("layers.")}
-    first, last = pipeline.owners[0], pipeline.owners[-1]
+    first, last = assignment.owners[0], assignment.owners[-1]
     found: dict[tuple[int, str], ParamSpec] = {}
-    for rank in range(pipeline.num_ranks):
-        stages = stage_specs(arch, mode, pipeline, rank)
-        assert list(stages) == [stage.index for stage in pipeline.mine(rank)]
+    for rank in range(assignment.num_ranks):
+        stages = stage_specs(arch, mode, assignment, rank)
+        assert list(stages) == [stage.index for stage in assignment.mine(rank)]
         for index, specs in stages.items():
             for path, spec in specs.items():
                 assert (rank, path) not in found, f"{path} is in two stages of rank {rank}"
                 found[rank, path] = spec
                 layer = int(path.split(".")[1]) if path.startswith("layers.") else None
-                assert layer is None or layer in pipeline.stages[index].layers
+                assert layer is None or layer in assignment.stages[index].layers
     apart = tied and first != last
     copies = {(last, HEAD)} if apart else set()
     assert {path for place, path in found if (place, path) not in copies} == whole.keys()

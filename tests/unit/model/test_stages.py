@@ -109,7 +109,7 @@ def test_every_schedule_makes_a_pipeline(name: str, size: int) -> None:
     virtual = SCHEDULES[name].min_virtual
     assert pipeline.num_ranks == size and len(pipeline.stages) == size * virtual
     assert pipeline.owners == tuple(SCHEDULES[name].place(stage, size) for stage in range(size * virtual))
-    assert [stage.index for rank in range(size) for stage in pipeline.mine(rank)] == sorted(
+    assert [stage.index for rank in range(size) for stage in pipeline.on_rank(rank)] == sorted(
         range(size * virtual), key=lambda stage: (pipeline.owners[stage], stage)
     )
     assert all(len(stage.layers) == 16 // (size * virtual) for stage in pipeline.stages)

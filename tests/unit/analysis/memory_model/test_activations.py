@@ -30,12 +30,10 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import KEEP_ALL, MODULES, Recompute
-from megatron3d.model.stages import Stage, make_stages
+from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.pipeline.schedules import build_schedule
-from megatron3d.pipeline.spec import Pipeline
 from tests.support.saved_tensors import saved_beside
 from tests.support.shards import every_group, pretended_world
 
@@ -74,8 +72,8 @@ def arch_of(name: str) -> Architecture:
 def build(work: Work, comm: Comm) -> tuple[GPT, Stage, Pass]:
     """A model of one stage with memory for its parameters, and a microbatch."""
     stages = make_stages([work.arch.num_layers])
-    pipeline = Pipeline(stages, build_schedule("1f1b", 1, 1), (0,))
-    model = GPT(work.arch, work.mode, comm, pipeline, loss_chunk_tokens=12, recompute=work.recompute)
+    assignment = StageAssignment(stages, (0,))
+    model = GPT(work.arch, work.mode, comm, assignment, loss_chunk_tokens=12, recompute=work.recompute)
     model.to_empty(device="cpu").to(DTYPES[work.itemsize])
     for parameter in model.parameters():
         nn.init.ones_(parameter)
