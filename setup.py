@@ -12,6 +12,8 @@ README = Path(__file__).parent / "README.md"
 
 # Further kinds of input: parquet, gzip and zstd; datasets of the hub; a tokenizer; sentences.
 DATA = ["pyarrow", "datasets", "tiktoken", "nltk"]
+# The documentation site: scripts/docs.sh.
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1"]
 
 setup(
     name="megatron3d",
@@ -38,8 +40,9 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "transformers", "wandb", *DATA],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "transformers", "wandb", *DATA, *DOCS],
         "data": DATA,
+        "docs": DOCS,
         "wandb": ["wandb"],
         "eval": ["lm_eval"],
     },

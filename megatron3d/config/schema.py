@@ -205,7 +205,7 @@ class DataConfig(Section):
     data_path: DataPath | None = Field(None, description="prefix of .bin and .idx, or several, each after its weight")
     split: str = Field("969,30,1", description="weights of train, valid and test")
     train_data_path: DataPath | None = Field(
-        None, description="in place of data_path and split; hf:NAME_OR_FOLDER[@CONFIG][:SPLIT] is read as a stream"
+        None, description="in place of data_path and split; `hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]` is read as a stream"
     )
     valid_data_path: DataPath | None = Field(None, description="with train_data_path")
     test_data_path: DataPath | None = Field(None, description="with train_data_path")

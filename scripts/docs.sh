@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Builds this documentation and the API reference into site/; open site/index.html.  Arguments go to mkdocs build.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/common.sh
+
+setup_venv docs
+NO_MKDOCS_2_WARNING=1 "$VENV/bin/mkdocs" build --strict "$@"
+echo "site/index.html"
