@@ -29,7 +29,7 @@ from megatron3d.pipeline.schedules import FILE, build_schedule
 from megatron3d.runtime.process import pretend
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
-from megatron3d.verify.flop_memory_meter import Meter
+from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
 # The first and the last microbatch are special; of two between them it is held that they are alike.
 ENOUGH = 4
@@ -114,7 +114,8 @@ def measure(config: Config, state: TrainState, recorder: Recorder, batch: Sequen
     mesh, kinds = recorder.mesh, tensors_by_kind(state)
     shared = state.buffers.sharding.params
     resized = [flat.whole for flat in state.buffers.flats] if shared else []
-    meter = Meter([t for tensors in kinds.values() for t in tensors] + [each.tokens for each in batch], resized)
+    existing = [*(tensor for tensors in kinds.values() for tensor in tensors), *(each.tokens for each in batch)]
+    meter = FlopMemoryMeter(existing, resized)
     parameters = sum(flat.size for flat in state.buffers.flats)
     between = {kind: num_bytes(tensors) for kind, tensors in kinds.items()}
     run = RankRun(mesh.rank, mesh.coord("pipeline"), parameters, between)
@@ -150,14 +151,14 @@ def num_bytes(tensors: Sequence[Tensor]) -> int:
 class _Notes:
     """Cuts what a meter and a recorder count at the begin and end of each action."""
 
-    def __init__(self, meter: Meter, recorder: Recorder, run: RankRun) -> None:
+    def __init__(self, meter: FlopMemoryMeter, recorder: Recorder, run: RankRun) -> None:
         self._meter, self._recorder, self._run = meter, recorder, run
-        run.held = meter.now
+        run.held = meter.num_bytes
         self._mark()
 
     def _mark(self) -> None:
-        self._flops, self._calls, self._held = self._meter.flops, len(self._recorder.calls), self._meter.now
-        self._meter.restart()
+        self._flops, self._calls, self._held = self._meter.flops, len(self._recorder.calls), self._meter.num_bytes
+        self._meter.reset_peak()
 
     @contextlib.contextmanager
     def watch(self, what: Action | str) -> Iterator[None]:
@@ -175,6 +176,6 @@ class _Notes:
         sent: Counter[tuple[str, Axes]] = Counter()
         for call in new:
             sent[call.collective, call.axes] += call.wire_bytes  # type: ignore[assignment]
-        kept, peak = self._meter.now - self._held, self._meter.peak - self._held
+        kept, peak = self._meter.num_bytes - self._held, self._meter.peak_bytes - self._held
         self._run.actions.append((action, Done(self._meter.flops - self._flops, calls, sent, kept, peak)))
         self._mark()

@@ -1,0 +1,54 @@
+"""Fact: the meter counts the FLOPs of a model's GEMMs and attention, forward and backward, and every live byte once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
+
+
+def test_flops_of_a_linear_are_those_of_torch() -> None:
+    """Forward, dgrad and wgrad: 6 M N K, as torch's own counter has it."""
+    x, w = torch.randn(5, 7, requires_grad=True), torch.randn(11, 7, requires_grad=True)
+    with FlopMemoryMeter() as meter:
+        F.linear(x, w).sum().backward()
+    with FlopCounterMode(display=False) as counter:
+        F.linear(x, w).sum().backward()
+    assert meter.flops == counter.get_total_flops() == 6 * 5 * 11 * 7
+
+
+def test_accumulating_into_main_grad_counts() -> None:
+    """torch has no formula for the in-place addmm_."""
+    grad, dy, x = torch.zeros(3, 4), torch.randn(5, 3), torch.randn(5, 4)
+    with FlopMemoryMeter() as meter:
+        grad.addmm_(dy.t(), x)
+    assert meter.flops == 2 * 3 * 5 * 4
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_counts_two_gemms_forward_and_four_backward(is_causal: bool) -> None:
+    """FLOPs of the model: the scores that the backward kernel recomputes are not counted, masked scores are."""
+    q, k, v = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
+    gemm = 2 * (2 * 3) * 16 * 16 * 8
+    with FlopMemoryMeter() as meter:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        forward = meter.flops
+        y.sum().backward()
+    assert (forward, meter.flops) == (2 * gemm, 6 * gemm)
+
+
+def test_live_bytes_and_their_peak() -> None:
+    """A view costs nothing, a freed tensor leaves the peak behind, and a resized storage is read when it is asked."""
+    held, gathered = torch.zeros(4), torch.zeros(6)
+    with FlopMemoryMeter([held, gathered], [gathered]) as meter:
+        assert meter.num_bytes == 40
+        x = held + 1
+        assert meter.num_bytes == 56 and x.view(2, 2).untyped_storage().nbytes() == 16
+        del x
+        gathered.untyped_storage().resize_(0)
+        assert (meter.num_bytes, meter.peak_bytes) == (16, 56)
+        meter.reset_peak()
+        assert meter.peak_bytes == 16
