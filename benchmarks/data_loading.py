@@ -29,9 +29,9 @@ from report import Row, interleaved, show, times_faster, write
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.corpus.blended import Samples
-from megatron3d.data.corpus.indexed import HEADER, MAGIC, IndexedDataset
 from megatron3d.data.corpus.samples import Split
 from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.token_files.indexed import HEADER, MAGIC, IndexedDataset
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
 

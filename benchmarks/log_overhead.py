@@ -25,8 +25,8 @@ import yaml
 from report import Row, Turns, interleaved, milliseconds, show, write
 
 from megatron3d.config.cli import resolve
-from megatron3d.data.corpus.indexed import token_dtype
-from megatron3d.data.preprocess.writer import IndexedWriter
+from megatron3d.data.token_files.indexed import token_dtype
+from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action

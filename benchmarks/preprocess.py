@@ -33,7 +33,7 @@ import tokenizers
 import torch
 from report import Row, Turns, interleaved, show, write
 
-from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.token_files.indexed import IndexedDataset
 from tools import make_corpus, preprocess_data, train_tokenizer
 
 KINDS = {

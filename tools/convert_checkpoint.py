@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.convert.compare import has_transformers
-from megatron3d.convert.hub import Disagreement, Request, from_hub, to_hub
-from megatron3d.convert.weights import DTYPES
+from megatron3d.convert.conversion import Disagreement, Request, from_hub, to_hub
+from megatron3d.convert.hub_weights import DTYPES
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.runtime.tool_main import run_tool
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import positive, run_tool, waiting

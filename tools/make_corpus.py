@@ -15,7 +15,7 @@ import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.data.corpus.files import replacing
+from megatron3d.data.token_files.files import replacing
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron3d.data.corpus.files import with_suffix
-from megatron3d.data.corpus.indexed import IndexedDataset
-from megatron3d.data.corpus.manifest import Manifest, read_manifest
-from megatron3d.data.preprocess.writer import IndexedWriter, manifest_of, publish
+from megatron3d.data.token_files.files import with_suffix
+from megatron3d.data.token_files.indexed import IndexedDataset
+from megatron3d.data.token_files.manifest import Manifest, read_manifest
+from megatron3d.data.token_files.writer import IndexedWriter, manifest_of, publish
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 

@@ -21,15 +21,15 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.data.corpus.documents import TEXT_KEY
-from megatron3d.data.corpus.indexed import token_dtype
 from megatron3d.data.preprocess.encode import Encoder
-from megatron3d.data.preprocess.hub import PREFIX, num_shards
+from megatron3d.data.preprocess.hub_datasets import DATASET_PREFIX, num_shards
 from megatron3d.data.preprocess.input_chunks import Piece, find_inputs, parse_part, part_of, shuffled, split_files
 from megatron3d.data.preprocess.pipeline import Job, Watch, run
 from megatron3d.data.preprocess.readers import Reading
+from megatron3d.data.preprocess.records import TEXT_KEY
 from megatron3d.data.preprocess.resume_log import Entry
 from megatron3d.data.preprocess.split_text import cutter
+from megatron3d.data.token_files.indexed import token_dtype
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.process import num_cores
@@ -103,7 +103,7 @@ def find_pieces(arguments: argparse.Namespace) -> list[Piece]:
     """All of the input, in the order of the arguments."""
     pieces: list[Piece] = []
     for name in arguments.input:
-        if name.startswith(PREFIX):
+        if name.startswith(DATASET_PREFIX):
             count = num_shards(name)
             pieces += [Piece("dataset", name, number, count, 0) for number in range(count)]
         else:
@@ -169,7 +169,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the tool."""
     parser = argparse.ArgumentParser(prog="preprocess_data", description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help=f"files, folders, globs, or {PREFIX}NAME_OR_FOLDER[@CONFIG][:SPLIT]")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help=f"files, folders, globs, or {DATASET_PREFIX}NAME_OR_FOLDER[@CONFIG][:SPLIT]",
+    )
     add("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a line, columns of a row, that hold text")
     add("--output-prefix", type=Path, required=True)
     add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")

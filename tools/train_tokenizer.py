@@ -18,17 +18,17 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from megatron3d.data.corpus.documents import TEXT_KEY
-from megatron3d.data.corpus.files import replacing, with_suffix
 from megatron3d.data.preprocess.input_chunks import find_inputs
-from megatron3d.data.tokenizers.tokenizer import build_tokenizer
-from megatron3d.data.tokenizers.vocabulary import (
+from megatron3d.data.preprocess.records import TEXT_KEY
+from megatron3d.data.preprocess.tokenizer_training import (
     Source,
     collect_characters,
     select,
     train_byte_level,
     train_sentencepiece,
 )
+from megatron3d.data.token_files.files import replacing, with_suffix
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import positive, run_tool, waiting
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.param_pieces import param_pieces
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.convert.plain import PLAIN, Weights
-from megatron3d.convert.settings import Settings
+from megatron3d.convert.config_json import Settings
+from megatron3d.convert.reference_models import PLAIN, Weights
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.stages import StageAssignment, make_stages

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.corpus.indexed import IndexedDataset
 from megatron3d.data.corpus.samples import Split
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.errors import UserError
 
 BLOCK = 2**20

@@ -22,10 +22,10 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.data.corpus.blended import BlendedSamples
 from megatron3d.data.corpus.corpus import Corpus, describe_plan, open_corpus
-from megatron3d.data.corpus.indexed import BLOCK, IndexedDataset
 from megatron3d.data.corpus.stream import Stream
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing
+from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.hardware.peaks import device_peak

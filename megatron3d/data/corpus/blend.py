@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.corpus.samples import Indices
+from megatron3d.data.permutation import Indices
 from megatron3d.errors import UserError
 
 MAX_TOTAL = 100_000
@@ -108,8 +108,6 @@ def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
     return tuple(part // math.gcd(*parts) for part in parts)
 
 
-STREAM = "hf:"
-"""What the name of a dataset begins with, where it is no prefix of token files."""
 Paths = str | tuple[str | float | int, ...]
 
 

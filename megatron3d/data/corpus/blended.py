@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron3d.data.corpus.blend import Blend
-from megatron3d.data.corpus.indexed import IndexedDataset
-from megatron3d.data.corpus.samples import Indices, Split, sample_offsets
+from megatron3d.data.corpus.samples import Split, sample_offsets
+from megatron3d.data.permutation import Indices
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.errors import UserError
 
 

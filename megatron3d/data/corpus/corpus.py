@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus.blend import STREAM, Blend, Paths, parse_paths, whole_parts
+from megatron3d.data.corpus.blend import Blend, Paths, parse_paths, whole_parts
 from megatron3d.data.corpus.blended import BlendedSamples, Samples
-from megatron3d.data.corpus.indexed import IndexedDataset
 from megatron3d.data.corpus.samples import Split, split_tokens
 from megatron3d.data.corpus.stream import Stream, open_stream
 from megatron3d.data.packing import Packing
 from megatron3d.data.preprocess.encode import Encoder
+from megatron3d.data.preprocess.hub_datasets import DATASET_PREFIX
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
@@ -110,7 +111,7 @@ class _Opener:
 
     def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | Stream | None:
         """A split with a path of its own: token files, or a dataset."""
-        if not (isinstance(path, str) and path.startswith(STREAM)):
+        if not (isinstance(path, str) and path.startswith(DATASET_PREFIX)):
             return self.split(self.paths(key, path), number, is_whole=True)
         data, tokenizer, seed = self.config.data, self.tokenizer, self.config.train.seed if number == 0 else None
         Packing.of(data, tokenizer.eod)

@@ -12,22 +12,13 @@ The round function is SplitMix64 (Steele, Lea and Flood 2014).
 
 from __future__ import annotations
 
-import hashlib
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron3d.data.permutation import Indices, permutation_keys, permute
 from megatron3d.errors import UserError
-
-Indices = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.uint64]
-_ROUNDS = 8
-_STEPS = tuple(np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64) for number in range(_ROUNDS))
-_SCRAMBLE = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
-_LAST_SHIFT = np.uint64(31)
 
 
 @dataclass(frozen=True)
@@ -73,43 +64,3 @@ def sample_offsets(split: Split, seq_length: int, seed: int | None, samples: Ind
         windows = permute(windows, num_windows, permutation_keys(f"data order {seed}", epochs))
     offsets: Indices = split.first_token + windows * seq_length
     return offsets
-
-
-def permutation_keys(what: str, epochs: Indices) -> _Words:
-    """For `permute`: keys of what is permuted, another one in each epoch."""
-    key = np.frombuffer(hashlib.sha256(what.encode()).digest(), "<u8", count=1).astype(np.uint64)
-    return _mix(key ^ _mix(epochs.astype(np.uint64), 0), 0)
-
-
-def permute(positions: Indices, size: int, keys: _Words) -> Indices:
-    """Images of 1-D `positions` under the permutations of range(size) that the keys (one per position) choose."""
-    rows = math.isqrt(size - 1) + 1
-    columns = -(-size // rows)
-    images = _feistel(positions.astype(np.uint64), rows, columns, keys)
-    outside = images >= size
-    while outside.any():
-        images[outside] = _feistel(images[outside], rows, columns, keys[outside])
-        outside = images >= size
-    return images.astype(np.int64)
-
-
-def _feistel(positions: _Words, rows: int, columns: int, keys: _Words) -> _Words:
-    num_rows, num_columns = np.uint64(rows), np.uint64(columns)  # once, not in each operation
-    left, right = np.divmod(positions, num_columns)
-    for number in range(0, _ROUNDS, 2):
-        left += _mix(right + keys, number) % num_rows
-        left %= num_rows
-        right += _mix(left + keys, number + 1) % num_columns
-        right %= num_columns
-    images: _Words = left * num_columns + right
-    return images
-
-
-def _mix(words: _Words, number: int) -> _Words:
-    """Output `number` of the SplitMix64 generators that start at `words`."""
-    words = words + _STEPS[number]
-    for shift, factor in _SCRAMBLE:
-        words ^= words >> shift
-        words *= factor
-    words ^= words >> _LAST_SHIFT
-    return words

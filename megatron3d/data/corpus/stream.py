@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.corpus.documents import Record
-from megatron3d.data.corpus.indexed import Tokens
-from megatron3d.data.corpus.samples import Indices, permutation_keys, permute
+from megatron3d.data.permutation import Indices, permutation_keys, permute
 from megatron3d.data.preprocess.encode import KEPT_FAULTS, Encoded, Encoder, encode_batch
-from megatron3d.data.preprocess.hub import num_shards, open_shard
+from megatron3d.data.preprocess.hub_datasets import num_shards, open_shard
 from megatron3d.data.preprocess.input_chunks import Piece
+from megatron3d.data.preprocess.records import Record
+from megatron3d.data.token_files.indexed import Tokens
 from megatron3d.errors import UserError
 
 KEPT_READS = 3

@@ -1,1 +1,1 @@
-"""x"""
+"""From text to token files, and tokenizers trained on text."""

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.corpus.documents import Record
-from megatron3d.data.corpus.indexed import Tokens, token_dtype
+from megatron3d.data.preprocess.records import Record
 from megatron3d.data.preprocess.split_text import Cut, cutter, parts, sentence_splitter
-from megatron3d.data.preprocess.writer import CONTINUES, ENDS_DOCUMENT, ENDS_SEQUENCE
+from megatron3d.data.token_files.indexed import Tokens, token_dtype
+from megatron3d.data.token_files.writer import CONTINUES, ENDS_DOCUMENT, ENDS_SEQUENCE
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from megatron3d.data.corpus.files import BLOCK_BYTES
-from megatron3d.data.corpus.samples import permute
+from megatron3d.data.permutation import permute
+from megatron3d.data.token_files.files import BLOCK_BYTES
 from megatron3d.errors import UserError
 
 DEFAULT_PIECE_BYTES = 64 << 20

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.data.corpus.documents import Record
-from megatron3d.data.corpus.files import with_suffix
-from megatron3d.data.corpus.indexed import token_dtype
-from megatron3d.data.corpus.manifest import read_manifest
 from megatron3d.data.preprocess.encode import Batch, Encoder, encode
 from megatron3d.data.preprocess.input_chunks import Piece
 from megatron3d.data.preprocess.readers import Reading, read_piece
+from megatron3d.data.preprocess.records import Record
 from megatron3d.data.preprocess.resume_log import Entry, Ledger
-from megatron3d.data.preprocess.writer import IndexedWriter, Written, can_publish, manifest_of, publish, reaches
+from megatron3d.data.token_files.files import with_suffix
+from megatron3d.data.token_files.indexed import token_dtype
+from megatron3d.data.token_files.manifest import read_manifest
+from megatron3d.data.token_files.writer import IndexedWriter, Written, can_publish, manifest_of, publish, reaches
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 

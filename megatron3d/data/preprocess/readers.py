@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from megatron3d.data.corpus.documents import Record
-from megatron3d.data.preprocess.hub import open_shard
+from megatron3d.data.preprocess.hub_datasets import open_shard
 from megatron3d.data.preprocess.input_chunks import Piece, open_parquet, open_stream
+from megatron3d.data.preprocess.records import Record
 from megatron3d.data.preprocess.split_text import LONG, Cut, cut_at_newline
 from megatron3d.errors import UserError
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from megatron3d.data.corpus.files import cut, hold, write_all, writing
-from megatron3d.data.preprocess.writer import Written
+from megatron3d.data.token_files.files import cut, hold, write_all, writing
+from megatron3d.data.token_files.writer import Written
 from megatron3d.errors import UserError
 
 

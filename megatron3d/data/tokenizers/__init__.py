@@ -1,1 +1,1 @@
-"""x"""
+"""Tokenizers, and how many bytes their tokens stand for."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, build_tokenizer
 from tools import make_corpus, preprocess_data, train_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron3d.data.corpus.indexed import IndexedDataset
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.parallel.modes import MODES

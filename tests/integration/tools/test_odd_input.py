@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus.indexed import IndexedDataset
 from megatron3d.data.preprocess.input_chunks import Piece, part_of, shuffled
-from megatron3d.data.preprocess.writer import IndexedWriter
+from megatron3d.data.token_files.indexed import IndexedDataset
+from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from tools import inspect_dataset, merge_datasets, preprocess_data
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron3d.data.corpus.indexed import IndexedDataset
 from megatron3d.data.preprocess import split_text
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from tests.support.preprocess_jobs import corpus, documents, run, write_jsonl
 from tools import merge_datasets

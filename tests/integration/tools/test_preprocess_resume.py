@@ -118,7 +118,7 @@ def test_a_kill_between_two_names_is_gone_on_from(
         raise SystemExit(moment)
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"megatron3d.data.preprocess.writer.{moment}", die)
+        patched.setattr(f"megatron3d.data.token_files.writer.{moment}", die)
         with pytest.raises(SystemExit):
             run(source, tmp_path / "x")
     assert not (tmp_path / "x_text_document.idx").exists()

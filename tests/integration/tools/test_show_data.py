@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron3d.data.preprocess.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, IndexedWriter
+from megatron3d.data.token_files.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, build_tokenizer
 from tools import inspect_dataset, show_samples, train_tokenizer
 

@@ -20,7 +20,7 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.convert.compare import stored_inputs
-from megatron3d.convert.hub import Request, from_hub, read_architecture, to_hub
+from megatron3d.convert.conversion import Request, from_hub, read_architecture, to_hub
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.checkpointing import load_weights, save_state
 from megatron3d.train.state import TrainState, build_state, connect
@@ -182,7 +182,7 @@ def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_only_some_tensors_are_in_memory(tmp_path: Path) -> None:
     """Reading for a file asks for runs of tensors no larger than the largest one."""
     from megatron3d.convert import hub as module
-    from megatron3d.convert.names import file_tensors
+    from megatron3d.convert.tensor_names import file_tensors
 
     state = state_of(ModelConfig(num_layers=6, hidden_size=16, num_attention_heads=2, vocab_size=257, seq_length=4))
     save_state(tmp_path / "run", state, {})

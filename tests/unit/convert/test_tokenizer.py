@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron3d.config.schema import DataConfig
 from megatron3d.convert import tokenizer as module
 from megatron3d.convert.tokenizer import SAMPLE, export_tokenizer, import_tokenizer
+from megatron3d.data.preprocess.tokenizer_training import Source, train_sentencepiece
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron3d.data.tokenizers.vocabulary import Source, train_sentencepiece
 from tests.support.hub_models import write_tokenizer
 
 ROOT = Path(__file__).parents[3]

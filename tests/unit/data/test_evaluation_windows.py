@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron3d.convert.tokenizer import SAMPLE
-from megatron3d.data.corpus.indexed import IndexedDataset
 from megatron3d.data.corpus.samples import Split
 from megatron3d.data.evaluation_windows import EveryToken
+from megatron3d.data.preprocess.tokenizer_training import Source, train_sentencepiece
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
-from megatron3d.data.tokenizers.vocabulary import Source, train_sentencepiece
 from megatron3d.errors import UserError
 from tests.support.tiny_run import write_corpus
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.data.corpus.blended import Samples
-from megatron3d.data.corpus.indexed import IndexedDataset
 from megatron3d.data.corpus.samples import Split
 from megatron3d.data.loader import Loader, Prefetching
-from megatron3d.data.preprocess.writer import IndexedWriter
 from megatron3d.data.ramp import Batches, make_ramp
+from megatron3d.data.token_files.indexed import IndexedDataset
+from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import span

@@ -9,7 +9,7 @@ import pytest
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.corpus import describe_plan, open_corpus
 from megatron3d.data.packing import Packing
-from megatron3d.data.preprocess.writer import IndexedWriter
+from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from megatron3d.errors import UserError
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.convert.settings import Settings
+from megatron3d.convert.config_json import Settings
 
 Weights = Callable[[str], Tensor]
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {

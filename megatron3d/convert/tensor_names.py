@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron3d.convert.dialect import DIALECTS
+from megatron3d.convert.model_types import DIALECTS
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import param_specs
 from megatron3d.parallel.layout import Shape

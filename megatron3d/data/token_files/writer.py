@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.corpus.files import PARTIAL, GrowingFile, blocks, checksum, replacing, with_suffix
-from megatron3d.data.corpus.indexed import BLOCK, DTYPES, HEADER, MAGIC, IndexedDataset, Tokens
-from megatron3d.data.corpus.manifest import Manifest, read_manifest, write_manifest
+from megatron3d.data.token_files.files import PARTIAL, GrowingFile, blocks, checksum, replacing, with_suffix
+from megatron3d.data.token_files.indexed import BLOCK, DTYPES, HEADER, MAGIC, IndexedDataset, Tokens
+from megatron3d.data.token_files.manifest import Manifest, read_manifest, write_manifest
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron3d.data.corpus.indexed import IndexedDataset, token_dtype
-from megatron3d.data.preprocess.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, IndexedWriter
+from megatron3d.data.token_files.indexed import IndexedDataset, token_dtype
+from megatron3d.data.token_files.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 
 

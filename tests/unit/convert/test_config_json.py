@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
-from megatron3d.convert.dialect import DIALECTS, METADATA
-from megatron3d.convert.names import file_tensors, logical_shapes
-from megatron3d.convert.settings import read_settings, write_settings
+from megatron3d.convert.config_json import read_settings, write_settings
+from megatron3d.convert.model_types import DIALECTS, METADATA
+from megatron3d.convert.tensor_names import file_tensors, logical_shapes
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture
 from tests.support.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings

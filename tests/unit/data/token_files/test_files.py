@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron3d.data.corpus.files import GrowingFile, replacing, with_suffix
-from megatron3d.data.preprocess.writer import IndexedWriter
+from megatron3d.data.token_files.files import GrowingFile, replacing, with_suffix
+from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.errors import UserError
 
 

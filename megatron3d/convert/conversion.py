@@ -24,12 +24,12 @@ from megatron3d.config.schema import Config, DataConfig
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import Agreement
-from megatron3d.convert.files import output_folder, read_json, write_json
-from megatron3d.convert.names import FileTensor, file_tensors
-from megatron3d.convert.settings import Settings, dialect_of, read_settings, write_settings
-from megatron3d.convert.shards import divide, num_bytes, write_shards
+from megatron3d.convert.config_json import Settings, dialect_of, read_settings, write_settings
+from megatron3d.convert.hub_weights import DTYPES, HubWeights
+from megatron3d.convert.output_files import output_folder, read_json, write_json
+from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
+from megatron3d.convert.tensor_names import FileTensor, file_tensors
 from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer
-from megatron3d.convert.weights import DTYPES, HubWeights
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import Mesh

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron3d.convert.files import write_json
-from megatron3d.convert.names import FileTensor
-from megatron3d.convert.weights import INDEX, SINGLE
+from megatron3d.convert.hub_weights import INDEX, SINGLE
+from megatron3d.convert.output_files import write_json
+from megatron3d.convert.tensor_names import FileTensor
 from megatron3d.runtime.files import fsync
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}

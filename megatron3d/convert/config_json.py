@@ -9,7 +9,7 @@ from dataclasses import fields
 from pydantic import JsonValue, ValidationError
 
 from megatron3d.config.schema import ModelConfig
-from megatron3d.convert.dialect import DIALECTS, METADATA, Dialect
+from megatron3d.convert.model_types import DIALECTS, METADATA, Dialect
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
 

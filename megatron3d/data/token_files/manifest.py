@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron3d.data.corpus.files import replacing, with_suffix
+from megatron3d.data.token_files.files import replacing, with_suffix
 from megatron3d.errors import UserError
 
 SUFFIX = ".manifest.json"

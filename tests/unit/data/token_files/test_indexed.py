@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus.indexed import HEADER, IndexedDataset, token_dtype
-from megatron3d.data.preprocess.writer import IndexedWriter
+from megatron3d.data.token_files.indexed import HEADER, IndexedDataset, token_dtype
+from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import UserError
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.corpus.files import checksum, with_suffix
-from megatron3d.data.corpus.manifest import Manifest, read_manifest
+from megatron3d.data.token_files.files import checksum, with_suffix
+from megatron3d.data.token_files.manifest import Manifest, read_manifest
 from megatron3d.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -8,8 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron3d.data.corpus.blend import STREAM as PREFIX
 from megatron3d.errors import UserError
+
+DATASET_PREFIX = "hf:"
+"""Distinguishes the name of a dataset from the prefix of token files."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,14 @@ class HubName:
     @classmethod
     def parse(cls, text: str) -> HubName:
         """The parts of a name; raises UserError."""
-        whole = text.removeprefix(PREFIX)
+        whole = text.removeprefix(DATASET_PREFIX)
         is_folder = bool(whole) and Path(whole).is_dir()  # then : and @ are of its name
         name, _, split = (whole, "", "") if is_folder else whole.partition(":")
         name, _, config = (name, "", "") if is_folder else name.partition("@")
-        if not text.startswith(PREFIX) or not name:
-            raise UserError(f"{text}: not a dataset; write {PREFIX}NAME_OR_FOLDER, then @CONFIG and :SPLIT if needed")
+        if not text.startswith(DATASET_PREFIX) or not name:
+            raise UserError(
+                f"{text}: not a dataset; write {DATASET_PREFIX}NAME_OR_FOLDER, then @CONFIG and :SPLIT if needed"
+            )
         return cls(name, config or None, split or "train")
 
 

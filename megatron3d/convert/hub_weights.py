@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron3d.convert.names import TIED_HEAD, FileTensor, without_body
+from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, without_body
 from megatron3d.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

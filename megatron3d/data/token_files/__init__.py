@@ -1,0 +1,1 @@
+"""Megatron's token files: read, written and published."""
