@@ -22,7 +22,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from megatron3d.data.preprocess.encode import Encoder
-from megatron3d.data.preprocess.hub_datasets import DATASET_PREFIX, num_shards
+from megatron3d.data.preprocess.hub_datasets import HF_PREFIX, num_shards
 from megatron3d.data.preprocess.input_chunks import Piece, find_inputs, parse_part, part_of, shuffled, split_files
 from megatron3d.data.preprocess.pipeline import Job, Watch, run
 from megatron3d.data.preprocess.readers import Reading
@@ -103,7 +103,7 @@ def find_pieces(arguments: argparse.Namespace) -> list[Piece]:
     """All of the input, in the order of the arguments."""
     pieces: list[Piece] = []
     for name in arguments.input:
-        if name.startswith(DATASET_PREFIX):
+        if name.startswith(HF_PREFIX):
             count = num_shards(name)
             pieces += [Piece("dataset", name, number, count, 0) for number in range(count)]
         else:
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--input",
         nargs="+",
         required=True,
-        help=f"files, folders, globs, or {DATASET_PREFIX}NAME_OR_FOLDER[@CONFIG][:SPLIT]",
+        help=f"files, folders, globs, or {HF_PREFIX}NAME_OR_FOLDER[@CONFIG][:SPLIT]",
     )
     add("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a line, columns of a row, that hold text")
     add("--output-prefix", type=Path, required=True)

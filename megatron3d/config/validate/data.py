@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron3d.config.validate.facts import Facts, plain
 from megatron3d.data.corpus.blend import parse_paths
 from megatron3d.data.corpus.samples import parse_split
-from megatron3d.data.preprocess.hub_datasets import DATASET_PREFIX
+from megatron3d.data.preprocess.hub_datasets import HF_PREFIX
 from megatron3d.errors import UserError
 
 PATH_KEYS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -39,16 +39,16 @@ def _stream_problems(facts: Facts) -> Iterator[str]:
     data = facts.config.data
     given = {key: value for key in PATH_KEYS if (value := getattr(data, key)) is not None}
     for key, value in given.items():
-        if isinstance(value, tuple) and any(str(word).startswith(DATASET_PREFIX) for word in value):
+        if isinstance(value, tuple) and any(str(word).startswith(HF_PREFIX) for word in value):
             yield f"{facts.named(f'data.{key}')}: a dataset is read alone; name it alone, or make token files of it"
-    if isinstance(data.data_path, str) and data.data_path.startswith(DATASET_PREFIX):
+    if isinstance(data.data_path, str) and data.data_path.startswith(HF_PREFIX):
         where = facts.named("data.data_path")
         yield f"{where}: a dataset that is streamed is not split; use data.train_data_path and data.valid_data_path"
-    if not any(str(value).startswith(DATASET_PREFIX) for value in given.values()):
+    if not any(str(value).startswith(HF_PREFIX) for value in given.values()):
         for key in ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record"):
             if getattr(data, key) != type(data).model_fields[key].default:
                 where = facts.named(f"data.{key}")
-                yield f"{where}: not read without a path that begins with {DATASET_PREFIX}; give one, or leave {key} out"
+                yield f"{where}: not read without a path that begins with {HF_PREFIX}; give one, or leave {key} out"
 
 
 def _split_problems(facts: Facts) -> Iterator[str]:

@@ -11,7 +11,7 @@ from megatron3d.config.validate.data import PATH_KEYS
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.data.corpus.blend import parse_paths
-from megatron3d.data.preprocess.hub_datasets import DATASET_PREFIX
+from megatron3d.data.preprocess.hub_datasets import HF_PREFIX
 from megatron3d.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -39,7 +39,7 @@ def _corpus(facts: Facts) -> Iterator[str]:
 
 
 def _token_files(prefix: str, where: str) -> Iterator[str]:
-    if prefix.startswith(DATASET_PREFIX):  # what it names is known to its library
+    if prefix.startswith(HF_PREFIX):  # what it names is known to its library
         return
     if prefix.endswith((".bin", ".idx")):
         yield f"{where}: a file, where the prefix of .bin and .idx is meant; use {prefix[:-4]}"

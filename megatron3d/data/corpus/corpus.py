@@ -21,7 +21,7 @@ from megatron3d.data.corpus.samples import Split, split_tokens
 from megatron3d.data.corpus.stream import Stream, open_stream
 from megatron3d.data.packing import Packing
 from megatron3d.data.preprocess.encode import Encoder
-from megatron3d.data.preprocess.hub_datasets import DATASET_PREFIX
+from megatron3d.data.preprocess.hub_datasets import HF_PREFIX
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
@@ -111,7 +111,7 @@ class _Opener:
 
     def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | Stream | None:
         """A split with a path of its own: token files, or a dataset."""
-        if not (isinstance(path, str) and path.startswith(DATASET_PREFIX)):
+        if not (isinstance(path, str) and path.startswith(HF_PREFIX)):
             return self.split(self.paths(key, path), number, is_whole=True)
         data, tokenizer, seed = self.config.data, self.tokenizer, self.config.train.seed if number == 0 else None
         Packing.of(data, tokenizer.eod)

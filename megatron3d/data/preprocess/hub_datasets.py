@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron3d.errors import UserError
 
-DATASET_PREFIX = "hf:"
+HF_PREFIX = "hf:"
 """Distinguishes the name of a dataset from the prefix of token files."""
 
 
@@ -25,13 +25,13 @@ class HubName:
     @classmethod
     def parse(cls, text: str) -> HubName:
         """The parts of a name; raises UserError."""
-        whole = text.removeprefix(DATASET_PREFIX)
+        whole = text.removeprefix(HF_PREFIX)
         is_folder = bool(whole) and Path(whole).is_dir()  # then : and @ are of its name
         name, _, split = (whole, "", "") if is_folder else whole.partition(":")
         name, _, config = (name, "", "") if is_folder else name.partition("@")
-        if not text.startswith(DATASET_PREFIX) or not name:
+        if not text.startswith(HF_PREFIX) or not name:
             raise UserError(
-                f"{text}: not a dataset; write {DATASET_PREFIX}NAME_OR_FOLDER, then @CONFIG and :SPLIT if needed"
+                f"{text}: not a dataset; write {HF_PREFIX}NAME_OR_FOLDER, then @CONFIG and :SPLIT if needed"
             )
         return cls(name, config or None, split or "train")
 
