@@ -22,12 +22,11 @@ from shapes import CPU, Ours, Size
 from tensor_parallel import check_same_loss, slowest_rank
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
-from torch_flow import PEERS, TorchFlow
+from torch_executor import PEERS, TorchExecutor
 
 from megatron3d.pipeline.actions import Schedule
-from megatron3d.pipeline.measured import predicted
 from megatron3d.pipeline.schedules import SCHEDULES
-from megatron3d.pipeline.simulate import num_virtual, peak_activations
+from megatron3d.pipeline.simulate import num_virtual_stages, peak_activations, simulate_mean_durations
 from megatron3d.train.monitor.pipeline_trace import Recording, gather
 
 NUM_RANKS = 2
@@ -58,12 +57,12 @@ class Contestant:
     @property
     def order(self) -> Schedule:
         """What each rank computes in which order."""
-        return self.run.state.flow.pipeline.schedule
+        return self.run.state.executor.pipeline.schedule
 
     @property
     def most_in_flight(self) -> float:
         """Microbatches of a whole rank that this rank held at one time."""
-        return self.run.state.flow.peak_in_flight / num_virtual(self.order)
+        return self.run.state.executor.peak_in_flight / num_virtual_stages(self.order)
 
 
 def contestants(size: Size) -> list[Contestant]:
@@ -77,7 +76,7 @@ def contestants(size: Size) -> list[Contestant]:
             run = Ours(size, size.config("fp32", parallel), NUM_RANKS, dist.get_rank())
             if engine == "torch":
                 num_tokens = size.num_tokens // size.num_microbatches
-                run.state.flow = TorchFlow(run.state.model, run.state.flow.pipeline, name, num_tokens)
+                run.state.executor = TorchExecutor(run.state.model, run.state.executor.pipeline, name, num_tokens)
             found.append(Contestant(name, engine, run))
     return found
 
@@ -113,7 +112,7 @@ def bubbles(ours: list[Contestant], tokens: Tensor, options: argparse.Namespace)
         each.run.step(tokens, recording.watch)
         measured = gather(recording, each.run.recorder)
         if measured is not None:
-            found[each.name].append((measured.idle_rate, predicted(each.order, measured).idle_rate))
+            found[each.name].append((measured.idle_rate, simulate_mean_durations(each.order, measured).idle_rate))
 
     interleaved({each.name: partial(step, each) for each in ours}, options.rounds, 0, dist.barrier)
     rows: dict[str, Row] = {}
@@ -121,7 +120,7 @@ def bubbles(ours: list[Contestant], tokens: Tensor, options: argparse.Namespace)
         in_flight = torch.tensor(each.most_in_flight)
         dist.all_reduce(in_flight, dist.ReduceOp.MAX)
         bubble = [100 * statistics.median(values) for values in zip(*found[each.name], strict=True)] or [0.0, 0.0]
-        planned = max(peak_activations(each.order)) / num_virtual(each.order)
+        planned = max(peak_activations(each.order)) / num_virtual_stages(each.order)
         rows[each.name] = dict(zip(COLUMNS, (*bubble, in_flight.item(), planned), strict=True))
     return rows
 

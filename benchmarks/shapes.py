@@ -16,7 +16,7 @@ from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
 from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.layout import span
-from megatron3d.pipeline.engine import unwatched
+from megatron3d.pipeline.engine import no_observer
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, Watch, train_step
 
@@ -88,7 +88,7 @@ class Ours:
             for low, high in [span(config.train.micro_batch_size, axes, comm.mesh)]
         ]
 
-    def step(self, tokens: Tensor, watch: Watch = unwatched) -> Tensor:
+    def step(self, tokens: Tensor, watch: Watch = no_observer) -> Tensor:
         """Loss before the update; `tokens` are those of the whole batch."""
         batch = [Microbatch(tokens[rows], first) for rows, first in self.parts]
         return train_step(self.state, batch, LR, self.settings, watch=watch).loss

@@ -174,7 +174,7 @@ PEERS = tuple(
         "overlaps",
         "pipeline",
         "tensor_parallel",
-        "torch_flow",
+        "torch_executor",
     )
 )
 

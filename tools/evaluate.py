@@ -23,7 +23,7 @@ from megatron3d.data.tokenizers.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference.load import read_run, resolve, restore
-from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.evaluate import evaluate
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     samples = find_samples(config, tokenizer, args.split, args.samples)
     with process.start() as here, torch.no_grad():
-        flow = restore(config, tokenizer, folder, here)
-        result = describe(config, samples, mean_loss(flow, config, samples, here.device))
+        executor = restore(config, tokenizer, folder, here)
+        result = describe(config, samples, mean_loss(executor, config, samples, here.device))
         if here.rank == 0:
             print(json.dumps(result) if args.json else render(result))
     return ExitCode.DONE
@@ -87,14 +87,14 @@ def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | N
     return EveryToken.of(source.dataset, source.split, seq_length, vocab_size, most)
 
 
-def mean_loss(flow: Flow, config: Config, samples: EveryToken, device: torch.device) -> float:
+def mean_loss(executor: PipelineExecutor, config: Config, samples: EveryToken, device: torch.device) -> float:
     """Mean loss per token, the same on every rank."""
-    model, train = flow.model, config.train
+    model, train = executor.model, config.train
     loader = Loader(
         samples, model.comm.mesh, model.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
     )
     steps = (loader.step(first) for first in range(0, samples.num_samples, train.global_batch_size))
-    return evaluate(flow, steps, Settings(0, samples.num_tokens, train.global_batch_size)).item()
+    return evaluate(executor, steps, Settings(0, samples.num_tokens, train.global_batch_size)).item()
 
 
 def describe(config: Config, samples: EveryToken, loss: float) -> Mapping[str, object]:

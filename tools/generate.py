@@ -101,7 +101,7 @@ def complete(
 
 def talk(sampler: Sampler, tokenizer: Tokenizer, args: argparse.Namespace, lines: TextIO | None = None) -> None:
     """Let the text go on after each line that rank 0 reads, and show it there as it comes, until there is no line."""
-    comm = sampler.flow.model.comm
+    comm = sampler.executor.model.comm
     generator, tokens = torch.Generator().manual_seed(args.seed), list[int]()
     for line in _read_together(sampler, lines or sys.stdin):
         tokens = tokens + tokenizer.encode(line) if line.strip() else []
@@ -115,7 +115,7 @@ def talk(sampler: Sampler, tokenizer: Tokenizer, args: argparse.Namespace, lines
 
 def _read_together(sampler: Sampler, lines: TextIO) -> Iterator[str]:
     """Rank 0's lines on every rank."""
-    comm = sampler.flow.model.comm
+    comm = sampler.executor.model.comm
     while True:
         line = comm.broadcast_object((lines.readline() or None) if comm.mesh.rank == 0 else None)
         if line is None:

@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         import lm_eval
         from lm_eval.tasks import TaskManager
 
-        flow = restore(config, tokenizer, folder, here)
-        model = as_lm(Harness(flow, tokenizer, here.device, args.batch_size))
+        executor = restore(config, tokenizer, folder, here)
+        model = as_lm(Harness(executor, tokenizer, here.device, args.batch_size))
         tasks = TaskManager(include_path=str(args.include_path) if args.include_path else None)
         found = lm_eval.simple_evaluate(
             model, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit, task_manager=tasks

@@ -23,7 +23,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FILE
+from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.runtime.tool_main import positive, run_tool
 
 
@@ -34,7 +34,7 @@ def layout_of(config: Config) -> Layout:
     forms = MODES[parallel.tensor_parallel_mode].forms
     shape = tensor_shape(parallel)
     form = next(name for name, build in forms.items() if build(shape) == mode)
-    virtual = 1 if parallel.pipeline_schedule == FILE else virtual_size(parallel)
+    virtual = 1 if parallel.pipeline_schedule == FROM_FILE else virtual_size(parallel)
     return Layout(
         Tensor(parallel.tensor_parallel_mode, form, shape),
         parallel.pipeline_model_parallel_size,

@@ -18,8 +18,8 @@ from megatron3d.errors import UserError
 from megatron3d.pipeline.action_costs import Costs, parse_costs
 from megatron3d.pipeline.actions import Schedule
 from megatron3d.pipeline.plot import figure, text_picture, trace
-from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
-from megatron3d.pipeline.simulate import Timeline, num_virtual, peak_activations, simulate
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
+from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime.tool_main import run_tool
 
@@ -34,7 +34,7 @@ def show(arguments: argparse.Namespace) -> None:
     costs = parse_costs(arguments.costs) if arguments.costs else Costs()
     schedule = chosen(arguments, costs)
     timeline = simulate(schedule, costs)
-    title = f"{arguments.schedule}, p={len(schedule)} m={num_microbatches(schedule)} v={num_virtual(schedule)}"
+    title = f"{arguments.schedule}, p={len(schedule)} m={num_microbatches(schedule)} v={num_virtual_stages(schedule)}"
     print(text_picture(timeline), summary(title, schedule, timeline), sep="\n\n")
     if write:
         try:
@@ -48,12 +48,14 @@ def show(arguments: argparse.Namespace) -> None:
 def chosen(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """The schedule by its name, or from its file."""
     name, p, m, v = arguments.schedule, arguments.p, arguments.m, arguments.v
-    if name == FILE:
+    if name == FROM_FILE:
         if arguments.input is None:
             raise UserError("--schedule=file: needs the file; add --input FILE.csv")
         schedule = load_schedule(arguments.input, p, m)
-        if v not in (None, num_virtual(schedule)):
-            raise UserError(f"-v={v}: {arguments.input} has {num_virtual(schedule)} stages on a rank; leave out -v")
+        if v not in (None, num_virtual_stages(schedule)):
+            raise UserError(
+                f"-v={v}: {arguments.input} has {num_virtual_stages(schedule)} stages on a rank; leave out -v"
+            )
         return schedule
     if arguments.input is not None:
         raise UserError(f"--input={arguments.input}: is read with --schedule=file only, not {name}; leave out one")
@@ -64,7 +66,7 @@ def chosen(arguments: argparse.Namespace, costs: Costs) -> Schedule:
 
 def summary(title: str, schedule: Schedule, timeline: Timeline) -> str:
     """The numbers that a schedule is chosen by."""
-    v = num_virtual(schedule)
+    v = num_virtual_stages(schedule)
     peaks = " ".join(f"{peak / v:g}" for peak in peak_activations(schedule))
     return "\n".join(
         (
@@ -111,7 +113,7 @@ def writer(output: Path) -> Writer:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the tool."""
     parser = argparse.ArgumentParser(prog="plot_schedule", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--schedule", required=True, metavar="NAME", help=f"{', '.join((*SCHEDULES, FILE))}")
+    parser.add_argument("--schedule", required=True, metavar="NAME", help=f"{', '.join((*SCHEDULES, FROM_FILE))}")
     parser.add_argument("-p", type=int, help="ranks of the pipeline")
     parser.add_argument("-m", type=int, help="microbatches")
     parser.add_argument("-v", type=int, help="virtual stages per rank; default: the fewest that the schedule takes")

@@ -24,7 +24,7 @@ from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FILE
+from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.runtime import process
 
 VOCAB_SIZE = 61
@@ -64,7 +64,7 @@ def problems(config: Config, world_size: int) -> list[str]:
 
 def too_large(small: Config, num_ranks: int) -> Iterator[str]:
     """A schedule from a file cannot be made smaller."""
-    if small.parallel.pipeline_schedule == FILE and num_ranks > MAX_RANKS:
+    if small.parallel.pipeline_schedule == FROM_FILE and num_ranks > MAX_RANKS:
         ranks = small.parallel.pipeline_model_parallel_size
         yield (
             f"parallel.pipeline_schedule_file={small.parallel.pipeline_schedule_file}: its {ranks} ranks make "
@@ -90,7 +90,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     """The same model and layout, small: axes of 2 for axes above 1, and sizes that these divide."""
     mesh, mode = make_mesh(config.parallel, world_size), tensor_mode(config.parallel)
-    is_file, microbatches = config.parallel.pipeline_schedule == FILE, num_microbatches(config, mesh)
+    is_file, microbatches = config.parallel.pipeline_schedule == FROM_FILE, num_microbatches(config, mesh)
     sizes = {name: size if is_file and name == "pipeline" else min(size, 2) for name, size in mesh.axes}
     parallel = shrink_parallel(config.parallel, sizes)
     model = shrink_model(config.model, parallel, mesh.size(mode.inner[1]), len(stage_owners(parallel)))

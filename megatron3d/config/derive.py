@@ -13,8 +13,8 @@ from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.tp_overlap import TPOverlap
 from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Schedule, owners
-from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule, load_schedule
+from megatron3d.pipeline.actions import Schedule, stage_to_rank
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule
 from megatron3d.pipeline.spec import Pipeline, layer_flops
 
 SEQUENCE_PARALLEL = "sequence_parallel"
@@ -70,7 +70,7 @@ def num_microbatches(config: Config, mesh: Mesh) -> int:
 def make_pipeline(config: Config, arch: Architecture, mesh: Mesh) -> Pipeline:
     """The pipeline of a valid configuration; raises UserError where its schedule is a file that cannot be run."""
     schedule = make_schedule(config, arch, mesh)
-    where = tuple(owners(schedule).values())
+    where = tuple(stage_to_rank(schedule).values())
     counts = config.parallel.pipeline_model_parallel_layout or divide(arch, len(where), where)
     return Pipeline(make_stages(counts), where, schedule)
 
@@ -83,9 +83,9 @@ def virtual_size(parallel: ParallelConfig) -> int:
 
 def stage_owners(parallel: ParallelConfig) -> tuple[int, ...]:
     """The pipeline rank of each stage, by the schedule's name or from its file."""
-    if parallel.pipeline_schedule == FILE:
-        return tuple(owners(load_schedule(schedule_file(parallel))).values())
-    place, ranks = SCHEDULES[parallel.pipeline_schedule].place, parallel.pipeline_model_parallel_size
+    if parallel.pipeline_schedule == FROM_FILE:
+        return tuple(stage_to_rank(load_schedule(schedule_file(parallel))).values())
+    place, ranks = SCHEDULES[parallel.pipeline_schedule].rank_of_stage, parallel.pipeline_model_parallel_size
     return tuple(place(stage, ranks) for stage in range(ranks * virtual_size(parallel)))
 
 
@@ -98,7 +98,7 @@ def schedule_file(parallel: ParallelConfig) -> Path:
 def make_schedule(config: Config, arch: Architecture, mesh: Mesh) -> Schedule:
     """The computations of every pipeline rank, by the schedule's name or from its file."""
     parallel, p, m = config.parallel, mesh.sizes["pipeline"], num_microbatches(config, mesh)
-    if parallel.pipeline_schedule == FILE:
+    if parallel.pipeline_schedule == FROM_FILE:
         return load_schedule(schedule_file(parallel), p, m)
     flops = {kind.value: float(count) for kind, count in layer_flops(arch).items()}
     return build_schedule(parallel.pipeline_schedule, p, m, virtual_size(parallel), Costs(**flops))

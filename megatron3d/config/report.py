@@ -20,7 +20,7 @@ from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.stages import divide
 from megatron3d.parallel.mesh import DATA
-from megatron3d.pipeline.schedules import FILE
+from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.pipeline.simulate import simulate_durations
 from megatron3d.pipeline.spec import Pipeline, stage_flops
 from megatron3d.runtime.files import write_text
@@ -46,7 +46,7 @@ def batch_arithmetic(spec: RunSpec) -> str:
 def describe_pipeline(spec: RunSpec) -> str:
     """The schedule, its stages with their layers, and the bubble that it is expected to have."""
     parallel = spec.config.parallel
-    name = f"{FILE} {parallel.pipeline_schedule_file}" if spec.has_schedule_file else parallel.pipeline_schedule
+    name = f"{FROM_FILE} {parallel.pipeline_schedule_file}" if spec.has_schedule_file else parallel.pipeline_schedule
     try:
         pipeline = spec.pipeline
     except UserError:  # the file is on another machine

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FILE, SCHEDULES
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
 
 
 def _known_mode(name: str) -> str:
@@ -21,13 +21,14 @@ def _known_mode(name: str) -> str:
 
 
 def _known_schedule(name: str) -> str:
-    if name not in (*SCHEDULES, FILE):
-        raise ValueError(f"the schedules are {', '.join((*SCHEDULES, FILE))}")
+    if name not in (*SCHEDULES, FROM_FILE):
+        raise ValueError(f"the schedules are {', '.join((*SCHEDULES, FROM_FILE))}")
     return name
 
 
 ModeName = Annotated[str, AfterValidator(_known_mode), Field(json_schema_extra={"enum": list(MODES)})]
-ScheduleName = Annotated[str, AfterValidator(_known_schedule), Field(json_schema_extra={"enum": [*SCHEDULES, FILE]})]
+Schedules = Field(json_schema_extra={"enum": [*SCHEDULES, FROM_FILE]})
+ScheduleName = Annotated[str, AfterValidator(_known_schedule), Schedules]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False)]

@@ -16,7 +16,7 @@ from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference.sampling import Choice, Sampler, Text, sample
 from megatron3d.inference.scoring import Score, score
-from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.executor import PipelineExecutor
 
 MAX_NEW_TOKENS = 256
 T = TypeVar("T")
@@ -27,7 +27,7 @@ U = TypeVar("U")
 class Harness:
     """A model that answers; every rank of a layout must ask the same."""
 
-    flow: Flow
+    executor: PipelineExecutor
     tokenizer: Tokenizer
     device: torch.device
     batch_size: int = 8
@@ -35,7 +35,7 @@ class Harness:
     @property
     def max_length(self) -> int:
         """Tokens that the model sees at one time."""
-        return self.flow.model.arch.seq_length
+        return self.executor.model.arch.seq_length
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Of each (context, continuation): log probability, and whether it is what greedy decoding says."""
@@ -72,12 +72,12 @@ class Harness:
             new = self.tokenizer.decode(text.tokens[start:])
             text.is_done = text.is_done or any(end in new for end in ends)
 
-        sample(Sampler(self.flow, self.device), [text], choose, self.tokenizer.eod, stop)
+        sample(Sampler(self.executor, self.device), [text], choose, self.tokenizer.eod, stop)
         new = self.tokenizer.decode(text.tokens[start:])
         return new[: min((place for end in ends if end and (place := new.find(end)) >= 0), default=len(new))]
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
-        return score(self.flow, pairs, self.device)
+        return score(self.executor, pairs, self.device)
 
     def _batched(self, items: Sequence[T], size: Callable[[T], int], answer: Callable[[list[T]], list[U]]) -> list[U]:
         """Answers in the items' order, asked for in batches of similar size, the largest first."""

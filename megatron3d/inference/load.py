@@ -14,8 +14,8 @@ from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
-from megatron3d.pipeline.executor import Flow
-from megatron3d.pipeline.schedules import FILE, load_schedule, num_microbatches
+from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.pipeline.schedules import FROM_FILE, load_schedule, num_microbatches
 from megatron3d.runtime.process import Runtime
 from megatron3d.train.checkpointing import load_weights
 from megatron3d.train.state import build_state, connect
@@ -37,7 +37,7 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batc
     step = rows * max(world_size // (tensor_size(parallel) * parallel.pipeline_model_parallel_size), 1)
     config = _with_batch(config, rows, step)
     UserError.collect(check(config, world_size))
-    if parallel.pipeline_schedule == FILE:  # it is for as many microbatches as it has
+    if parallel.pipeline_schedule == FROM_FILE:  # it is for as many microbatches as it has
         config = _with_batch(config, rows, step * num_microbatches(load_schedule(schedule_file(parallel))))
         UserError.collect(file_problems(Facts(config, world_size)))
     return config
@@ -49,8 +49,8 @@ def _with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -
     return config.model_copy(update={"train": config.train.model_copy(update=batch)})
 
 
-def restore(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> Flow:
+def restore(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> PipelineExecutor:
     """The model with the checkpoint's weights, on this rank; raises UserError where they are of another."""
     state = build_state(config, *connect(config, tokenizer.vocab_size, here.world_size, here.rank), here.device)
     load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})
-    return state.flow
+    return state.executor

@@ -20,7 +20,7 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.ops.kv_cache import Cache
 from megatron3d.parallel.layout import span
-from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.executor import PipelineExecutor
 
 Context = Sequence[int]
 
@@ -75,15 +75,15 @@ def placed(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> Place
 class Sampler:
     """The model with a cache; every rank must ask the same."""
 
-    def __init__(self, flow: Flow, device: torch.device) -> None:
-        self.flow, self._device = flow, device
+    def __init__(self, executor: PipelineExecutor, device: torch.device) -> None:
+        self.executor, self._device = executor, device
         self._held: list[list[int]] = []
         self._cache = Cache(self.capacity)
 
     @property
     def capacity(self) -> int:
         """Tokens of the longest context that is seen whole."""
-        return self.flow.model.arch.seq_length
+        return self.executor.model.arch.seq_length
 
     def next_logits(self, contexts: Sequence[Context]) -> Tensor:
         """Logits [contexts, V] of what follows each context, on the CPU; the same on every rank."""
@@ -94,14 +94,14 @@ class Sampler:
         starts = [_shared(held, window[:-1]) for held, window in zip(self._held, windows, strict=True)]
         new = [window[start:-1] for window, start in zip(windows, starts, strict=True)]
         if any(new):
-            self.flow.extend(self._begin(new, starts, has_logits=False))
+            self.executor.extend(self._begin(new, starts, has_logits=False))
         self._held = windows
         last, places = [window[-1:] for window in windows], [len(window) - 1 for window in windows]
-        logits = self.flow.next_logits(self._begin(last, places, has_logits=True))
+        logits = self.executor.next_logits(self._begin(last, places, has_logits=True))
         return logits[: len(windows)].cpu()
 
     def _begin(self, new: Sequence[list[int]], starts: Sequence[int], has_logits: bool) -> Pass:
-        model = self.flow.model
+        model = self.executor.model
         return placed(new, starts, model).begin(model, self._cache, self._device, has_logits)
 
 

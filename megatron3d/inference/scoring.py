@@ -12,7 +12,7 @@ import torch
 
 from megatron3d.inference.sampling import Context, placed
 from megatron3d.ops.kv_cache import Cache
-from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.executor import PipelineExecutor
 
 CHUNK = 64
 """Positions whose logits exist at one time."""
@@ -39,13 +39,13 @@ class _Row:
         return range(max(start, len(self.labels) - self.num_scored), min(stop, len(self.labels)))
 
 
-def score(flow: Flow, pairs: Sequence[tuple[Context, Context]], device: torch.device) -> list[Score]:
+def score(executor: PipelineExecutor, pairs: Sequence[tuple[Context, Context]], device: torch.device) -> list[Score]:
     """Scores of (context, continuation), the same on every rank, which must all ask the same.
 
     A context loses tokens at its start where both are longer than the model; neither may be empty, and a continuation
     must fit into the model.
     """
-    model = flow.model
+    model = executor.model
     rows = [_row(context, continuation, model.arch.seq_length) for context, continuation in pairs]
     cache, width = Cache(model.arch.seq_length), max(len(row.inputs) for row in rows)
     log_probs, are_greedy = [0.0] * len(rows), [True] * len(rows)
@@ -55,10 +55,10 @@ def score(flow: Flow, pairs: Sequence[tuple[Context, Context]], device: torch.de
         part = placed([row.inputs[start:stop] for row in rows], [start] * len(rows), model)
         at = part.begin(model, cache, device, has_logits=is_scored)
         if not is_scored:
-            flow.extend(at)
+            executor.extend(at)
             continue
         labels = placed([row.labels[start:stop] for row in rows], [start] * len(rows), model).rows
-        found = flow.score(at, torch.tensor(labels, device=device)).double().cpu()
+        found = executor.score(at, torch.tensor(labels, device=device)).double().cpu()
         for index, row in enumerate(rows):
             counted = [position - start for position in row.counts(start, stop)]
             log_probs[index] += found[index, counted, 0].sum().item()

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron3d.parallel.mesh import Axes
-from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.pipeline.actions import Action, ActionKind
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,12 @@ BATCH, SCHEDULE, GRADS, UPDATE = PARTS = ("batch-generator", "forward-backward",
 FORWARD, BACKWARD = COMPUTES = ("forward-compute", "backward-compute")
 EVALUATE, SAVE = ASIDES = ("evaluate", "save-checkpoint")
 PHASES = (*PARTS, *COMPUTES, *ASIDES)
-_COMPUTES_OF: Mapping[Kind, str] = {Kind.F: FORWARD, Kind.B: BACKWARD, Kind.I: BACKWARD, Kind.W: BACKWARD}
+_COMPUTES_OF: Mapping[ActionKind, str] = {
+    ActionKind.F: FORWARD,
+    ActionKind.B: BACKWARD,
+    ActionKind.I: BACKWARD,
+    ActionKind.W: BACKWARD,
+}
 _UNTIMED: AbstractContextManager[None] = contextlib.nullcontext()
 
 Stamp = Callable[[], Any]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.pipeline.actions import Action, ActionKind
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Costs:
         """Time that one microbatch keeps a rank busy when its backward is split."""
         return self.F + self.I + self.W
 
-    def of(self, action: Action, num_virtual: int) -> float:
-        """Time of a computation of one of the `num_virtual` stages of a rank; B is I and W unless given."""
+    def duration(self, action: Action, num_virtual_stages: int) -> float:
+        """Time of a computation of one of the `num_virtual_stages` stages of a rank; B is I and W unless given."""
         whole = self.I + self.W if self.B is None else self.B
-        times = {Kind.F: self.F, Kind.I: self.I, Kind.W: self.W, Kind.B: whole}
-        return times[action.kind] / num_virtual
+        times = {ActionKind.F: self.F, ActionKind.I: self.I, ActionKind.W: self.W, ActionKind.B: whole}
+        return times[action.kind] / num_virtual_stages
 
 
-UNIT = Costs()
+UNIT_COSTS = Costs()
 
 
 def parse_costs(text: str) -> Costs:

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Kind(str, Enum):
+class ActionKind(str, Enum):
     """What is done: four computations, four transfers, and the sum of a stage's weight gradients over the data axis."""
 
     F = "F"
@@ -28,15 +28,15 @@ class Kind(str, Enum):
     REDUCE = "REDUCE_GRAD"
 
 
-COMPUTATIONS = (Kind.F, Kind.B, Kind.I, Kind.W)
-SENDS = (Kind.SEND_F, Kind.SEND_B)
-RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+COMPUTATIONS = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
+RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 class Action(NamedTuple):
     """One thing that the rank with `stage` does for microbatch `mb` (None: for all of them)."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     mb: int | None = None
 
@@ -45,70 +45,70 @@ class Action(NamedTuple):
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-Placement = Callable[[int, int], int]
+RankOfStage = Callable[[int, int], int]
 
-_KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
+_KINDS = "|".join(sorted((kind.value for kind in ActionKind), key=len, reverse=True))
 _TEXT = re.compile(rf"(\d+)({_KINDS})(\d*)")
 
 
 def parse_action(text: str) -> Action:
     """The action that `text` stands for; ValueError if it is none."""
     match = _TEXT.fullmatch(text.strip())
-    if match is None or (match[2] == Kind.REDUCE.value) != (match[3] == ""):
+    if match is None or (match[2] == ActionKind.REDUCE.value) != (match[3] == ""):
         raise ValueError(f"{text!r} is no action such as 0F3, 1I2, 1W2 or 0B1: stage, kind, microbatch")
-    return Action(Kind(match[2]), int(match[1]), int(match[3]) if match[3] else None)
+    return Action(ActionKind(match[2]), int(match[1]), int(match[3]) if match[3] else None)
 
 
-def loop(stage: int, num_ranks: int) -> int:
+def rank_in_loop(stage: int, num_ranks: int) -> int:
     """The rank of a stage that follows its predecessor round and round (Megatron's interleaving)."""
     return stage % num_ranks
 
 
-def vee(stage: int, num_ranks: int) -> int:
+def rank_in_v(stage: int, num_ranks: int) -> int:
     """The rank of a stage on the way down and up again: the first and the last stage share rank 0."""
     step, back = divmod(stage, num_ranks)
     return num_ranks - 1 - back if step % 2 else back
 
 
-def owners(schedule: Schedule) -> Mapping[int, int]:
+def stage_to_rank(schedule: Schedule) -> Mapping[int, int]:
     """The rank of every stage, in order of stages."""
     return dict(sorted({action.stage: rank for rank, actions in enumerate(schedule) for action in actions}.items()))
 
 
-def forwards(schedule: Schedule, m: int) -> Schedule:
+def forward_only(schedule: Schedule, m: int) -> Schedule:
     """The forwards of the first m microbatches alone, for what needs no gradients."""
-    return tuple(tuple(a for a in actions if a.kind is Kind.F and a.mb in range(m)) for actions in schedule)
+    return tuple(tuple(a for a in actions if a.kind is ActionKind.F and a.mb in range(m)) for actions in schedule)
 
 
-def first_microbatches(schedule: Schedule, m: int) -> Schedule:
+def keep_first_microbatches(schedule: Schedule, m: int) -> Schedule:
     """A valid schedule without the microbatches from m on, which is one too."""
     return tuple(tuple(a for a in actions if a.mb in range(m)) for actions in schedule)
 
 
-def results(action: Action) -> tuple[Action, ...]:
+def completed_by(action: Action) -> tuple[Action, ...]:
     """What is available when a computation is done: a whole backward is both of its halves."""
-    if action.kind is Kind.B:
-        return action._replace(kind=Kind.I), action._replace(kind=Kind.W)
+    if action.kind is ActionKind.B:
+        return action._replace(kind=ActionKind.I), action._replace(kind=ActionKind.W)
     return (action,)
 
 
-def predecessors(action: Action, num_stages: int) -> tuple[Action, ...]:
+def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
     """The results that a computation consumes."""
     kind, stage, mb = action
-    if kind is Kind.F:
-        return (Action(Kind.F, stage - 1, mb),) if stage else ()
-    if kind is Kind.W:
-        return (Action(Kind.I, stage, mb),)
-    from_above = (Action(Kind.I, stage + 1, mb),) if stage + 1 < num_stages else ()
-    return (Action(Kind.F, stage, mb), *from_above)
+    if kind is ActionKind.F:
+        return (Action(ActionKind.F, stage - 1, mb),) if stage else ()
+    if kind is ActionKind.W:
+        return (Action(ActionKind.I, stage, mb),)
+    from_above = (Action(ActionKind.I, stage + 1, mb),) if stage + 1 < num_stages else ()
+    return (Action(ActionKind.F, stage, mb), *from_above)
 
 
-def kept(actions: Iterable[Action], weight_share: float = 1.0) -> list[float]:
+def activations_in_flight(actions: Iterable[Action], weight_share: float = 1.0) -> list[float]:
     """Activations that a rank holds after each of its actions, counted in microbatches of one stage.
 
     Forward adds one; of it, `weight_share` stays from the input gradient until the weight gradient.
     """
-    change = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: weight_share - 1.0, Kind.W: -weight_share}
+    change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.I: weight_share - 1.0, ActionKind.W: -weight_share}
     held, total = [], 0.0
     for action in actions:
         total += change.get(action.kind, 0.0)

@@ -23,20 +23,20 @@ from megatron3d.comm.process_comm import Comm, Pending, ready
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.p2p import Link
-from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind
-from megatron3d.pipeline.lower import peer, transfer
+from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind
+from megatron3d.pipeline.lower import peer_rank, send_recv_after
 
 Compute = Callable[[int, Tensor | None, int], Tensor]
-Watch = Callable[[Action], contextlib.AbstractContextManager[None]]
+Observer = Callable[[Action], contextlib.AbstractContextManager[None]]
 
 
-def unwatched(_: object) -> contextlib.AbstractContextManager[None]:
+def no_observer(_: object) -> contextlib.AbstractContextManager[None]:
     """No watch."""
     return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
-class Boundary:
+class ActivationTransfer:
     """What crosses from stage to stage: the residual shard of a rank, `copies` being the axes that hold equal ones."""
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Boundary:
 
 
 # Sends under way at one time: gloo never says that one is over, and each keeps its tensor.
-MAX_LEAVING = 4
+MAX_SENDS_IN_FLIGHT = 4
 
 
 class Graph(NamedTuple):
@@ -99,7 +99,7 @@ class Engine:
         actions: Sequence[Action],
         where: Sequence[int],
         compute: Compute,
-        boundary: Boundary,
+        boundary: ActivationTransfer,
         reduce: Callable[[int], None] = lambda stage: None,
         wgrads: WgradQueue | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ class Engine:
         self._results: dict[int, Tensor] = {}
         self.peak_in_flight = 0
 
-    def run(self, watch: Watch = unwatched) -> Mapping[int, Tensor]:
+    def run(self, watch: Observer = no_observer) -> Mapping[int, Tensor]:
         """Do the whole list, once; outputs of the last stage by microbatch, without their graphs.
 
         What an action waits for is there when its watch begins.
@@ -123,7 +123,7 @@ class Engine:
             with watch(action):
                 _DO[action.kind](self, action, arrived)
             self._leaving = [sent for sent in self._leaving if not sent.is_done()]
-            while len(self._leaving) > MAX_LEAVING:
+            while len(self._leaving) > MAX_SENDS_IN_FLIGHT:
                 self._leaving.pop(0).wait()
             self.peak_in_flight = max(self.peak_in_flight, len(self._graphs) + len(self._late))
         for sent in self._leaving:
@@ -134,7 +134,7 @@ class Engine:
     def _wait_for(self, action: Action) -> Tensor | None:
         """What another stage made for a computation; None where it needs nothing."""
         kind, stage, mb = action
-        if kind not in _ARRIVES or stage == (0 if kind is Kind.F else len(self._where) - 1):
+        if kind not in _ARRIVES or stage == (0 if kind is ActionKind.F else len(self._where) - 1):
             return None
         return self._received.pop(Action(_ARRIVES[kind], stage, mb)).wait()
 
@@ -178,14 +178,14 @@ class Engine:
 
     def _hand_on(self, action: Action, x: Tensor) -> None:
         """To the SEND that follows, or to the neighbouring stage on this rank."""
-        moved = transfer(action, self._where)
+        moved = send_recv_after(action, self._where)
         if moved is not None:
             self._made[moved.send] = x
         else:
             self._received[_arrival(action)] = ready(x)
 
     def _link(self, action: Action) -> Link:
-        mine, other = self._where[action.stage], peer(action, self._where)
+        mine, other = self._where[action.stage], peer_rank(action, self._where)
         return Link("pipeline", min(mine, other), max(mine, other))
 
     def _send(self, action: Action, _: None) -> None:
@@ -198,18 +198,18 @@ class Engine:
 
 def _arrival(action: Action) -> Action:
     """The RECV by which the next computation would get what this one made."""
-    forward = action.kind is Kind.F
-    return Action(Kind.RECV_F if forward else Kind.RECV_B, action.stage + (1 if forward else -1), action.mb)
+    forward = action.kind is ActionKind.F
+    return Action(ActionKind.RECV_F if forward else ActionKind.RECV_B, action.stage + (1 if forward else -1), action.mb)
 
 
 # What a computation waits for, and what each action does with it.
-_ARRIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-_DO: Mapping[Kind, Callable[[Engine, Action, Any], None]] = {
-    Kind.F: Engine._forward,
-    Kind.B: Engine._backward,
-    Kind.I: Engine._input_grads,
-    Kind.W: Engine._late_weight_grads,
-    Kind.REDUCE: lambda engine, action, _: engine._reduce(action.stage),
+_ARRIVES = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
+_DO: Mapping[ActionKind, Callable[[Engine, Action, Any], None]] = {
+    ActionKind.F: Engine._forward,
+    ActionKind.B: Engine._backward,
+    ActionKind.I: Engine._input_grads,
+    ActionKind.W: Engine._late_weight_grads,
+    ActionKind.REDUCE: lambda engine, action, _: engine._reduce(action.stage),
     **dict.fromkeys(SENDS, Engine._send),
     **dict.fromkeys(RECEIVES, Engine._receive),
 }

@@ -1,4 +1,7 @@
-"""How microbatches flow through the stages of this rank: training, evaluation and sampling are one engine's lists."""
+"""Run microbatches through the pipeline for training, evaluation and generation.
+
+schedule of all ranks  ->  lower (adds send, recv, gradient reduction)  ->  Engine runs the list of this rank
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from torch import Tensor
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.parallel.layout import box, box_shape
-from megatron3d.pipeline.actions import Action, Schedule, first_microbatches, forwards
-from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
+from megatron3d.pipeline.actions import Action, Schedule, forward_only, keep_first_microbatches
+from megatron3d.pipeline.engine import ActivationTransfer, Engine, Observer, no_observer
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.spec import Pipeline
 
 
-class Flow:
+class PipelineExecutor:
     """Runs the passes of microbatches through the pipeline, of which the model holds this rank's stages.
 
     Attributes:
@@ -31,9 +34,9 @@ class Flow:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """What all ranks compute in a step of so many microbatches, at most those of the pipeline's schedule."""
-        return first_microbatches(self.pipeline.schedule, num_microbatches)
+        return keep_first_microbatches(self.pipeline.schedule, num_microbatches)
 
-    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Watch = unwatched) -> Tensor:
+    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Observer = no_observer) -> Tensor:
         """Forward and backward of every microbatch; my share of the loss, 0 where the last stage is elsewhere.
 
         `reduce` is called with the index of each of my stages when its gradients are complete.
@@ -86,7 +89,7 @@ class Flow:
 
     def _forward(self, passes: Sequence[Pass]) -> Mapping[int, Tensor]:
         if len(passes) not in self._sampling:
-            self._sampling[len(passes)] = lower(forwards(self.pipeline.schedule, len(passes)))[self._rank]
+            self._sampling[len(passes)] = lower(forward_only(self.pipeline.schedule, len(passes)))[self._rank]
         return self._engine(self._sampling[len(passes)], passes).run()
 
     def _total(self, results: Mapping[int, Tensor], passes: Sequence[Pass]) -> Tensor:
@@ -105,9 +108,9 @@ class Flow:
         boundary = self._boundary(passes[0])
         return Engine(actions, self.pipeline.owners, compute, boundary, reduce, model.wgrads)
 
-    def _boundary(self, at: Pass) -> Boundary:
+    def _boundary(self, at: Pass) -> ActivationTransfer:
         model, layout = self.model, self.model.mode.residual
         mesh, param = model.comm.mesh, next(model.parameters())
         whole = at.num_sequences * at.seq_length, model.arch.hidden_size
         copies = mesh.nontrivial(model.mode.copies)
-        return Boundary(box_shape(box(whole, layout, mesh)), param.dtype, param.device, copies, model.comm)
+        return ActivationTransfer(box_shape(box(whole, layout, mesh)), param.dtype, param.device, copies, model.comm)

@@ -17,46 +17,46 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, Kind, Schedule, owners
+from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, ActionKind, Schedule, stage_to_rank
 from megatron3d.pipeline.simulate import simulate
 
 # Times that give the order of transfers.  Without a hop, results that cross each other would come to exist at the same
 # time, in an order of chance that costs interleaved schedules up to a quarter of their time (see the test of links).
 ORDERING = Costs(comm=0.01)
 
-_FORWARD = Kind.SEND_F, Kind.RECV_F
-_BACKWARD = Kind.SEND_B, Kind.RECV_B
+_FORWARD = ActionKind.SEND_F, ActionKind.RECV_F
+_BACKWARD = ActionKind.SEND_B, ActionKind.RECV_B
 
 
-class Transfer(NamedTuple):
+class SendRecv(NamedTuple):
     """A tensor that crosses from one rank to another: the two actions that post it."""
 
     send: Action
     receive: Action
 
 
-def transfer(action: Action, where: Mapping[int, int]) -> Transfer | None:
+def send_recv_after(action: Action, where: Mapping[int, int]) -> SendRecv | None:
     """What has to be moved when `action` is done; None when the next stage is on the same rank, or there is none."""
     kind, stage, mb = action
-    if kind is Kind.W:
+    if kind is ActionKind.W:
         return None
-    step, send, receive = (1, *_FORWARD) if kind is Kind.F else (-1, *_BACKWARD)
+    step, send, receive = (1, *_FORWARD) if kind is ActionKind.F else (-1, *_BACKWARD)
     if where.get(stage + step, where[stage]) == where[stage]:
         return None
-    return Transfer(Action(send, stage, mb), Action(receive, stage + step, mb))
+    return SendRecv(Action(send, stage, mb), Action(receive, stage + step, mb))
 
 
-def peer(action: Action, where: Mapping[int, int]) -> int:
+def peer_rank(action: Action, where: Mapping[int, int]) -> int:
     """The rank at the other end of a SEND or RECV."""
-    step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+    step = 1 if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1
     assert action.kind in (*SENDS, *RECEIVES), f"{action} is no transfer"
     return where[action.stage + step]
 
 
-def crossings(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+def count_transfers(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """How often each rank sends, and how often it receives, in a pass over all microbatches."""
-    where = owners(schedule)
-    moved = [found for actions in schedule for action in actions if (found := transfer(action, where))]
+    where = stage_to_rank(schedule)
+    moved = [found for actions in schedule for action in actions if (found := send_recv_after(action, where))]
     senders, receivers = (Counter(where[each[end].stage] for each in moved) for end in (0, 1))
     return tuple((senders[rank], receivers[rank]) for rank in range(len(schedule)))
 
@@ -68,18 +68,18 @@ def lower(schedule: Schedule, ahead: int = 1) -> Schedule:
     posted; the computation that consumes what it brings waits for it.  `ahead` is the number of computations that a
     RECV is moved up over; with 0, a rank may even wait at every transfer.
     """
-    where = owners(schedule)
+    where = stage_to_rank(schedule)
     lists: list[list[Action]] = [[] for _ in schedule]
-    weights = (action for actions in schedule for action in actions if action.kind in (Kind.B, Kind.W))
+    weights = (action for actions in schedule for action in actions if action.kind in (ActionKind.B, ActionKind.W))
     last = {action.stage: action for action in weights}
     for span in sorted(simulate(schedule, ORDERING).spans, key=lambda span: (span.end, span.rank)):
         action, mine = span.action, lists[span.rank]
         mine.append(action)
-        if moved := transfer(action, where):
+        if moved := send_recv_after(action, where):
             mine.append(moved.send)
             lists[where[moved.receive.stage]].append(moved.receive)
         if last.get(action.stage) == action:
-            mine.append(Action(Kind.REDUCE, action.stage))
+            mine.append(Action(ActionKind.REDUCE, action.stage))
     return tuple(tuple(_hoisted(actions, ahead)) for actions in lists)
 
 

@@ -10,11 +10,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron3d.pipeline.actions import Kind
+from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.simulate import Span, Timeline
 
-COLOURS = {Kind.F: "#4e79a7", Kind.B: "#59a14f", Kind.I: "#76b7b2", Kind.W: "#edc948"}
-MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+COLOURS = {ActionKind.F: "#4e79a7", ActionKind.B: "#59a14f", ActionKind.I: "#76b7b2", ActionKind.W: "#edc948"}
+MEANINGS = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+}
 MAX_COLUMNS = 300
 LABELLED_SPANS = 1500
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.action_costs import UNIT, Costs
-from megatron3d.pipeline.actions import Action, Kind, Placement, Schedule, loop, vee
+from megatron3d.pipeline.action_costs import UNIT_COSTS, Costs
+from megatron3d.pipeline.actions import Action, ActionKind, RankOfStage, Schedule, rank_in_loop, rank_in_v
 from megatron3d.pipeline.validate import read_schedule
 
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741  the field's names
-Step = tuple[Kind, int]
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741  the field's names
+Step = tuple[ActionKind, int]
 
 
-def numbered(pattern: Iterable[Step], m: int) -> tuple[Action, ...]:
+def number_microbatches(pattern: Iterable[Step], m: int) -> tuple[Action, ...]:
     """The actions of a pattern of (kind, stage), those of microbatches from m on left out."""
     seen: Counter[Step] = Counter()
     actions = []
@@ -36,7 +36,7 @@ def numbered(pattern: Iterable[Step], m: int) -> tuple[Action, ...]:
 
 def gpipe(p: int, m: int) -> Schedule:
     """All forwards, then all backwards: bubble (p-1)(TF+TB), m microbatches in flight."""
-    return tuple(numbered([(F, r)] * m + [(B, r)] * m, m) for r in range(p))
+    return tuple(number_microbatches([(F, r)] * m + [(B, r)] * m, m) for r in range(p))
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
@@ -44,12 +44,12 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     def rank(r: int) -> tuple[Action, ...]:
         warm = min(p - r - 1, m)
-        return numbered([(F, r)] * warm + [(F, r), (B, r)] * (m - warm) + [(B, r)] * warm, m)
+        return number_microbatches([(F, r)] * warm + [(F, r), (B, r)] * (m - warm) + [(B, r)] * warm, m)
 
     return tuple(map(rank, range(p)))
 
 
-def group_size(p: int, m: int) -> int:
+def interleave_group_size(p: int, m: int) -> int:
     """Microbatches that pass a virtual stage before the next one's turn.
 
     Megatron's rule for its microbatch_group_size_per_vp_stage: at least p, and the last group is whole or at least p;
@@ -60,7 +60,7 @@ def group_size(p: int, m: int) -> int:
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """Each rank has v smaller stages, p apart: a bubble of 1/v, for v times the transfers and more in flight."""
-    group = group_size(p, m)
+    group = interleave_group_size(p, m)
     units = [(i, c) for g in range(0, m, group) for c in range(v) for i in range(g, min(g + group, m))]
 
     def rank(r: int) -> tuple[Action, ...]:
@@ -77,7 +77,7 @@ def _split(r: int, m: int, warm: int, late: int) -> tuple[Action, ...]:
     """Rank r with `warm` forwards before the first backward, and each weight gradient `late` microbatches late."""
     n = max(m, warm + late)
     steady = [(F, r), (I, r)] * late + [(F, r), (I, r), (W, r)] * (n - warm - late)
-    return numbered([(F, r)] * warm + steady + [(I, r), (W, r)] * warm + [(W, r)] * late, m)
+    return number_microbatches([(F, r)] * warm + steady + [(I, r), (W, r)] * warm + [(W, r)] * late, m)
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -87,7 +87,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 def zb_h2(p: int, m: int) -> Schedule:
     """As many more forwards first as fill the wait: bubble (p-1)(TF+TB-2TW), up to 2p - 1 microbatches in flight."""
-    return zb_2p(p, m, UNIT)
+    return zb_2p(p, m, UNIT_COSTS)
 
 
 def zb_2p(p: int, m: int, costs: Costs) -> Schedule:
@@ -115,7 +115,7 @@ def zb_v(p: int, m: int) -> Schedule:
         F_, I_, W_ = (F, up), (I, up), (W, up)
         warm = [f] * (2 * (p - r) - 1) + [F_, f] * r + [F_, I_, W_] * (p - r)
         steady = [f, i, w, F_, I_, W_] * (n - 2 * p + r + 1) + [i, w, F_, I_, W_] * (p - r - 1)
-        return numbered(warm + steady + [i, I_] * r + [i, w] * (p - r) + [W_] * r + [w] * r, m)
+        return number_microbatches(warm + steady + [i, I_] * r + [i, w] * (p - r) + [W_] * r + [w] * r, m)
 
     return tuple(map(rank, range(p)))
 
@@ -125,49 +125,49 @@ class ScheduleEntry:
     """A schedule by name: its generator of (p, m, v, costs), where its stages live, and the v that it takes."""
 
     generate: Callable[[int, int, int, Costs], Schedule]
-    place: Placement
+    rank_of_stage: RankOfStage
     min_virtual: int = 1
     max_virtual: int | None = 1
 
-    def takes(self, virtual: int) -> bool:
-        """Whether it can have so many stages per rank."""
+    def supports(self, virtual: int) -> bool:
+        """Return whether the schedule can have `virtual` stages per rank."""
         return self.min_virtual <= virtual and (self.max_virtual is None or virtual <= self.max_virtual)
 
 
 SCHEDULES: Mapping[str, ScheduleEntry] = {
-    "gpipe": ScheduleEntry(lambda p, m, v, costs: gpipe(p, m), loop),
-    "1f1b": ScheduleEntry(lambda p, m, v, costs: one_f_one_b(p, m), loop),
-    "interleaved": ScheduleEntry(lambda p, m, v, costs: interleaved(p, m, v), loop, 2, None),
-    "zb-h1": ScheduleEntry(lambda p, m, v, costs: zb_h1(p, m), loop),
-    "zb-h2": ScheduleEntry(lambda p, m, v, costs: zb_h2(p, m), loop),
-    "zb-2p": ScheduleEntry(lambda p, m, v, costs: zb_2p(p, m, costs), loop),
-    "zb-v": ScheduleEntry(lambda p, m, v, costs: zb_v(p, m), vee, 2, 2),
+    "gpipe": ScheduleEntry(lambda p, m, v, costs: gpipe(p, m), rank_in_loop),
+    "1f1b": ScheduleEntry(lambda p, m, v, costs: one_f_one_b(p, m), rank_in_loop),
+    "interleaved": ScheduleEntry(lambda p, m, v, costs: interleaved(p, m, v), rank_in_loop, 2, None),
+    "zb-h1": ScheduleEntry(lambda p, m, v, costs: zb_h1(p, m), rank_in_loop),
+    "zb-h2": ScheduleEntry(lambda p, m, v, costs: zb_h2(p, m), rank_in_loop),
+    "zb-2p": ScheduleEntry(lambda p, m, v, costs: zb_2p(p, m, costs), rank_in_loop),
+    "zb-v": ScheduleEntry(lambda p, m, v, costs: zb_v(p, m), rank_in_v, 2, 2),
 }
-FILE = "file"
+FROM_FILE = "file"
 
 
-def taking(virtual: int) -> list[str]:
+def schedules_with(virtual: int) -> list[str]:
     """The schedules that can have so many stages per rank."""
-    return [name for name, entry in SCHEDULES.items() if entry.takes(virtual)]
+    return [name for name, entry in SCHEDULES.items() if entry.supports(virtual)]
 
 
 def schedule_problems(name: str, p: int, m: int, v: int | None = None) -> list[str]:
     """Why a schedule cannot be made for p ranks, m microbatches and v virtual stages per rank, and what could."""
-    if name not in (*SCHEDULES, FILE):
-        return [f"schedule {name}: there is none of this name; use {', '.join((*SCHEDULES, FILE))}"]
+    if name not in (*SCHEDULES, FROM_FILE):
+        return [f"schedule {name}: there is none of this name; use {', '.join((*SCHEDULES, FROM_FILE))}"]
     counts = (("ranks p", p), ("microbatches m", m), ("virtual stages per rank v", 1 if v is None else v))
     found = [f"schedule {name}: the number of {what}={n} must be at least 1; use 1" for what, n in counts if n < 1]
-    if found or name == FILE or v is None:
+    if found or name == FROM_FILE or v is None:
         return found
     entry, low = SCHEDULES[name], SCHEDULES[name].min_virtual
-    if entry.takes(v):
+    if entry.supports(v):
         return []
     takes = f"v={low}" if entry.max_virtual == low else f"v={low} or more"
-    others = " or ".join(taking(v))
+    others = " or ".join(schedules_with(v))
     return [f"schedule {name}: takes {takes} virtual stages per rank, not v={v}; use v={low}, or {others}"]
 
 
-def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs = UNIT) -> Schedule:
+def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs = UNIT_COSTS) -> Schedule:
     """The schedule `name` for p ranks, m microbatches, v virtual stages per rank (None: the fewest that it takes).
 
     Raises UserError with the numbers and the nearest that works.

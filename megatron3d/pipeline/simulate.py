@@ -6,13 +6,23 @@ plus one hop where that was on another rank.  Transfers are hidden behind comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import mean
 from typing import NamedTuple
 
-from megatron3d.pipeline.action_costs import UNIT, Costs
-from megatron3d.pipeline.actions import Action, Schedule, kept, owners, predecessors, results
+from megatron3d.pipeline.action_costs import UNIT_COSTS, Costs
+from megatron3d.pipeline.actions import (
+    Action,
+    ActionKind,
+    Schedule,
+    activations_in_flight,
+    completed_by,
+    dependencies,
+    stage_to_rank,
+)
 
 
 class Span(NamedTuple):
@@ -79,12 +89,12 @@ class Timeline:
 
 def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: float) -> Iterator[Span]:
     """Yield spans in an order that respects all dependencies; raise Deadlock when no rank can go on."""
-    where = owners(schedule)
+    where = stage_to_rank(schedule)
     ready: dict[Action, float] = {}
     at, free = [0] * len(schedule), [0.0] * len(schedule)
 
     def waits_for(rank: int) -> Action | None:
-        needed = predecessors(schedule[rank][at[rank]], len(where))
+        needed = dependencies(schedule[rank][at[rank]], len(where))
         return next((action for action in needed if action not in ready), None)
 
     pending = [rank for rank, actions in enumerate(schedule) if actions]
@@ -93,10 +103,10 @@ def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: 
         for rank in pending:
             while at[rank] < len(schedule[rank]) and waits_for(rank) is None:
                 action = schedule[rank][at[rank]]
-                inputs = predecessors(action, len(where))
+                inputs = dependencies(action, len(where))
                 start = max([free[rank], *(ready[i] + hop * (where[i.stage] != rank) for i in inputs)])
                 free[rank] = start + duration(action)
-                ready |= dict.fromkeys(results(action), free[rank])
+                ready |= dict.fromkeys(completed_by(action), free[rank])
                 at[rank] += 1
                 yield Span(rank, action, start, free[rank])
         pending = [rank for rank in pending if at[rank] < len(schedule[rank])]
@@ -104,9 +114,9 @@ def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: 
             raise Deadlock(tuple((rank, at[rank], waits) for rank in pending if (waits := waits_for(rank))))
 
 
-def num_virtual(schedule: Schedule) -> int:
+def num_virtual_stages(schedule: Schedule) -> int:
     """Largest number of stages on a rank."""
-    ranks = list(owners(schedule).values())
+    ranks = list(stage_to_rank(schedule).values())
     return max(ranks.count(rank) for rank in set(ranks))
 
 
@@ -115,10 +125,27 @@ def simulate_durations(schedule: Schedule, duration: Callable[[Action], float], 
     return Timeline(tuple(iterate_spans(schedule, duration, hop)))
 
 
-def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Timeline:
     """The timeline of a schedule that `check` accepts; a rank's stages share its costs evenly."""
-    v = num_virtual(schedule)
-    return simulate_durations(schedule, lambda action: costs.of(action, v), costs.comm)
+    v = num_virtual_stages(schedule)
+    return simulate_durations(schedule, lambda action: costs.duration(action, v), costs.comm)
+
+
+def mean_durations(measured: Timeline) -> Mapping[tuple[ActionKind, int], float]:
+    """Return the mean measured time of each kind of computation of each stage."""
+    times: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
+    for span in measured.spans:
+        times[span.action.kind, span.action.stage].append(span.end - span.start)
+    return {key: mean(values) for key, values in times.items()}
+
+
+def simulate_mean_durations(schedule: Schedule, measured: Timeline) -> Timeline:
+    """Return the timeline that the schedule has with the measured mean durations and send/recv that take no time.
+
+    What a measured timeline takes longer is send/recv, the work between two actions, and the variance of durations.
+    """
+    times = mean_durations(measured)
+    return simulate_durations(schedule, lambda action: times[action.kind, action.stage])
 
 
 def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
@@ -127,4 +154,4 @@ def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> tuple[flo
     A microbatch counts from its forward to the end of its backward; once its input gradient is done, as `weight_share`
     (1: the cautious count of the zero-bubble paper's table 2; M_W / M_B there, about a third with attention).
     """
-    return tuple(max(kept(actions, weight_share), default=0.0) for actions in schedule)
+    return tuple(max(activations_in_flight(actions, weight_share), default=0.0) for actions in schedule)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import head_flops_per_token, layer_weights
 from megatron3d.model.stages import Stage, StageAssignment
-from megatron3d.pipeline.actions import Kind, Schedule
+from megatron3d.pipeline.actions import ActionKind, Schedule
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,21 @@ class Pipeline(StageAssignment):
     @property
     def splits_backward(self) -> bool:
         """Whether some backward is split into an input gradient and a deferred weight gradient."""
-        return any(action.kind is Kind.I for actions in self.schedule for action in actions)
+        return any(action.kind is ActionKind.I for actions in self.schedule for action in actions)
 
 
-def layer_flops(arch: Architecture) -> Mapping[Kind, int]:
+def layer_flops(arch: Architecture) -> Mapping[ActionKind, int]:
     """Return the FLOPs of one layer per token, by kind of computation.
 
     Forward, input gradient and weight gradient of a linear layer cost the same; the attention core has no weights and
     costs twice as much backward as forward.
     """
     linear, core = 2 * layer_weights(arch), 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length
-    return {Kind.F: linear + core, Kind.I: linear + 2 * core, Kind.W: linear}
+    return {ActionKind.F: linear + core, ActionKind.I: linear + 2 * core, ActionKind.W: linear}
 
 
-def stage_flops(arch: Architecture, stage: Stage) -> Mapping[Kind, int]:
+def stage_flops(arch: Architecture, stage: Stage) -> Mapping[ActionKind, int]:
     """Return the FLOPs of a stage per token, by kind; the head computes its gradients in the forward, with the loss."""
     flops = {kind: len(stage.layers) * count for kind, count in layer_flops(arch).items()}
     head = head_flops_per_token(arch) if stage.has_head else 0
-    return {**flops, Kind.F: flops[Kind.F] + head, Kind.B: flops[Kind.I] + flops[Kind.W]}
+    return {**flops, ActionKind.F: flops[ActionKind.F] + head, ActionKind.B: flops[ActionKind.I] + flops[ActionKind.W]}

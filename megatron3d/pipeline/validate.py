@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.actions import COMPUTATIONS, Action, Kind, Schedule, parse_action, results
+from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule, completed_by, parse_action
 from megatron3d.pipeline.simulate import Deadlock, iterate_spans
 
 MAX_PROBLEMS = 10
@@ -30,7 +30,7 @@ def read_schedule(path: Path) -> Schedule:
     bad: list[str] = []
     ranks = [tuple(_cells(row, f"{path}: rank {rank}", bad)) for rank, row in enumerate(rows)]
     UserError.collect(bad[:MAX_PROBLEMS])
-    UserError.collect(f"{path}: {problem}" for problem in problems(tuple(ranks)))
+    UserError.collect(f"{path}: {problem}" for problem in execution_problems(tuple(ranks)))
     return tuple(ranks)
 
 
@@ -55,7 +55,7 @@ def _cells(row: list[str], where: str, bad: list[str]) -> Iterator[Action]:
             bad.append(f"{where}, cell {column}: {action} computes nothing; leave it out, transfers are added later")
 
 
-def problems(schedule: Schedule) -> list[str]:
+def execution_problems(schedule: Schedule) -> list[str]:
     """What keeps a schedule from running, at most ten sentences with the rank, the action and what is wrong."""
     found = list(islice(_miscounted(schedule), MAX_PROBLEMS))
     if found:
@@ -78,7 +78,7 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
         for action in actions:
             if where.setdefault(action.stage, rank) != rank:
                 yield f"rank {rank}: {action} belongs to stage {action.stage}, which rank {where[action.stage]} has"
-            for result in results(action):
+            for result in completed_by(action):
                 done[result] += 1
                 if done[result] == 2:
                     yield f"rank {rank}: {action} does again what was done before; name it once"
@@ -91,9 +91,9 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
             return
     for stage in sorted(where):
         for mb in range(len(microbatches)):
-            for kind in (Kind.F, Kind.I, Kind.W):
+            for kind in (ActionKind.F, ActionKind.I, ActionKind.W):
                 if not done[Action(kind, stage, mb)]:
-                    whole = "" if kind is Kind.F else f" or {stage}B{mb}"
+                    whole = "" if kind is ActionKind.F else f" or {stage}B{mb}"
                     yield f"rank {where[stage]}: {stage}{kind.value}{mb}{whole} is missing"
 
 
@@ -103,7 +103,7 @@ def _stuck(schedule: Schedule, deadlock: Deadlock) -> Iterator[str]:
         result: (action, rank, position)
         for rank, actions in enumerate(schedule)
         for position, action in enumerate(actions, 1)
-        for result in results(action)
+        for result in completed_by(action)
     }
     for rank, position, waits in deadlock.stuck:
         action, other, later = places[waits]

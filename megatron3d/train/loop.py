@@ -110,7 +110,7 @@ def validate(run: Run) -> None:
     steps = (run.valid_data.step(index * size) for index in range(num_steps))
     settings = run.settings(run.batches.last)
     settings = replace(settings, num_tokens=settings.num_tokens * num_steps)
-    loss = evaluate(run.state.flow, steps, settings).item()
+    loss = evaluate(run.state.executor, steps, settings).item()
     if run.metrics:
         run.metrics.evaluation(run.state.iteration, loss)
 

@@ -22,7 +22,7 @@ from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.optim.optimizer import Optimizer
 from megatron3d.optim.precision import PRECISIONS, LossScale
 from megatron3d.parallel.mesh import DATA
-from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.zero import Buffers, Sharding
 
 
@@ -38,7 +38,7 @@ class TrainState:
     buffers: Buffers
     optimizer: Optimizer
     loss_scale: LossScale
-    flow: Flow
+    executor: PipelineExecutor
     iteration: int = 0
     consumed_samples: int = 0
     stream: Stream | None = None
@@ -89,4 +89,4 @@ def build_state(
     if overlap.weight_gather:
         model.prefetch_weights(buffers.make_whole)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale)
-    return TrainState(model, buffers, optimizer, loss_scale, Flow(model, pipeline))
+    return TrainState(model, buffers, optimizer, loss_scale, PipelineExecutor(model, pipeline))

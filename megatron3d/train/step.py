@@ -16,7 +16,7 @@ from megatron3d.model.gpt import GPT
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action
-from megatron3d.pipeline.engine import unwatched
+from megatron3d.pipeline.engine import no_observer
 from megatron3d.train.state import TrainState
 
 # Entered with each phase of a step by its name, and in the schedule with each action.
@@ -56,7 +56,7 @@ def train_step(
     lr: float,
     settings: Settings,
     stop_requested: bool = False,
-    watch: Watch = unwatched,
+    watch: Watch = no_observer,
 ) -> StepResult:
     """Forward and backward over the microbatches, reduce, clip, update; the state moves on by one iteration."""
     model, buffers, key, scale = state.model, state.buffers, (settings.seed, state.iteration), state.loss_scale
@@ -68,7 +68,7 @@ def train_step(
     ]
     buffers.begin_step(len(passes))
     with watch(SCHEDULE):
-        share = state.flow.train(passes, buffers.check_stage, watch) / loss_copies(model)
+        share = state.executor.train(passes, buffers.check_stage, watch) / loss_copies(model)
     with watch(GRADS):
         buffers.reduce_grads()
         shares = torch.stack((share, buffers.square_norm(), torch.full_like(share, stop_requested)))

@@ -62,7 +62,7 @@ def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Tra
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
         values |= _logical(state, "grad", f"of step {step}", comm)
     values |= _logical(state, "main", "at the end", comm)
-    values["validation loss"] = evaluate(state.flow, [loader.step(state.consumed_samples)], settings)
+    values["validation loss"] = evaluate(state.executor, [loader.step(state.consumed_samples)], settings)
     return values if mesh.rank == 0 else None
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from megatron3d.pipeline.action_costs import UNIT, Costs
-from megatron3d.pipeline.actions import Kind
+from megatron3d.pipeline.action_costs import UNIT_COSTS, Costs
+from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
-from megatron3d.pipeline.simulate import Timeline, num_virtual, peak_activations, simulate
+from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.viz.svg import GREY, INK, PAPER, Canvas, Rect
 
 # Forward, backward, gradients of inputs and of weights; paler where it is a rank's second stage.
 COLOURS = {
-    Kind.F: ("#1f5fa8", "#8fb4de"),
-    Kind.B: ("#c2600a", "#eeb27f"),
-    Kind.I: ("#c2600a", "#eeb27f"),
-    Kind.W: ("#3f8f5f", "#9fcdb0"),
+    ActionKind.F: ("#1f5fa8", "#8fb4de"),
+    ActionKind.B: ("#c2600a", "#eeb27f"),
+    ActionKind.I: ("#c2600a", "#eeb27f"),
+    ActionKind.W: ("#3f8f5f", "#9fcdb0"),
 }
-MEANINGS = {Kind.F: "forward", Kind.B: "backward, or gradient of the input", Kind.W: "gradient of the weights"}
+MEANINGS = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward, or gradient of the input",
+    ActionKind.W: "gradient of the weights",
+}
 UNIT_PX, BAR, HEAD, LEFT, TOP, GAP = 22.0, 19, 24, 82, 88, 16
 
 
-def schedules_picture(num_ranks: int = 4, num_microbatches: int = 8, costs: Costs = UNIT) -> str:
+def schedules_picture(num_ranks: int = 4, num_microbatches: int = 8, costs: Costs = UNIT_COSTS) -> str:
     """Every schedule of the table, as an SVG file."""
     made = {name: build_schedule(name, num_ranks, num_microbatches, None, costs) for name in SCHEDULES}
     lines = {name: simulate(schedule, costs) for name, schedule in made.items()}
@@ -31,7 +35,7 @@ def schedules_picture(num_ranks: int = 4, num_microbatches: int = 8, costs: Cost
     canvas.text((24, 50), "Forward, input gradient and weight gradient take the same time. White is idle.", 12, GREY)
     canvas.legend((24, 74), [(COLOURS[kind][0], COLOURS[kind][0], words) for kind, words in MEANINGS.items()])
     for number, (name, schedule) in enumerate(made.items()):
-        held = " ".join(f"{peak / num_virtual(schedule):g}" for peak in peak_activations(schedule))
+        held = " ".join(f"{peak / num_virtual_stages(schedule):g}" for peak in peak_activations(schedule))
         idle = f"idle {100 * lines[name].idle_rate:.0f} %, at most {held} microbatches on ranks 0 to {num_ranks - 1}"
         top = TOP + number * panel
         canvas.text((24, top + 15), name, 14, INK, "bold")

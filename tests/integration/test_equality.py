@@ -21,7 +21,7 @@ from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.rules import check
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FILE, SCHEDULES
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.train.state import connect
 from megatron3d.verify.layouts import Trace, differences, trace
@@ -157,10 +157,10 @@ def matrix(name: str) -> list[Config]:
 
 def pipelines() -> list[dict[str, Any]]:
     """Every schedule with one to three stages per rank where it takes them, and one from a file."""
-    takes = [(name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.takes(v)]
+    takes = [(name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.supports(v)]
     return [
         {"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": virtual}
-        for name, virtual in (*takes, (FILE, None))
+        for name, virtual in (*takes, (FROM_FILE, None))
     ]
 
 
@@ -192,7 +192,7 @@ def pipeline_matrix(turn: int, folder: Path) -> list[tuple[str, Config]]:
         parallel = {**tensor, **pipeline, "pipeline_model_parallel_size": ranks}
         if mesh.sizes["data"] > 1:
             parallel["zero_stage"] = turn % 4
-        if pipeline["pipeline_schedule"] == FILE:
+        if pipeline["pipeline_schedule"] == FROM_FILE:
             where = random_owners(ranks, choose)
             parallel["pipeline_schedule_file"] = str(folder / f"{turn}-{place}.csv")
             schedule = any_schedule(choose, where, num_microbatches(alone, mesh))

@@ -22,8 +22,8 @@ from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
-from megatron3d.pipeline.actions import Action, Kind, Schedule, owners, predecessors, results
-from megatron3d.pipeline.engine import Boundary, Engine, Watch, unwatched
+from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_by, dependencies, stage_to_rank
+from megatron3d.pipeline.engine import ActivationTransfer, Engine, Observer, no_observer
 from megatron3d.pipeline.lower import lower
 from tests.support.shards import normal
 
@@ -48,7 +48,7 @@ class Toy(nn.Module):
         return x
 
 
-class Pipeline:
+class ToyPipeline:
     """What a rank computes of a pipeline of toys: losses by microbatch, weights' gradients by stage and layer."""
 
     def __init__(
@@ -60,20 +60,20 @@ class Pipeline:
         depth: int = 1,
         wider: int = WIDER,
     ) -> None:
-        rank, self.where = comm.mesh.coord("pipeline"), tuple(owners(schedule).values())
+        rank, self.where = comm.mesh.coord("pipeline"), tuple(stage_to_rank(schedule).values())
         self.tokens, wgrads = tokens, WgradQueue(MainGrads())
         self.stages = {
             stage: Toy(stage, comm, wgrads, depth, wider) for stage, owner in enumerate(self.where) if owner == rank
         }
         self.reduced: list[int] = []
-        boundary = Boundary((tokens, HIDDEN), torch.float64, torch.device("cpu"), copies, comm)
+        boundary = ActivationTransfer((tokens, HIDDEN), torch.float64, torch.device("cpu"), copies, comm)
         actions = lower(schedule)[rank]
         self.engine = Engine(actions, self.where, self.compute, boundary, self.reduced.append, wgrads)
 
     def compute(self, stage: int, x: Tensor | None, mb: int) -> Tensor:
         return compute(self.stages[stage], x, mb, self.tokens, stage == len(self.where) - 1)
 
-    def run(self, watch: Watch = unwatched) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+    def run(self, watch: Observer = no_observer) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
         losses = self.engine.run(watch)
         assert sorted(self.reduced) == sorted(self.stages), f"reduced {self.reduced} of stages {list(self.stages)}"
         return dict(losses), gradients(self.stages)
@@ -112,24 +112,24 @@ def reference(num_stages: int, m: int, tokens: int = TOKENS) -> tuple[dict[int, 
 def any_schedule(choose: random.Random, where: Sequence[int], m: int) -> Schedule:
     """A valid schedule of stages on the ranks `where`: any order of all computations, some backwards in halves."""
     n = len(where)
-    todo = {Action(Kind.F, stage, mb) for stage in range(n) for mb in range(m)}
+    todo = {Action(ActionKind.F, stage, mb) for stage in range(n) for mb in range(m)}
     for stage in range(n):
         for mb in range(m):
-            todo |= {Action(kind, stage, mb) for kind in choose.choice(((Kind.B,), (Kind.I, Kind.W)))}
+            todo |= {Action(kind, stage, mb) for kind in choose.choice(((ActionKind.B,), (ActionKind.I, ActionKind.W)))}
     done: set[Action] = set()
     ranks: list[list[Action]] = [[] for _ in set(where)]
     while todo:
-        able = sorted(action for action in todo if done.issuperset(predecessors(action, n)))
+        able = sorted(action for action in todo if done.issuperset(dependencies(action, n)))
         action = choose.choice(able)
         todo.remove(action)
-        done |= set(results(action))
+        done |= set(completed_by(action))
         ranks[where[action.stage]].append(action)
     return tuple(map(tuple, ranks))
 
 
 def process_comm(mesh: Mesh, schedule: Schedule, copies: Axes) -> ProcessComm:
     """A communicator with a link for every two ranks with neighbouring stages."""
-    pairs = {tuple(sorted(pair)) for pair in pairwise(owners(schedule).values()) if len(set(pair)) > 1}
+    pairs = {tuple(sorted(pair)) for pair in pairwise(stage_to_rank(schedule).values()) if len(set(pair)) > 1}
     return ProcessComm(mesh, [copies], [Link("pipeline", *pair) for pair in pairs])
 
 

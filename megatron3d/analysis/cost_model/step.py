@@ -27,8 +27,8 @@ from megatron3d.model.recompute_spec import KEEP_ALL, recompute_of
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import DATA, Mesh
-from megatron3d.pipeline.actions import Action, Kind, Schedule
-from megatron3d.pipeline.schedules import FILE, num_microbatches
+from megatron3d.pipeline.actions import Action, ActionKind, Schedule
+from megatron3d.pipeline.schedules import FROM_FILE, num_microbatches
 from megatron3d.pipeline.simulate import Span, Timeline, simulate_durations
 from megatron3d.pipeline.spec import Pipeline
 
@@ -131,7 +131,7 @@ def few_microbatches(config: Config, mesh: Mesh) -> tuple[Config, Config | None]
     What comes beyond is steady where they are a multiple of the ranks, or a rank has one stage.
     """
     ranks, num = mesh.sizes["pipeline"], config_microbatches(config, mesh)
-    virtual = 0 if config.parallel.pipeline_schedule == FILE else virtual_size(config.parallel)
+    virtual = 0 if config.parallel.pipeline_schedule == FROM_FILE else virtual_size(config.parallel)
     is_steady = virtual == 1 or (virtual > 1 and num % ranks == 0)
     if num <= 4 * ranks or not is_steady:
         return config, None
@@ -158,7 +158,7 @@ def predict(step: Step) -> Prediction:
     return Prediction(line.total_s + waits.total + optimizer, parts, bubble, optimizer)
 
 
-Durations = Mapping[tuple[int, Kind], Times]
+Durations = Mapping[tuple[int, ActionKind], Times]
 
 
 def stage_times(step: Step) -> Durations:
@@ -168,24 +168,24 @@ def stage_times(step: Step) -> Durations:
     again = layer_phases(work, machine) if full else plain
     embedding, head = embedding_times(work, machine), head_times(work, machine)
     blocked = Times() if machine.profile.overlaps_pipeline else crossing_times(step)
-    found: dict[tuple[int, Kind], Times] = {}
+    found: dict[tuple[int, ActionKind], Times] = {}
     for stage in step.pipeline.stages:
         times = _stage(work, stage, plain, again)
         if stage.has_embedding:
-            times[Kind.F], times[Kind.B] = times[Kind.F].plus(embedding[0]), times[Kind.B].plus(embedding[1])
-            times[Kind.W] = times[Kind.W].plus(embedding[1])
+            times[ActionKind.F] = times[ActionKind.F].plus(embedding[0])
+            times |= {kind: times[kind].plus(embedding[1]) for kind in (ActionKind.B, ActionKind.W)}
         if stage.has_head:
-            times[Kind.F] = times[Kind.F].plus(head)
-        for kind in (Kind.F, Kind.B, Kind.I):
+            times[ActionKind.F] = times[ActionKind.F].plus(head)
+        for kind in (ActionKind.F, ActionKind.B, ActionKind.I):
             times[kind] = times[kind].plus(blocked)
         found |= {(stage.index, kind): each for kind, each in times.items()}
     return found
 
 
-def _stage(work: Work, stage: Stage, plain: Phases, again: Phases) -> dict[Kind, Times]:
+def _stage(work: Work, stage: Stage, plain: Phases, again: Phases) -> dict[ActionKind, Times]:
     runs = work.recompute.runs(stage.layers)
     repeated = sum(len(run.layers) for run in runs if run.is_repeated)
-    kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
+    kinds = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
     kept = len(stage.layers) - repeated
     return {
         kind: one.times(kept).plus(other.times(repeated)) for kind, one, other in zip(kinds, plain, again, strict=True)
@@ -239,7 +239,7 @@ def timeline_of(step: Step, durations: Durations) -> Line:
     lasts: dict[int, Span] = {}
     for span in sorted(line.spans, key=lambda span: span.start):
         firsts.setdefault(span.action.stage, span)
-        if span.action.kind in (Kind.B, Kind.W):
+        if span.action.kind in (ActionKind.B, ActionKind.W):
             lasts[span.action.stage] = span
     return Line(total, makespan, firsts, lasts)
 

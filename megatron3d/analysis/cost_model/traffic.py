@@ -20,8 +20,8 @@ from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
-from megatron3d.pipeline.actions import Kind
-from megatron3d.pipeline.lower import crossings
+from megatron3d.pipeline.actions import ActionKind
+from megatron3d.pipeline.lower import count_transfers
 
 Many = Iterator[tuple[int, Traffic]]
 
@@ -57,7 +57,7 @@ def _every(job: Job) -> Many:
     once, *joined = crossing(
         work.mode.residual, work.mode.copies, work.mesh, work.num_tokens, work.arch.hidden_size, work.itemsize
     )
-    sends, receives = crossings(pipeline.schedule)[job.coord]
+    sends, receives = count_transfers(pipeline.schedule)[job.coord]
     yield sends, once
     for call in joined:
         yield receives, call
@@ -69,10 +69,10 @@ def _every(job: Job) -> Many:
 
 def times_kept(job: Job, stage: Stage) -> int:
     """How often weights are gathered that stay as long as some microbatch is between its forward and its backward."""
-    change, users, times = {Kind.F: 1, Kind.B: -1, Kind.I: -1}, 0, 0
+    change, users, times = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}, 0, 0
     for action in job.actions:
         if action.stage == stage.index:
-            times += action.kind is Kind.F and users == 0
+            times += action.kind is ActionKind.F and users == 0
             users += change.get(action.kind, 0)
     return times
 

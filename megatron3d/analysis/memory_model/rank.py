@@ -30,7 +30,7 @@ from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.layout import ParamSpec, num_copies
 from megatron3d.parallel.mesh import Axes
-from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, Kind, kept, owners
+from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, activations_in_flight, stage_to_rank
 
 # Of a microbatch: a token's index, in the batch and among its labels.
 _TOKEN_BYTES = 2 * 8
@@ -155,9 +155,9 @@ def _series(job: Job) -> tuple[dict[int, list[float]], dict[int, int]]:
     for stage in job.stages:
         size = sizes[stage.index] = stage_activations(job, stage)
         late = len(stage.layers) * put_off_activations(job.work)
-        nothing = Action(Kind.REDUCE, stage.index)
+        nothing = Action(ActionKind.REDUCE, stage.index)
         mine = (action if action.stage == stage.index else nothing for action in job.actions)
-        series[stage.index] = kept(mine, late / max(size, 1))
+        series[stage.index] = activations_in_flight(mine, late / max(size, 1))
     return series, sizes
 
 
@@ -201,7 +201,7 @@ def _largest(count: int, sizes: Iterable[int]) -> int:
 
 def waiting(job: Job) -> list[int]:
     """Residual shards that lie on this rank after each action: received, handed on to another stage, or sent."""
-    where, most = owners(job.pipeline.schedule), job.work.kernels.num_leaving
+    where, most = stage_to_rank(job.pipeline.schedule), job.work.kernels.num_leaving
     lying, sent, counts = 0, 0, []
     for action in job.actions:
         lying += _arrivals(action, where) - _consumed(action, len(where))
@@ -214,13 +214,13 @@ def _arrivals(action: Action, where: Mapping[int, int]) -> int:
     """Shards that an action leaves behind on this rank."""
     if action.kind in RECEIVES:
         return 1
-    step = {Kind.F: 1, Kind.B: -1, Kind.I: -1}.get(action.kind)
+    step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}.get(action.kind)
     return int(step is not None and where.get(action.stage + step) == where[action.stage])
 
 
 def _consumed(action: Action, num_stages: int) -> int:
     """Shards that an action takes up."""
-    ends = {Kind.F: 0, Kind.B: num_stages - 1, Kind.I: num_stages - 1}
+    ends = {ActionKind.F: 0, ActionKind.B: num_stages - 1, ActionKind.I: num_stages - 1}
     return int(action.kind in ends and action.stage != ends[action.kind])
 
 

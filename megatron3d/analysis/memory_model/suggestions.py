@@ -20,10 +20,10 @@ from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MODULES, Recompute
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.pipeline.actions import Kind, owners
+from megatron3d.pipeline.actions import ActionKind, stage_to_rank
 from megatron3d.pipeline.lower import lower
-from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
-from megatron3d.pipeline.simulate import num_virtual, simulate_durations
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule
+from megatron3d.pipeline.simulate import num_virtual_stages, simulate_durations
 from megatron3d.pipeline.spec import Pipeline, layer_flops, stage_flops
 
 # Nominal prices.
@@ -81,7 +81,7 @@ def cheaper(job: Job, missing: int = 0, count: int = 3) -> list[Change]:
 def _recomputations(job: Job) -> Candidates:
     arch, now = job.work.arch, job.work.recompute
     whole = flops_per_token(arch)
-    forward = arch.num_layers * layer_flops(arch)[Kind.F] / whole
+    forward = arch.num_layers * layer_flops(arch)[ActionKind.F] / whole
     core = arch.num_layers * 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length / whole
     both = f"selective train.recompute_modules=[{','.join(MODULES)}]"
     steps = (
@@ -119,7 +119,7 @@ def _forms(job: Job) -> Candidates:
 def _smaller_micro_batches(job: Job) -> Candidates:
     size = job.work.micro_batch_size
     changed = replace(job.work, micro_batch_size=size // 2)
-    if size % 2 == 0 and fits(changed) and job.schedule != FILE:
+    if size % 2 == 0 and fits(changed) and job.schedule != FROM_FILE:
         smaller = with_schedule(replace(job, work=changed), job.schedule, 2 * job.num_microbatches)
         yield f"train.micro_batch_size={size // 2}", _SMALLER_KERNELS, smaller
 
@@ -129,25 +129,27 @@ def _schedules(job: Job) -> Candidates:
     if ranks == 1:
         return
     now, counts = makespan(job.pipeline, arch), [len(stage.layers) for stage in job.pipeline.stages]
-    undone = " parallel.pipeline_schedule_file=null" if job.schedule == FILE else ""
+    undone = " parallel.pipeline_schedule_file=null" if job.schedule == FROM_FILE else ""
     if tuple(counts) != divide(arch, len(counts), job.pipeline.owners):
         undone += " parallel.pipeline_model_parallel_layout=null"
     for name, entry in SCHEDULES.items():
         if name != job.schedule and ranks * entry.min_virtual <= arch.num_layers:
             other = with_schedule(job, name, job.num_microbatches)
             settings = f"parallel.pipeline_schedule={name}{undone}"
-            if num_virtual(other.pipeline.schedule) != num_virtual(job.pipeline.schedule):
-                settings += f" parallel.virtual_pipeline_model_parallel_size={num_virtual(other.pipeline.schedule)}"
+            if num_virtual_stages(other.pipeline.schedule) != num_virtual_stages(job.pipeline.schedule):
+                settings += (
+                    f" parallel.virtual_pipeline_model_parallel_size={num_virtual_stages(other.pipeline.schedule)}"
+                )
             yield settings, makespan(other.pipeline, arch) / now - 1, other
 
 
 def with_schedule(job: Job, name: str, num_microbatches: int) -> Job:
     """The job under a schedule of this name; under another one, layers are divided anew."""
     ranks, entry = job.pipeline.num_ranks, SCHEDULES[name]
-    virtual = num_virtual(job.pipeline.schedule)
+    virtual = num_virtual_stages(job.pipeline.schedule)
     takes = entry.min_virtual <= virtual <= (entry.max_virtual or virtual)
     schedule = build_schedule(name, ranks, num_microbatches, virtual if takes else None)
-    where = tuple(owners(schedule).values())
+    where = tuple(stage_to_rank(schedule).values())
     counts = tuple(len(stage.layers) for stage in job.pipeline.stages)
     if name != job.schedule:
         counts = divide(job.work.arch, len(where), where)

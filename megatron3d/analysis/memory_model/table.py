@@ -10,7 +10,7 @@ from megatron3d.analysis.memory_model.rank import Memory, in_flight, rank_memory
 from megatron3d.analysis.memory_model.step_spec import Job
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
-from megatron3d.pipeline.actions import Kind
+from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.spec import stage_flops
 
 BYTES: Mapping[str, float] = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -56,7 +56,9 @@ def stage_facts(job: Job) -> list[StageFacts]:
     found = []
     for stage in job.pipeline.stages:
         owner = job.pipeline.owners[stage.index]
-        flops = sum(stage_flops(job.work.arch, stage)[kind] for kind in (Kind.F, Kind.B)) * job.work.num_tokens
+        flops = (
+            sum(stage_flops(job.work.arch, stage)[kind] for kind in (ActionKind.F, ActionKind.B)) * job.work.num_tokens
+        )
         size, parameters = stage_activations(ranks[owner], stage), num_parameters(ranks[owner], stage)
         count = counts[stage.index]
         facts = StageFacts(stage.index, owner, len(stage.layers), parameters, flops, count, size, describe(stage))

@@ -35,7 +35,7 @@ from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import Recompute, recompute_of
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.pipeline.action_costs import UNIT
+from megatron3d.pipeline.action_costs import UNIT_COSTS
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate
 
@@ -256,7 +256,7 @@ class _Cost:
         key = layout.pipeline, layout.schedule, layout.virtual, few
         if key not in bubbles:
             schedule = build_schedule(layout.schedule, layout.pipeline, few, layout.virtual)
-            bubbles[key] = simulate(schedule).makespan / UNIT.total - few if layout.pipeline > 1 else 0.0
+            bubbles[key] = simulate(schedule).makespan / UNIT_COSTS.total - few if layout.pipeline > 1 else 0.0
         stages = self._work.arch.num_layers * self._layer_s / layout.pipeline
         return max((num + bubbles[key]) * stages, num * (stages + self._head_s / layout.pipeline))
 

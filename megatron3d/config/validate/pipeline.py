@@ -10,8 +10,8 @@ from megatron3d.config.validate.facts import Facts, plain
 from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
 from megatron3d.model.stages import divide
-from megatron3d.pipeline.actions import owners
-from megatron3d.pipeline.schedules import FILE, SCHEDULES, num_microbatches, taking
+from megatron3d.pipeline.actions import stage_to_rank
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, num_microbatches, schedules_with
 from megatron3d.pipeline.validate import read_schedule
 
 SCHEDULE, FILE_KEY = "parallel.pipeline_schedule", "parallel.pipeline_schedule_file"
@@ -24,20 +24,21 @@ def pipeline_problems(facts: Facts) -> Iterator[str]:
     """What is wrong with the schedule's name, the stages per rank, and the layers per stage."""
     parallel = facts.config.parallel
     name, virtual = parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size
-    if name == FILE:
+    if name == FROM_FILE:
         if parallel.pipeline_schedule_file is None:
             yield f"{facts.named(SCHEDULE)}: no {FILE_KEY}; name {MAKE_ONE}"
         if virtual is not None:
             yield f"{facts.named(VIRTUAL)}: not read with {plain(facts.config, SCHEDULE)}, which tells it; leave it out"
         return
     if parallel.pipeline_schedule_file is not None:
-        yield f"{facts.named(FILE_KEY)}: not read with {plain(facts.config, SCHEDULE)}; use {FILE}, or leave it out"
+        other = plain(facts.config, SCHEDULE)
+        yield f"{facts.named(FILE_KEY)}: not read with {other}; use {FROM_FILE}, or leave it out"
     entry = SCHEDULES[name]
-    if virtual is not None and not entry.takes(virtual):
+    if virtual is not None and not entry.supports(virtual):
         takes = f"{entry.min_virtual}{' or more' if entry.max_virtual is None else ''}"
         yield (
             f"{facts.named(VIRTUAL)}: {plain(facts.config, SCHEDULE)} takes {takes} on each rank; use "
-            f"{entry.min_virtual}, or pipeline_schedule {one_of(taking(virtual))}"
+            f"{entry.min_virtual}, or pipeline_schedule {one_of(schedules_with(virtual))}"
         )
         return
     where = facts.spec.stage_owners
@@ -58,8 +59,8 @@ def _too_many(facts: Facts) -> str:
         remedies.append(f"{max(fitting)}")
     if virtual > 1 and ranks <= layers:
         fewer = layers // ranks
-        fits = SCHEDULES[name].takes(fewer)
-        change = f"{VIRTUAL} {fewer}" if fits else f"{SCHEDULE} {one_of(taking(1))}"
+        fits = SCHEDULES[name].supports(fewer)
+        change = f"{VIRTUAL} {fewer}" if fits else f"{SCHEDULE} {one_of(schedules_with(1))}"
         remedies.append(change.removeprefix("parallel."))
     remedies.append(f"model.num_layers {ranks * virtual} or more")
     product = f"{ranks} rank{'s' * (ranks > 1)} x {virtual} stages = {ranks * virtual}"
@@ -108,7 +109,7 @@ def _example(facts: Facts, where: Sequence[int], between: Sequence[int]) -> tupl
 def file_problems(facts: Facts) -> Iterator[str]:
     """Whether the schedule in a file can be run, and is for this pipeline, this batch and these layers."""
     parallel, where = facts.config.parallel, facts.named(FILE_KEY)
-    if parallel.pipeline_schedule != FILE or parallel.pipeline_schedule_file is None:
+    if parallel.pipeline_schedule != FROM_FILE or parallel.pipeline_schedule_file is None:
         return
     path = Path(parallel.pipeline_schedule_file)
     if not path.is_file():
@@ -124,7 +125,7 @@ def file_problems(facts: Facts) -> Iterator[str]:
         rule = f"is for {there} rank{'s' * (there > 1)}, not {plain(facts.config, RANKS)}"
         yield f"{where}: {rule}; use {there}, or a file for {ranks}"
     yield from _batch(facts, num_microbatches(schedule))
-    stages, layers = tuple(owners(schedule).values()), facts.config.model.num_layers
+    stages, layers = tuple(stage_to_rank(schedule).values()), facts.config.model.num_layers
     if parallel.pipeline_model_parallel_layout is not None:
         yield from layout_problems(facts, stages)
     elif len(stages) > layers:

@@ -95,7 +95,7 @@ class Watching:
         if self._recording:
             assert run.config.checkpoint.save is not None, "a traced run has a folder"
             num_microbatches = self._job.num_microbatches * batch.num_samples // run.batches.last.num_samples
-            schedule = run.state.flow.schedule(num_microbatches)
+            schedule = run.state.executor.schedule(num_microbatches)
             report(self._recording, run.comm, schedule, Path(run.config.checkpoint.save), iteration)
         if iteration == self._first or self._moments or self._recording:
             self.restart()

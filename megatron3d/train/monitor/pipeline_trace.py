@@ -19,8 +19,7 @@ from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.errors import UserError
 from megatron3d.metrics.timers import clock
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, Schedule
-from megatron3d.pipeline.measured import predicted
-from megatron3d.pipeline.simulate import Span, Timeline
+from megatron3d.pipeline.simulate import Span, Timeline, simulate_mean_durations
 
 FOLDER = "traces"
 PREDICTED = "predicted (the schedule with each stage's mean measured times, transfers taking none)"
@@ -72,7 +71,7 @@ def report(recording: Recording, comm: Comm, schedule: Schedule, save: Path, ite
 def _write(measured: Timeline, schedule: Schedule, save: Path, iteration: int) -> None:
     from megatron3d.pipeline.plot import figure, trace  # matplotlib takes half a second to import
 
-    expected = predicted(schedule, measured)
+    expected = simulate_mean_durations(schedule, measured)
     timelines = {PREDICTED: expected, f"measured in iteration {iteration}": measured}
     path = trace_folder(save) / f"iter_{iteration:07d}.json"
     try:

@@ -20,7 +20,7 @@ from megatron3d.model.gpt import unobserved
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import DATA
-from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.pipeline.actions import Action, ActionKind
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepResult, Watch
 
@@ -91,7 +91,7 @@ class Moments:
 
         @contextlib.contextmanager
         def watch(what: Action | str) -> Iterator[None]:
-            self._is_forward = isinstance(what, Action) and what.kind is Kind.F
+            self._is_forward = isinstance(what, Action) and what.kind is ActionKind.F
             with inner(what):
                 yield
             self._is_forward = False

@@ -24,8 +24,8 @@ from megatron3d.data.loader import Microbatch
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import DATA, Axes
-from megatron3d.pipeline.actions import Action, Kind
-from megatron3d.pipeline.schedules import FILE, build_schedule
+from megatron3d.pipeline.actions import Action, ActionKind
+from megatron3d.pipeline.schedules import FROM_FILE, build_schedule
 from megatron3d.runtime.process import pretend
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
@@ -77,7 +77,7 @@ def few_microbatches(config: Config, world_size: int) -> Config:
     out are not summed at the same place of each.
     """
     mesh, train, parallel = make_mesh(config.parallel, world_size), config.train, config.parallel
-    if parallel.pipeline_schedule == FILE or (parallel.zero_stage >= 2 and splits_backward(parallel)):
+    if parallel.pipeline_schedule == FROM_FILE or (parallel.zero_stage >= 2 and splits_backward(parallel)):
         return config
     count = min(num_microbatches(config, mesh), ENOUGH)
     size = count * train.micro_batch_size * mesh.size(DATA)
@@ -88,7 +88,7 @@ def splits_backward(parallel: ParallelConfig) -> bool:
     """Whether the schedule of a name has backwards in two halves."""
     ranks = parallel.pipeline_model_parallel_size
     schedule = build_schedule(parallel.pipeline_schedule, ranks, ENOUGH, parallel.virtual_pipeline_model_parallel_size)
-    return any(action.kind is Kind.I for actions in schedule for action in actions)
+    return any(action.kind is ActionKind.I for actions in schedule for action in actions)
 
 
 def run_rank(config: Config, vocab_size: int, world_size: int, rank: int) -> RankRun:

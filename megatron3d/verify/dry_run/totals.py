@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron3d.parallel.mesh import Axes
-from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.pipeline.actions import Action, ActionKind
 from megatron3d.verify.dry_run.run import Done, RankRun
 
 
@@ -48,7 +48,7 @@ def totals(run: RankRun, actions: Sequence[Action]) -> Totals:
         if action.mb == num:
             return known[action._replace(mb=last)]
         found = known[action._replace(mb=1)]
-        is_over = action.kind in (Kind.B, Kind.W)
+        is_over = action.kind in (ActionKind.B, ActionKind.W)
         return found._replace(kept=found.kept - left[action.stage]) if is_over else found
 
     # A microbatch leaves nothing behind; what the second one seems to, others take away with their own.

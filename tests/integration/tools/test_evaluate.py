@@ -47,14 +47,14 @@ def plain_loss(folder: Path) -> tuple[float, int]:
     """Sum over all windows of one process's logits, and the number of labels."""
     config = read_run(resolve(folder), [FP64], 1)
     here = process.Runtime(0, 1, 0, torch.device("cpu"))
-    flow = restore(config, ByteTokenizer(None), resolve(folder), here)
+    executor = restore(config, ByteTokenizer(None), resolve(folder), here)
     data = IndexedDataset(str(config.data.data_path))
     tokens, length = torch.from_numpy(data.tokens(0, data.num_tokens).astype("int64")), config.model.seq_length
     total = 0.0
     for start in range(0, len(tokens) - 1, length):
         window = tokens[start : start + length + 1]
         with torch.no_grad():
-            logits = next(iter(flow._forward([flow.model.begin_sampling(window[None, :-1])]).values()))
+            logits = next(iter(executor._forward([executor.model.begin_sampling(window[None, :-1])]).values()))
         total += F.cross_entropy(logits[0], window[1:], reduction="sum").item()
     return total, len(tokens) - 1
 
@@ -82,8 +82,8 @@ def losses(rank: int, world_size: int, folder: Path, layouts: list[list[str]]) -
     for layout in layouts:
         config = read_run(resolve(folder), [FP64, *layout], world_size)
         samples = evaluate.find_samples(config, ByteTokenizer(None), "whole", 21)
-        flow = restore(config, ByteTokenizer(None), resolve(folder), here)
-        found.append(evaluate.mean_loss(flow, config, samples, here.device))
+        executor = restore(config, ByteTokenizer(None), resolve(folder), here)
+        found.append(evaluate.mean_loss(executor, config, samples, here.device))
     return found
 
 

@@ -17,7 +17,7 @@ from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.inference.load import restore
 from megatron3d.inference.sampling import Choice, Sampler
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FILE, SCHEDULES, build_schedule
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
@@ -98,7 +98,7 @@ def test_every_pipeline_says_the_same(pool: Pool, capsys: pytest.CaptureFixture[
     """On 2 and 4 ranks, beside tensor and data parallelism; a schedule from a file is for three microbatches."""
     mine = tmp_path / "mine.csv"
     write_schedule(any_schedule(random.Random(0), [0, 1, 1, 0], 3), mine)
-    files = dict.fromkeys(SCHEDULES, "null") | {FILE: str(mine)}
+    files = dict.fromkeys(SCHEDULES, "null") | {FROM_FILE: str(mine)}
     layouts = []
     for place, (name, file) in enumerate(files.items()):
         ranks = 2 if file != "null" or SCHEDULES[name].min_virtual > 1 or place % 2 else 4

@@ -22,8 +22,8 @@ from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, crossing, traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.pipeline.actions import RECEIVES, SENDS, Schedule, forwards, owners
-from megatron3d.pipeline.lower import crossings, lower
+from megatron3d.pipeline.actions import RECEIVES, SENDS, Schedule, forward_only, stage_to_rank
+from megatron3d.pipeline.lower import count_transfers, lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
 from megatron3d.train.evaluate import evaluate
@@ -32,7 +32,7 @@ from megatron3d.train.step import Settings, train_step
 from megatron3d.verify.layouts import RandomSamples
 from tests.support.pool import Pool
 from tests.support.shards import plan_comm, pretended_world
-from tests.support.toy_pipeline import HIDDEN, Pipeline, process_comm
+from tests.support.toy_pipeline import HIDDEN, ToyPipeline, process_comm
 from tests.unit.pipeline.test_lower import schedules
 
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
@@ -149,7 +149,7 @@ def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState
     loader = Loader(samples, comm.mesh, state.model.mode.batch_axes, *batch)
     recorder.calls.clear()
     train_step(state, loader.step(0), 0.0, Settings(0, 80 * arch.seq_length, 80))
-    evaluate(state.flow, [loader.step(0)], Settings(0, 80 * arch.seq_length, 80))
+    evaluate(state.executor, [loader.step(0)], Settings(0, 80 * arch.seq_length, 80))
     return [call for call in recorder.calls if call.collective == "send"], state
 
 
@@ -161,28 +161,28 @@ def test_a_shard_is_all_that_crosses_from_stage_to_stage(place: int, mode: str, 
     for rank in (0, 21, 63):
         with pretended_world(rank, 64):
             sends, state = sent_in_a_step(config, rank)
-        model, schedule, mesh = state.model, state.flow.pipeline.schedule, state.model.comm.mesh
+        model, schedule, mesh = state.model, state.executor.pipeline.schedule, state.model.comm.mesh
         whole = config.train.micro_batch_size * model.arch.seq_length, model.arch.hidden_size
         once, *joined = crossing(model.mode.residual, model.mode.copies, mesh, *whole, itemsize=2)
-        counts = [crossings(each)[mesh.coord("pipeline")][0] for each in (schedule, forwards(schedule, 5))]
+        counts = [count_transfers(each)[mesh.coord("pipeline")][0] for each in (schedule, forward_only(schedule, 5))]
         assert sends == [once] * sum(counts), f"{mode} {form} on rank {rank}"
         assert once.wire_bytes == 2 * math.prod(whole) / 8, "all ranks together send the residual stream once"
         shard_bytes = 2 * math.prod(box_shape(box(whole, model.mode.residual, mesh)))
         assert shard_bytes == once.wire_bytes * mesh.size(model.mode.copies), "what Megatron would send"
         assert bool(joined) == (shard_bytes > once.wire_bytes)
-        assert state.flow.peak_in_flight == peak_activations(schedule)[mesh.coord("pipeline")]
+        assert state.executor.peak_in_flight == peak_activations(schedule)[mesh.coord("pipeline")]
 
 
 @given(schedule=schedules())
 def test_crossings_are_borders_between_ranks_there_and_back(schedule: Schedule) -> None:
-    where = list(owners(schedule).values())
+    where = list(stage_to_rank(schedule).values())
     borders = sum(here != there for here, there in pairwise(where))
     m = len({action.mb for action in schedule[0]})
-    sent, received = (sum(counts) for counts in zip(*crossings(schedule), strict=True))
+    sent, received = (sum(counts) for counts in zip(*count_transfers(schedule), strict=True))
     assert sent == received == 2 * borders * m
-    forward = crossings(forwards(schedule, m))
+    forward = count_transfers(forward_only(schedule, m))
     assert sum(counts[0] for counts in forward) == borders * m
-    for counts, actions in zip(crossings(schedule), lower(schedule), strict=True):
+    for counts, actions in zip(count_transfers(schedule), lower(schedule), strict=True):
         assert counts == tuple(sum(action.kind in kinds for action in actions) for kinds in (SENDS, RECEIVES))
 
 
@@ -190,7 +190,7 @@ def toy_traffic(rank: int, world_size: int, p: int, schedule: Schedule, tokens: 
     """Everything that moves in a pipeline of toys, whose stages communicate nothing."""
     mesh = Mesh((("pipeline", p), ("x", world_size // p)), rank)
     recorder = Recorder(process_comm(mesh, schedule, ("x",)))
-    Pipeline(schedule, recorder, ("x",), tokens).run()
+    ToyPipeline(schedule, recorder, ("x",), tokens).run()
     return recorder.calls
 
 
@@ -202,6 +202,6 @@ def test_parts_of_equal_shards_are_joined_at_the_other_end(pool: Pool, tokens: i
     for rank, calls in enumerate(ranks):
         mesh = Mesh((("pipeline", 2), ("x", 4)), rank)
         sent, joined = crossing(((), ()), ("x",), mesh, tokens, HIDDEN, itemsize=8)
-        sends, receives = crossings(schedule)[rank // 4]
+        sends, receives = count_transfers(schedule)[rank // 4]
         assert sorted(calls) == [joined] * receives + [sent] * sends
         assert sent.wire_bytes == 8 * (5 if tokens == 4 else 2) and joined.wire_bytes == 3 * sent.wire_bytes

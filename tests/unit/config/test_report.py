@@ -14,7 +14,7 @@ from megatron3d.config.run_spec import RunSpec, resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.model.flops import flops_per_token
-from megatron3d.pipeline.actions import Kind
+from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.spec import stage_flops
 from megatron3d.pipeline.validate import write_schedule
@@ -80,8 +80,8 @@ def test_the_stages_operations_are_the_models(name: str) -> None:
     arch = resolve_architecture(config.model, LAYER)
     pipeline = make_pipeline(config, arch, make_mesh(config.parallel, 2))
     flops = [stage_flops(arch, stage) for stage in pipeline.stages]
-    assert sum(part[Kind.F] + part[Kind.B] for part in flops) == flops_per_token(arch)
-    assert all(part[Kind.B] == part[Kind.I] + part[Kind.W] for part in flops)
+    assert sum(part[ActionKind.F] + part[ActionKind.B] for part in flops) == flops_per_token(arch)
+    assert all(part[ActionKind.B] == part[ActionKind.I] + part[ActionKind.W] for part in flops)
 
 
 def test_the_resolved_file_shows_what_was_left_open() -> None:

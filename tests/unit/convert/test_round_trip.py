@@ -39,7 +39,7 @@ def state_of(model: ModelConfig, precision: str = "fp32") -> TrainState:
 def logits(state: TrainState, tokens: Tensor) -> Tensor:
     """All positions' logits by the code that trains."""
     positions = range(tokens.shape[1])
-    return torch.stack([state.flow.logits(tokens, position) for position in positions], dim=1)
+    return torch.stack([state.executor.logits(tokens, position) for position in positions], dim=1)
 
 
 def hub_logits(folder: Path, tokens: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron3d.config.schema import Config
 from megatron3d.data.packing import IGNORED, Packing, document_mask
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.train.state import build_state, connect
 from megatron3d.verify.layouts import Trace, differences, trace
 from tests.support.pool import Pool
@@ -75,14 +75,14 @@ def test_goldfish_leaves_out_one_of_k_by_what_comes_before() -> None:
 
 
 @cache
-def flow(model: str) -> Flow:
+def executor(model: str) -> PipelineExecutor:
     config = configure(model, RESET)
-    return build_state(config, *connect(config, VOCAB_SIZE, 1, 0), torch.device("cpu")).flow
+    return build_state(config, *connect(config, VOCAB_SIZE, 1, 0), torch.device("cpu")).executor
 
 
 def logits(model: str, tokens: list[int], packing: Packing) -> Tensor:
     """Of every position of one sample."""
-    made = flow(model).model
+    made = executor(model).model
     at = replace(made.begin(torch.tensor([[*tokens, 0]]), 1, packing=packing), target=None)
     with torch.no_grad():
         (stage,) = made.stages

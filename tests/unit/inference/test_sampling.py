@@ -16,7 +16,7 @@ from megatron3d.config.schema import Config
 from megatron3d.inference.sampling import Sampler, Text, sample
 from megatron3d.ops.kv_cache import Cache
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.state import build_state, connect
 from tests.support.pool import Pool
@@ -39,31 +39,33 @@ CONTEXTS: list[list[list[int]]] = [
 ]
 
 
-def flow_of(model: dict[str, Any], parallel: dict[str, Any], world_size: int = 1, rank: int = 0) -> Flow:
+def executor_of(
+    model: dict[str, Any], parallel: dict[str, Any], world_size: int = 1, rank: int = 0
+) -> PipelineExecutor:
     given = {"num_layers": 4, "seq_length": LENGTH, "vocab_size": VOCAB_SIZE, "init_method_std": 0.3, **model}
     train = {"precision": "fp64", "micro_batch_size": 8, "global_batch_size": 8 * 8}
     config = Config.model_validate({"model": given, "parallel": parallel, "train": train})
-    return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), CPU).flow
+    return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), CPU).executor
 
 
-def whole_logits(flow: Flow, context: Sequence[int]) -> Tensor:
+def whole_logits(executor: PipelineExecutor, context: Sequence[int]) -> Tensor:
     """The slow, obvious form: the whole context at once, on one process."""
     window = list(context[-LENGTH:])
-    return flow.logits(torch.tensor([window]), len(window) - 1)[0]
+    return executor.logits(torch.tensor([window]), len(window) - 1)[0]
 
 
 def cached_logits(rank: int, world_size: int, model: dict[str, Any], parallel: dict[str, Any]) -> list[Tensor]:
     """What a rank gets."""
-    sampler = Sampler(flow_of(model, parallel, world_size, rank), CPU)
+    sampler = Sampler(executor_of(model, parallel, world_size, rank), CPU)
     return [sampler.next_logits(contexts) for contexts in CONTEXTS]
 
 
 def assert_equal(pool: Pool, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """On each of 8 ranks, to the uncached logits of one process."""
-    alone = {str(model): flow_of(model, {}) for model, _ in cases}
+    alone = {str(model): executor_of(model, {}) for model, _ in cases}
     for model, parallel in cases:
-        flow = alone[str(model)]
-        wanted = [torch.stack([whole_logits(flow, context) for context in contexts]) for contexts in CONTEXTS]
+        executor = alone[str(model)]
+        wanted = [torch.stack([whole_logits(executor, context) for context in contexts]) for contexts in CONTEXTS]
         for steps in pool.run(cached_logits, 8, model, parallel):
             for contexts, logits, expected in zip(CONTEXTS, steps, wanted, strict=True):
                 error = (logits - expected).abs().max().item()
@@ -94,38 +96,38 @@ def test_every_schedule_beside_every_mode(pool: Pool) -> None:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def flow(request: pytest.FixtureRequest) -> Flow:
-    return flow_of(MODELS[request.param], {})
+def executor(request: pytest.FixtureRequest) -> PipelineExecutor:
+    return executor_of(MODELS[request.param], {})
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_contexts_of_any_history(flow: Flow, seed: int) -> None:
+def test_contexts_of_any_history(executor: PipelineExecutor, seed: int) -> None:
     """Growing, shrinking, changing somewhere, longer than the model, in batches of any size."""
     draw = random.Random(seed)
-    sampler, contexts = Sampler(flow, CPU), [[0]]
+    sampler, contexts = Sampler(executor, CPU), [[0]]
     for _ in range(8):
         if draw.random() < 0.2:
             contexts = [[draw.randrange(VOCAB_SIZE)] for _ in range(draw.randint(1, 4))]
         kept = [context[: draw.choice([None, None, draw.randint(0, len(context))])] for context in contexts]
         contexts = [old + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(not old, 4))] for old in kept]
-        wanted = torch.stack([whole_logits(flow, context) for context in contexts])
+        wanted = torch.stack([whole_logits(executor, context) for context in contexts])
         got = sampler.next_logits(contexts)
         assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
 
 
-def test_a_new_token_costs_one_position(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_token_costs_one_position(executor: PipelineExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the prompt, passes have one position; the first of them fills the cache without logits."""
     widths: list[tuple[int, bool]] = []
-    begin = flow.model.begin_extending
+    begin = executor.model.begin_extending
 
     def watched(tokens: Tensor, *args: Any, **named: Any) -> Any:
         widths.append((tokens.shape[1], named["has_logits"]))
         return begin(tokens, *args, **named)
 
-    monkeypatch.setattr(flow.model, "begin_extending", watched)
+    monkeypatch.setattr(executor.model, "begin_extending", watched)
     text = Text([1, 2, 3, 4], torch.Generator(), 5)
-    sample(Sampler(flow, CPU), [text], lambda logits, _: int(logits.argmax()), None)
+    sample(Sampler(executor, CPU), [text], lambda logits, _: int(logits.argmax()), None)
     assert widths == [(3, False), *[(1, True)] * 5] and len(text.tokens) == 9
 
 

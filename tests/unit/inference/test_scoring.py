@@ -17,9 +17,17 @@ from megatron3d.errors import UserError
 from megatron3d.inference import scoring
 from megatron3d.inference.lm_eval_adapter import Harness, as_lm
 from megatron3d.inference.scoring import Score, score
-from megatron3d.pipeline.executor import Flow
+from megatron3d.pipeline.executor import PipelineExecutor
 from tests.support.pool import Pool
-from tests.unit.inference.test_sampling import CPU, LENGTH, MODELS, VOCAB_SIZE, flow_of, tensor_layouts, whole_logits
+from tests.unit.inference.test_sampling import (
+    CPU,
+    LENGTH,
+    MODELS,
+    VOCAB_SIZE,
+    executor_of,
+    tensor_layouts,
+    whole_logits,
+)
 
 Pair = tuple[list[int], list[int]]
 tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LENGTH)
@@ -27,16 +35,16 @@ PAIRS: list[Pair] = [([1, 2, 3], [4, 5]), ([6], [*range(LENGTH)]), ([*range(20)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def flow(request: pytest.FixtureRequest) -> Flow:
-    return flow_of(MODELS[request.param], {})
+def executor(request: pytest.FixtureRequest) -> PipelineExecutor:
+    return executor_of(MODELS[request.param], {})
 
 
-def plain_score(flow: Flow, context: Sequence[int], continuation: Sequence[int]) -> Score:
+def plain_score(executor: PipelineExecutor, context: Sequence[int], continuation: Sequence[int]) -> Score:
     """A token at a time, each after the longest context that the model takes for the whole continuation."""
     room = LENGTH + 1 - len(continuation)
     before, total, is_greedy = list(context)[-room:], 0.0, True
     for token in continuation:
-        logits = whole_logits(flow, before)
+        logits = whole_logits(executor, before)
         total += logits.log_softmax(-1)[token].item()
         is_greedy &= int(logits.argmax()) == token
         before.append(token)
@@ -49,28 +57,28 @@ def close(a: Score, b: Score) -> bool:
 
 @settings(max_examples=15)
 @given(pairs=st.lists(st.tuples(tokens, tokens), min_size=1, max_size=5), chunk=st.integers(1, 14))
-def test_sums_of_log_probabilities(flow: Flow, pairs: list[Pair], chunk: int) -> None:
+def test_sums_of_log_probabilities(executor: PipelineExecutor, pairs: list[Pair], chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "CHUNK", chunk)
-        found = score(flow, pairs, CPU)
-    assert all(close(got, plain_score(flow, *pair)) for got, pair in zip(found, pairs, strict=True))
+        found = score(executor, pairs, CPU)
+    assert all(close(got, plain_score(executor, *pair)) for got, pair in zip(found, pairs, strict=True))
 
 
-def test_what_greedy_decoding_says(flow: Flow) -> None:
+def test_what_greedy_decoding_says(executor: PipelineExecutor) -> None:
     context = [3, 1]
-    likeliest = int(whole_logits(flow, context).argmax())
-    greedy, other = score(flow, [(context, [likeliest]), (context, [(likeliest + 1) % VOCAB_SIZE])], CPU)
+    likeliest = int(whole_logits(executor, context).argmax())
+    greedy, other = score(executor, [(context, [likeliest]), (context, [(likeliest + 1) % VOCAB_SIZE])], CPU)
     assert greedy.is_greedy and not other.is_greedy
 
 
 def scores(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[list[Score]]:
-    flows = (flow_of(MODELS["llama"], layout, world_size, rank) for layout in layouts)
-    return [score(flow, PAIRS, CPU) for flow in flows]
+    flows = (executor_of(MODELS["llama"], layout, world_size, rank) for layout in layouts)
+    return [score(executor, PAIRS, CPU) for executor in flows]
 
 
 def test_every_layout(pool: Pool) -> None:
     layouts = [{**layout, "pipeline_model_parallel_size": 2} for layout in tensor_layouts(4)]
-    alone = score(flow_of(MODELS["llama"], {}), PAIRS, CPU)
+    alone = score(executor_of(MODELS["llama"], {}), PAIRS, CPU)
     for found in pool.run(scores, 8, layouts):
         for layout, got in zip(layouts, found, strict=True):
             assert all(close(one, other) for one, other in zip(got, alone, strict=True)), layout
@@ -78,7 +86,7 @@ def test_every_layout(pool: Pool) -> None:
 
 @pytest.fixture(scope="module")
 def harness() -> Harness:
-    return Harness(flow_of({**MODELS["gpt2"], "vocab_size": 257}, {}), ByteTokenizer(None), CPU, batch_size=2)
+    return Harness(executor_of({**MODELS["gpt2"], "vocab_size": 257}, {}), ByteTokenizer(None), CPU, batch_size=2)
 
 
 def request(*args: Any) -> SimpleNamespace:
@@ -95,7 +103,7 @@ def test_log_likelihoods(harness: Harness) -> None:
         (list(b"long " * 8 + b"long"), list(b" e")),
         (list("é".encode()), list("ü".encode())),
     ]
-    wanted = [plain_score(harness.flow, *pair) for pair in split]
+    wanted = [plain_score(harness.executor, *pair) for pair in split]
     found = harness.log_likelihoods(pairs)
     assert all(close(Score(*got), other) for got, other in zip(found, wanted, strict=True))
 
@@ -104,9 +112,9 @@ def test_whole_texts(harness: Harness) -> None:
     """Every byte is predicted once; the last window has as much context as there is room for."""
     text = "abcdefghijklmnopqrstuvwxyz"[: 2 * LENGTH + 1]
     ids = [256, *text.encode()]
-    wanted = plain_score(harness.flow, ids[:1], ids[1 : LENGTH + 1]).log_prob
-    wanted += plain_score(harness.flow, ids[LENGTH : LENGTH + 1], ids[LENGTH + 1 : 2 * LENGTH + 1]).log_prob
-    wanted += plain_score(harness.flow, ids[LENGTH + 1 : 2 * LENGTH + 1], ids[2 * LENGTH + 1 :]).log_prob
+    wanted = plain_score(harness.executor, ids[:1], ids[1 : LENGTH + 1]).log_prob
+    wanted += plain_score(harness.executor, ids[LENGTH : LENGTH + 1], ids[LENGTH + 1 : 2 * LENGTH + 1]).log_prob
+    wanted += plain_score(harness.executor, ids[LENGTH + 1 : 2 * LENGTH + 1], ids[2 * LENGTH + 1 :]).log_prob
     found, empty = harness.rolling([text, ""])
     assert math.isclose(found, wanted, rel_tol=1e-10) and empty == 0
 
@@ -127,7 +135,7 @@ def test_refused(harness: Harness, tmp_path: Any) -> None:
     with pytest.raises(UserError, match=r"0 tokens"):
         harness.log_likelihoods([("a", "")])
     (tmp_path / "chars.json").write_text('["a", "b"]')
-    endless = Harness(harness.flow, CharTokenizer(str(tmp_path / "chars.json")), CPU)
+    endless = Harness(harness.executor, CharTokenizer(str(tmp_path / "chars.json")), CPU)
     with pytest.raises(UserError, match="has no token that ends a document"):
         endless.rolling(["ab"])
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from megatron3d.metrics import timers
 from megatron3d.metrics.timers import BACKWARD, BATCH, COMPUTES, EVALUATE, FORWARD, SCHEDULE, Timers, own_ms, spread
 from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.pipeline.actions import Action, ActionKind
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import simulate
 
 CPU = torch.device("cpu")
-F0, B0, W0, SEND = (Action(kind, 0, 0) for kind in (Kind.F, Kind.B, Kind.W, Kind.SEND_F))
+F0, B0, W0, SEND = (Action(kind, 0, 0) for kind in (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.SEND_F))
 
 
 class Hands:

@@ -192,7 +192,7 @@ def same_step(plain: TrainState, compiled: TrainState, tokens: Tensor, num_passe
     for state in (plain, compiled):
         passes = [state.model.begin(tokens, tokens.numel()) for _ in range(num_passes)]
         state.buffers.begin_step(num_passes)
-        loss = state.flow.train(passes, state.buffers.check_stage)
+        loss = state.executor.train(passes, state.buffers.check_stage)
         state.buffers.reduce_grads()
         results.append((loss, *(flat.grad.clone() for flat in state.buffers.flats)))
     for a, b in zip(*results, strict=True):

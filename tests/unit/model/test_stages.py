@@ -15,7 +15,7 @@ from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
 from megatron3d.model.stages import Stage, divide, make_stages
-from megatron3d.pipeline.actions import Action, Kind, Placement, loop, vee
+from megatron3d.pipeline.actions import Action, ActionKind, RankOfStage, rank_in_loop, rank_in_v
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 
@@ -62,10 +62,10 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(stages: int, extra: int, vocab_
     virtual=st.integers(1, 3),
     extra=st.integers(0, 5),
     vocab_size=st.integers(0, 500),
-    place=st.sampled_from([loop, vee]),
+    place=st.sampled_from([rank_in_loop, rank_in_v]),
 )
 def test_the_busiest_rank_has_as_little_as_can_be(
-    ranks: int, virtual: int, extra: int, vocab_size: int, place: Placement
+    ranks: int, virtual: int, extra: int, vocab_size: int, place: RankOfStage
 ) -> None:
     stages = ranks * virtual
     arch, owners = arch_of(stages + extra, vocab_size), [place(stage, ranks) for stage in range(stages)]
@@ -108,7 +108,7 @@ def test_every_schedule_makes_a_pipeline(name: str, size: int) -> None:
     pipeline = make_pipeline(config, arch_of(16, 0), make_mesh(config.parallel, size))
     virtual = SCHEDULES[name].min_virtual
     assert pipeline.num_ranks == size and len(pipeline.stages) == size * virtual
-    assert pipeline.owners == tuple(SCHEDULES[name].place(stage, size) for stage in range(size * virtual))
+    assert pipeline.owners == tuple(SCHEDULES[name].rank_of_stage(stage, size) for stage in range(size * virtual))
     assert [stage.index for rank in range(size) for stage in pipeline.on_rank(rank)] == sorted(
         range(size * virtual), key=lambda stage: (pipeline.owners[stage], stage)
     )
@@ -119,7 +119,9 @@ def test_every_schedule_makes_a_pipeline(name: str, size: int) -> None:
 def test_one_rank_goes_forward_and_backward_in_turn() -> None:
     config = config_of()
     pipeline = make_pipeline(config, arch_of(16, 0), make_mesh(config.parallel, 1))
-    assert pipeline.schedule == (tuple(Action(kind, 0, mb) for mb in range(6) for kind in (Kind.F, Kind.B)),)
+    assert pipeline.schedule == (
+        tuple(Action(kind, 0, mb) for mb in range(6) for kind in (ActionKind.F, ActionKind.B)),
+    )
 
 
 def test_a_layout_and_a_file_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -7,14 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action
 
-from megatron3d.pipeline.actions import Action, Kind, loop, parse_action, predecessors, results, vee
+from megatron3d.pipeline.actions import (
+    Action,
+    ActionKind,
+    completed_by,
+    dependencies,
+    parse_action,
+    rank_in_loop,
+    rank_in_v,
+)
 
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741  the field's names
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741  the field's names
 
 
-@given(kind=st.sampled_from(Kind), stage=st.integers(0, 99), mb=st.integers(0, 999))
-def test_torch_reads_what_we_write_and_we_what_torch_writes(kind: Kind, stage: int, mb: int) -> None:
-    action = Action(kind, stage, None if kind is Kind.REDUCE else mb)
+@given(kind=st.sampled_from(ActionKind), stage=st.integers(0, 99), mb=st.integers(0, 999))
+def test_torch_reads_what_we_write_and_we_what_torch_writes(kind: ActionKind, stage: int, mb: int) -> None:
+    action = Action(kind, stage, None if kind is ActionKind.REDUCE else mb)
     theirs = _Action.from_str(str(action))
     assert (theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index) == (
         stage,
@@ -33,16 +41,16 @@ def test_what_is_no_action_is_refused(text: str) -> None:
 
 
 def test_placements() -> None:
-    assert [loop(stage, 3) for stage in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    assert [vee(stage, 3) for stage in range(7)] == [0, 1, 2, 2, 1, 0, 0]
+    assert [rank_in_loop(stage, 3) for stage in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [rank_in_v(stage, 3) for stage in range(7)] == [0, 1, 2, 2, 1, 0, 0]
 
 
 def test_predecessors() -> None:
     def needs(text: str) -> list[str]:
-        return [str(action) for action in predecessors(parse_action(text), num_stages=3)]
+        return [str(action) for action in dependencies(parse_action(text), num_stages=3)]
 
     assert needs("0F4") == [] and needs("2F4") == ["1F4"]
     assert needs("2I4") == ["2F4"] and needs("1B4") == ["1F4", "2I4"]
     assert needs("1W4") == ["1I4"]
-    assert results(Action(B, 1, 4)) == (Action(I, 1, 4), Action(W, 1, 4))
-    assert results(Action(F, 1, 4)) == (Action(F, 1, 4),)
+    assert completed_by(Action(B, 1, 4)) == (Action(I, 1, 4), Action(W, 1, 4))
+    assert completed_by(Action(F, 1, 4)) == (Action(F, 1, 4),)

@@ -22,22 +22,22 @@ from megatron3d.pipeline.actions import (
     SENDS,
     Action,
     Schedule,
-    kept,
-    owners,
+    activations_in_flight,
+    dependencies,
     parse_action,
-    predecessors,
+    stage_to_rank,
 )
-from megatron3d.pipeline.engine import MAX_LEAVING
+from megatron3d.pipeline.engine import MAX_SENDS_IN_FLIGHT
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
-from megatron3d.pipeline.validate import problems
+from megatron3d.pipeline.validate import execution_problems
 from tests.support.pool import Pool
 from tests.support.shards import error
 from tests.support.toy_pipeline import (
     HIDDEN,
-    Pipeline,
     ThreadComm,
+    ToyPipeline,
     Wire,
     any_schedule,
     as_threads,
@@ -61,7 +61,7 @@ def wrong(got: list[tuple[dict[Any, Any], dict[Any, Any]]], schedule: Schedule, 
     """What differs between all ranks' losses and gradients and those of autograd alone."""
     found = []
     m = len({action.mb for action in schedule[0]})
-    for what, expected in enumerate(reference(len(owners(schedule)), m, **sizes)):
+    for what, expected in enumerate(reference(len(stage_to_rank(schedule)), m, **sizes)):
         merged = {key: value for rank in got for key, value in rank[what].items()}
         assert merged.keys() == expected.keys(), f"there are {list(merged)}, not {list(expected)}"
         found += [f"{key}: {e}" for key in expected if (e := error(merged[key], expected[key])) > TOLERANCE]
@@ -71,10 +71,10 @@ def wrong(got: list[tuple[dict[Any, Any], dict[Any, Any]]], schedule: Schedule, 
 @given(schedule=schedules())
 def test_any_valid_schedule_is_autograd(schedule: Schedule) -> None:
     """Data move at the last moment: a tensor that changes while it is sent would arrive changed."""
-    assert problems(schedule) == []
+    assert execution_problems(schedule) == []
 
     def rank(comm: ThreadComm) -> tuple[tuple[dict[int, Any], dict[str, Any]], int]:
-        pipeline = Pipeline(schedule, comm)
+        pipeline = ToyPipeline(schedule, comm)
         results = pipeline.run()
         assert not any(comm.unwaited.values()), f"forgotten transfers: {comm.unwaited}"
         return results, pipeline.engine.peak_in_flight
@@ -89,7 +89,7 @@ def run_processes(rank: int, world_size: int, p: int, cases: list[Schedule], tok
     found = []
     for schedule in cases:
         comm = process_comm(Mesh((("pipeline", p), ("x", copies)), rank), schedule, ("x",))
-        pipeline = Pipeline(schedule, comm, ("x",), tokens)
+        pipeline = ToyPipeline(schedule, comm, ("x",), tokens)
         found.append((pipeline.run(), pipeline.engine.peak_in_flight))
     return found
 
@@ -98,7 +98,7 @@ def run_processes(rank: int, world_size: int, p: int, cases: list[Schedule], tok
 def test_every_schedule_is_autograd_between_processes(pool: Pool, p: int, copies: int, tokens: int) -> None:
     """With copies each rank sends a part of what crosses, and parts do not come out even: of 5 numbers the last of four
     ranks has none."""
-    virtual = [(name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.takes(v)]
+    virtual = [(name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.supports(v)]
     cases = [build_schedule(name, p, m, v) for name, v in virtual for m in (3, p + 1)]
     found = pool.run(run_processes, p * copies, p, cases, tokens)
     for place, schedule in enumerate(cases):
@@ -123,7 +123,7 @@ def held_bytes(rank: int, world_size: int, cases: list[tuple[Schedule, int]]) ->
 
 def held_in_one(rank: int, world_size: int, schedule: Schedule, depth: int) -> tuple[list[int], int]:
     comm = process_comm(Mesh((("pipeline", world_size),), rank), schedule, ())
-    pipeline = Pipeline(schedule, comm, tokens=TOKENS, depth=depth, wider=WIDE)
+    pipeline = ToyPipeline(schedule, comm, tokens=TOKENS, depth=depth, wider=WIDE)
     weights = [weight for stage in pipeline.stages.values() for weight in stage.parameters()]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
@@ -144,13 +144,13 @@ def held_in_one(rank: int, world_size: int, schedule: Schedule, depth: int) -> t
 def test_what_is_kept_is_what_the_schedule_counts(pool: Pool) -> None:
     """After every computation, in graphs of microbatches; nothing waits for the garbage collector."""
     p, m, depth = 4, 9, 2
-    cases = {name: (build_schedule(name, p, m), 1 if SCHEDULES[name].takes(2) else depth) for name in SCHEDULES}
+    cases = {name: (build_schedule(name, p, m), 1 if SCHEDULES[name].supports(2) else depth) for name in SCHEDULES}
     ranks = pool.run(held_bytes, p, list(cases.values()))
     peaks = {name: [ranks[rank][place][1] / LAYER for rank in range(p)] for place, name in enumerate(cases)}
     for place, (name, (schedule, layers)) in enumerate(cases.items()):
         for rank, actions in enumerate(schedule):
             after, _ = ranks[rank][place]
-            counted = [count * layers for count in kept(actions, LATE)]
+            counted = [count * layers for count in activations_in_flight(actions, LATE)]
             for action, got, expected in zip(actions, after, counted, strict=True):
                 assert abs(got / LAYER - expected) < 0.1, f"{name} rank {rank} after {action}: {got / LAYER} layers"
             assert after[-1] < LAYER / 10
@@ -162,22 +162,22 @@ def test_what_is_kept_is_what_the_schedule_counts(pool: Pool) -> None:
 def test_transfers_begin_where_they_stand_and_only_what_is_needed_is_waited_for(name: str) -> None:
     """Receives early, sends without waiting, at most a few of them under way; a trace does not time the waiting."""
     schedule = build_schedule(name, 3, 7)
-    lowered, where = lower(schedule), owners(schedule)
+    lowered, where = lower(schedule), stage_to_rank(schedule)
 
     def rank(comm: ThreadComm) -> list[str]:
         @contextlib.contextmanager
         def watch(action: Action) -> Iterator[None]:
             comm.events.append(str(action))
             yield
-            assert comm.unwaited["send"] <= MAX_LEAVING + 1, f"{comm.unwaited} transfers under way"
+            assert comm.unwaited["send"] <= MAX_SENDS_IN_FLIGHT + 1, f"{comm.unwaited} transfers under way"
 
-        Pipeline(schedule, comm).run(watch)
+        ToyPipeline(schedule, comm).run(watch)
         return [event for event in comm.events if event != "wait for send"]
 
     for actions, events in zip(lowered, as_threads(3, rank), strict=True):
         expected = []
         for action in actions:
-            needed = [need for need in predecessors(action, len(where)) if where[need.stage] != where[action.stage]]
+            needed = [need for need in dependencies(action, len(where)) if where[need.stage] != where[action.stage]]
             if action.kind in COMPUTATIONS and needed:
                 expected.append("wait for receive")
             begins = "send" if action.kind in SENDS else "receive" if action.kind in RECEIVES else None
@@ -188,14 +188,14 @@ def test_transfers_begin_where_they_stand_and_only_what_is_needed_is_waited_for(
 @pytest.mark.parametrize("text", ["0F0", "0F0 0I0"])
 def test_what_is_left_is_an_error(text: str) -> None:
     """A graph, or weight gradients that were put off."""
-    pipeline = Pipeline(build_schedule("1f1b", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
+    pipeline = ToyPipeline(build_schedule("1f1b", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
     pipeline.engine._actions = tuple(map(parse_action, text.split()))
     with pytest.raises(AssertionError, match="a schedule left work undone"):
         pipeline.engine.run()
 
 
 def test_half_a_backward_needs_somewhere_to_put_the_other() -> None:
-    pipeline = Pipeline(build_schedule("zb-h1", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
+    pipeline = ToyPipeline(build_schedule("zb-h1", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
     pipeline.engine._wgrads = None
     with pytest.raises(AssertionError, match="nothing puts off weight gradients: 0I0"):
         pipeline.engine.run()

@@ -20,15 +20,15 @@ from megatron3d.pipeline.actions import (
     RECEIVES,
     SENDS,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
-    first_microbatches,
-    owners,
+    completed_by,
+    dependencies,
+    keep_first_microbatches,
     parse_action,
-    predecessors,
-    results,
+    stage_to_rank,
 )
-from megatron3d.pipeline.lower import lower, peer, transfer
+from megatron3d.pipeline.lower import lower, peer_rank, send_recv_after
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import simulate
 
@@ -43,13 +43,15 @@ def schedules(draw: st.DrawFn) -> Schedule:
     times = [draw(st.floats(0.2, 5)) for _ in range(4)]
     m = draw(st.integers(1, 24))
     schedule = build_schedule(name, draw(st.integers(1, 8)), m, v, Costs(*times))
-    return first_microbatches(schedule, draw(st.integers(1, m)))
+    return keep_first_microbatches(schedule, draw(st.integers(1, m)))
 
 
 def moved(action: Action) -> Action:
     """The result that a SEND or RECV moves."""
-    stage = action.stage + {Kind.RECV_F: -1, Kind.RECV_B: 1}.get(action.kind, 0)
-    return Action(Kind.F if action.kind in (Kind.SEND_F, Kind.RECV_F) else Kind.I, stage, action.mb)
+    stage = action.stage + {ActionKind.RECV_F: -1, ActionKind.RECV_B: 1}.get(action.kind, 0)
+    return Action(
+        ActionKind.F if action.kind in (ActionKind.SEND_F, ActionKind.RECV_F) else ActionKind.I, stage, action.mb
+    )
 
 
 def computations(lowered: Schedule) -> Schedule:
@@ -58,28 +60,28 @@ def computations(lowered: Schedule) -> Schedule:
 
 @given(schedule=schedules(), ahead=st.integers(0, 3))
 def test_nothing_but_transfers_and_sums_is_put_in(schedule: Schedule, ahead: int) -> None:
-    lowered, where = lower(schedule, ahead), owners(schedule)
+    lowered, where = lower(schedule, ahead), stage_to_rank(schedule)
     assert computations(lowered) == schedule
     for rank, actions in enumerate(lowered):
         sends, receives = ([a for a in actions if a.kind in kinds] for kinds in (SENDS, RECEIVES))
-        needs = {need for a in schedule[rank] for need in predecessors(a, len(where)) if where[need.stage] != rank}
+        needs = {need for a in schedule[rank] for need in dependencies(a, len(where)) if where[need.stage] != rank}
         assert len(receives) == len(needs) and {moved(action) for action in receives} == needs
         assert len(set(sends)) == len(sends)
         for action in sends:
             before = actions[: actions.index(action)]
-            assert any(moved(action) in results(done) for done in before if done.kind in COMPUTATIONS)
+            assert any(moved(action) in completed_by(done) for done in before if done.kind in COMPUTATIONS)
             assert where[action.stage] == rank
     assert sum(a.kind in SENDS for x in lowered for a in x) == sum(a.kind in RECEIVES for x in lowered for a in x)
 
 
 @given(schedule=schedules(), ahead=st.integers(0, 3))
 def test_both_ends_post_the_same_sequence(schedule: Schedule, ahead: int) -> None:
-    where = owners(schedule)
+    where = stage_to_rank(schedule)
     ends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(lower(schedule, ahead)):
         for action in actions:
             if action.kind in (*SENDS, *RECEIVES):
-                ends[rank, peer(action, where)].append(moved(action))
+                ends[rank, peer_rank(action, where)].append(moved(action))
     for (rank, other), sequence in ends.items():
         assert ends[other, rank] == sequence
 
@@ -99,15 +101,15 @@ def test_sums_follow_the_last_weight_gradient(schedule: Schedule) -> None:
     for actions in lower(schedule):
         for stage in {action.stage for action in actions}:
             mine = [action.kind for action in actions if action.stage == stage]
-            sums = [place for place, kind in enumerate(mine) if kind is Kind.REDUCE]
-            weights = [place for place, kind in enumerate(mine) if kind in (Kind.B, Kind.W)]
+            sums = [place for place, kind in enumerate(mine) if kind is ActionKind.REDUCE]
+            weights = [place for place, kind in enumerate(mine) if kind in (ActionKind.B, ActionKind.W)]
             assert len(sums) == 1 and sums[0] > weights[-1]
             assert not [kind for kind in mine[weights[-1] + 1 : sums[0]] if kind not in SENDS]
 
 
 @given(schedule=schedules())
 def test_no_deadlock_where_every_transfer_blocks(schedule: Schedule) -> None:
-    where, lowered = owners(schedule), lower(schedule, ahead=0)
+    where, lowered = stage_to_rank(schedule), lower(schedule, ahead=0)
     at = [0] * len(lowered)
 
     def current(rank: int) -> Action | None:
@@ -119,11 +121,11 @@ def test_no_deadlock_where_every_transfer_blocks(schedule: Schedule) -> None:
         for rank in range(len(lowered)):
             while (action := current(rank)) is not None:
                 if action.kind in (*SENDS, *RECEIVES):
-                    other = peer(action, where)
+                    other = peer_rank(action, where)
                     across = current(other)
-                    if across is None or across.kind in COMPUTATIONS or across.kind is Kind.REDUCE:
+                    if across is None or across.kind in COMPUTATIONS or across.kind is ActionKind.REDUCE:
                         break
-                    if peer(across, where) != rank:
+                    if peer_rank(across, where) != rank:
                         break
                     assert moved(across) == moved(action), f"{action} meets {across}"
                     at[other] += 1
@@ -157,15 +159,15 @@ class Machine:
             return False
         action = self.lowered[rank][self.at[rank]]
         if action.kind in COMPUTATIONS:
-            needs = predecessors(action, len(self.where))
+            needs = dependencies(action, len(self.where))
             if any(need not in self.there[rank] for need in needs):
                 return False
             num_virtual = len(self.where) // len(self.lowered)
             start = max([self.free[rank], *(self.there[rank][need] for need in needs)])
-            self.free[rank] = start + self.costs.of(action, num_virtual)
-            self.there[rank] |= dict.fromkeys(results(action), self.free[rank])
-        elif action.kind is not Kind.REDUCE:
-            self.queues[self._queue(rank, peer(action, self.where))].append((action, self.free[rank]))
+            self.free[rank] = start + self.costs.duration(action, num_virtual)
+            self.there[rank] |= dict.fromkeys(completed_by(action), self.free[rank])
+        elif action.kind is not ActionKind.REDUCE:
+            self.queues[self._queue(rank, peer_rank(action, self.where))].append((action, self.free[rank]))
         self.at[rank] += 1
         return True
 
@@ -173,9 +175,9 @@ class Machine:
         if not self.queues[mine] or self.queues[mine][0][0].kind not in SENDS:
             return False
         send, posted = self.queues[mine][0]
-        other = peer(send, self.where)
+        other = peer_rank(send, self.where)
         theirs = self._queue(other, mine[0])
-        if not self.queues[theirs] or peer(self.queues[theirs][0][0], self.where) != mine[0]:
+        if not self.queues[theirs] or peer_rank(self.queues[theirs][0][0], self.where) != mine[0]:
             return False
         receive, ready = self.queues[theirs][0]
         assert receive.kind in RECEIVES and moved(receive) == moved(send), f"{send} meets {receive}"
@@ -187,7 +189,7 @@ class Machine:
 
 @given(schedule=schedules(), ahead=st.integers(0, 3), one_queue=st.booleans())
 def test_no_deadlock_where_transfers_are_posted(schedule: Schedule, ahead: int, one_queue: bool) -> None:
-    Machine(lower(schedule, ahead), owners(schedule), Costs(), one_queue).run()
+    Machine(lower(schedule, ahead), stage_to_rank(schedule), Costs(), one_queue).run()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -196,7 +198,7 @@ def test_no_deadlock_where_transfers_are_posted(schedule: Schedule, ahead: int, 
 def test_links_are_no_bottleneck(name: str, p: int, m: int, costs: Costs) -> None:
     """One transfer at a time per pair of ranks, in the order of the lists: as fast as if none waited for another."""
     schedule = build_schedule(name, p, m, costs=costs)
-    time = Machine(lower(schedule), owners(schedule), costs, one_queue=False).run()
+    time = Machine(lower(schedule), stage_to_rank(schedule), costs, one_queue=False).run()
     assert time == pytest.approx(simulate(schedule, costs).makespan, rel=0.002)
 
 
@@ -218,7 +220,9 @@ def test_a_small_list() -> None:
 def test_stages_of_one_rank_send_nothing() -> None:
     where = {0: 0, 1: 1, 2: 1, 3: 0}
     crossing = [
-        text for text in ("0F5", "1F5", "2F5", "3F5", "3B5", "2I5", "1I5", "0B5") if transfer(parse_action(text), where)
+        text
+        for text in ("0F5", "1F5", "2F5", "3F5", "3B5", "2I5", "1I5", "0B5")
+        if send_recv_after(parse_action(text), where)
     ]
     assert crossing == ["0F5", "2F5", "3B5", "1I5"]
-    assert all(a.kind in (*COMPUTATIONS, Kind.REDUCE) for a in lower(build_schedule("zb-v", 1, 3))[0])
+    assert all(a.kind in (*COMPUTATIONS, ActionKind.REDUCE) for a in lower(build_schedule("zb-v", 1, 3))[0])

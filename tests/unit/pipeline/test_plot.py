@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Action, Kind
+from megatron3d.pipeline.actions import Action, ActionKind
 from megatron3d.pipeline.plot import MAX_COLUMNS, figure, text_picture, trace
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Span, Timeline, simulate
@@ -43,7 +43,7 @@ def test_text_does_not_depend_on_rounding() -> None:
 
 
 def test_a_short_span_among_long_ones_keeps_the_text_short() -> None:
-    spans = (Span(0, Action(Kind.F, 0, 0), 0, 1e-6), Span(0, Action(Kind.B, 0, 0), 1, 2))
+    spans = (Span(0, Action(ActionKind.F, 0, 0), 0, 1e-6), Span(0, Action(ActionKind.B, 0, 0), 1, 2))
     assert len(text_picture(Timeline(spans))) <= 4 * MAX_COLUMNS
 
 

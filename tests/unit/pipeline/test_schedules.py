@@ -12,17 +12,17 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, Sche
 
 from megatron3d.errors import UserError
 from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Schedule, owners
+from megatron3d.pipeline.actions import Schedule, stage_to_rank
 from megatron3d.pipeline.schedules import (
     SCHEDULES,
     build_schedule,
-    group_size,
+    interleave_group_size,
     load_schedule,
     num_microbatches,
     schedule_problems,
 )
-from megatron3d.pipeline.simulate import num_virtual, peak_activations
-from megatron3d.pipeline.validate import problems, write_schedule
+from megatron3d.pipeline.simulate import num_virtual_stages, peak_activations
+from megatron3d.pipeline.validate import execution_problems, write_schedule
 
 RANKS, MICROBATCHES = st.integers(1, 8), st.integers(1, 24)
 
@@ -32,15 +32,15 @@ def test_every_schedule_is_valid(data: st.DataObject, name: str, p: int, m: int)
     entry = SCHEDULES[name]
     v = data.draw(st.integers(entry.min_virtual, entry.max_virtual or 4))
     schedule = build_schedule(name, p, m, v)
-    assert problems(schedule) == []
-    assert len(schedule) == p and num_virtual(schedule) == v and num_microbatches(schedule) == m
-    assert owners(schedule) == {stage: entry.place(stage, p) for stage in range(p * v)}
+    assert execution_problems(schedule) == []
+    assert len(schedule) == p and num_virtual_stages(schedule) == v and num_microbatches(schedule) == m
+    assert stage_to_rank(schedule) == {stage: entry.rank_of_stage(stage, p) for stage in range(p * v)}
 
 
 @given(p=RANKS, m=MICROBATCHES, times=st.tuples(*[st.floats(0.1, 10)] * 3), comm=st.floats(0, 1))
 def test_zb_2p_is_valid_for_any_costs(p: int, m: int, times: tuple[float, float, float], comm: float) -> None:
     schedule = build_schedule("zb-2p", p, m, costs=Costs(*times, comm=comm))
-    assert problems(schedule) == []
+    assert execution_problems(schedule) == []
     assert max(peak_activations(schedule, weight_share=0)) <= 2 * p
 
 
@@ -81,13 +81,13 @@ def test_groups_follow_megatrons_rule(p: int, m: int) -> None:
     def allowed(n: int) -> bool:
         return m % n == 0 or m % n >= p
 
-    group = group_size(p, m)
+    group = interleave_group_size(p, m)
     assert group == m if m < p else p <= group <= m and allowed(group)
     assert not any(allowed(smaller) for smaller in range(p, group))
 
 
 def test_groups_of_four_ranks() -> None:
-    assert [group_size(4, m) for m in (3, 4, 7, 8, 9, 10, 11, 15, 16)] == [3, 4, 7, 4, 5, 5, 6, 5, 4]
+    assert [interleave_group_size(4, m) for m in (3, 4, 7, 8, 9, 10, 11, 15, 16)] == [3, 4, 7, 4, 5, 5, 6, 5, 4]
 
 
 def test_orders_of_the_papers_pictures() -> None:

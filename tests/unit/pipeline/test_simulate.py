@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron3d.errors import UserError
 from megatron3d.pipeline.action_costs import Costs, parse_costs
-from megatron3d.pipeline.actions import Action, Kind, Schedule, predecessors, results
+from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_by, dependencies
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, simulate
 
@@ -127,13 +127,13 @@ def as_published(schedule: Schedule, costs: Costs, v: int) -> float:
     p, ready, at, free = len(schedule), dict[Action, float](), [0] * len(schedule), [0.0] * len(schedule)
     while any(at[r] < len(schedule[r]) for r in range(p)):
         for r, actions in enumerate(schedule):
-            while at[r] < len(actions) and all(i in ready for i in predecessors(actions[at[r]], p * v)):
+            while at[r] < len(actions) and all(i in ready for i in dependencies(actions[at[r]], p * v)):
                 action = actions[at[r]]
-                wraps = r == (0 if action.kind is Kind.F else p - 1) and (action.mb or 0) % p
-                inputs = [i for i in predecessors(action, p * v) if i.stage == action.stage or not wraps]
+                wraps = r == (0 if action.kind is ActionKind.F else p - 1) and (action.mb or 0) % p
+                inputs = [i for i in dependencies(action, p * v) if i.stage == action.stage or not wraps]
                 arrived = [ready[i] + costs.comm * (i.stage != action.stage) for i in inputs]
-                free[r] = max([free[r], *arrived]) + costs.of(action, v)
-                ready |= dict.fromkeys(results(action), free[r])
+                free[r] = max([free[r], *arrived]) + costs.duration(action, v)
+                ready |= dict.fromkeys(completed_by(action), free[r])
                 at[r] += 1
     mbs = len(schedule[0]) / 2 / v
     return 1 - mbs * costs.total / max(free)
@@ -176,7 +176,7 @@ def test_the_documents_table_is_the_simulators() -> None:
 
 def test_costs_are_read() -> None:
     assert parse_costs("F=1,B=2.5, comm=0.1") == Costs(F=1, B=2.5, comm=0.1)
-    assert parse_costs("F=2,I=3").of(Action(Kind.B, 0, 0), 2) == 2
+    assert parse_costs("F=2,I=3").of(Action(ActionKind.B, 0, 0), 2) == 2
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Schedule, parse_action
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
-from megatron3d.pipeline.validate import MAX_PROBLEMS, problems, read_schedule, write_schedule
+from megatron3d.pipeline.validate import MAX_PROBLEMS, execution_problems, read_schedule, write_schedule
 
 
 def parse(*rows: str) -> Schedule:
@@ -45,7 +45,7 @@ def parse(*rows: str) -> Schedule:
     ],
 )
 def test_what_is_wrong_is_named(rows: tuple[str, ...], found: list[str]) -> None:
-    assert problems(parse(*rows))[: len(found)] == found
+    assert execution_problems(parse(*rows))[: len(found)] == found
 
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 5), m=st.integers(1, 9), seed=st.integers())
@@ -58,10 +58,10 @@ def test_no_damage_goes_unnoticed(name: str, p: int, m: int, seed: int) -> None:
     action = schedule[rank].pop(place)
     for damaged in ([], [action, action]):
         rows = [*schedule[:rank], [*schedule[rank][:place], *damaged, *schedule[rank][place:]], *schedule[rank + 1 :]]
-        found = problems(tuple(map(tuple, rows)))
+        found = execution_problems(tuple(map(tuple, rows)))
         assert found and len(found) <= MAX_PROBLEMS
     reversed_ranks = tuple(tuple(reversed(actions)) for actions in build_schedule(name, p, m))
-    assert "waits for" in problems(reversed_ranks)[0]
+    assert "waits for" in execution_problems(reversed_ranks)[0]
 
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 5), m=st.integers(1, 9))

@@ -25,7 +25,7 @@ from megatron3d.model.recompute_spec import Recompute, recompute_of
 from megatron3d.optim.adamw import CPU_PIECE, PIECE
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.engine import MAX_LEAVING
+from megatron3d.pipeline.engine import MAX_SENDS_IN_FLIGHT
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
 from megatron3d.verify.layouts import RandomSamples
@@ -230,7 +230,7 @@ def test_pieces_are_closed_from_the_end() -> None:
 
 def test_what_is_counted_is_what_others_do() -> None:
     assert (KERNELS["cpu"].update_piece, KERNELS["gpu"].update_piece) == (CPU_PIECE, PIECE)
-    assert KERNELS["cpu"].num_leaving == MAX_LEAVING
+    assert KERNELS["cpu"].num_leaving == MAX_SENDS_IN_FLIGHT
 
 
 def test_full_recomputation_keeps_inputs_and_needs_a_layer_for_a_moment() -> None:

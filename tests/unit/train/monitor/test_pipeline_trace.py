@@ -22,11 +22,10 @@ from megatron3d.comm.process_comm import Pending, ProcessComm
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Action, Kind, Schedule, parse_action
-from megatron3d.pipeline.engine import Boundary, Engine
-from megatron3d.pipeline.measured import predicted
+from megatron3d.pipeline.actions import Action, ActionKind, Schedule, parse_action
+from megatron3d.pipeline.engine import ActivationTransfer, Engine
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
-from megatron3d.pipeline.simulate import Timeline, simulate
+from megatron3d.pipeline.simulate import Timeline, simulate, simulate_mean_durations
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.monitor.pipeline_trace import Recording
 from tests.support.pool import Pool
@@ -46,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_runs_as_simulated_is_predicted(name: str, p: int, m: int, scale: float) -> None:
     schedule = build_schedule(name, p, m)
     measured = simulate(schedule, Costs(F=scale, I=1.5, W=1, B=2.5))
-    assert predicted(schedule, measured).makespan == pytest.approx(measured.makespan)
+    assert simulate_mean_durations(schedule, measured).makespan == pytest.approx(measured.makespan)
 
 
 def test_the_prediction_takes_the_mean_of_each_stage_and_kind() -> None:
@@ -54,16 +53,21 @@ def test_the_prediction_takes_the_mean_of_each_stage_and_kind() -> None:
     schedule = build_schedule("1f1b", 2, 4)
     spans = simulate(schedule, Costs(F=1, B=2)).spans
     uneven = [
-        s._replace(end=s.end + 1) if s.action.kind is Kind.F and s.action.stage == 1 and (s.action.mb or 0) % 2 else s
+        s._replace(end=s.end + 1)
+        if s.action.kind is ActionKind.F and s.action.stage == 1 and (s.action.mb or 0) % 2
+        else s
         for s in spans
     ]
     lengths = {
-        (s.action.kind, s.action.stage): s.end - s.start for s in predicted(schedule, Timeline((*uneven,))).spans
+        (s.action.kind, s.action.stage): s.end - s.start
+        for s in simulate_mean_durations(schedule, Timeline((*uneven,))).spans
     }
-    assert lengths == pytest.approx({(Kind.F, 0): 1, (Kind.F, 1): 1.5, (Kind.B, 0): 2, (Kind.B, 1): 2})
+    assert lengths == pytest.approx(
+        {(ActionKind.F, 0): 1, (ActionKind.F, 1): 1.5, (ActionKind.B, 0): 2, (ActionKind.B, 1): 2}
+    )
 
 
-class SlowBoundary(Boundary):
+class SlowBoundary(ActivationTransfer):
     """Everything takes long to arrive, and sending does nothing."""
 
     def receive(self, link: Link) -> Pending:
@@ -105,7 +109,7 @@ def test_only_one_rank_of_those_that_do_the_same_counts() -> None:
     counted = []
     for rank in range(8):
         recording = Recording(NoBarrier(Mesh((("pipeline", 2), ("data", 2), ("t", 2)), rank), ()), CPU)
-        with recording.watch(Action(Kind.F, rank // 4, 0)):
+        with recording.watch(Action(ActionKind.F, rank // 4, 0)):
             pass
         counted += [(rank, span.rank) for span in recording.spans()]
     assert counted == [(0, 0), (4, 1)]
@@ -135,7 +139,7 @@ def test_on_a_device_events_are_read_after_the_step(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "Event", Event)
     Event.calls = []
     recording = Recording(ALONE, torch.device("meta"))
-    actions = [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]
+    actions = [Action(ActionKind.F, 0, 0), Action(ActionKind.B, 0, 0)]
     for action in actions:
         with recording.watch(action):
             pass

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.stages import Stage
-from megatron3d.pipeline.engine import Watch, unwatched
+from megatron3d.pipeline.engine import Observer, no_observer
 from megatron3d.pipeline.spec import Pipeline
 
 PEERS: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
@@ -28,17 +28,17 @@ PEERS: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
 class StageModule(nn.Module):
     """A stage as the peer calls it: with the number of the microbatch beside its input."""
 
-    def __init__(self, flow: TorchFlow, stage: Stage) -> None:
+    def __init__(self, executor: TorchExecutor, stage: Stage) -> None:
         super().__init__()
-        self.model, self.stage, self.passes_of = flow.model, stage, lambda: flow.passes
+        self.model, self.stage, self.passes_of = executor.model, stage, lambda: executor.passes
 
     def forward(self, x: Tensor, mb: Tensor) -> Tensor:
         y: Tensor = self.model(self.stage, None if self.stage.has_embedding else x, self.passes_of()[int(mb)])
         return y
 
 
-class TorchFlow:
-    """Takes the place of `TrainState.flow`: `PEERS[name]` over this rank's stages, for microbatches of `num_tokens`."""
+class TorchExecutor:
+    """Replacement of `TrainState.executor` that runs `PEERS[name]` on this rank's stages."""
 
     def __init__(self, model: GPT, pipeline: Pipeline, name: str, num_tokens: int) -> None:
         self.model, self.pipeline, self.passes = model, pipeline, list[Pass]()
@@ -59,9 +59,9 @@ class TorchFlow:
         num_stages = len(self.pipeline.stages)
         return PipelineStage(StageModule(self, stage), stage.index, num_stages, param.device, x, y)
 
-    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Watch = unwatched) -> Tensor:
+    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Observer = no_observer) -> Tensor:
         """As `Flow.train`; the peer's engine cannot be watched."""
-        assert watch is unwatched, "the peer's engine cannot be watched"
+        assert watch is no_observer, "the peer's engine cannot be watched"
         self.passes = list(passes)
         numbers, losses = torch.arange(self._microbatches), list[Tensor]()
         inputs = (numbers,) if self._stages[0].is_first else ()
