@@ -23,7 +23,7 @@ def ours(size: Size, precision: str) -> Step:
 def plain(size: Size, precision: str, fused: bool = False) -> Step:
     """The plain GPT: fp32, or bf16 by autocast over fp32 weights."""
     config = size.config(precision)
-    model = PlainGPT(size.architecture(config))
+    model = PlainGPT(size.spec(config).arch)
     model.load_state_dict(gpt2_weights(_initial_weights(size)))
     return peer_step(model, plain_loss, precision, fused)
 

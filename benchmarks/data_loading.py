@@ -192,12 +192,11 @@ def share(folder: Path, num_steps: int) -> Row:
     """How much of a step of the quickstart's model goes into reading, and into waiting for what is read ahead."""
     alone = ["parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false"]
     config = read_config(Path("configs/quickstart.yaml"), alone).config
-    arch, comm = connect(config, VOCAB_SIZE, 1, 0)
-    cpu, batches = torch.device("cpu"), RunSpec(config).batches
-    state = build_state(config, arch, comm, cpu)
+    spec, cpu = RunSpec(config, 1, VOCAB_SIZE), torch.device("cpu")
+    batches, state = spec.batches, build_state(spec, connect(spec), cpu)
     data, sizes = IndexedDataset(folder / "random"), (config.train.micro_batch_size, config.train.global_batch_size)
-    samples = Samples(data, Split(0, data.num_tokens), arch.seq_length, VOCAB_SIZE, 1)
-    loader = Loader(samples, comm.mesh, state.model.mode.batch_axes, *sizes, cpu)
+    samples = Samples(data, Split(0, data.num_tokens), spec.arch.seq_length, VOCAB_SIZE, 1)
+    loader = Loader(samples, spec.mesh, spec.mode.batch_axes, *sizes, cpu)
     ahead, settings = Prefetching(loader, batches), Settings(1, batches.last.num_tokens, batches.last.num_samples)
     reads, waits, steps = [], [], []
     for _ in range(num_steps + 2):

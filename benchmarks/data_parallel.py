@@ -57,9 +57,8 @@ class Patient(Recorder):
 def build_ours(size: Size, num_ranks: int, rank: int, zero_stage: int, wrap: type[Recorder] = Recorder) -> TrainState:
     """Our state, for one microbatch of a rank's part."""
     whole = replace(size, batch_size=num_ranks * size.batch_size, num_microbatches=num_ranks)
-    config = whole.config("fp32", {"zero_stage": zero_stage})
-    arch, comm = connect(config, size.vocab_size, num_ranks, rank)
-    return build_state(config, arch, wrap(comm), CPU)
+    spec = whole.spec(whole.config("fp32", {"zero_stage": zero_stage}), num_ranks, rank)
+    return build_state(spec, wrap(connect(spec)), CPU)
 
 
 def ours(size: Size, num_ranks: int, rank: int, zero_stage: int = 0, wrap: type[Recorder] = Recorder) -> Step:
@@ -75,7 +74,7 @@ def ours(size: Size, num_ranks: int, rank: int, zero_stage: int = 0, wrap: type[
 
 def plain(size: Size, num_ranks: int, rank: int, wrap: Callable[[PlainGPT], nn.Module], fused: bool) -> Step:
     """The plain GPT with our initial weights, wrapped; forward, backward, clip, AdamW; each rank's own mean loss."""
-    model = PlainGPT(size.architecture(size.config("fp32")))
+    model = PlainGPT(size.spec(size.config("fp32")).arch)
     initial = build_ours(size, 1, 0, zero_stage=0)
     model.load_state_dict(gpt2_weights({name: value.detach() for name, value in initial.model.named_parameters()}))
     wrapped = wrap(model)

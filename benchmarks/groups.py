@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from report import Row, show, write
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.runtime import process
 from megatron3d.train.state import connect
@@ -57,7 +58,7 @@ def start_rank(rank: int, num_ranks: int, store: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     dist.barrier()
     met = time.perf_counter()
-    _, comm = connect(config_of(num_ranks), VOCAB_SIZE, num_ranks, rank)
+    comm = connect(RunSpec(config_of(num_ranks), num_ranks, VOCAB_SIZE, rank))
     comm.barrier()
     results.put(Start(met - begin, time.perf_counter() - met))
     results.close()
@@ -89,7 +90,7 @@ def fake(num_ranks: int) -> Start:
     begin = time.perf_counter()
     with process.pretend(num_ranks - 1, num_ranks):
         met = time.perf_counter()
-        connect(config_of(num_ranks), VOCAB_SIZE, num_ranks, num_ranks - 1)
+        connect(RunSpec(config_of(num_ranks), num_ranks, VOCAB_SIZE, num_ranks - 1))
         return Start(met - begin, time.perf_counter() - met)
 
 

@@ -88,7 +88,7 @@ class Contest:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._watching = Watching(run, job_of(run.config, run.state.model, run.runtime.device))
+        self._watching = Watching(run, job_of(run.spec, run.runtime.device))
         self._entered: list[Action | str] = []
         self._waited: list[Axes] = []
         self._result = self._step(self._note)

@@ -29,12 +29,10 @@ from torch.multiprocessing.spawn import spawn
 
 from megatron3d.comm.process_comm import Comm, Pending
 from megatron3d.comm.recording import Recorder
-from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Microbatch
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes import MODES
@@ -122,10 +120,11 @@ class Contestant:
         steps_ms: of each step so far, what was waited over gloo, and what it takes over each wire.
     """
 
-    def __init__(self, size: Size, config: Config, arch: Architecture, comm: Comm, gb_per_s: Sequence[float]) -> None:
+    def __init__(self, size: Size, config: Config, comm: Comm, gb_per_s: Sequence[float]) -> None:
         self.comm = Wires(comm, gb_per_s)
-        self.state = build_state(config, arch, self.comm, CPU)
-        rows = slice(*span(size.batch_size, tensor_mode(config.parallel).batch_axes, comm.mesh))
+        spec = size.spec(config, comm.mesh.world_size, comm.mesh.rank)
+        self.state = build_state(spec, self.comm, CPU)
+        rows = slice(*span(size.batch_size, spec.mode.batch_axes, comm.mesh))
         self.batch = [Microbatch(size.tokens()[rows], 0)]
         self.settings = Settings(SEED, size.num_tokens, size.batch_size)
         self.steps_ms: list[list[float]] = []
@@ -149,9 +148,9 @@ def forms(size: Size, num_ranks: int) -> Iterator[tuple[str, dict[str, Config]]]
         for form in entry.forms:
             shape = entry.default_shape(num_ranks)
             chosen = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
-            parallel = size.config("fp32", chosen).parallel
-            UserError.collect(check(size.config("fp32", chosen), num_ranks, size.vocab_size))
-            plan = tensor_mode(parallel).expand.on(make_mesh(parallel, num_ranks))
+            spec = size.spec(size.config("fp32", chosen), num_ranks)
+            UserError.collect(check(spec.config, num_ranks, size.vocab_size))
+            plan = spec.mode.expand.on(spec.mesh)
             executions = {**EXECUTIONS, **(OF_WEIGHTS if plan.w else {})}
             name = f"{mode} {form} {'x'.join(map(str, shape))}"
             yield name, {how: size.config("fp32", {**chosen, **keys}) for how, keys in executions.items()}
@@ -160,8 +159,8 @@ def forms(size: Size, num_ranks: int) -> Iterator[tuple[str, dict[str, Config]]]
 def measure(name: str, configs: Mapping[str, Config], options: argparse.Namespace) -> list[Row]:
     """A row per execution, the same on all ranks, over the same connections."""
     size, wires = SIZES[options.size], options.wires_gb_per_s
-    arch, comm = connect(configs[NOTHING], size.vocab_size, dist.get_world_size(), dist.get_rank())
-    contestants = {how: Contestant(size, each, arch, comm, wires) for how, each in configs.items()}
+    comm = connect(size.spec(configs[NOTHING], dist.get_world_size(), dist.get_rank()))
+    contestants = {how: Contestant(size, each, comm, wires) for how, each in configs.items()}
     losses = {how: contestant.step() for how, contestant in contestants.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-4, f"{name}: the losses differ: {losses}"
     steps = {how: contestant.step for how, contestant in contestants.items()}

@@ -20,7 +20,7 @@ from report import Row, show, write
 from megatron3d.analysis import calibrate
 from megatron3d.analysis.cost_model.hardware import load_accelerator, load_cluster
 from megatron3d.analysis.cost_model.step import machine_with, make_step, predict
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
@@ -79,16 +79,17 @@ def measure(configs: list[str], num_steps: int) -> list[float]:
         torch.set_num_threads(1)
         for text in configs:
             config = Config.model_validate_json(text)
-            arch, comm = connect(config, 2048, here.world_size, here.rank)
-            state = build_state(config, arch, comm, here.device)
-            samples = RandomSamples(0, 2048, arch.seq_length)
+            spec = RunSpec(config, here.world_size, 2048, here.rank)
+            comm = connect(spec)
+            state = build_state(spec, comm, here.device)
+            samples = RandomSamples(0, 2048, spec.arch.seq_length)
             sizes = (config.train.micro_batch_size, BATCH, here.device)
             batch = Loader(samples, comm.mesh, state.model.mode.batch_axes, *sizes).step(0)
             seconds = []
             for _ in range(num_steps):
                 comm.barrier()
                 begin = time.perf_counter()
-                train_step(state, batch, 1e-4, Settings(0, BATCH * arch.seq_length, BATCH)).loss.item()
+                train_step(state, batch, 1e-4, Settings(0, BATCH * spec.arch.seq_length, BATCH)).loss.item()
                 comm.barrier()
                 seconds.append(time.perf_counter() - begin)
             best.append(min(seconds[1:]))
@@ -116,7 +117,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
     for label, num_ranks, *_ in chosen:
         config, took = configs[label], median(seconds[label])
         machine = machine_with(local, accelerator, "fp32", num_ranks)
-        expected = predict(make_step(config, resolve_architecture(config.model, 2048), num_ranks, machine)).step_s
+        expected = predict(make_step(RunSpec(config, num_ranks, 2048), machine)).step_s
         rows.append(
             {
                 "layout": label,

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.recording import Recorder
-from megatron3d.config.derive import tensor_mode, vocab_multiple
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
-from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.layout import span
 from megatron3d.pipeline.engine import no_observer
 from megatron3d.train.state import TrainState, build_state, connect
@@ -55,9 +53,9 @@ class Size:
         parallel = dict(parallel or {})
         return Config.model_validate({"model": model, "train": train, "optimizer": optimizer, "parallel": parallel})
 
-    def resolve_architecture(self, config: Config) -> Architecture:
-        """The model's numbers; the vocabulary needs no padding in any of the sizes."""
-        return resolve_architecture(config.model, self.vocab_size, vocab_multiple(tensor_mode(config.parallel)))
+    def spec(self, config: Config, world_size: int = 1, rank: int = 0) -> RunSpec:
+        """Return the run of a configuration; the vocabulary needs no padding in any of the sizes."""
+        return RunSpec(config, world_size, self.vocab_size, rank)
 
     def tokens(self) -> Tensor:
         """[batch, seq + 1] random tokens, the same for every contestant."""
@@ -77,15 +75,14 @@ class Ours:
     """megatron3d's training step, on one process or many, as `pretrain_gpt.py` calls it."""
 
     def __init__(self, size: Size, config: Config, world_size: int = 1, rank: int = 0) -> None:
-        arch, comm = connect(config, size.vocab_size, world_size, rank)
-        self.recorder = Recorder(comm)
-        self.state: TrainState = build_state(config, arch, self.recorder, CPU)
+        spec = size.spec(config, world_size, rank)
+        self.recorder = Recorder(connect(spec))
+        self.state: TrainState = build_state(spec, self.recorder, CPU)
         self.settings = Settings(SEED, size.num_tokens, size.batch_size)
-        axes = tensor_mode(config.parallel).batch_axes
         self.parts = [
             (slice(first + low, first + high), first)
             for first in range(0, size.batch_size, config.train.micro_batch_size)
-            for low, high in [span(config.train.micro_batch_size, axes, comm.mesh)]
+            for low, high in [span(config.train.micro_batch_size, spec.mode.batch_axes, spec.mesh)]
         ]
 
     def step(self, tokens: Tensor, watch: Watch = no_observer) -> Tensor:

@@ -65,7 +65,7 @@ def ours(size: Size, parallel: Mapping[str, Any]) -> Contestant:
 def dtensor(size: Size, fused: bool) -> Contestant:
     """The plain GPT under parallelize_module."""
     config = size.config("fp32")
-    model = PlainGPT(size.architecture(config))
+    model = PlainGPT(size.spec(config).arch)
     model.load_state_dict(gpt2_weights(Ours(size, config).weights()))
     step = dtensor_step(parallelized(model, init_device_mesh("cpu", (NUM_RANKS,))), fused)
 

@@ -16,27 +16,24 @@ from megatron3d.analysis.cost_model.plan_report import compared, explained, foun
 from megatron3d.analysis.planner.options import Layout, Tensor
 from megatron3d.analysis.planner.search import Plan, Problem, search
 from megatron3d.config.cli import resolve
-from megatron3d.config.derive import tensor_mode, tensor_shape, virtual_size
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.runtime.tool_main import positive, run_tool
 
 
 def layout_of(config: Config) -> Layout:
     """What a configuration chooses."""
     parallel, train = config.parallel, config.train
-    mode = tensor_mode(parallel)
+    spec = RunSpec(config)
     forms = MODES[parallel.tensor_parallel_mode].forms
-    shape = tensor_shape(parallel)
-    form = next(name for name, build in forms.items() if build(shape) == mode)
-    virtual = 1 if parallel.pipeline_schedule == FROM_FILE else virtual_size(parallel)
+    form = next(name for name, build in forms.items() if build(spec.tensor_shape) == spec.mode)
+    virtual = 1 if spec.has_schedule_file else spec.num_virtual_stages
     return Layout(
-        Tensor(parallel.tensor_parallel_mode, form, shape),
+        Tensor(parallel.tensor_parallel_mode, form, spec.tensor_shape),
         parallel.pipeline_model_parallel_size,
         parallel.pipeline_schedule,
         virtual,

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.analysis.memory_model.activations import run_activations
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
-from megatron3d.config.derive import make_mesh, tensor_mode
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
@@ -59,9 +58,10 @@ def configure(arguments: argparse.Namespace, mode: str, form: str, shape: tuple[
 
 def kept_bytes(config: Config, num_ranks: int, recompute: Recompute) -> int:
     """Bytes that one rank keeps of a layer, with the kernels of GPUs."""
-    mode, mesh = tensor_mode(config.parallel), make_mesh(config.parallel, num_ranks)
-    arch, micro_batch_size = resolve_architecture(config.model, config.model.hidden_size), config.train.micro_batch_size
-    work = Work(arch, mode, mesh, micro_batch_size, BF16_BYTES, recompute, kernels=KERNELS["gpu"])
+    spec = RunSpec(config, num_ranks)
+    work = Work(
+        spec.arch, spec.mode, spec.mesh, config.train.micro_batch_size, BF16_BYTES, recompute, kernels=KERNELS["gpu"]
+    )
     return run_activations(work, Run(range(1), is_repeated=recompute.granularity == "full"))
 
 

@@ -16,10 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron3d.config.derive import make_mesh, tensor_mode
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.corpus.blended import BlendedSamples
 from megatron3d.data.corpus.corpus import open_corpus
@@ -41,11 +39,12 @@ def show(arguments: argparse.Namespace) -> None:
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     corpus = open_corpus(config, tokenizer)
     samples = corpus.train
-    packing, batches = Packing.of(config.data, tokenizer.eod), RunSpec(config).batches
+    spec = RunSpec(config, arguments.world_size, tokenizer.vocab_size)
+    packing, batches = spec.packing(tokenizer.eod), spec.batches
     for iteration in range(first, last + 1):
         begin = batches.consumed_samples(iteration - 1)
         batch = batches.at(begin)
-        for number in positions(config, arguments, samples, batch.num_samples):
+        for number in positions(spec, arguments.rank, samples, batch.num_samples):
             what = describe(samples, begin + number, batch.seq_length, tokenizer, packing)
             skipped = " (skipped)" if iteration in config.train.iterations_to_skip else ""
             print(f"== iteration {iteration}{skipped}, {what}"[: arguments.max_characters])
@@ -62,17 +61,12 @@ def parse_iterations(text: str) -> tuple[int, int]:
     return int(bounds[0]), int(bounds[1])
 
 
-def positions(
-    config: Config, arguments: argparse.Namespace, samples: BlendedSamples | Stream, num_samples: int
-) -> Sequence[int]:
-    """Places in a global batch of the sequences that the rank reads, or of all."""
-    train = config.train
-    if arguments.rank is None:
+def positions(spec: RunSpec, rank: int | None, samples: BlendedSamples | Stream, num_samples: int) -> Sequence[int]:
+    """Return the places in a global batch of the sequences that a rank reads; None: all of them."""
+    if rank is None:
         return range(num_samples)
-    mesh = make_mesh(config.parallel, arguments.world_size, arguments.rank)
-    axes = tensor_mode(config.parallel).batch_axes
-    sizes = train.micro_batch_size, num_samples
-    return [int(place) for place in Loader(samples, mesh, axes, *sizes, torch.device("cpu")).positions]
+    mesh, sizes = spec.on_rank(rank).mesh, (spec.config.train.micro_batch_size, num_samples)
+    return [int(place) for place in Loader(samples, mesh, spec.mode.batch_axes, *sizes, torch.device("cpu")).positions]
 
 
 def describe(samples: BlendedSamples | Stream, number: int, length: int, tokenizer: Tokenizer, packing: Packing) -> str:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.config.derive import make_mesh, num_microbatches, stage_owners, tensor_mode, tensor_size
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.run_spec import RunSpec
@@ -24,7 +23,6 @@ from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.runtime import process
 
 VOCAB_SIZE = 61
@@ -52,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def default_world_size(config: Config) -> int:
     """TP x PP, and twice that where two data ranks can share the batch and few processes are enough for it."""
-    alone = tensor_size(config.parallel) * config.parallel.pipeline_model_parallel_size
+    alone = RunSpec(config).tensor_size * config.parallel.pipeline_model_parallel_size
     shared = not problems(config, 2 * alone) and shrink(config, 2 * alone)[1] <= MAX_RANKS
     return 2 * alone if shared else alone
 
@@ -64,7 +62,7 @@ def problems(config: Config, world_size: int) -> list[str]:
 
 def too_large(small: Config, num_ranks: int) -> Iterator[str]:
     """A schedule from a file cannot be made smaller."""
-    if small.parallel.pipeline_schedule == FROM_FILE and num_ranks > MAX_RANKS:
+    if RunSpec(small).has_schedule_file and num_ranks > MAX_RANKS:
         ranks = small.parallel.pipeline_model_parallel_size
         yield (
             f"parallel.pipeline_schedule_file={small.parallel.pipeline_schedule_file}: its {ranks} ranks make "
@@ -89,14 +87,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     """The same model and layout, small: axes of 2 for axes above 1, and sizes that these divide."""
-    mesh, mode = make_mesh(config.parallel, world_size), tensor_mode(config.parallel)
-    is_file, microbatches = config.parallel.pipeline_schedule == FROM_FILE, num_microbatches(config, mesh)
+    spec = RunSpec(config, world_size)
+    mesh, mode, is_file = spec.mesh, spec.mode, spec.has_schedule_file
     sizes = {name: size if is_file and name == "pipeline" else min(size, 2) for name, size in mesh.axes}
     parallel = shrink_parallel(config.parallel, sizes)
-    model = shrink_model(config.model, parallel, mesh.size(mode.inner[1]), len(stage_owners(parallel)))
+    shrunk = spec.with_config(config.model_copy(update={"parallel": parallel}))
+    model = shrink_model(config.model, shrunk, mesh.size(mode.inner[1]))
     sequences = math.prod(sizes[axis] for axis in mode.inner[0])
     micro = sequences * (2 if config.train.micro_batch_size > mesh.size(mode.inner[0]) else 1)
-    microbatches = microbatches if is_file else min(microbatches, 2 * sizes["pipeline"])
+    microbatches = spec.num_microbatches if is_file else min(spec.num_microbatches, 2 * sizes["pipeline"])
     batch = micro * sizes["replica"] * sizes["data"] * microbatches
     train = config.train.model_copy(
         update={
@@ -127,9 +126,9 @@ def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Paral
     )
 
 
-def shrink_model(model: ModelConfig, parallel: ParallelConfig, head_ranks: int, num_stages: int) -> ModelConfig:
+def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelConfig:
     """A layer more than stages, of the same kind; fewer key/value groups than ranks that split heads stay fewer."""
-    unit = tensor_size(parallel)
+    unit, num_stages = shrunk.tensor_size, len(shrunk.stage_owners)
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
     small_groups = unit if groups >= head_ranks else 1
@@ -156,12 +155,13 @@ def compare(config_json: str, steps: int, tolerance: float) -> list[str]:
 
     config = Config.model_validate_json(config_json)
     with process.start(on_cpu=True) as here:
-        got = trace(config, *connect(config, VOCAB_SIZE, here.world_size, here.rank), steps)
+        spec = RunSpec(config, here.world_size, VOCAB_SIZE, here.rank)
+        got = trace(spec, connect(spec), steps)
     if got is None:
         return []
     whole_batch = config.train.model_copy(update={"micro_batch_size": config.train.global_batch_size})
     alone = config.model_copy(update={"parallel": ParallelConfig(), "train": whole_batch})
-    reference = trace(alone, *connect(alone, VOCAB_SIZE, world_size=1, rank=0), steps)
+    reference = trace(RunSpec(alone, 1, VOCAB_SIZE), connect(RunSpec(alone, 1, VOCAB_SIZE)), steps)
     assert reference is not None, "one process is rank 0"
     return list(differences(reference, got, tolerance))
 

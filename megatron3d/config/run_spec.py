@@ -16,21 +16,26 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.data.ramp import Batches, make_ramp
+from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
 from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.parallel.sharding import Sharding
 from megatron3d.parallel.tp_overlap import TPOverlap
 from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Schedule, stage_to_rank
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule
 from megatron3d.pipeline.spec import Pipeline, layer_flops
+
+if TYPE_CHECKING:
+    from megatron3d.data.packing import Packing
 
 SEQUENCE_PARALLEL = "sequence_parallel"
 
@@ -133,6 +138,11 @@ class RunSpec:
         axes = (("pipeline", pipeline), ("replica", replicas), ("data", data), *self.mode.axes)
         return Mesh(axes, self.rank)
 
+    @cached_property
+    def sharding(self) -> Sharding:
+        """What ZeRO shards over the data axis."""
+        return Sharding.of_stage(self.config.parallel.zero_stage, self.mesh.nontrivial(DATA[1:]))
+
     # Batches
 
     @cached_property
@@ -143,6 +153,29 @@ class RunSpec:
             make_ramp(train.rampup_batch_size, train.global_batch_size),
             make_ramp(train.seq_length_warmup, self.config.model.seq_length),
         )
+
+    def packing(self, eod: int | None) -> Packing:
+        """How documents are packed into samples; `eod` is the tokenizer's token that ends a document.
+
+        Raises UserError where the options need that token and the tokenizer has none.
+        """
+        from megatron3d.data.packing import Packing  # it imports torch, which --check does not need
+
+        data = self.config.data
+        packing = Packing(
+            eod,
+            data.reset_position_ids,
+            data.reset_attention_mask,
+            data.eod_mask_loss,
+            data.pad_token_id,
+            None if data.goldfish_k is None else (data.goldfish_k, data.goldfish_h),
+        )
+        if packing.needs_eod and eod is None:
+            raise UserError(
+                f"{packing.reason}=true: data.tokenizer_type={data.tokenizer_type} has no token that ends a document; "
+                "use a tokenizer with one, or false"
+            )
+        return packing
 
     @property
     def num_microbatches(self) -> int:

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron3d.config.schema import DataConfig
-from megatron3d.errors import UserError
-
 IGNORED = -1
 """The label of a token that counts nothing."""
 
@@ -48,24 +45,6 @@ class Packing:
     eod_mask_loss: bool = False
     pad: int | None = None
     goldfish: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, data: DataConfig, eod: int | None) -> Packing:
-        """What a configuration asks for; raises UserError where the tokenizer has no end token but needs one."""
-        packing = cls(
-            eod,
-            data.reset_position_ids,
-            data.reset_attention_mask,
-            data.eod_mask_loss,
-            data.pad_token_id,
-            None if data.goldfish_k is None else (data.goldfish_k, data.goldfish_h),
-        )
-        if packing.needs_eod and eod is None:
-            raise UserError(
-                f"{packing.reason}=true: data.tokenizer_type={data.tokenizer_type} has no token that ends a document; "
-                "use a tokenizer with one, or false"
-            )
-        return packing
 
     @property
     def reason(self) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.checkpoint.store import resolve
-from megatron3d.config.derive import schedule_file, tensor_size
 from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
@@ -15,7 +15,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.pipeline.executor import PipelineExecutor
-from megatron3d.pipeline.schedules import FROM_FILE, load_schedule, num_microbatches
+from megatron3d.pipeline.schedules import load_schedule, num_microbatches
 from megatron3d.runtime.process import Runtime
 from megatron3d.train.checkpointing import load_weights
 from megatron3d.train.state import build_state, connect
@@ -32,13 +32,13 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batc
     config = read_config(folder.parent / "config.yaml", overrides).config
     if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):
         config = config.model_copy(update={"parallel": ParallelConfig()})
-    parallel = config.parallel
-    rows = micro_batch_size or tensor_size(parallel)
-    step = rows * max(world_size // (tensor_size(parallel) * parallel.pipeline_model_parallel_size), 1)
+    spec = RunSpec(config, world_size)
+    rows = micro_batch_size or spec.tensor_size
+    step = rows * max(world_size // (spec.tensor_size * config.parallel.pipeline_model_parallel_size), 1)
     config = _with_batch(config, rows, step)
     UserError.collect(check(config, world_size))
-    if parallel.pipeline_schedule == FROM_FILE:  # it is for as many microbatches as it has
-        config = _with_batch(config, rows, step * num_microbatches(load_schedule(schedule_file(parallel))))
+    if spec.has_schedule_file:  # it is for as many microbatches as it has
+        config = _with_batch(config, rows, step * num_microbatches(load_schedule(spec.schedule_file)))
         UserError.collect(file_problems(Facts(config, world_size)))
     return config
 
@@ -51,6 +51,7 @@ def _with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -
 
 def restore(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> PipelineExecutor:
     """The model with the checkpoint's weights, on this rank; raises UserError where they are of another."""
-    state = build_state(config, *connect(config, tokenizer.vocab_size, here.world_size, here.rank), here.device)
+    spec = RunSpec(config, here.world_size, tokenizer.vocab_size, here.rank)
+    state = build_state(spec, connect(spec), here.device)
     load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})
     return state.executor

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron3d.config.schema import TrainConfig
-
 GRANULARITIES = ("none", "selective", "full")
 CORE_ATTN, MLP_ACT = MODULES = ("core_attn", "mlp_act")
 UNIFORM, BLOCK = METHODS = ("uniform", "block")
@@ -59,15 +57,3 @@ class Recompute:
 
 
 KEEP_ALL = Recompute()
-
-
-def recompute_of(train: TrainConfig) -> Recompute:
-    """What a configuration asks for."""
-    modules = frozenset(train.recompute_modules or (CORE_ATTN,))
-    return Recompute(
-        train.recompute_granularity or "none",
-        modules,
-        train.recompute_method or UNIFORM,
-        train.recompute_num_layers or 1,
-        train.cpu_offloading,
-    )

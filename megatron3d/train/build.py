@@ -24,7 +24,6 @@ from megatron3d.data.corpus.blended import BlendedSamples
 from megatron3d.data.corpus.corpus import Corpus, describe_plan, open_corpus
 from megatron3d.data.corpus.stream import Stream
 from megatron3d.data.loader import Loader, Prefetching
-from megatron3d.data.packing import Packing
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
@@ -42,22 +41,23 @@ from megatron3d.train.state import TrainState, build_state, connect
 
 def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     """Read the corpus, connect the ranks, build the model, load a checkpoint, and open the output folder last."""
-    config, is_first, batches = resolved.config, runtime.rank == 0, RunSpec(resolved.config).batches
+    config, is_first = resolved.config, runtime.rank == 0
     check_history(config.logging, runtime.device)
     with phases("tokenizer and corpus"):
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         corpus = open_corpus(config, tokenizer)
+    spec = RunSpec(config, runtime.world_size, tokenizer.vocab_size, runtime.rank)
     if is_first:
-        arithmetic = batch_arithmetic(RunSpec(config, runtime.world_size, tokenizer.vocab_size))
-        plan = describe_plan(corpus, batches.consumed_samples(config.train.train_iters), config.data.max_epochs)
+        arithmetic = batch_arithmetic(spec)
+        plan = describe_plan(corpus, spec.batches.consumed_samples(config.train.train_iters), config.data.max_epochs)
         print("> " + "\n".join((arithmetic, *plan)).replace("\n", "\n> "), flush=True)
     baseline_bytes = peak_memory_bytes(runtime.device)
     with phases("process groups"):
-        arch, comm = connect(config, tokenizer.vocab_size, runtime.world_size, runtime.rank)
+        comm = connect(spec)
     with phases("model and optimizer"):
-        state = build_state(config, arch, comm, runtime.device)
+        state = build_state(spec, comm, runtime.device)
         check_built(state)
-        attention_line(state, config)  # every rank refuses what its kernels cannot do
+        attention_line(state)  # every rank refuses what its kernels cannot do
         state.stream = corpus.train if isinstance(corpus.train, Stream) else None
     if runtime.watchdog is not None:
         runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.begun, comm.last_begun))
@@ -71,20 +71,19 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
     if is_first:
-        print(startup_report(state, peak, config), flush=True)
+        print(startup_report(state, peak), flush=True)
 
     def loader(samples: BlendedSamples | Stream) -> Loader:
-        train, batch_axes = config.train, state.model.mode.batch_axes
+        train, batch_axes = config.train, spec.mode.batch_axes
         return Loader(samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device)
 
     timers = Timers(runtime.device, is_off=config.logging.timing_log_level == 0)
     comm.waiting = timers.waiting
     lock, metrics = open_outputs(resolved, comm, state)
     return Run(
-        config,
         runtime,
         state,
-        Prefetching(loader(corpus.train), batches),
+        Prefetching(loader(corpus.train), spec.batches),
         loader(corpus.valid) if corpus.valid else None,
         metrics,
         saver,
@@ -94,9 +93,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         timers,
         peak,
         baseline_bytes,
-        Packing.of(config.data, tokenizer.eod),
-        batches,
-        lambda num_samples: corpus.train.consumed_tokens(batches.spans(num_samples)),
+        spec.packing(tokenizer.eod),
+        lambda num_samples: corpus.train.consumed_tokens(spec.batches.spans(num_samples)),
         lambda: corpus.faults,
     )
 

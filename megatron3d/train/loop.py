@@ -26,7 +26,7 @@ STOP_FILE = "stop"
 def train(run: Run, stop: StopSignal) -> int:
     """Train to the end, or until something asks to stop; saves before it returns the exit code."""
     config, state = run.config, run.state
-    job = job_of(config, state.model, run.runtime.device)
+    job = job_of(run.spec, run.runtime.device)
     watching, clock, timers = Watching(run, job), Clock(config), run.timers
     judge, previous = Judge(config.train), None
     stopping = False

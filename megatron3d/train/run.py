@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from megatron3d.checkpoint.async_saver import Saver
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Loader, Prefetching
 from megatron3d.data.packing import Packing
@@ -36,12 +37,10 @@ class Run:
         peak: of one device, None where unknown.
         baseline_bytes: peak memory before the model was built.
         packing: what documents in samples mean.
-        batches: the sizes of all global batches.
         consumed_tokens: of each corpus of a blend in the first samples, to be logged.
         faults: what is wrong with the first records that this rank has left out so far.
     """
 
-    config: Config
     runtime: Runtime
     state: TrainState
     train_data: Prefetching
@@ -55,9 +54,23 @@ class Run:
     peak: Peak | None
     baseline_bytes: int
     packing: Packing
-    batches: Batches
     consumed_tokens: Callable[[int], Mapping[str, float]]
     faults: Callable[[], Sequence[str]]
+
+    @property
+    def spec(self) -> RunSpec:
+        """Everything that is derived from the configuration."""
+        return self.state.spec
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.spec.config
+
+    @property
+    def batches(self) -> Batches:
+        """The global batch of every iteration."""
+        return self.spec.batches
 
     def settings(self, batch: Batch) -> Settings:
         """Constants of a step."""

@@ -7,23 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from megatron3d.comm.process_comm import Comm, ProcessComm
-from megatron3d.config.derive import make_mesh, make_pipeline, overlap_of, tensor_mode, vocab_multiple
-from megatron3d.config.run_spec import resolve_architecture
-from megatron3d.config.schema import Config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.corpus.stream import Stream
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import fused_norms
-from megatron3d.model.architecture import Architecture
 from megatron3d.model.compile import Compiler
 from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
 from megatron3d.model.layers import Norm, is_opaque
-from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.optim.optimizer import Optimizer
 from megatron3d.optim.precision import PRECISIONS, LossScale
-from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.executor import PipelineExecutor
-from megatron3d.zero import Buffers, Sharding
+from megatron3d.zero import Buffers
 
 
 @dataclass
@@ -31,9 +26,11 @@ class TrainState:
     """Model, buffers and optimizer; `iteration` steps are done, and `consumed_samples` sequences are used up.
 
     Attributes:
+        spec: the run that this is the state of.
         stream: what is trained on where that is a dataset as it is; checkpoints remember where it is read on.
     """
 
+    spec: RunSpec
     model: GPT
     buffers: Buffers
     optimizer: Optimizer
@@ -44,24 +41,19 @@ class TrainState:
     stream: Stream | None = None
 
 
-def connect(config: Config, vocab_size: int, world_size: int, rank: int) -> tuple[Architecture, ProcessComm]:
-    """The model's numbers for a vocabulary, and this rank's groups for everything that it will communicate."""
-    mode, mesh = tensor_mode(config.parallel), make_mesh(config.parallel, world_size, rank)
-    arch = resolve_architecture(config.model, config.model.vocab_size or vocab_size, vocab_multiple(mode))
-    pipeline = make_pipeline(config, arch, mesh)
-    return arch, ProcessComm(mesh, axis_sets(arch, mode, mesh), links(arch, pipeline))
+def connect(spec: RunSpec) -> ProcessComm:
+    """Create this rank's process groups and links, for everything that the run communicates."""
+    return ProcessComm(spec.mesh, axis_sets(spec.arch, spec.mode, spec.mesh), links(spec.arch, spec.pipeline))
 
 
-def build_state(
-    config: Config, arch: Architecture, comm: Comm, device: torch.device, has_values: bool = True
-) -> TrainState:
-    """A fresh state; initial values depend on the seed and the model only.  Without values they are left out."""
-    pipeline = make_pipeline(config, arch, comm.mesh)
+def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: bool = True) -> TrainState:
+    """Build model, buffers and optimizer; initial values are a function of seed and model, and left out without
+    `has_values`."""
+    config = spec.config
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the host; use false, or a GPU")
-    recompute, overlap, mode = recompute_of(config.train), overlap_of(config.parallel), tensor_mode(config.parallel)
-    chunk, splits = config.train.loss_chunk_tokens, pipeline.splits_backward
-    model = GPT(arch, mode, comm, pipeline, chunk, recompute, overlap, splits)
+    chunk, splits = config.train.loss_chunk_tokens, spec.pipeline.splits_backward
+    model = GPT(spec.arch, spec.mode, comm, spec.pipeline, chunk, spec.recompute, spec.overlap, splits)
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,
@@ -71,7 +63,7 @@ def build_state(
         device,
         bucket_bytes=config.train.bucket_mb * 2**20,
         main_grads=model.main_grads,
-        sharding=Sharding.of_stage(config.parallel.zero_stage, comm.mesh.nontrivial(DATA[1:])),
+        sharding=spec.sharding,
         blocks=model.blocks(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
     )
@@ -86,7 +78,7 @@ def build_state(
     for name, start, values in buffers.held("main") if has_values else ():
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
-    if overlap.weight_gather:
+    if spec.overlap.weight_gather:
         model.prefetch_weights(buffers.make_whole)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale)
-    return TrainState(model, buffers, optimizer, loss_scale, PipelineExecutor(model, pipeline))
+    return TrainState(spec, model, buffers, optimizer, loss_scale, PipelineExecutor(model, spec.pipeline))

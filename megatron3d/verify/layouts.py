@@ -12,11 +12,8 @@ from torch import Tensor
 
 from megatron3d.checkpoint.param_pieces import param_pieces, written
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.derive import num_microbatches, tensor_mode
-from megatron3d.config.schema import Config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import Loader
-from megatron3d.data.packing import Packing
-from megatron3d.model.architecture import Architecture
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
@@ -41,20 +38,20 @@ class RandomSamples:
         )
 
 
-def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Trace | None:
+def trace(spec: RunSpec, comm: Comm, num_steps: int) -> Trace | None:
     """Loss and gradient norm of each step, then gradients, parameters and validation loss; on rank 0, None elsewhere.
 
     Args:
-        config: its `model`, `parallel`, `train` and `optimizer` sections are used, on random tokens, and of `data`
-            what documents mean, which token 0 ends.
+        spec: its sections `model`, `parallel`, `train` and `optimizer` are used, on random tokens, and the options of
+            `data` for documents, which token 0 ends.
     """
-    mode, mesh, device = tensor_mode(config.parallel), comm.mesh, torch.device("cpu")
-    state = build_state(config, arch, comm, device)
+    config, arch, device = spec.config, spec.arch, torch.device("cpu")
+    state = build_state(spec, comm, device)
     train, num_tokens = config.train, config.train.global_batch_size * arch.seq_length
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
-    loader = Loader(samples, mesh, mode.batch_axes, train.micro_batch_size, train.global_batch_size, device)
-    assert len(loader.step(0)) == num_microbatches(config, mesh), "the loader disagrees with the batch arithmetic"
-    settings = Settings(train.seed, num_tokens, train.global_batch_size, Packing.of(config.data, 0))
+    loader = Loader(samples, spec.mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device)
+    assert len(loader.step(0)) == spec.num_microbatches, "the loader disagrees with the batch arithmetic"
+    settings = Settings(train.seed, num_tokens, train.global_batch_size, spec.packing(0))
     values: dict[str, Tensor] = {}
     for step in range(1, num_steps + 1):
         batch = loader.step(state.consumed_samples)
@@ -63,7 +60,7 @@ def trace(config: Config, arch: Architecture, comm: Comm, num_steps: int) -> Tra
         values |= _logical(state, "grad", f"of step {step}", comm)
     values |= _logical(state, "main", "at the end", comm)
     values["validation loss"] = evaluate(state.executor, [loader.step(state.consumed_samples)], settings)
-    return values if mesh.rank == 0 else None
+    return values if spec.rank == 0 else None
 
 
 def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, Tensor]:

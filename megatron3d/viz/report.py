@@ -15,11 +15,11 @@ from statistics import median
 from typing import Any
 
 from megatron3d.analysis.memory_model.table import BYTES, unit_for
-from megatron3d.config.derive import make_pipeline
 from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
-from megatron3d.parallel.mesh import Mesh, ranges
+from megatron3d.parallel.mesh import ranges
 from megatron3d.pipeline.plot import figure
 from megatron3d.pipeline.simulate import simulate_durations
 from megatron3d.pipeline.spec import stage_flops
@@ -184,7 +184,7 @@ def _timeline(start: Start, folder: Path) -> Iterator[str]:
     try:
         config = read_config(folder / "config.yaml").config
         arch = Architecture(**{name: start["model"][name] for name in Architecture.__annotations__})
-        pipeline = make_pipeline(config, arch, Mesh(tuple(start["mesh"].items())))
+        pipeline = RunSpec(config, math.prod(start["mesh"].values()), arch.vocab_size).pipeline
     except UserError as error:
         yield section("Pipeline", note(f"cannot be drawn here: {error}"))
         return

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from megatron3d.analysis.cost_model.traffic import step_traffic
 from megatron3d.analysis.memory_model.rank import rank_memory
 from megatron3d.analysis.memory_model.step_spec import Job, make_job
-from megatron3d.config.derive import make_mesh
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.parallel.mesh import DATA
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
@@ -48,7 +47,7 @@ class Case(NamedTuple):
                 "train": {"global_batch_size": RANKS * MICROBATCHES, "micro_batch_size": 1, "precision": "bf16"},
             }
         )
-        return make_job(config, resolve_architecture(config.model, VOCABULARY), make_mesh(config.parallel, RANKS))
+        return make_job(RunSpec(config, RANKS, VOCABULARY))
 
 
 CASES = (

@@ -23,7 +23,8 @@ from megatron3d.comm.process_comm import Comm
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import DATA
-from megatron3d.zero.flat_buffer import Block, Flat, Sharding, make_flats
+from megatron3d.parallel.sharding import Sharding
+from megatron3d.zero.flat_buffer import Block, Flat, make_flats
 from megatron3d.zero.grad_reduction import Reduction
 from megatron3d.zero.hooks import wait_for_blocks, watch_blocks
 

@@ -21,27 +21,7 @@ from megatron3d.comm.process_comm import Pending
 from megatron3d.parallel.layout import ParamSpec, num_copies
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What is shared out over which axes; over none, every rank keeps everything (ZeRO stage 0).
-
-    Attributes:
-        axes: that share out the optimizer's state.
-        grads: whether gradients are shared out as well.
-        params: whether parameters are, too.
-    """
-
-    axes: Axes = ()
-    grads: bool = False
-    params: bool = False
-
-    @staticmethod
-    def of_stage(zero_stage: int, axes: Axes) -> Sharding:
-        """Stage 0 shares nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters."""
-        shares = bool(axes) and zero_stage > 0
-        return Sharding(axes if shares else (), shares and zero_stage >= 2, shares and zero_stage >= 3)
+from megatron3d.parallel.sharding import Sharding
 
 
 @dataclass(frozen=True)

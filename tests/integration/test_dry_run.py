@@ -15,19 +15,18 @@ from megatron3d.analysis.cost_model.traffic import step_flops, step_traffic
 from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.cli import parse_args
-from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.p2p import Link
+from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.state import build_state, connect
 from megatron3d.verify.dry_run.agree import disagreements
 from megatron3d.verify.dry_run.plot import figure
-from megatron3d.verify.dry_run.program import run_dry, step_lists
+from megatron3d.verify.dry_run.program import run_dry
 from megatron3d.verify.dry_run.run import RankRun, few_microbatches, measure, microbatches, run_rank
 from megatron3d.verify.dry_run.totals import totals
 from tests.support.tiny_run import write_config
@@ -57,15 +56,15 @@ def configure(model: str, parallel: dict[str, Any], world_size: int, **train: An
 
 
 def job_of(config: Config, world_size: int, rank: int) -> Job:
-    arch = resolve_architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
-    return make_job(config, arch, make_mesh(config.parallel, world_size, rank), recompute_of(config.train))
+    return make_job(RunSpec(config, world_size, VOCAB_SIZE, rank))
 
 
 def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[str]:
     """What a dry run does otherwise than closed forms."""
-    lists, found, runs = step_lists(config, VOCAB_SIZE, world_size), list[str](), []
+    spec = RunSpec(config, world_size, VOCAB_SIZE)
+    lists, found, runs = lower(spec.schedule), list[str](), []
     for rank in ranks:
-        run = run_rank(few_microbatches(config, world_size), VOCAB_SIZE, world_size, rank)
+        run = run_rank(few_microbatches(spec).on_rank(rank))
         runs.append(run)
         dry, job = totals(run, lists[run.coord]), job_of(config, world_size, rank)
         expected = step_traffic(job)
@@ -76,7 +75,7 @@ def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[st
                 found.append(f"rank {rank} {key}: dry {got}, closed form {want}")
         if dry.flops != step_flops(job):
             found.append(f"rank {rank}: dry {dry.flops} operations, closed form {step_flops(job)}")
-    return found + disagreements(runs, config, world_size)
+    return found + disagreements(runs, spec.mesh)
 
 
 @pytest.mark.parametrize(("place", "mode", "form"), [(place, *each) for place, each in enumerate(EVERY_FORM)])
@@ -124,29 +123,29 @@ def test_kept_weights_in_a_pipeline() -> None:
     assert problems(config, 32, (0, 8, 31)) == []
 
 
-def runs_of(world_size: int) -> tuple[Config, list[RankRun]]:
+def runs_of(world_size: int) -> tuple[RunSpec, list[RankRun]]:
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     config = configure("gpt2", parallel, world_size, global_batch_size=32)
-    few = few_microbatches(config, world_size)
-    return config, [run_rank(few, VOCAB_SIZE, world_size, rank) for rank in range(world_size)]
+    spec = RunSpec(config, world_size, VOCAB_SIZE)
+    return spec, [run_rank(few_microbatches(spec).on_rank(rank)) for rank in range(world_size)]
 
 
 def test_all_ranks_agree_until_one_asks_for_something_else() -> None:
     """Another shape, a call left out, and two transfers in another order are each told."""
-    config, runs = runs_of(8)
-    assert disagreements(runs, config, 8) == []
+    spec, runs = runs_of(8)
+    assert disagreements(runs, spec.mesh) == []
     entries = list(runs[1].entries)
     along_t = next(index for index, entry in enumerate(entries) if entry.where == ("t",))
     runs[1].entries[along_t] = entries[along_t]._replace(shape=(1, 2))
-    (problem,) = disagreements(runs, config, 8)
+    (problem,) = disagreements(runs, spec.mesh)
     assert problem.startswith("ranks 0 and 1 would hang: call 1 between them is") and "(1, 2)" in problem
     del runs[1].entries[along_t]
-    assert any("would hang" in problem for problem in disagreements(runs, config, 8))
+    assert any("would hang" in problem for problem in disagreements(runs, spec.mesh))
     runs[1].entries[:] = entries
     links = [index for index, entry in enumerate(entries) if isinstance(entry.where, Link)]
     first, second = next(pair for pair in pairwise(links) if entries[pair[0]].what != entries[pair[1]].what)
     runs[1].entries[first], runs[1].entries[second] = entries[second], entries[first]
-    assert any("ranks 1 and 5 would hang" in problem for problem in disagreements(runs, config, 8))
+    assert any("ranks 1 and 5 would hang" in problem for problem in disagreements(runs, spec.mesh))
 
 
 def test_memory_and_operations_are_those_of_a_step_with_values() -> None:
@@ -154,12 +153,11 @@ def test_memory_and_operations_are_those_of_a_step_with_values() -> None:
     for model in MODELS:
         for extra in ({}, {"recompute_granularity": "full"}):
             config = configure(model, {}, 1, global_batch_size=24, **extra)
-            lists = step_lists(config, VOCAB_SIZE, 1)
-            arch, comm = connect(config, VOCAB_SIZE, 1, 0)
-            recorder = Recorder(comm)
-            state = build_state(config, arch, recorder, torch.device("cpu"))
-            real = measure(config, state, recorder, microbatches(config, state))
-            dry = run_rank(few_microbatches(config, 1), VOCAB_SIZE, 1, 0)
+            spec = RunSpec(config, 1, VOCAB_SIZE)
+            lists, recorder = lower(spec.schedule), Recorder(connect(spec))
+            state = build_state(spec, recorder, torch.device("cpu"))
+            real = measure(state, recorder, microbatches(spec))
+            dry = run_rank(few_microbatches(spec))
             one, other = totals(dry, lists[0]), totals(real, lists[0])
             assert dry.between == real.between and dry.parameters == real.parameters
             assert one.flops == other.flops
@@ -170,11 +168,11 @@ def test_many_microbatches_are_filled_in() -> None:
     """Four of them give the totals, and the bytes after every action, that running all of them gives."""
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"}
     config = configure("gpt2", parallel, 4, global_batch_size=72)
-    lists = step_lists(config, VOCAB_SIZE, 4)
+    spec = RunSpec(config, 4, VOCAB_SIZE)
+    lists = lower(spec.schedule)
     for rank in (0, 3):
         few, all_of_them = (
-            totals(run_rank(each, VOCAB_SIZE, 4, rank), lists[rank // 2])
-            for each in (few_microbatches(config, 4), config)
+            totals(run_rank(each.on_rank(rank)), lists[rank // 2]) for each in (few_microbatches(spec), spec)
         )
         assert few.calls == all_of_them.calls and few.sent == all_of_them.sent and few.flops == all_of_them.flops
         assert few.peak == pytest.approx(all_of_them.peak, rel=0.02)
@@ -182,8 +180,8 @@ def test_many_microbatches_are_filled_in() -> None:
 
 def test_the_picture_has_what_is_held() -> None:
     """Kinds between steps and activations add up to the timeline; the line on top ends at the peak."""
-    config, runs = runs_of(4)
-    lists = step_lists(config, VOCAB_SIZE, 4)
+    spec, runs = runs_of(4)
+    lists = lower(spec.schedule)
     sums = [totals(run, lists[run.coord]) for run in runs]
     (panel, *rest) = figure(runs, sums).axes
     assert len(rest) == len(runs) - 1

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.derive import make_mesh, num_microbatches, stage_owners, tensor_shape
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.rules import check
 from megatron3d.parallel.mesh import DATA
@@ -109,7 +108,8 @@ def configure(model: dict[str, Any], parallel: Mapping[str, Any], **train: Any) 
 
 def run_trace(rank: int, world_size: int, config: Config) -> Trace | None:
     """The steps of a configuration."""
-    return trace(config, *connect(config, VOCAB_SIZE, world_size, rank), NUM_STEPS)
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    return trace(spec, connect(spec), NUM_STEPS)
 
 
 @cache
@@ -134,7 +134,7 @@ def small_batches(name: str, parallel: Mapping[str, Any], num_ranks: int, batche
     """The fewest sequences per microbatch that the rules allow, and the first batch with enough microbatches."""
     for micro, batch in product((1, 2, 4, 8), batches):
         config = configure(MODELS[name], parallel, micro_batch_size=micro, global_batch_size=batch)
-        enough = num_microbatches(config, make_mesh(config.parallel, num_ranks)) >= least
+        enough = RunSpec(config, num_ranks).num_microbatches >= least
         if enough and not check(config, num_ranks, VOCAB_SIZE):
             return config
     raise AssertionError(f"no batch of {batches} fits {parallel}")
@@ -188,16 +188,16 @@ def pipeline_matrix(turn: int, folder: Path) -> list[tuple[str, Config]]:
         at, round_ = (turn * len(pipelines()) + index) % len(groups), (turn * len(pipelines()) + index) // len(groups)
         tensor = groups[at][(round_ + place) % len(groups[at])]
         alone = small_batches(name, tensor, NUM_RANKS // ranks, batches, least=3)
-        mesh, train = make_mesh(alone.parallel, NUM_RANKS // ranks), alone.train.model_dump(exclude_defaults=True)
+        spec, train = RunSpec(alone, NUM_RANKS // ranks), alone.train.model_dump(exclude_defaults=True)
         parallel = {**tensor, **pipeline, "pipeline_model_parallel_size": ranks}
-        if mesh.sizes["data"] > 1:
+        if spec.mesh.sizes["data"] > 1:
             parallel["zero_stage"] = turn % 4
         if pipeline["pipeline_schedule"] == FROM_FILE:
             where = random_owners(ranks, choose)
             parallel["pipeline_schedule_file"] = str(folder / f"{turn}-{place}.csv")
-            schedule = any_schedule(choose, where, num_microbatches(alone, mesh))
+            schedule = any_schedule(choose, where, spec.num_microbatches)
             write_schedule(schedule, Path(parallel["pipeline_schedule_file"]))
-        where = stage_owners(ParallelConfig.model_validate(parallel))
+        where = RunSpec(Config(parallel=ParallelConfig.model_validate(parallel))).stage_owners
         parallel["pipeline_model_parallel_layout"] = divisions(where, choose)[(turn - index) % 4]
         found.append((name, configure(DEEP[name], parallel, **train)))
     return found
@@ -232,20 +232,20 @@ def test_the_matrix_is_wide() -> None:
     for mode, entry in MODES.items():
         for form in entry.forms:
             same = [c for c in configs if describe(c).startswith(f"{mode} {form} ")]
-            axes = [tensor_shape(c.parallel) for c in same]
+            axes = [RunSpec(c).tensor_shape for c in same]
             assert any(min(shape) > 1 for shape in axes), f"{mode} {form}: no layout has all axes above 1"
             assert {math.prod(shape) for shape in axes} == {NUM_RANKS, NUM_RANKS // 2}
             assert len(entry.axis_names) == 1 or any(len(set(shape)) > 1 for shape in axes)
     assert {c.train.micro_batch_size for c in configs} >= {1, 2, 4}
-    assert all(num_microbatches(c, make_mesh(c.parallel, NUM_RANKS)) > 1 for c in configs)
+    assert all(RunSpec(c, NUM_RANKS).num_microbatches > 1 for c in configs)
 
 
 def facts(config: Config) -> Iterator[str]:
     """What a pipeline tries, in words."""
-    parallel, mesh = config.parallel, make_mesh(config.parallel, NUM_RANKS)
-    ranks, m, layers = mesh.sizes["pipeline"], num_microbatches(config, mesh), parallel.pipeline_model_parallel_layout
-    where = stage_owners(parallel)
-    tied = "tied" if resolve_architecture(config.model, VOCAB_SIZE).tie_embeddings else "untied"
+    spec, parallel = RunSpec(config, NUM_RANKS, VOCAB_SIZE), config.parallel
+    mesh, m, where = spec.mesh, spec.num_microbatches, spec.stage_owners
+    ranks, layers = mesh.sizes["pipeline"], parallel.pipeline_model_parallel_layout
+    tied = "tied" if spec.arch.tie_embeddings else "untied"
     yield f"{tied}, ends {'on one rank' if where[0] == where[-1] else 'apart'}"
     yield f"{tied} {parallel.pipeline_schedule} {parallel.virtual_pipeline_model_parallel_size}"
     yield f"{parallel.tensor_parallel_mode} {parallel.tensor_parallel_form}"

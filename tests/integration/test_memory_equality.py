@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.derive import make_mesh, tensor_mode
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
-from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import SCHEDULES
@@ -113,16 +112,16 @@ def configurations() -> list[tuple[str, Config]]:
 
 def run(rank: int, world_size: int, config: Config) -> tuple[Trace | None, list[str]]:
     """The trace, and what was wrong where a gradient was not finite."""
-    arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
-    return trace(config, arch, comm, NUM_STEPS), list(not_skipped(config, arch, comm))
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    comm = connect(spec)
+    return trace(spec, comm, NUM_STEPS), list(not_skipped(spec, comm))
 
 
-def not_skipped(config: Config, arch: Architecture, comm: Comm) -> Iterator[str]:
+def not_skipped(spec: RunSpec, comm: Comm) -> Iterator[str]:
     """Two steps, in the first of which the last rank's first parameter has an infinite gradient."""
-    state, train, mesh = build_state(config, arch, comm, CPU), config.train, comm.mesh
+    state, train, mesh, arch = build_state(spec, comm, CPU), spec.config.train, comm.mesh, spec.arch
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
-    axes = tensor_mode(config.parallel).batch_axes
-    loader = Loader(samples, mesh, axes, train.micro_batch_size, train.global_batch_size, CPU)
+    loader = Loader(samples, mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, CPU)
     settings, values = Settings(train.seed, BATCH * arch.seq_length, BATCH), [held(state)]
     for injects in (True, False):
         if injects and mesh.rank == mesh.world_size - 1:
@@ -165,6 +164,6 @@ def test_the_pairs_are_many() -> None:
     for keys in (*ZERO, *GROUPED, *RECOMPUTED, *EXECUTED, *FORMS, *PIPELINES):
         wanted = {name: tuple(value) if isinstance(value, list) else value for name, value in keys.items()}
         assert any(wanted.items() <= each.items() for each in tried), keys
-    sizes = [make_mesh(config.parallel, NUM_RANKS).sizes for config in configs]
+    sizes = [RunSpec(config, NUM_RANKS).mesh.sizes for config in configs]
     assert any(all(each[axis] > 1 for axis in DATA) for each in sizes)
     assert any(min(each["pipeline"], each["data"]) > 1 for each in sizes)

@@ -13,7 +13,7 @@ import torch
 
 from megatron3d.checkpoint.store import read_index
 from megatron3d.checkpoint.verify import verify
-from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
@@ -73,10 +73,7 @@ def configure(name: str) -> Config:
     for micro in (8, 4, 2, 1):
         train = {"precision": "fp64", "bucket_mb": 0.01, "micro_batch_size": micro, "global_batch_size": BATCH}
         config = Config.model_validate({**SECTIONS, "parallel": LAYOUTS[name], "train": train})
-        if (
-            not check(config, ranks, VOCAB_SIZE)
-            and num_microbatches(config, make_mesh(config.parallel, ranks)) >= least
-        ):
+        if not check(config, ranks, VOCAB_SIZE) and RunSpec(config, ranks).num_microbatches >= least:
             return config
     raise AssertionError(f"no batch fits {name}: {check(config, ranks, VOCAB_SIZE)}")
 
@@ -85,7 +82,7 @@ def advance(config: Config, state: TrainState) -> list[float]:
     """Two more steps; loss and gradient norm of each."""
     mesh, train, arch = state.model.comm.mesh, config.train, state.model.arch
     samples = RandomSamples(train.seed, VOCAB_SIZE, arch.seq_length)
-    axes, device = tensor_mode(config.parallel).batch_axes, torch.device("cpu")
+    axes, device = state.spec.mode.batch_axes, torch.device("cpu")
     loader = Loader(samples, mesh, axes, train.micro_batch_size, train.global_batch_size, device)
     settings = Settings(train.seed, train.global_batch_size * arch.seq_length, train.global_batch_size)
     numbers: list[float] = []
@@ -97,7 +94,8 @@ def advance(config: Config, state: TrainState) -> list[float]:
 
 
 def build(rank: int, world_size: int, config: Config) -> TrainState:
-    return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), torch.device("cpu"))
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    return build_state(spec, connect(spec), torch.device("cpu"))
 
 
 def write(rank: int, world_size: int, config: Config, root: Path) -> None:
@@ -183,4 +181,4 @@ def test_the_layouts_are_wide() -> None:
     assert {config.parallel.tensor_parallel_mode for config in configs} == set(MODES)
     assert {config.parallel.zero_stage for config in configs} == {0, 1, 2, 3}
     assert {config.parallel.pipeline_model_parallel_size for config in configs} == {1, 2, 4}
-    assert {make_mesh(config.parallel, NUM_RANKS).sizes["data"] for config in configs} == {1, 2}
+    assert {RunSpec(config, NUM_RANKS).mesh.sizes["data"] for config in configs} == {1, 2}

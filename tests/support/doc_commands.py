@@ -25,8 +25,8 @@ import pytest
 
 import pretrain_gpt
 from megatron3d.config.cli import parse_args, resolve
-from megatron3d.config.derive import tensor_size
 from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.runtime import process
 from tests.support.pool import Pool
 from tests.support.tiny_run import ROOT, Outcome
@@ -99,8 +99,8 @@ def parse(program: str, typed: Words, num_ranks: int | None = None) -> None:
             module(program).main(typed)
         return
     given = parse_args(typed)
-    parallel = read_config(ROOT / given.config, given.overrides).config.parallel
-    least = tensor_size(parallel) * parallel.pipeline_model_parallel_size
+    config = read_config(ROOT / given.config, given.overrides).config
+    least = RunSpec(config).tensor_size * config.parallel.pipeline_model_parallel_size
     resolve(ROOT / given.config, given.overrides, given.world_size or num_ranks or least, elsewhere=True)
 
 

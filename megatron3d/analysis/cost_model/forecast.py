@@ -14,8 +14,7 @@ from megatron3d.analysis.cost_model.hardware import CLUSTERS
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.step import Prediction, machine_of, make_step, predict
 from megatron3d.analysis.memory_model.table import lines_of
-from megatron3d.config.schema import Config
-from megatron3d.model.architecture import Architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.parallel.mesh import Mesh
 
 # After so many steps; what is nearer than that, relative to the step, is not worth a word.
@@ -81,14 +80,15 @@ class Forecast:
         return f"{where}, transfers under computation where the layout has them, and ranks that arrive together"
 
 
-def forecast(config: Config, arch: Architecture, world_size: int, is_cpu: bool) -> Forecast | str:
+def forecast(spec: RunSpec, is_cpu: bool) -> Forecast | str:
     """Of a run; where the cluster is not known, how to say it.  Raises UserError where its file is wrong."""
+    config = spec.config
     cluster = config.logging.cluster or (LOCAL if is_cpu and (CLUSTERS / f"{LOCAL}.yaml").is_file() else None)
     if cluster is None:
         how = "run tools/calibrate.py" if is_cpu else "set logging.cluster"
         return f"step time is not predicted, since this machine is not known: {how} (docs/planner.md)"
     if is_cpu and config.train.precision != "fp32" and config.logging.cluster is None:
         return "step time is not predicted: tools/calibrate.py measures processors in fp32 only"
-    machine = machine_of(cluster, config.train.precision, world_size)
-    step = make_step(config, arch, world_size, machine)
+    machine = machine_of(cluster, config.train.precision, spec.world_size)
+    step = make_step(spec, machine)
     return Forecast(cluster, predict(step), machine, step.mesh)

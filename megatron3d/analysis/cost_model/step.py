@@ -19,16 +19,14 @@ from megatron3d.analysis.cost_model.layer import Machine, Phases, layer_phases
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES
-from megatron3d.config.derive import make_mesh, make_pipeline, overlap_of, tensor_mode, virtual_size
-from megatron3d.config.derive import num_microbatches as config_microbatches
-from megatron3d.config.schema import Config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.recompute_spec import KEEP_ALL, recompute_of
+from megatron3d.model.recompute_spec import KEEP_ALL
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import crossing
-from megatron3d.parallel.mesh import DATA, Mesh
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import Action, ActionKind, Schedule
-from megatron3d.pipeline.schedules import FROM_FILE, num_microbatches
+from megatron3d.pipeline.schedules import num_microbatches
 from megatron3d.pipeline.simulate import Span, Timeline, simulate_durations
 from megatron3d.pipeline.spec import Pipeline
 
@@ -109,39 +107,32 @@ class Step:
         return self.work.arch
 
 
-def make_step(config: Config, arch: Architecture, world_size: int, machine: Machine) -> Step:
+def make_step(spec: RunSpec, machine: Machine) -> Step:
     """The step of a valid configuration, of whose steady microbatches a few are simulated."""
-    mesh = make_mesh(config.parallel, world_size)
-    train, mode = config.train, tensor_mode(config.parallel)
+    train, zero_stage = spec.config.train, spec.config.parallel.zero_stage
     itemsize, kernels = ITEMSIZES[train.precision], KERNELS["gpu"]
-    recompute, overlap = recompute_of(train), overlap_of(config.parallel)
-    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, overlap, kernels)
-    num = config_microbatches(config, mesh)
-    few, shorter = few_microbatches(config, mesh)
-    pipeline = make_pipeline(few, arch, mesh)
-    rest = make_pipeline(shorter, arch, mesh).schedule if shorter else None
+    work = Work(
+        spec.arch, spec.mode, spec.mesh, train.micro_batch_size, itemsize, spec.recompute, spec.overlap, kernels
+    )
+    simulated, shorter = simulated_specs(spec)
+    rest = shorter.schedule if shorter else None
     bucket_bytes = train.bucket_mb * 2**20
     machine = machine.compiled() if train.compile else machine
-    return Step(work, pipeline, num, config.parallel.zero_stage, bucket_bytes, machine, shorter=rest)
+    return Step(work, simulated.pipeline, spec.num_microbatches, zero_stage, bucket_bytes, machine, shorter=rest)
 
 
-def few_microbatches(config: Config, mesh: Mesh) -> tuple[Config, Config | None]:
-    """A configuration with the microbatches that are worth simulating, and one with as many less as a period has.
+def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
+    """Return the run with the microbatches that are worth simulating, and one with a period of the schedule less.
 
     What comes beyond is steady where they are a multiple of the ranks, or a rank has one stage.
     """
-    ranks, num = mesh.sizes["pipeline"], config_microbatches(config, mesh)
-    virtual = 0 if config.parallel.pipeline_schedule == FROM_FILE else virtual_size(config.parallel)
+    ranks, num = spec.mesh.sizes["pipeline"], spec.num_microbatches
+    virtual = 0 if spec.has_schedule_file else spec.num_virtual_stages
     is_steady = virtual == 1 or (virtual > 1 and num % ranks == 0)
     if num <= 4 * ranks or not is_steady:
-        return config, None
-
-    def having(count: int) -> Config:
-        size = count * config.train.micro_batch_size * mesh.size(DATA)
-        return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
-
+        return spec, None
     count = 3 * ranks + num % ranks
-    return having(count), having(count - ranks)
+    return spec.with_microbatches(count), spec.with_microbatches(count - ranks)
 
 
 def predict(step: Step) -> Prediction:

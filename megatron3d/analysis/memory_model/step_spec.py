@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, Kernels, Work
-from megatron3d.config.derive import make_pipeline, overlap_of, tensor_mode
-from megatron3d.config.schema import Config
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.stages import Stage
-from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.spec import Pipeline
@@ -80,25 +76,31 @@ class Job:
         return len({action.mb for action in self.pipeline.schedule[self.coord]})
 
 
-def make_job(
-    config: Config,
-    arch: Architecture,
-    mesh: Mesh,
-    recompute: Recompute = KEEP_ALL,
-    kernels: Kernels = KERNELS["cpu"],
-) -> Job:
-    """The job of a valid configuration on a rank."""
-    parallel, train, optimizer = config.parallel, config.train, config.optimizer
-    itemsize = ITEMSIZES[train.precision]
-    mode, overlap = tensor_mode(parallel), overlap_of(parallel)
-    documents = config.data.reset_attention_mask, config.data.reset_position_ids
-    work = Work(arch, mode, mesh, train.micro_batch_size, itemsize, recompute, overlap, kernels, *documents)
+def make_job(spec: RunSpec, kernels: Kernels = KERNELS["cpu"]) -> Job:
+    """Return a rank's part of a step of a valid configuration."""
+    config, train, optimizer = spec.config, spec.config.train, spec.config.optimizer
+    work = Work(
+        spec.arch,
+        spec.mode,
+        spec.mesh,
+        train.micro_batch_size,
+        ITEMSIZES[train.precision],
+        spec.recompute,
+        spec.overlap,
+        kernels,
+        config.data.reset_attention_mask,
+        config.data.reset_position_ids,
+    )
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     first, second = (work.wide if name is None else ITEMSIZES[name] for name in moments)
-    pipeline = make_pipeline(config, arch, mesh)
-    bucket_bytes = train.bucket_mb * 2**20
-    name, lowered = parallel.pipeline_schedule, lower(pipeline.schedule)
-    zero_stage, reduced = parallel.zero_stage, 2 if train.grad_reduce_in_bf16 else work.wide
     return Job(
-        work, pipeline, name, lowered, (first, second), train.loss_chunk_tokens, bucket_bytes, zero_stage, reduced
+        work,
+        spec.pipeline,
+        config.parallel.pipeline_schedule,
+        lower(spec.schedule),
+        (first, second),
+        train.loss_chunk_tokens,
+        bucket_bytes=train.bucket_mb * 2**20,
+        zero_stage=config.parallel.zero_stage,
+        reduce_itemsize=2 if train.grad_reduce_in_bf16 else work.wide,
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from megatron3d.analysis.memory_model.local_sizes import Work
 from megatron3d.analysis.memory_model.rank import rank_memory
 from megatron3d.analysis.memory_model.step_spec import Job
-from megatron3d.config.derive import vocab_multiple
 from megatron3d.config.validate.tensor_parallel import feature_dimensions
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
@@ -172,5 +171,5 @@ def fits(work: Work) -> bool:
         work.micro_batch_size % mesh.size(mode.inner[0]) == 0
         and all(work.num_tokens % ranks == 0 for ranks in tokens)
         and all(d.size % mesh.size(axes) == 0 for d in feature_dimensions(work.arch, mode) for axes in d.splits)
-        and work.arch.padded_vocab_size % vocab_multiple(mode) == 0
+        and work.arch.padded_vocab_size % mode.vocab_multiple == 0
     )

@@ -19,20 +19,18 @@ from megatron3d.analysis.cost_model.data_axis import Held, exchange, repeats
 from megatron3d.analysis.cost_model.embedding_head import head_times
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine, layer_phases
-from megatron3d.analysis.cost_model.step import Prediction, few_microbatches, machine_of, make_step, predict
+from megatron3d.analysis.cost_model.step import Prediction, machine_of, make_step, predict, simulated_specs
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
 from megatron3d.analysis.memory_model.rank import Memory, rank_memory
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_job
 from megatron3d.analysis.planner.options import RECOMPUTATIONS, Layout, Tensor, micro_batches, pipelines, tensors
-from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
-from megatron3d.model.recompute_spec import Recompute, recompute_of
+from megatron3d.model.recompute_spec import Recompute
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.action_costs import UNIT_COSTS
@@ -89,9 +87,10 @@ class Problem:
         """Bytes of a number of the network."""
         return ITEMSIZES[self.config.train.precision]
 
-    def arch(self, config: Config) -> Architecture:
-        """The network with the padding that a layout needs."""
-        return resolve_architecture(config.model, self.vocab_size, vocab_multiple(tensor_mode(config.parallel)))
+    def spec(self, config: Config) -> RunSpec:
+        """Return the run of a configuration on these ranks with this vocabulary."""
+        model = config.model.model_copy(update={"vocab_size": self.vocab_size})
+        return RunSpec(config.model_copy(update={"model": model}), self.num_ranks)
 
     def plan(self, layout: Layout) -> Plan:
         """A layout in full."""
@@ -99,17 +98,17 @@ class Problem:
 
     def predicted(self, layout: Layout, config: Config) -> Plan:
         """A configuration in full, whatever it says of its layout."""
-        return Plan(layout, config, self.step(config), self.memory(config))
+        spec = self.spec(config)
+        return Plan(layout, config, self.step(spec), self.memory(spec))
 
-    def step(self, config: Config) -> Prediction:
-        """A configuration's time."""
-        return predict(make_step(config, self.arch(config), self.num_ranks, self.machine))
+    def step(self, spec: RunSpec) -> Prediction:
+        """Predict the time of a step."""
+        return predict(make_step(spec, self.machine))
 
-    def memory(self, config: Config) -> Memory:
-        """Of the rank that needs most."""
-        few, _ = few_microbatches(config, make_mesh(config.parallel, self.num_ranks))
-        mesh = make_mesh(config.parallel, self.num_ranks)
-        job = make_job(few, self.arch(config), mesh, recompute_of(config.train), KERNELS["gpu"])
+    def memory(self, spec: RunSpec) -> Memory:
+        """Predict the memory of the rank that needs most."""
+        simulated, _ = simulated_specs(spec)
+        job = make_job(simulated, KERNELS["gpu"])
         ends = dict.fromkeys((0, job.pipeline.num_ranks - 1))
         return max((rank_memory(job.on_pipeline_rank(coord)) for coord in ends), key=lambda each: each.total)
 
@@ -119,7 +118,7 @@ class Problem:
 
     def mfu(self, plan: Plan) -> float:
         """Model operations over the peak of all ranks."""
-        flops = flops_per_token(resolve_architecture(self.config.model, self.vocab_size)) * self.tokens_per_s(plan)
+        flops = flops_per_token(self.spec(self.config).arch) * self.tokens_per_s(plan)
         return flops / (self.num_ranks * self.machine.device.peak)
 
 
@@ -148,11 +147,12 @@ def search(problem: Problem, count: int = 10, modes: Sequence[str] = tuple(MODES
         if broken := check(config, problem.num_ranks, problem.vocab_size):
             rejected[_reason(broken[0])] += 1
             continue
-        step = problem.step(config)
+        spec = problem.spec(config)
+        step = problem.step(spec)
         if step.step_s >= worst:
             tried += 1
             continue
-        plan = Plan(bound.layout, config, step, problem.memory(config))
+        plan = Plan(bound.layout, config, step, problem.memory(spec))
         if plan.memory.total > problem.memory_bytes:
             rejected["needs more memory than a rank has"] += 1
             continue
@@ -185,7 +185,7 @@ def _bounds_of(problem: Problem, tensor: Tensor, bubbles: Bubbles, rejected: Cou
     if broken:
         rejected[_reason(broken[0])] += 1
         return
-    arch = problem.arch(Layout(tensor).of(config))
+    arch = problem.spec(Layout(tensor).of(config)).arch
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes))
     held = Held.of(arch, mode, mesh)
     weights = arch.num_layers * sum(held.layer.values())

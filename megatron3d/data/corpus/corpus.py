@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.blend import Blend, Paths, parse_paths, whole_parts
 from megatron3d.data.corpus.blended import BlendedSamples, Samples
@@ -106,7 +107,7 @@ class _Opener:
         opened = [(IndexedDataset(prefix), weight) for prefix, weight in parse_paths(key, value)]
         for dataset, _ in opened:
             _check_tokenizer(dataset, self.tokenizer, self.vocab_size)
-            _check_documents(dataset, Packing.of(self.config.data, self.tokenizer.eod))
+            _check_documents(dataset, RunSpec(self.config).packing(self.tokenizer.eod))
         return tuple((dataset, weight or Fraction(dataset.num_tokens)) for dataset, weight in opened)
 
     def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | Stream | None:
@@ -114,7 +115,7 @@ class _Opener:
         if not (isinstance(path, str) and path.startswith(HF_PREFIX)):
             return self.split(self.paths(key, path), number, is_whole=True)
         data, tokenizer, seed = self.config.data, self.tokenizer, self.config.train.seed if number == 0 else None
-        Packing.of(data, tokenizer.eod)
+        RunSpec(self.config).packing(tokenizer.eod)
         encoder = Encoder(
             data.tokenizer_type,
             data.tokenizer_model,

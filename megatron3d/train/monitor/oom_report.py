@@ -12,18 +12,15 @@ from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.analysis.memory_model.suggestions import cheaper
 from megatron3d.analysis.memory_model.table import memory_table
 from megatron3d.comm.process_comm import Comm
-from megatron3d.config.schema import Config
-from megatron3d.model.gpt import GPT
-from megatron3d.model.recompute_spec import recompute_of
+from megatron3d.config.run_spec import RunSpec
 
 # What torch's allocator for the CPU says, in a RuntimeError.
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 
-def job_of(config: Config, model: GPT, device: torch.device) -> Job:
-    """This rank's part of a step, from which its memory follows."""
-    kernels = KERNELS["cpu" if device.type == "cpu" else "gpu"]
-    return make_job(config, model.arch, model.comm.mesh, recompute_of(config.train), kernels)
+def job_of(spec: RunSpec, device: torch.device) -> Job:
+    """Return this rank's part of a step, from which its memory follows."""
+    return make_job(spec, KERNELS["cpu" if device.type == "cpu" else "gpu"])
 
 
 def measured(comm: Comm, num_bytes: int) -> list[int]:

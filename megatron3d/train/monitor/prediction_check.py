@@ -16,7 +16,7 @@ class Expected:
 
     def __init__(self, run: Run) -> None:
         on_cpu = run.runtime.device.type == "cpu"
-        self.forecast = forecast(run.config, run.state.model.arch, run.runtime.world_size, on_cpu)
+        self.forecast = forecast(run.spec, on_cpu)
         self._num_steps, self._sum_s, self._parts = 0, 0.0, Times()
 
     def see(self, step_s: float, num_steps: int, phases_ms: Mapping[str, Spread]) -> None:

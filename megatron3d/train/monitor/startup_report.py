@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megatron3d.analysis.cost_model.forecast import forecast
 from megatron3d.analysis.memory_model.table import memory_table, stage_table
 from megatron3d.checkpoint.param_pieces import written
-from megatron3d.config.schema import Config
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.peaks import Peak, describe_peak
 from megatron3d.hardware.sdpa_backends import describe_attention
@@ -40,23 +39,26 @@ def check_built(state: TrainState) -> None:
         )
 
 
-def attention_line(state: TrainState, config: Config) -> str:
+def attention_line(state: TrainState) -> str:
     """Which attention kernel this rank takes; raises UserError where a mask is needed that none takes."""
     arch, whole = state.model.arch, state.buffers.flats[0].whole
-    work = job_of(config, state.model, whole.device).work
-    heads, is_masked = (work.num_queries, work.num_groups, arch.kv_channels), config.data.reset_attention_mask
+    work = job_of(state.spec, whole.device).work
+    heads, is_masked = (
+        (work.num_queries, work.num_groups, arch.kv_channels),
+        state.spec.config.data.reset_attention_mask,
+    )
     return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)
 
 
-def startup_report(state: TrainState, peak: Peak | None, config: Config) -> str:
+def startup_report(state: TrainState, peak: Peak | None) -> str:
     """Model, kernels, stages and memory of the ranks, and the denominator of MFU."""
-    return "\n".join(f"> {line}" for line in _lines(state, peak, config))
+    return "\n".join(f"> {line}" for line in _lines(state, peak))
 
 
-def _lines(state: TrainState, peak: Peak | None, config: Config) -> Iterator[str]:
-    model, flats = state.model, state.buffers.flats
-    arch, whole = model.arch, flats[0].whole
-    job = job_of(config, model, whole.device)
+def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
+    spec, flats = state.spec, state.buffers.flats
+    arch, whole = spec.arch, flats[0].whole
+    job, config = job_of(spec, whole.device), spec.config
     groups = "" if arch.num_query_groups == arch.num_attention_heads else f" ({arch.num_query_groups} key/value groups)"
     gate = " gated" if arch.activation in GATED else ""
     yield (
@@ -73,12 +75,12 @@ def _lines(state: TrainState, peak: Peak | None, config: Config) -> Iterator[str
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
     if uses_onednn(whole.device, whole.dtype):
         yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
-    yield attention_line(state, config)
+    yield attention_line(state)
     if "apex" in (config.optimizer.adam_implementation, config.train.norm_implementation):
         yield describe_apex()
     if job.pipeline.num_ranks > 1:
         yield from ("stages of the pipeline:", *stage_table(job))
     yield from ("memory by arithmetic:", *memory_table(job))
-    expected = forecast(config, arch, model.comm.mesh.world_size, whole.device.type == "cpu")
+    expected = forecast(spec, whole.device.type == "cpu")
     yield expected if isinstance(expected, str) else expected.line()
     yield describe_peak(peak, whole.device, config.train.precision)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron3d.config.derive import make_mesh
-from megatron3d.config.schema import Config
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.verify.dry_run.run import RankRun
 
 
-def disagreements(runs: Sequence[RankRun], config: Config, world_size: int) -> list[str]:
+def disagreements(runs: Sequence[RankRun], mesh: Mesh) -> list[str]:
     """Every first difference between what the members of a group ask of it, or the two ends of a link: a hang."""
-    mesh, found = make_mesh(config.parallel, world_size), list[str]()
+    found = list[str]()
     lists: dict[tuple[int, ...], dict[int, list[tuple[str, tuple[int, ...], str]]]] = {}
     for run in runs:
         here = mesh.at(run.rank)

@@ -11,12 +11,10 @@ from pathlib import Path
 import torch
 
 from megatron3d.config.cli import Arguments, resolve
-from megatron3d.config.derive import make_mesh, make_pipeline
-from megatron3d.config.run_spec import resolve_architecture
-from megatron3d.config.schema import Config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.pipeline.actions import Action
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.lower import lower
 from megatron3d.runtime.process import num_cores
 from megatron3d.verify.dry_run.agree import disagreements
@@ -26,21 +24,21 @@ from megatron3d.verify.dry_run.show import report
 from megatron3d.verify.dry_run.totals import Totals, totals
 
 
-def dry_run(config: Config, vocab_size: int, world_size: int, ranks: Sequence[int]) -> list[RankRun]:
+def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankRun]:
     """The step of several ranks, in several processes where that is worth it."""
-    few = few_microbatches(config, world_size)
+    few = few_microbatches(spec)
     workers = min(num_cores(), -(-len(ranks) // 4))
     if workers == 1:
-        return [run_rank(few, vocab_size, world_size, rank) for rank in ranks]
+        return [run_rank(few.on_rank(rank)) for rank in ranks]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        jobs = [pool.submit(run_rank, few, vocab_size, world_size, rank) for rank in ranks]
+        jobs = [pool.submit(run_rank, few.on_rank(rank)) for rank in ranks]
         return [job.result() for job in jobs]
 
 
-def chosen_ranks(text: str, config: Config, world_size: int) -> list[int]:
+def chosen_ranks(text: str, mesh: Mesh) -> list[int]:
     """The ranks that `--ranks` names."""
-    mesh = make_mesh(config.parallel, world_size)
+    world_size = mesh.world_size
     named = {"all": range(world_size), "pipeline": mesh.ranks(("pipeline",))}
     if text in named:
         return list(named[text])
@@ -57,13 +55,14 @@ def run_dry(arguments: Arguments, environ_world_size: int) -> int:
     vocab_size = config.model.vocab_size
     if vocab_size is None:
         vocab_size = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model).vocab_size
-    runs = dry_run(config, vocab_size, world_size, chosen_ranks(arguments.ranks, config, world_size))
-    lists = step_lists(config, vocab_size, world_size)
+    spec = RunSpec(config, world_size, vocab_size)
+    runs = dry_run(spec, chosen_ranks(arguments.ranks, spec.mesh))
+    lists = lower(spec.schedule)
     sums = [totals(run, lists[run.coord]) for run in runs]
     print(report(runs, sums))
     if arguments.picture:
         draw(arguments.picture, runs, sums)
-    problems = disagreements(runs, config, world_size)
+    problems = disagreements(runs, spec.mesh)
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems:
@@ -78,9 +77,3 @@ def draw(path: Path, runs: Sequence[RankRun], sums: Sequence[Totals]) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"--picture {path}: {error}; use a file such as memory.svg in a folder that exists") from error
     print(f"> drew {path}")
-
-
-def step_lists(config: Config, vocab_size: int, world_size: int) -> Sequence[Sequence[Action]]:
-    """What each rank of the pipeline executes in a whole step."""
-    arch = resolve_architecture(config.model, vocab_size)
-    return lower(make_pipeline(config, arch, make_mesh(config.parallel, world_size)).schedule)

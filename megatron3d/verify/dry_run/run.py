@@ -18,14 +18,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron3d.comm.recording import Entry, Recorder
-from megatron3d.config.derive import make_mesh, num_microbatches
-from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import Microbatch
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import DATA, Axes
-from megatron3d.pipeline.actions import Action, ActionKind
-from megatron3d.pipeline.schedules import FROM_FILE, build_schedule
+from megatron3d.pipeline.actions import Action
 from megatron3d.runtime.process import pretend
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import Settings, train_step
@@ -70,46 +68,36 @@ class RankRun:
     entries: list[Entry] = field(default_factory=list)
 
 
-def few_microbatches(config: Config, world_size: int) -> Config:
-    """The same with as many microbatches as it takes to know what all others do.
+def few_microbatches(spec: RunSpec) -> RunSpec:
+    """The same run with as many microbatches as it takes to know what all others do.
 
     A schedule from a file is for all of them; and where the halves of a backward come apart, gradients that are shared
     out are not summed at the same place of each.
     """
-    mesh, train, parallel = make_mesh(config.parallel, world_size), config.train, config.parallel
-    if parallel.pipeline_schedule == FROM_FILE or (parallel.zero_stage >= 2 and splits_backward(parallel)):
-        return config
-    count = min(num_microbatches(config, mesh), ENOUGH)
-    size = count * train.micro_batch_size * mesh.size(DATA)
-    return config.model_copy(update={"train": train.model_copy(update={"global_batch_size": size})})
+    few = spec.with_microbatches(min(spec.num_microbatches, ENOUGH))
+    if spec.has_schedule_file or (spec.config.parallel.zero_stage >= 2 and few.pipeline.splits_backward):
+        return spec
+    return few
 
 
-def splits_backward(parallel: ParallelConfig) -> bool:
-    """Whether the schedule of a name has backwards in two halves."""
-    ranks = parallel.pipeline_model_parallel_size
-    schedule = build_schedule(parallel.pipeline_schedule, ranks, ENOUGH, parallel.virtual_pipeline_model_parallel_size)
-    return any(action.kind is ActionKind.I for actions in schedule for action in actions)
+def run_rank(spec: RunSpec) -> RankRun:
+    """Return one dry step of the rank `spec.rank`."""
+    with pretend(spec.rank, spec.world_size) if spec.world_size > 1 else contextlib.nullcontext(), FakeTensorMode():
+        recorder = Recorder(connect(spec))
+        state = build_state(spec, recorder, torch.device("cpu"), has_values=False)
+        return measure(state, recorder, microbatches(spec))
 
 
-def run_rank(config: Config, vocab_size: int, world_size: int, rank: int) -> RankRun:
-    """One step of a rank, dry."""
-    with pretend(rank, world_size) if world_size > 1 else contextlib.nullcontext(), FakeTensorMode():
-        arch, comm = connect(config, vocab_size, world_size, rank)
-        recorder = Recorder(comm)
-        state = build_state(config, arch, recorder, torch.device("cpu"), has_values=False)
-        return measure(config, state, recorder, microbatches(config, state))
-
-
-def microbatches(config: Config, state: TrainState) -> list[Microbatch]:
-    """Those of a step, without values."""
-    train, mesh, arch = config.train, state.model.comm.mesh, state.model.arch
-    low, high = span(train.micro_batch_size, state.model.mode.batch_axes, mesh)
+def microbatches(spec: RunSpec) -> list[Microbatch]:
+    """Return the microbatches of a step, all tokens being 0."""
+    train, mesh, arch = spec.config.train, spec.mesh, spec.arch
+    low, high = span(train.micro_batch_size, spec.mode.batch_axes, mesh)
     step = train.micro_batch_size * mesh.size(DATA)
     firsts = range(mesh.index(mesh.in_order(DATA)) * train.micro_batch_size, train.global_batch_size, step)
     return [Microbatch(torch.zeros(high - low, arch.seq_length + 1, dtype=torch.int64), first) for first in firsts]
 
 
-def measure(config: Config, state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankRun:
+def measure(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankRun:
     """One step of a state that is built, with or without values."""
     mesh, kinds = recorder.mesh, tensors_by_kind(state)
     shared = state.buffers.sharding.params
@@ -122,7 +110,7 @@ def measure(config: Config, state: TrainState, recorder: Recorder, batch: Sequen
     recorder.calls.clear()
     recorder.entries.clear()
     notes = _Notes(meter, recorder, run)
-    train = config.train
+    train = state.spec.config.train
     settings = Settings(train.seed, train.global_batch_size * state.model.arch.seq_length, train.global_batch_size)
     with meter:
         train_step(state, batch, 1e-4, settings, watch=notes.watch)

@@ -8,9 +8,8 @@ from unittest import mock
 
 import pytest
 
-from megatron3d.config.derive import make_mesh, make_pipeline, num_microbatches, tensor_mode, tensor_size
 from megatron3d.config.read import read_config
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.model.flops import num_parameters
@@ -30,18 +29,18 @@ MODES_FOLDER = ROOT / "configs" / "modes"
 def test_what_is_verified_is_small_and_has_every_axis(path: Path) -> None:
     asked = read_config(path).config
     for data in (1, 3):
-        world_size = tensor_size(asked.parallel) * asked.parallel.pipeline_model_parallel_size * data
+        world_size = RunSpec(asked).tensor_size * asked.parallel.pipeline_model_parallel_size * data
         batch = asked.train.model_copy(update={"global_batch_size": asked.train.micro_batch_size * data * 8})
         config = asked.model_copy(update={"train": batch})
         small, num_ranks = verify_layout.shrink(config, world_size)
         assert check(small, num_ranks) == []
-        mesh, verified = make_mesh(config.parallel, world_size), make_mesh(small.parallel, num_ranks)
-        assert verified.axes == tuple((name, min(size, 2)) for name, size in mesh.axes)
-        assert tensor_mode(small.parallel).expand == tensor_mode(config.parallel).expand
-        assert num_microbatches(small, verified) == 2 * verified.sizes["pipeline"]
+        spec, verified = RunSpec(config, world_size), RunSpec(small, num_ranks, verify_layout.VOCAB_SIZE)
+        assert verified.mesh.axes == tuple((name, min(size, 2)) for name, size in spec.mesh.axes)
+        assert verified.mode.expand == spec.mode.expand
+        assert verified.num_microbatches == 2 * verified.mesh.sizes["pipeline"]
         groups, heads = small.model.num_query_groups, small.model.num_attention_heads
         assert (groups == heads) == (config.model.num_query_groups in (None, config.model.num_attention_heads))
-        assert num_parameters(resolve_architecture(small.model, verify_layout.VOCAB_SIZE)) < 2e6
+        assert num_parameters(verified.arch) < 2e6
 
 
 def pipelines(**parallel: object) -> Config:
@@ -60,9 +59,9 @@ def test_a_pipeline_stays_one_with_uneven_stages(name: str, has_layout: bool) ->
             given["pipeline_model_parallel_layout"] = [20, *[0] * (stages - 1)]
         small, num_ranks = verify_layout.shrink(pipelines(pipeline_model_parallel_size=4, **given), 4)
         assert num_ranks == 2 and check(small, num_ranks) == []
-        mesh = make_mesh(small.parallel, num_ranks)
-        pipeline = make_pipeline(small, resolve_architecture(small.model, verify_layout.VOCAB_SIZE), mesh)
-        assert small.parallel.pipeline_schedule == name and num_microbatches(small, mesh) == 4
+        spec = RunSpec(small, num_ranks, verify_layout.VOCAB_SIZE)
+        pipeline = spec.pipeline
+        assert small.parallel.pipeline_schedule == name and spec.num_microbatches == 4
         assert len(pipeline.stages) == 2 * SCHEDULES[name].min_virtual
         assert len({len(stage.layers) for stage in pipeline.stages}) == 2
 
@@ -75,7 +74,7 @@ def test_a_schedule_from_a_file_stays_as_it_is(tmp_path: Path) -> None:
     assert verify_layout.default_world_size(config) == 4
     small, num_ranks = verify_layout.shrink(config, 4)
     assert num_ranks == 4 and verify_layout.problems(small, 4) == []
-    assert num_microbatches(small, make_mesh(small.parallel, 4)) == 8 and small.model.num_layers == 13
+    assert RunSpec(small, 4).num_microbatches == 8 and small.model.num_layers == 13
     assert list(verify_layout.too_large(small, 4)) == []
     (problem,) = verify_layout.too_large(small, 32)
     assert "its 4 ranks make 32 processes" in problem and "more than 16; verify a file of at most 2 ranks" in problem

@@ -14,6 +14,7 @@ from hypothesis import given
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.comm.recording import Recorder
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
@@ -141,15 +142,16 @@ def pipelined(place: int, mode: str, form: str) -> Config:
 
 def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState]:
     """What crosses between ranks of the pipeline in one step and one evaluation on a rank of 64."""
-    arch, comm = connect(config, 61, 64, rank)
+    spec = RunSpec(config, 64, 61, rank)
+    comm = connect(spec)
     recorder, train = Recorder(comm), config.train
-    state = build_state(config, arch, recorder, torch.device("cpu"))
-    samples = RandomSamples(0, 61, arch.seq_length)
+    state = build_state(spec, recorder, torch.device("cpu"))
+    samples = RandomSamples(0, 61, spec.arch.seq_length)
     batch = (train.micro_batch_size, train.global_batch_size, torch.device("cpu"))
     loader = Loader(samples, comm.mesh, state.model.mode.batch_axes, *batch)
     recorder.calls.clear()
-    train_step(state, loader.step(0), 0.0, Settings(0, 80 * arch.seq_length, 80))
-    evaluate(state.executor, [loader.step(0)], Settings(0, 80 * arch.seq_length, 80))
+    train_step(state, loader.step(0), 0.0, Settings(0, 80 * spec.arch.seq_length, 80))
+    evaluate(state.executor, [loader.step(0)], Settings(0, 80 * spec.arch.seq_length, 80))
     return [call for call in recorder.calls if call.collective == "send"], state
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron3d.config.cli import parameter_line, parse_args, run_check
-from megatron3d.config.derive import tensor_mode
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.run_spec import RunSpec
@@ -36,7 +35,7 @@ def test_a_preset_is_valid_where_it_says_so(path: Path) -> None:
 
 
 def test_every_mode_and_form_has_a_preset() -> None:
-    modes = [tensor_mode(read_config(path).config.parallel) for path in (FOLDER / "modes").glob("*.yaml")]
+    modes = [RunSpec(read_config(path).config).mode for path in (FOLDER / "modes").glob("*.yaml")]
     for name, entry in MODES.items():
         for form in entry.forms:
             assert any(

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.derive import make_mesh, make_pipeline
 from megatron3d.config.read import DEFAULT, Resolved
 from megatron3d.config.report import batch_arithmetic, join_runs, render
-from megatron3d.config.run_spec import RunSpec, resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.model.flops import flops_per_token
@@ -77,8 +76,8 @@ def test_a_schedule_that_is_not_here_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_stages_operations_are_the_models(name: str) -> None:
     config = config_of(LAYER, pipeline_model_parallel_size=2, pipeline_schedule=name)
-    arch = resolve_architecture(config.model, LAYER)
-    pipeline = make_pipeline(config, arch, make_mesh(config.parallel, 2))
+    spec = RunSpec(config, 2)
+    arch, pipeline = spec.arch, spec.pipeline
     flops = [stage_flops(arch, stage) for stage in pipeline.stages]
     assert sum(part[ActionKind.F] + part[ActionKind.B] for part in flops) == flops_per_token(arch)
     assert all(part[ActionKind.B] == part[ActionKind.I] + part[ActionKind.W] for part in flops)

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.convert.compare import stored_inputs
 from megatron3d.convert.conversion import Request, from_hub, read_architecture, to_hub
@@ -33,7 +34,8 @@ DATA = {"tokenizer_type": "ByteTokenizer"}
 def state_of(model: ModelConfig, precision: str = "fp32") -> TrainState:
     config = Config.model_validate({"model": model, "train": {"precision": precision, "seed": 3}})
     assert model.vocab_size is not None
-    return build_state(config, *connect(config, model.vocab_size, 1, 0), torch.device("cpu"))
+    spec = RunSpec(config, 1, model.vocab_size, 0)
+    return build_state(spec, connect(spec), torch.device("cpu"))
 
 
 def logits(state: TrainState, tokens: Tensor) -> Tensor:

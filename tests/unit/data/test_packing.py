@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.packing import IGNORED, Packing, document_mask
 from megatron3d.parallel.modes import MODES
@@ -77,7 +78,8 @@ def test_goldfish_leaves_out_one_of_k_by_what_comes_before() -> None:
 @cache
 def executor(model: str) -> PipelineExecutor:
     config = configure(model, RESET)
-    return build_state(config, *connect(config, VOCAB_SIZE, 1, 0), torch.device("cpu")).executor
+    spec = RunSpec(config, 1, VOCAB_SIZE, 0)
+    return build_state(spec, connect(spec), torch.device("cpu")).executor
 
 
 def logits(model: str, tokens: list[int], packing: Packing) -> Tensor:
@@ -116,7 +118,8 @@ DATA = {**RESET, "eod_mask_loss": True, "pad_token_id": 3, "goldfish_k": 5, "gol
 
 
 def run_trace(rank: int, world_size: int, config: Config) -> Trace | None:
-    return trace(config, *connect(config, VOCAB_SIZE, world_size, rank), num_steps=2)
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    return trace(spec, connect(spec), num_steps=2)
 
 
 @cache

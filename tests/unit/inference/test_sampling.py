@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.inference.sampling import Sampler, Text, sample
 from megatron3d.ops.kv_cache import Cache
@@ -45,7 +46,8 @@ def executor_of(
     given = {"num_layers": 4, "seq_length": LENGTH, "vocab_size": VOCAB_SIZE, "init_method_std": 0.3, **model}
     train = {"precision": "fp64", "micro_batch_size": 8, "global_batch_size": 8 * 8}
     config = Config.model_validate({"model": given, "parallel": parallel, "train": train})
-    return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), CPU).executor
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    return build_state(spec, connect(spec), CPU).executor
 
 
 def whole_logits(executor: PipelineExecutor, context: Sequence[int]) -> Tensor:

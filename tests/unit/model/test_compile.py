@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.model.compile import Backend, Compiler
 from megatron3d.model.layers import Linear
@@ -178,8 +179,9 @@ def states(rank: int, world_size: int, backend: Backend, **model: Any) -> tuple[
         }
     )
     torch._dynamo.reset()
-    arch, comm = connect(config, 61, world_size, rank)
-    plain, compiled = (build_state(config, arch, comm, torch.device("cpu")) for _ in range(2))
+    spec = RunSpec(config, world_size, 61, rank)
+    comm = connect(spec)
+    plain, compiled = (build_state(spec, comm, torch.device("cpu")) for _ in range(2))
     compiler = Compiler(rank, lambda module: isinstance(module, Linear), backend)
     for layer in compiled.model.layers.values():
         compiler.block(layer)

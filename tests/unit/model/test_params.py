@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.config.derive import vocab_multiple
 from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.model.architecture import Architecture
@@ -34,7 +33,7 @@ def tables(family: str, **fields: object) -> list[tuple[str, Mode, Mesh, Archite
     out = []
     for name, form in EVERY_FORM:
         mode = build_mode(name, form, MODES[name].default_shape(8))
-        arch = resolve_architecture(model, 61, vocab_multiple(mode))
+        arch = resolve_architecture(model, 61, mode.vocab_multiple)
         mesh = Mesh((("data", 2), *mode.axes))
         out.append((f"{name} {form}", mode, mesh, arch, param_specs(arch, mode)))
     return out

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.config.derive import make_mesh, make_pipeline
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec, resolve_architecture
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
@@ -105,7 +104,7 @@ def config_of(num_layers: int = 16, **parallel: object) -> Config:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_makes_a_pipeline(name: str, size: int) -> None:
     config = config_of(pipeline_model_parallel_size=size, pipeline_schedule=name)
-    pipeline = make_pipeline(config, arch_of(16, 0), make_mesh(config.parallel, size))
+    pipeline = RunSpec(config, size).pipeline
     virtual = SCHEDULES[name].min_virtual
     assert pipeline.num_ranks == size and len(pipeline.stages) == size * virtual
     assert pipeline.owners == tuple(SCHEDULES[name].rank_of_stage(stage, size) for stage in range(size * virtual))
@@ -118,8 +117,9 @@ def test_every_schedule_makes_a_pipeline(name: str, size: int) -> None:
 
 def test_one_rank_goes_forward_and_backward_in_turn() -> None:
     config = config_of()
-    pipeline = make_pipeline(config, arch_of(16, 0), make_mesh(config.parallel, 1))
-    assert pipeline.schedule == (
+    pipeline = RunSpec(config).pipeline
+    kinds = ActionKind.F, ActionKind.B
+    assert pipeline.schedule == (tuple(Action(kind, 0, mb) for mb in range(6) for kind in kinds),)
         tuple(Action(kind, 0, mb) for mb in range(6) for kind in (ActionKind.F, ActionKind.B)),
     )
 
@@ -136,6 +136,6 @@ def test_a_layout_and_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
             pipeline_schedule_file=str(file),
             pipeline_model_parallel_layout=layout,
         )
-        pipeline = make_pipeline(config, arch_of(16, 0), make_mesh(config.parallel, size))
+        pipeline = RunSpec(config, size).pipeline
         assert pipeline.schedule == schedule
         assert tuple(len(stage.layers) for stage in pipeline.stages) == layout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.config.derive import overlap_of
-from megatron3d.config.schema import ParallelConfig
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -71,7 +71,8 @@ def test_kept_weights_are_no_reason_for_panels() -> None:
 
 
 def test_a_configuration_says_how() -> None:
-    assert overlap_of(ParallelConfig()) == OVERLAP_ALL
+    assert RunSpec(Config()).overlap == OVERLAP_ALL
     keys = {"tp_num_panels": 3, "tp_comm_overlap_input_grad": False, "tp_comm_overlap_weight_grad": False}
     keys |= {"tp_comm_overlap_weight_gather": False, "tp_keep_gathered_weights": True}
-    assert overlap_of(ParallelConfig.model_validate(keys)) == TPOverlap(3, False, False, False, True)
+    config = Config.model_validate({"parallel": keys})
+    assert RunSpec(config).overlap == TPOverlap(3, False, False, False, True)

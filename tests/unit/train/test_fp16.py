@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
 from megatron3d.train.state import TrainState, build_state, connect
@@ -20,7 +21,8 @@ SAMPLES, TOKENS = 4, 4 * 16
 
 def build(**train: Any) -> TrainState:
     config = Config.model_validate({"model": MODEL, "train": {"micro_batch_size": 2, "global_batch_size": 4} | train})
-    return build_state(config, *connect(config, 61, 1, 0), torch.device("cpu"))
+    spec = RunSpec(config, 1, 61, 0)
+    return build_state(spec, connect(spec), torch.device("cpu"))
 
 
 def batch(step: int) -> list[Microbatch]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.train.replica_check import check_replicas, digest
 from megatron3d.train.state import build_state, connect
@@ -18,7 +19,8 @@ BATCH = {"micro_batch_size": 1, "global_batch_size": 8}
 
 def checked(rank: int, world_size: int, parallel: dict[str, Any], precision: str, wrong: int | None) -> str:
     config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": {**BATCH, "precision": precision}})
-    state = build_state(config, *connect(config, 0, world_size, rank), torch.device("cpu"))
+    spec = RunSpec(config, world_size, 0, rank)
+    state = build_state(spec, connect(spec), torch.device("cpu"))
     state.buffers.settle()
     if rank == wrong:
         flat = state.buffers.flats[-1]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.train.state import TrainState, build_state, connect
@@ -16,7 +17,8 @@ MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_leng
 
 def build(**train: Any) -> TrainState:
     config = Config.model_validate({"model": MODEL, "train": train})
-    return build_state(config, *connect(config, 61, 1, 0), torch.device("cpu"))
+    spec = RunSpec(config, 1, 61, 0)
+    return build_state(spec, connect(spec), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("compiled", [True, False])

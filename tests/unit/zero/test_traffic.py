@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron3d.comm.recording import Recorder
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
@@ -36,9 +37,11 @@ def configure(**keys: Any) -> Config:
 
 def moved(rank: int, world_size: int, config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes that the second step sends along each axis of the data, recorded and in closed form."""
-    arch, plain = connect(config, 0, world_size, rank)
+    spec = RunSpec(config, world_size, 0, rank)
+    plain = connect(spec)
     comm = Recorder(plain)
-    state = build_state(config, arch, comm, CPU)
+    state = build_state(spec, comm, CPU)
+    arch = spec.arch
     loader = Loader(RandomSamples(1, arch.vocab_size, arch.seq_length), comm.mesh, (), 1, NUM_RANKS * MICROBATCHES, CPU)
     settings = Settings(1, NUM_RANKS * MICROBATCHES * arch.seq_length, NUM_RANKS * MICROBATCHES)
     for _ in range(2):

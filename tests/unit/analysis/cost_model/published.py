@@ -11,7 +11,7 @@ from typing import Any
 from megatron3d.analysis.cost_model.execution_profile import ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.step import Step, machine_of, make_step, predict
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_CORE
 
@@ -43,7 +43,7 @@ def run(row: Row, num_stages: int = 1, **train: Any) -> Config:
 def step_of(config: Config, num_gpus: int, machine: Machine) -> Step:
     """Its step."""
     assert config.model.vocab_size is not None, "published runs have a vocabulary"
-    return make_step(config, resolve_architecture(config.model, config.model.vocab_size), num_gpus, machine)
+    return make_step(RunSpec(config, num_gpus), machine)
 
 
 DROPOUTS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

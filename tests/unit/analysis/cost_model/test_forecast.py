@@ -9,7 +9,7 @@ import pytest
 from megatron3d.analysis.cost_model import forecast as forecasting
 from megatron3d.analysis.cost_model.forecast import Forecast, forecast
 from megatron3d.analysis.cost_model.hardware import load_accelerator
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 
@@ -18,7 +18,7 @@ MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_l
 
 def forecast_of(config: Config, cluster: str | None, num_ranks: int, is_cpu: bool = False) -> Forecast | str:
     config = config.model_copy(update={"logging": config.logging.model_copy(update={"cluster": cluster})})
-    return forecast(config, resolve_architecture(config.model, 8192), num_ranks, is_cpu)
+    return forecast(RunSpec(config, num_ranks, 8192), is_cpu)
 
 
 def expected(cluster: str | None, is_cpu: bool = False) -> Forecast | str:

@@ -16,12 +16,11 @@ from megatron3d.analysis.memory_model.activations import recomputed_activations
 from megatron3d.analysis.memory_model.local_sizes import KERNELS
 from megatron3d.analysis.memory_model.rank import flat_sizes, held, in_flight, rank_memory, stage_activations
 from megatron3d.analysis.memory_model.step_spec import Job, make_job
-from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Loader
-from megatron3d.model.recompute_spec import Recompute, recompute_of
+from megatron3d.model.recompute_spec import Recompute
 from megatron3d.optim.adamw import CPU_PIECE, PIECE
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
@@ -82,10 +81,11 @@ def num_bytes(tensors: list[Tensor]) -> int:
 
 def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that a rank holds between steps, measured and expected."""
-    arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
-    tensors = states(build_state(config, arch, comm, CPU))
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    comm = connect(spec)
+    tensors = states(build_state(spec, comm, CPU))
     measured = {name: num_bytes(of_category) for name, of_category in tensors.items()}
-    expected = rank_memory(make_job(config, arch, comm.mesh)).categories
+    expected = rank_memory(make_job(spec)).categories
     return measured, {name: expected[name] for name in measured}
 
 
@@ -98,15 +98,16 @@ def test_what_lasts_is_exact_in_every_mode(pool: Pool, turn: int) -> None:
 
 def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
     """Most bytes beside what lasts during a step, measured and expected."""
-    arch, comm = connect(config, VOCAB_SIZE, world_size, rank)
-    state, train = build_state(config, arch, comm, CPU), config.train
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    comm = connect(spec)
+    state, train, arch = build_state(spec, comm, CPU), config.train, spec.arch
     samples = RandomSamples(1, arch.vocab_size, arch.seq_length)
-    batch_axes, sizes = tensor_mode(config.parallel).batch_axes, (train.micro_batch_size, train.global_batch_size)
+    batch_axes, sizes = spec.mode.batch_axes, (train.micro_batch_size, train.global_batch_size)
     batch = Loader(samples, comm.mesh, batch_axes, *sizes, CPU).step(0)
     tensors = [t for of_category in states(state).values() for t in of_category]
     with Live([*tensors, *(microbatch.tokens for microbatch in batch)]) as live:
         train_step(state, batch, 1e-3, Settings(1, train.global_batch_size * arch.seq_length, train.global_batch_size))
-    memory = rank_memory(make_job(config, arch, comm.mesh, recompute_of(config.train)))
+    memory = rank_memory(make_job(spec))
     lasts = memory.weights + memory.main_weights + memory.gradients + memory.optimizer
     return live.peak - lasts, memory.total - lasts
 
@@ -160,8 +161,7 @@ def test_a_step_needs_what_is_said(pool: Pool, name: str) -> None:
 def job(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> Job:
     """As rank 0 sees it."""
     config = configure(model, parallel, **train)
-    arch = resolve_architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
-    return make_job(config, arch, make_mesh(config.parallel, NUM_RANKS))
+    return make_job(RunSpec(config, NUM_RANKS, VOCAB_SIZE))
 
 
 # Microbatches of each stage on each rank when most is held, for 4 ranks, 8 microbatches and equal layers.

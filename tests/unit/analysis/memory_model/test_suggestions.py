@@ -13,12 +13,10 @@ import yaml
 from megatron3d.analysis.memory_model.rank import rank_memory
 from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.analysis.memory_model.suggestions import cheaper, fits, makespan
-from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
 from megatron3d.config.read import read_config
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.model.recompute_spec import recompute_of
 from megatron3d.parallel.modes import MODES, build_mode
 
 NUM_RANKS, VOCAB_SIZE = 8, 500
@@ -55,8 +53,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job_of(config: Config) -> Job:
     assert check(config, NUM_RANKS, VOCAB_SIZE) == []
-    arch = resolve_architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
-    return make_job(config, arch, make_mesh(config.parallel, NUM_RANKS), recompute_of(config.train))
+    return make_job(RunSpec(config, NUM_RANKS, VOCAB_SIZE))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -127,8 +124,7 @@ def test_fits_is_the_rule_of_the_check(mode: str, path: Path) -> None:
             "model.kv_channels=8",
         ]
         config = read_config(path, overrides).config
-        arch = resolve_architecture(config.model, VOCAB_SIZE, vocab_multiple(tensor_mode(config.parallel)))
-        work = make_job(config, arch, make_mesh(config.parallel, NUM_RANKS)).work
+        work = make_job(RunSpec(config, NUM_RANKS, VOCAB_SIZE)).work
         assert work.mode == build_mode(mode, form, MODES[mode].default_shape(8))
         assert fits(work) == (check(config, NUM_RANKS, VOCAB_SIZE) == [])
 

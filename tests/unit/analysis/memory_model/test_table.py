@@ -18,8 +18,7 @@ from megatron3d.analysis.memory_model.table import (
     stage_table,
     unit_for,
 )
-from megatron3d.config.derive import make_mesh, tensor_mode, vocab_multiple
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.flops import num_parameters as of_model
@@ -31,8 +30,7 @@ MODEL = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "seq_leng
 def job(num_ranks: int = 8, **parallel: Any) -> Job:
     train = {"micro_batch_size": 2, "global_batch_size": 32}
     config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": train})
-    arch = resolve_architecture(config.model, 500, vocab_multiple(tensor_mode(config.parallel)))
-    return make_job(config, arch, make_mesh(config.parallel, num_ranks))
+    return make_job(RunSpec(config, num_ranks, 500))
 
 
 PIPELINES: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from megatron3d.analysis.planner import search as searching
 from megatron3d.analysis.planner.options import Layout, Tensor, signature, tensors
 from megatron3d.analysis.planner.search import Found, Plan, Problem, search
 from megatron3d.config.cli import resolve
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
@@ -73,8 +74,8 @@ def test_layouts_that_do_not_fit_do_not_end_the_search(monkeypatch: pytest.Monke
     memory, best = Problem.memory, found().plans[0]
     refused = iter(range(5))
 
-    def larger(self: Problem, config: Config) -> Memory:
-        kinds = memory(self, config)
+    def larger(self: Problem, spec: RunSpec) -> Memory:
+        kinds = memory(self, spec)
         return kinds if next(refused, None) is None else SimpleNamespace(total=2 * self.memory_bytes)  # type: ignore
 
     monkeypatch.setattr(Problem, "memory", larger)
@@ -159,7 +160,7 @@ def test_no_other_order_of_the_mesh_is_faster() -> None:
     config = Config.model_validate({"model": model, "train": {"global_batch_size": 1536, "precision": "bf16"}})
     here = Problem(config, 51200, "selene", 1024)
     layout = Layout(Tensor("1d", "sequence_parallel", (4,)), 8, "1f1b", 1, 1, 2)
-    step = make_step(layout.of(config), here.arch(config), 1024, here.machine)
+    step = make_step(here.spec(layout.of(config)), here.machine)
     found = {
         order: predict(replace(step, work=replace(step.work, mesh=Mesh(order)))).step_s
         for order in permutations(step.mesh.axes)

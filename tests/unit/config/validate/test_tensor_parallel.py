@@ -9,8 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.derive import make_mesh, num_microbatches, tensor_mode, vocab_multiple
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.model.params import param_specs
@@ -58,9 +57,9 @@ def layouts(draw: st.DrawFn) -> tuple[Config, int]:
 def test_what_passes_is_cut_into_equal_boxes_with_whole_heads(case: tuple[Config, int]) -> None:
     config, world_size = case
     assume(not check(config, world_size))
-    mode = tensor_mode(config.parallel)
-    arch = resolve_architecture(config.model, 61, vocab_multiple(mode))
-    meshes = [make_mesh(config.parallel, world_size, rank) for rank in range(world_size)]
+    run = RunSpec(config, world_size, 61)
+    mode, arch = run.mode, run.arch
+    meshes = [run.on_rank(rank).mesh for rank in range(world_size)]
     for name, spec in param_specs(arch, mode).items():
         for index in range(len(spec.parts)):
             shapes = {box_shape(spec.part_boxes(mesh)[index]) for mesh in meshes}
@@ -70,7 +69,7 @@ def test_what_passes_is_cut_into_equal_boxes_with_whole_heads(case: tuple[Config
     inner = {box_shape(box((rows, arch.num_attention_heads), mode.inner, mesh)) for mesh in meshes}
     assert len(residual) == len(inner) == 1, f"streams are cut into {residual} and {inner}"
     mesh = meshes[0]
-    assert num_microbatches(config, mesh) * rows * mesh.sizes["data"] == config.train.global_batch_size
+    assert run.num_microbatches * rows * mesh.sizes["data"] == config.train.global_batch_size
 
 
 @settings(deadline=None)

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.corpus import describe_plan, open_corpus
-from megatron3d.data.packing import Packing
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from megatron3d.errors import UserError
@@ -179,10 +179,8 @@ def test_documents_must_end_where_they_matter(prefix: Path) -> None:
     assert open_corpus(config(prefix, data__split="1,0,0", **values), ByteTokenizer(None)).train
     (prefix.parent / "chars.json").write_text(json.dumps([chr(index) for index in range(257)]))
     with pytest.raises(UserError, match="CharTokenizer has no token that ends a document"):
-        Packing.of(
-            config(prefix, data__tokenizer_type="CharTokenizer", **values).data,
-            CharTokenizer(str(prefix.parent / "chars.json")).eod,
-        )
+        tokenizer = CharTokenizer(str(prefix.parent / "chars.json"))
+        RunSpec(config(prefix, data__tokenizer_type="CharTokenizer", **values)).packing(tokenizer.eod)
 
 
 def test_a_corpus_that_changes_during_a_run_is_noticed(prefix: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.hardware.peaks import Peak
 from megatron3d.model.flops import num_parameters
@@ -26,7 +27,8 @@ CONFIG = Config.model_validate({"model": MODEL, "train": {"micro_batch_size": 8,
 
 def build(rank: int, world_size: int, parallel: dict[str, Any]) -> TrainState:
     config = CONFIG.model_copy(update={"parallel": ParallelConfig.model_validate(parallel)})
-    return build_state(config, *connect(config, VOCAB_SIZE, world_size, rank), torch.device("cpu"))
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    return build_state(spec, connect(spec), torch.device("cpu"))
 
 
 def count_everywhere(rank: int, world_size: int, modes: list[str]) -> None:
@@ -63,9 +65,9 @@ def test_parameters_too_many_or_too_few_are_refused() -> None:
 
 def test_the_report_adds_up() -> None:
     state = build(0, 1, {})
-    text = startup_report(state, Peak(2e12, "a data sheet"), CONFIG)
+    text = startup_report(state, Peak(2e12, "a data sheet"))
     values = sum(flat.main.numel() for flat in state.buffers.flats)
     assert f"{num_parameters(state.model.arch):,} in the model" in text
     assert f"{16 * values / 2**20:,.1f} MiB = weights" in text
     assert "2 TFLOP/s per device (a data sheet)" in text
-    assert "set logging.peak_tflops" in startup_report(state, None, CONFIG)
+    assert "set logging.peak_tflops" in startup_report(state, None)
