@@ -120,8 +120,6 @@ def test_one_rank_goes_forward_and_backward_in_turn() -> None:
     pipeline = RunSpec(config).pipeline
     kinds = ActionKind.F, ActionKind.B
     assert pipeline.schedule == (tuple(Action(kind, 0, mb) for mb in range(6) for kind in kinds),)
-        tuple(Action(kind, 0, mb) for mb in range(6) for kind in (ActionKind.F, ActionKind.B)),
-    )
 
 
 def test_a_layout_and_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
