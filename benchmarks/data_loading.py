@@ -28,9 +28,9 @@ from report import Row, interleaved, show, times_faster, write
 
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.data.corpus.blended import Samples
+from megatron3d.data.corpus.blended import TokenFileSamples
 from megatron3d.data.corpus.samples import Split
-from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.token_files.indexed import HEADER, MAGIC, IndexedDataset
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
@@ -126,7 +126,7 @@ def speed(folder: Path, rounds: int, num_tokens: int = 50_000_000, num_samples: 
 def contestants(folder: Path, prefix: Path, num_samples: int) -> Mapping[str, Callable[[], object]]:
     """What reads so many samples in another order each time, by name."""
     data = IndexedDataset(prefix)
-    samples = Samples(data, Split(0, data.num_tokens), SEQ_LENGTH, VOCAB_SIZE, 1)
+    samples = TokenFileSamples(data, Split(0, data.num_tokens), SEQ_LENGTH, VOCAB_SIZE, 1)
     draw, tokens = np.random.default_rng(2), np.memmap(f"{prefix}.bin", np.uint16, "r")
 
     def ours() -> None:
@@ -195,9 +195,9 @@ def share(folder: Path, num_steps: int) -> Row:
     spec, cpu = RunSpec(config, 1, VOCAB_SIZE), torch.device("cpu")
     batches, state = spec.batches, build_state(spec, connect(spec), cpu)
     data, sizes = IndexedDataset(folder / "random"), (config.train.micro_batch_size, config.train.global_batch_size)
-    samples = Samples(data, Split(0, data.num_tokens), spec.arch.seq_length, VOCAB_SIZE, 1)
-    loader = Loader(samples, spec.mesh, spec.mode.batch_axes, *sizes, cpu)
-    ahead, settings = Prefetching(loader, batches), Settings(1, batches.last.num_tokens, batches.last.num_samples)
+    samples = TokenFileSamples(data, Split(0, data.num_tokens), spec.arch.seq_length, VOCAB_SIZE, 1)
+    loader = BatchLoader(samples, spec.mesh, spec.mode.batch_axes, *sizes, cpu)
+    ahead, settings = PrefetchingLoader(loader, batches), Settings(1, batches.last.num_tokens, batches.last.num_samples)
     reads, waits, steps = [], [], []
     for _ in range(num_steps + 2):
         begin = time.perf_counter()

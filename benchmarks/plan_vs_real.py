@@ -23,7 +23,7 @@ from megatron3d.analysis.cost_model.step import machine_with, make_step, predict
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import BatchLoader
 from megatron3d.runtime import process
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
@@ -84,7 +84,7 @@ def measure(configs: list[str], num_steps: int) -> list[float]:
             state = build_state(spec, comm, here.device)
             samples = RandomSamples(0, 2048, spec.arch.seq_length)
             sizes = (config.train.micro_batch_size, BATCH, here.device)
-            batch = Loader(samples, comm.mesh, state.model.mode.batch_axes, *sizes).step(0)
+            batch = BatchLoader(samples, comm.mesh, state.model.mode.batch_axes, *sizes).step(0)
             seconds = []
             for _ in range(num_steps):
                 comm.barrier()

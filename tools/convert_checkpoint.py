@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.convert.compare import has_transformers
-from megatron3d.convert.conversion import Disagreement, Request, from_hub, to_hub
+from megatron3d.convert.conversion import ConversionRequest, LogitsDiffer, from_hub, to_hub
 from megatron3d.convert.hub_weights import DTYPES
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.runtime.tool_main import run_tool
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert, compare, say what was done."""
     try:
         return run_tool(convert, make_parser(), argv)
-    except Disagreement as error:
+    except LogitsDiffer as error:
         print(f"DIFFERENT: {error}", file=sys.stderr)
         return DIFFERENT
 
@@ -62,7 +62,7 @@ def _size(text: str) -> int:
 
 def convert(args: argparse.Namespace) -> None:
     """One conversion."""
-    request = Request(
+    request = ConversionRequest(
         source=args.input,
         target=args.output,
         dtype=DTYPES[args.dtype] if args.dtype else None,

@@ -17,8 +17,8 @@ import torch
 
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.corpus import open_corpus
-from megatron3d.data.evaluation_windows import EveryToken
-from megatron3d.data.loader import Loader
+from megatron3d.data.evaluation_windows import EvaluationWindows
+from megatron3d.data.loader import BatchLoader
 from megatron3d.data.tokenizers.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
@@ -67,7 +67,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | None) -> EveryToken:
+def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | None) -> EvaluationWindows:
     """The windows that are evaluated; raises UserError where there is nothing to predict."""
     vocab_size, seq_length = config.model.vocab_size or tokenizer.vocab_size, config.model.seq_length
     data = config.data.model_copy(update={"split": "1,0,0"} if split == WHOLE else {})
@@ -84,20 +84,20 @@ def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | N
         what = f"{len(found.sources)} corpora" if found.sources else "a dataset that is streamed"
         raise UserError(f"data.data_path: {what}; evaluate one corpus of token files at a time, data.data_path=PREFIX")
     source = found.sources[0]
-    return EveryToken.of(source.dataset, source.split, seq_length, vocab_size, most)
+    return EvaluationWindows.of(source.dataset, source.split, seq_length, vocab_size, most)
 
 
-def mean_loss(executor: PipelineExecutor, config: Config, samples: EveryToken, device: torch.device) -> float:
+def mean_loss(executor: PipelineExecutor, config: Config, samples: EvaluationWindows, device: torch.device) -> float:
     """Mean loss per token, the same on every rank."""
     model, train = executor.model, config.train
-    loader = Loader(
+    loader = BatchLoader(
         samples, model.comm.mesh, model.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
     )
     steps = (loader.step(first) for first in range(0, samples.num_samples, train.global_batch_size))
     return evaluate(executor, steps, Settings(0, samples.num_tokens, train.global_batch_size)).item()
 
 
-def describe(config: Config, samples: EveryToken, loss: float) -> Mapping[str, object]:
+def describe(config: Config, samples: EvaluationWindows, loss: float) -> Mapping[str, object]:
     """What is known of the result; bits per byte is null where the tokenizer does not know its tokens' bytes."""
     counts = bytes_of_tokens(config.data.tokenizer_type, config.data.tokenizer_model)
     num_bytes = None if counts is None else samples.count_bytes(counts)

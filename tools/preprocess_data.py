@@ -21,13 +21,20 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.data.preprocess.encode import Encoder
+from megatron3d.data.preprocess.encode import EncoderSpec
 from megatron3d.data.preprocess.hub_datasets import HF_PREFIX, num_shards
-from megatron3d.data.preprocess.input_chunks import Piece, find_inputs, parse_part, part_of, shuffled, split_files
-from megatron3d.data.preprocess.pipeline import Job, Watch, run
-from megatron3d.data.preprocess.readers import Reading
+from megatron3d.data.preprocess.input_chunks import (
+    InputChunk,
+    find_inputs,
+    parse_shard,
+    select_shard,
+    shuffle,
+    split_files,
+)
+from megatron3d.data.preprocess.pipeline import PreprocessJob, Watch, run
+from megatron3d.data.preprocess.readers import ReadOptions
 from megatron3d.data.preprocess.records import TEXT_KEY
-from megatron3d.data.preprocess.resume_log import Entry
+from megatron3d.data.preprocess.resume_log import ResumePoint
 from megatron3d.data.preprocess.split_text import cutter
 from megatron3d.data.token_files.indexed import token_dtype
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
@@ -57,7 +64,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         print(f"{prefix}: {counts.num_documents} documents{left_out}, {counts.num_tokens} tokens, {dtype.name}")
 
 
-def make_job(arguments: argparse.Namespace) -> Job:
+def make_job(arguments: argparse.Namespace) -> PreprocessJob:
     """The job that the arguments mean; raises UserError."""
     UserError.collect(
         f"{flag} {value:g}: must be {least:g} or more"
@@ -76,11 +83,11 @@ def make_job(arguments: argparse.Namespace) -> Job:
             f"--append-eod: {arguments.tokenizer_type} {arguments.tokenizer_model or ''} has no end-of-document token; "
             "leave --append-eod out, or use a tokenizer that has one"
         )
-    part = parse_part(arguments.shard) if arguments.shard else None
-    pieces = shuffled(find_pieces(arguments), arguments.shuffle_seed)
+    part = parse_shard(arguments.shard) if arguments.shard else None
+    pieces = shuffle(find_pieces(arguments), arguments.shuffle_seed)
     keys = tuple(arguments.json_keys)
-    return Job(
-        encoder=Encoder(
+    return PreprocessJob(
+        encoder=EncoderSpec(
             arguments.tokenizer_type,
             arguments.tokenizer_model,
             tokenizer.fingerprint,
@@ -91,21 +98,21 @@ def make_job(arguments: argparse.Namespace) -> Job:
             ", or leave such out with --on-bad-record skip",
         ),
         tokenizer=tokenizer,
-        reading=Reading(keys, cutter(tokenizer.encode), int(arguments.max_record_mb * 1e6)),
-        pieces=tuple(part_of(pieces, part) if part else pieces),
+        reading=ReadOptions(keys, cutter(tokenizer.encode), int(arguments.max_record_mb * 1e6)),
+        pieces=tuple(select_shard(pieces, part) if part else pieces),
         output_prefix=arguments.output_prefix,
         identity=identity(arguments, tokenizer.fingerprint, pieces),
         part=part,
     )
 
 
-def find_pieces(arguments: argparse.Namespace) -> list[Piece]:
+def find_pieces(arguments: argparse.Namespace) -> list[InputChunk]:
     """All of the input, in the order of the arguments."""
-    pieces: list[Piece] = []
+    pieces: list[InputChunk] = []
     for name in arguments.input:
         if name.startswith(HF_PREFIX):
             count = num_shards(name)
-            pieces += [Piece("dataset", name, number, count, 0) for number in range(count)]
+            pieces += [InputChunk("dataset", name, number, count, 0) for number in range(count)]
         else:
             files = find_inputs([name])
             empty = [str(file) for file in files if not file.stat().st_size]
@@ -115,11 +122,11 @@ def find_pieces(arguments: argparse.Namespace) -> list[Piece]:
     return pieces
 
 
-def identity(arguments: argparse.Namespace, fingerprint: str, pieces: Sequence[Piece]) -> dict[str, JsonValue]:
+def identity(arguments: argparse.Namespace, fingerprint: str, pieces: Sequence[InputChunk]) -> dict[str, JsonValue]:
     """What decides the bytes: the same for a command that goes on."""
     files = sorted({piece.path for piece in pieces if piece.kind != "dataset"})
     return {
-        "--input": hashlib.sha256("\n".join(map(str, pieces)).encode()).hexdigest(),
+        "--input": hashlib.sha256("\n".join(chunk.identity for chunk in pieces).encode()).hexdigest(),
         "content of --input": hashlib.sha256("\n".join(map(stamp, files)).encode(errors="surrogateescape")).hexdigest(),
         "--tokenizer-model": fingerprint,
         "--json-keys": list(arguments.json_keys),
@@ -142,7 +149,7 @@ def reported(num_bytes: int, log_interval: int) -> Iterator[Watch]:
     with byte_progress("{task.fields[speed]}") as progress:
         task = progress.add_task("encoding", total=num_bytes or None, speed="")
 
-        def watch(entry: Entry, faults: tuple[str, ...]) -> None:
+        def watch(entry: ResumePoint, faults: tuple[str, ...]) -> None:
             nonlocal first, reports, told
             for fault in faults[: max(0, TOLD_FAULTS - told)]:
                 progress.console.print(f"left out: {fault}", soft_wrap=True, markup=False, highlight=False)

@@ -21,8 +21,8 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
 from megatron3d.data.corpus.blended import BlendedSamples
 from megatron3d.data.corpus.corpus import open_corpus
-from megatron3d.data.corpus.stream import Stream
-from megatron3d.data.loader import Loader
+from megatron3d.data.corpus.stream import StreamedSamples
+from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import IGNORED, Packing
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
@@ -61,15 +61,21 @@ def parse_iterations(text: str) -> tuple[int, int]:
     return int(bounds[0]), int(bounds[1])
 
 
-def positions(spec: RunSpec, rank: int | None, samples: BlendedSamples | Stream, num_samples: int) -> Sequence[int]:
+def positions(
+    spec: RunSpec, rank: int | None, samples: BlendedSamples | StreamedSamples, num_samples: int
+) -> Sequence[int]:
     """Return the places in a global batch of the sequences that a rank reads; None: all of them."""
     if rank is None:
         return range(num_samples)
     mesh, sizes = spec.on_rank(rank).mesh, (spec.config.train.micro_batch_size, num_samples)
-    return [int(place) for place in Loader(samples, mesh, spec.mode.batch_axes, *sizes, torch.device("cpu")).positions]
+    return [
+        int(place) for place in BatchLoader(samples, mesh, spec.mode.batch_axes, *sizes, torch.device("cpu")).positions
+    ]
 
 
-def describe(samples: BlendedSamples | Stream, number: int, length: int, tokenizer: Tokenizer, packing: Packing) -> str:
+def describe(
+    samples: BlendedSamples | StreamedSamples, number: int, length: int, tokenizer: Tokenizer, packing: Packing
+) -> str:
     """Where a sample comes from, and its text up to a length."""
     (tokens,) = samples.read(np.array([number]))[:, : length + 1]
     masked = int((packing.labels(torch.from_numpy(tokens[None])) == IGNORED).sum()) if packing.masks_loss else 0

@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron3d.data.preprocess.input_chunks import find_inputs
 from megatron3d.data.preprocess.records import TEXT_KEY
 from megatron3d.data.preprocess.tokenizer_training import (
-    Source,
+    TrainingText,
     collect_characters,
     select,
     train_byte_level,
@@ -41,14 +41,14 @@ OUTPUTS = {
 }
 
 
-def learn(source: Source, kind: str, vocab_size: int) -> bytes:
+def learn(source: TrainingText, kind: str, vocab_size: int) -> bytes:
     """The model of a type."""
     if kind == "char":
         return collect_characters(source)
     return train_byte_level(source, vocab_size) if kind == "byte-bpe" else train_sentencepiece(source, kind, vocab_size)
 
 
-def in_child(source: Source, kind: str, vocab_size: int) -> bytes:
+def in_child(source: TrainingText, kind: str, vocab_size: int) -> bytes:
     """Learn in a process of its own: the libraries neither let a spinner turn nor listen to Ctrl-C."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:

@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.param_pieces import param_pieces
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.convert.config_json import Settings
-from megatron3d.convert.reference_models import PLAIN, Weights
+from megatron3d.convert.config_json import HubConfig
+from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.stages import StageAssignment, make_stages
@@ -32,7 +32,7 @@ PLAIN_TOLERANCE, TRANSFORMERS_TOLERANCE = 1e-9, 1e-4
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LogitComparison:
     """How far the logits of two models are apart."""
 
     witness: str
@@ -85,9 +85,11 @@ def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, token
 
 
 @torch.no_grad()
-def compare(ours_BSV: Tensor, hf: Settings, weights: Weights, rounded: torch.dtype, tokens_BS: Tensor) -> Agreement:
+def compare(
+    ours_BSV: Tensor, hf: HubConfig, weights: Weights, rounded: torch.dtype, tokens_BS: Tensor
+) -> LogitComparison:
     """Our logits against a plain forward in float64 of a file's tensors, rounded to a data type."""
-    theirs = PLAIN[str(hf["model_type"])](hf, lambda name: weights(name).to(rounded).double(), tokens_BS)
+    theirs = REFERENCE_LOGITS[str(hf["model_type"])](hf, lambda name: weights(name).to(rounded).double(), tokens_BS)
     return _agreement("a plain forward of the files' tensors in float64", ours_BSV, theirs, PLAIN_TOLERANCE)
 
 
@@ -97,7 +99,7 @@ def has_transformers() -> bool:
 
 
 @torch.no_grad()
-def compare_transformers(ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor) -> Agreement:
+def compare_transformers(ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor) -> LogitComparison:
     """Our logits against those of transformers' model of a folder in fp32; the whole model is in memory."""
     import transformers
 
@@ -106,6 +108,6 @@ def compare_transformers(ours_BSV: Tensor, folder: Path, rounded: torch.dtype, t
     return _agreement(f"transformers {transformers.__version__} in fp32", ours_BSV, theirs, TRANSFORMERS_TOLERANCE)
 
 
-def _agreement(witness: str, ours: Tensor, theirs: Tensor, tolerance: float) -> Agreement:
+def _agreement(witness: str, ours: Tensor, theirs: Tensor, tolerance: float) -> LogitComparison:
     assert ours.shape == theirs.shape, f"logits are {ours.shape} and {theirs.shape}"
-    return Agreement(witness, (ours - theirs).abs().max().item(), theirs.abs().max().item(), tolerance)
+    return LogitComparison(witness, (ours - theirs).abs().max().item(), theirs.abs().max().item(), tolerance)

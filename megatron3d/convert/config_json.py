@@ -9,24 +9,24 @@ from dataclasses import fields
 from pydantic import JsonValue, ValidationError
 
 from megatron3d.config.schema import ModelConfig
-from megatron3d.convert.model_types import DIALECTS, METADATA, Dialect
+from megatron3d.convert.model_types import METADATA, MODEL_TYPES, ModelType
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
 
-Settings = Mapping[str, JsonValue]
+HubConfig = Mapping[str, JsonValue]
 _ROPE = ("rope_parameters", "rope_scaling")
 
 
-def dialect_of(settings: Settings) -> str:
+def model_type_of(settings: HubConfig) -> str:
     """The model type; raises UserError for one that is not converted."""
     model_type = settings.get("model_type")
-    if not isinstance(model_type, str) or model_type not in DIALECTS:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json: model_type={_show(model_type)}: megatron3d has the models {' and '.join(DIALECTS)}; "
+            f"config.json: model_type={_show(model_type)}: megatron3d has the models {' and '.join(MODEL_TYPES)}; "
             "give a folder of one of these"
         )
     named = settings.get("architectures")
-    class_name = DIALECTS[model_type].class_name
+    class_name = MODEL_TYPES[model_type].class_name
     if named is not None and named != [class_name]:
         raise UserError(
             f"config.json: architectures={_show(named)}: only language models are converted; give a folder that "
@@ -35,14 +35,14 @@ def dialect_of(settings: Settings) -> str:
     return model_type
 
 
-def read_settings(settings: Settings, seq_length: int | None = None) -> ModelConfig:
+def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelConfig:
     """The model section of a config.json; raises UserError with every field that our model cannot represent.
 
     Args:
         seq_length: of later training; the longest that the model takes where None.
     """
-    model_type = dialect_of(settings)
-    dialect = DIALECTS[model_type]
+    model_type = model_type_of(settings)
+    dialect = MODEL_TYPES[model_type]
     settings, problems = _plain_rope(settings, dialect)
     values, found = _values(settings, dialect)
     problems += [*found, *_unknown(settings, dialect)]
@@ -64,14 +64,14 @@ def write_settings(arch: Architecture) -> tuple[str, dict[str, JsonValue], tuple
 
     Raises UserError, with what keeps it from the nearest model type, where no model type computes the same.
     """
-    obstacles = {name: list(_obstacles(arch, dialect)) for name, dialect in DIALECTS.items()}
+    obstacles = {name: list(_obstacles(arch, dialect)) for name, dialect in MODEL_TYPES.items()}
     model_type = min(obstacles, key=lambda name: len(obstacles[name]))
     UserError.collect(
-        f"model.{problem}; no model type of Hugging Face that is written ({', '.join(DIALECTS)}) computes this model, "
-        f"{model_type} being the nearest; train a model without it to convert it"
+        f"model.{problem}; no model type of Hugging Face that is written ({', '.join(MODEL_TYPES)}) computes this "
+        f"model, {model_type} being the nearest; train a model without it to convert it"
         for problem in obstacles[model_type]
     )
-    dialect = DIALECTS[model_type]
+    dialect = MODEL_TYPES[model_type]
     settings: dict[str, JsonValue] = {"model_type": model_type, "architectures": [dialect.class_name]}
     for ours, key in dialect.keys.items():
         settings |= dict.fromkeys(key.names, getattr(arch, ours))
@@ -83,7 +83,7 @@ def write_settings(arch: Architecture) -> tuple[str, dict[str, JsonValue], tuple
     return model_type, settings, tuple(_unsaid(arch, dialect))
 
 
-def _plain_rope(settings: Settings, dialect: Dialect) -> tuple[Settings, list[str]]:
+def _plain_rope(settings: HubConfig, dialect: ModelType) -> tuple[HubConfig, list[str]]:
     """The same with the base of rotary positions in `rope_theta`, and what is wrong with what describes them."""
     if not dialect.has_rope:
         found = [name for name in ("rope_theta", *_ROPE) if settings.get(name) is not None]
@@ -107,7 +107,7 @@ def _plain_rope(settings: Settings, dialect: Dialect) -> tuple[Settings, list[st
     return settings, problems
 
 
-def _values(settings: Settings, dialect: Dialect) -> tuple[dict[str, JsonValue], list[str]]:
+def _values(settings: HubConfig, dialect: ModelType) -> tuple[dict[str, JsonValue], list[str]]:
     """Our keys' values, and a sentence for each field that none of ours can have."""
     values: dict[str, JsonValue] = {}
     problems = []
@@ -126,7 +126,7 @@ def _values(settings: Settings, dialect: Dialect) -> tuple[dict[str, JsonValue],
     return values, problems
 
 
-def _unknown(settings: Settings, dialect: Dialect) -> Iterator[str]:
+def _unknown(settings: HubConfig, dialect: ModelType) -> Iterator[str]:
     """A sentence for each field that could make another network."""
     known = {name for key in dialect.keys.values() for name in key.names} | {dialect.activation[0]} | METADATA
     for name, value in settings.items():
@@ -139,7 +139,7 @@ def _unknown(settings: Settings, dialect: Dialect) -> Iterator[str]:
             yield f"{name}={_show(value)}: unknown here, so that it may mean another network; remove it if it does not"
 
 
-def _obstacles(arch: Architecture, dialect: Dialect) -> Iterator[str]:
+def _obstacles(arch: Architecture, dialect: ModelType) -> Iterator[str]:
     """What keeps a model from being one of this type."""
     for name, trait in dialect.traits.items():
         if getattr(arch, name) != trait:
@@ -150,7 +150,7 @@ def _obstacles(arch: Architecture, dialect: Dialect) -> Iterator[str]:
     yield from dialect.demands(arch)
 
 
-def _unsaid(arch: Architecture, dialect: Dialect) -> Iterator[str]:
+def _unsaid(arch: Architecture, dialect: ModelType) -> Iterator[str]:
     """What matters for further training only, and has no field."""
     said = {*dialect.keys, *dialect.traits, "activation", "padded_vocab_size", "num_query_groups", "kv_channels"}
     said |= set() if dialect.has_rope else {"rotary_base"}
@@ -160,7 +160,7 @@ def _unsaid(arch: Architecture, dialect: Dialect) -> Iterator[str]:
             yield f"model.{name}={_show(value)} has no field in config.json; a conversion back will say {_show(silent)}"
 
 
-def _wrong(dialect: Dialect, place: tuple[int | str, ...], rule: str, values: Settings) -> str:
+def _wrong(dialect: ModelType, place: tuple[int | str, ...], rule: str, values: HubConfig) -> str:
     """The message for a field whose value our schema refuses."""
     ours = str(place[0])
     theirs = dialect.keys[ours].names[0] if ours in dialect.keys else ours

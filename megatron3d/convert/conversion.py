@@ -23,8 +23,8 @@ from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config, DataConfig
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
-from megatron3d.convert.compare import Agreement
-from megatron3d.convert.config_json import Settings, dialect_of, read_settings, write_settings
+from megatron3d.convert.compare import LogitComparison
+from megatron3d.convert.config_json import HubConfig, model_type_of, read_settings, write_settings
 from megatron3d.convert.hub_weights import DTYPES, HubWeights
 from megatron3d.convert.output_files import output_folder, read_json, write_json
 from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
@@ -39,7 +39,7 @@ _PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Request:
+class ConversionRequest:
     """What is converted into what.
 
     Attributes:
@@ -59,23 +59,23 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """What was done: a sentence each."""
 
     notes: tuple[str, ...]
-    agreements: tuple[Agreement, ...] = field(default=())
+    agreements: tuple[LogitComparison, ...] = field(default=())
 
 
-class Disagreement(RuntimeError):
+class LogitsDiffer(RuntimeError):
     """Both models were run and compute different logits; nothing was written."""
 
 
-def from_hub(request: Request) -> Report:
+def from_hub(request: ConversionRequest) -> ConversionReport:
     """A run's folder with the weights of a Hugging Face folder; raises UserError, or Disagreement."""
     settings = read_json(request.source / "config.json")
     model = read_settings(settings, request.seq_length)
     assert model.vocab_size is not None, "config.json has a vocabulary"
-    arch, model_type = resolve_architecture(model, model.vocab_size), dialect_of(settings)
+    arch, model_type = resolve_architecture(model, model.vocab_size), model_type_of(settings)
     table = file_tensors(arch, model_type)
     weights = HubWeights(request.source, table, model_type, arch.tie_embeddings)
     with output_folder(request.target) as folder:
@@ -107,10 +107,10 @@ def from_hub(request: Request) -> Report:
         write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
         agreements = _agree(checkpoint, arch, settings, weights, request, request.source)
         _record(folder, request, agreements, arch)
-    return Report((f"{len(table)} tensors of {len(weights.files)} files",), agreements)
+    return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files",), agreements)
 
 
-def to_hub(request: Request) -> Report:
+def to_hub(request: ConversionRequest) -> ConversionReport:
     """A Hugging Face folder with the weights of a checkpoint; raises UserError, or Disagreement."""
     checkpoint = store.resolve(request.source)
     arch = read_architecture(checkpoint)
@@ -130,12 +130,17 @@ def to_hub(request: Request) -> Report:
         weights = HubWeights(folder, table, model_type, arch.tie_embeddings)
         agreements = _agree(checkpoint, arch, settings, weights, request, folder)
         _record(folder, request, agreements, arch)
-    return Report((f"{len(table)} tensors into {len(shards)} files", *unsaid, *notes), agreements)
+    return ConversionReport((f"{len(table)} tensors into {len(shards)} files", *unsaid, *notes), agreements)
 
 
 def _agree(
-    checkpoint: Path, arch: Architecture, settings: Settings, weights: HubWeights, request: Request, hub: Path
-) -> tuple[Agreement, ...]:
+    checkpoint: Path,
+    arch: Architecture,
+    settings: HubConfig,
+    weights: HubWeights,
+    request: ConversionRequest,
+    hub: Path,
+) -> tuple[LogitComparison, ...]:
     """Run both models on the stored inputs; raises Disagreement."""
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
     rounded = request.dtype or torch.float64
@@ -145,7 +150,7 @@ def _agree(
         found.append(compare.compare_transformers(ours, hub, rounded, tokens))
     wrong = [agreement for agreement in found if not agreement.holds]
     if wrong:
-        raise Disagreement(
+        raise LogitsDiffer(
             f"the converted model computes other logits; nothing was written: {'; '.join(map(str, wrong))}"
         )
     return tuple(found)
@@ -220,7 +225,7 @@ def _stored_dtype(checkpoint: Path, table: Sequence[FileTensor]) -> torch.dtype:
     raise UserError(f"{checkpoint}: weights of {' and '.join(found) or 'no'} type; choose one with --dtype")
 
 
-def _data_section(request: Request, checkpoint: Path) -> DataConfig:
+def _data_section(request: ConversionRequest, checkpoint: Path) -> DataConfig:
     """Which tokenizer: the one that was named, or the run's."""
     if request.tokenizer_type is not None:
         named = {"tokenizer_type": request.tokenizer_type, "tokenizer_model": request.tokenizer_model}
@@ -234,7 +239,9 @@ def _data_section(request: Request, checkpoint: Path) -> DataConfig:
     return read_config(path).config.data
 
 
-def _record(folder: Path, request: Request, agreements: Sequence[Agreement], arch: Architecture) -> None:
+def _record(
+    folder: Path, request: ConversionRequest, agreements: Sequence[LogitComparison], arch: Architecture
+) -> None:
     """What was compared, so that anyone can do it again."""
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
     compared = [asdict(agreement) for agreement in agreements]

@@ -30,7 +30,7 @@ MAX_PROBLEMS = 8
 
 
 @dataclass(frozen=True)
-class Stored:
+class HubTensor:
     """A tensor in a file."""
 
     file: Path
@@ -69,14 +69,14 @@ class HubWeights:
         """A tensor as stored, mapped from the file."""
         return self._read(self._stored[name])
 
-    def _read(self, stored: Stored) -> Tensor:
+    def _read(self, stored: HubTensor) -> Tensor:
         try:
             tensor: Tensor = self._handles[stored.file].get_tensor(stored.name)
         except (OSError, SafetensorError) as error:
             raise _damaged(stored.file, error) from error
         return tensor
 
-    def _open(self, path: Path) -> Iterator[Stored]:
+    def _open(self, path: Path) -> Iterator[HubTensor]:
         try:
             self._handles[path] = handle = safe_open(path, framework="pt")
             for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
@@ -87,7 +87,7 @@ class HubWeights:
                         f"{path}: {name} is of type {part.get_dtype()}, not one of {', '.join(_NAMES)}; convert the "
                         "model before quantization"
                     )
-                yield Stored(path, name, tuple(part.get_shape()), dtype)
+                yield HubTensor(path, name, tuple(part.get_shape()), dtype)
         except (OSError, SafetensorError) as error:
             raise _damaged(path, error) from error
 
@@ -129,7 +129,7 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     return dict(named)
 
 
-def _differences(stored: Mapping[str, Stored], tensors: Iterable[FileTensor]) -> Iterator[str]:
+def _differences(stored: Mapping[str, HubTensor], tensors: Iterable[FileTensor]) -> Iterator[str]:
     """What keeps the files from being the model that config.json describes."""
     wanted = {tensor.name: tensor.shape for tensor in tensors}
     for name, shape in wanted.items():

@@ -16,7 +16,7 @@ from megatron3d.model.architecture import Architecture
 
 
 @dataclass(frozen=True)
-class Key:
+class FieldMapping:
     """Fields of config.json that must have one value, which is one of ours; `default` holds where a field is absent."""
 
     names: tuple[str, ...]
@@ -24,7 +24,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Rule:
+class AllowedValues:
     """Values of a field that change nothing in our model, and what holds for all others."""
 
     allowed: tuple[JsonValue, ...]
@@ -32,7 +32,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ModelType:
     """One model type.
 
     Attributes:
@@ -47,11 +47,11 @@ class Dialect:
     """
 
     class_name: str
-    keys: Mapping[str, Key]
+    keys: Mapping[str, FieldMapping]
     activation: tuple[str, str, Mapping[str, str]]
     traits: Mapping[str, object]
     demands: Callable[[Architecture], Iterator[str]]
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, AllowedValues]
     has_rope: bool
     body: str
 
@@ -73,29 +73,31 @@ def _llama_demands(arch: Architecture) -> Iterator[str]:
 
 
 _COMMON = {
-    "is_encoder_decoder": Rule((False, None), "the model has no encoder"),
-    "add_cross_attention": Rule((False, None), "the model has no cross-attention"),
-    "pruned_heads": Rule(({}, None), "no head can be left out"),
-    "quantization_config": Rule((None,), "weights are floating-point numbers; convert the model before quantization"),
-    "sliding_window": Rule((None,), "every position attends to all earlier ones"),
-    "use_sliding_window": Rule((False, None), "every position attends to all earlier ones"),
+    "is_encoder_decoder": AllowedValues((False, None), "the model has no encoder"),
+    "add_cross_attention": AllowedValues((False, None), "the model has no cross-attention"),
+    "pruned_heads": AllowedValues(({}, None), "no head can be left out"),
+    "quantization_config": AllowedValues(
+        (None,), "weights are floating-point numbers; convert the model before quantization"
+    ),
+    "sliding_window": AllowedValues((None,), "every position attends to all earlier ones"),
+    "use_sliding_window": AllowedValues((False, None), "every position attends to all earlier ones"),
 }
 
-DIALECTS: Mapping[str, Dialect] = {
-    "gpt2": Dialect(
+MODEL_TYPES: Mapping[str, ModelType] = {
+    "gpt2": ModelType(
         class_name="GPT2LMHeadModel",
         keys={
-            "num_layers": Key(("n_layer",), 12),
-            "hidden_size": Key(("n_embd",), 768),
-            "ffn_hidden_size": Key(("n_inner",), None),
-            "num_attention_heads": Key(("n_head",), 12),
-            "max_position_embeddings": Key(("n_positions",), 1024),
-            "vocab_size": Key(("vocab_size",), 50257),
-            "norm_epsilon": Key(("layer_norm_epsilon",), 1e-5),
-            "tie_embeddings": Key(("tie_word_embeddings",), True),
-            "hidden_dropout": Key(("resid_pdrop", "embd_pdrop"), 0.1),
-            "attention_dropout": Key(("attn_pdrop",), 0.1),
-            "init_method_std": Key(("initializer_range",), 0.02),
+            "num_layers": FieldMapping(("n_layer",), 12),
+            "hidden_size": FieldMapping(("n_embd",), 768),
+            "ffn_hidden_size": FieldMapping(("n_inner",), None),
+            "num_attention_heads": FieldMapping(("n_head",), 12),
+            "max_position_embeddings": FieldMapping(("n_positions",), 1024),
+            "vocab_size": FieldMapping(("vocab_size",), 50257),
+            "norm_epsilon": FieldMapping(("layer_norm_epsilon",), 1e-5),
+            "tie_embeddings": FieldMapping(("tie_word_embeddings",), True),
+            "hidden_dropout": FieldMapping(("resid_pdrop", "embd_pdrop"), 0.1),
+            "attention_dropout": FieldMapping(("attn_pdrop",), 0.1),
+            "init_method_std": FieldMapping(("initializer_range",), 0.02),
         },
         activation=(
             "activation_function",
@@ -111,38 +113,38 @@ DIALECTS: Mapping[str, Dialect] = {
         demands=_gpt2_demands,
         rules={
             **_COMMON,
-            "scale_attn_weights": Rule((True,), "scores are divided by the root of a head's size"),
-            "scale_attn_by_inverse_layer_idx": Rule((False,), "all layers scale their scores alike"),
-            "reorder_and_upcast_attn": Rule((False,), "attention is computed in one way"),
+            "scale_attn_weights": AllowedValues((True,), "scores are divided by the root of a head's size"),
+            "scale_attn_by_inverse_layer_idx": AllowedValues((False,), "all layers scale their scores alike"),
+            "reorder_and_upcast_attn": AllowedValues((False,), "attention is computed in one way"),
         },
         has_rope=False,
         body="transformer.",
     ),
-    "llama": Dialect(
+    "llama": ModelType(
         class_name="LlamaForCausalLM",
         keys={
-            "num_layers": Key(("num_hidden_layers",), 32),
-            "hidden_size": Key(("hidden_size",), 4096),
-            "ffn_hidden_size": Key(("intermediate_size",), 11008),
-            "num_attention_heads": Key(("num_attention_heads",), 32),
-            "num_query_groups": Key(("num_key_value_heads",), None),
-            "kv_channels": Key(("head_dim",), None),
-            "max_position_embeddings": Key(("max_position_embeddings",), 2048),
-            "vocab_size": Key(("vocab_size",), 32000),
-            "norm_epsilon": Key(("rms_norm_eps",), 1e-6),
-            "rotary_base": Key(("rope_theta",), 10000.0),
-            "tie_embeddings": Key(("tie_word_embeddings",), False),
-            "add_bias_linear": Key(("attention_bias", "mlp_bias"), False),
-            "attention_dropout": Key(("attention_dropout",), 0.0),
-            "init_method_std": Key(("initializer_range",), 0.02),
+            "num_layers": FieldMapping(("num_hidden_layers",), 32),
+            "hidden_size": FieldMapping(("hidden_size",), 4096),
+            "ffn_hidden_size": FieldMapping(("intermediate_size",), 11008),
+            "num_attention_heads": FieldMapping(("num_attention_heads",), 32),
+            "num_query_groups": FieldMapping(("num_key_value_heads",), None),
+            "kv_channels": FieldMapping(("head_dim",), None),
+            "max_position_embeddings": FieldMapping(("max_position_embeddings",), 2048),
+            "vocab_size": FieldMapping(("vocab_size",), 32000),
+            "norm_epsilon": FieldMapping(("rms_norm_eps",), 1e-6),
+            "rotary_base": FieldMapping(("rope_theta",), 10000.0),
+            "tie_embeddings": FieldMapping(("tie_word_embeddings",), False),
+            "add_bias_linear": FieldMapping(("attention_bias", "mlp_bias"), False),
+            "attention_dropout": FieldMapping(("attention_dropout",), 0.0),
+            "init_method_std": FieldMapping(("initializer_range",), 0.02),
         },
         activation=("hidden_act", "silu", {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}),
         traits={"position_embedding_type": "rope", "normalization": "RMSNorm", "qk_layernorm": False},
         demands=_llama_demands,
         rules={
             **_COMMON,
-            "pretraining_tp": Rule((1, None), "its products are not computed in slices"),
-            "partial_rotary_factor": Rule((1, 1.0, None), "all channels of a head are rotated"),
+            "pretraining_tp": AllowedValues((1, None), "its products are not computed in slices"),
+            "partial_rotary_factor": AllowedValues((1, 1.0, None), "all channels of a head are rotated"),
         },
         has_rope=True,
         body="model.",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.convert.config_json import Settings
+from megatron3d.convert.config_json import HubConfig
 
 Weights = Callable[[str], Tensor]
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -35,7 +35,7 @@ def _causal(q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
     return y_BNSD.transpose(1, 2).flatten(2)
 
 
-def gpt2_logits(hf: Settings, weights: Weights, tokens_BS: Tensor) -> Tensor:
+def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Logits [B, S, V] of GPT-2."""
     hidden, heads, eps = _int(hf, "n_embd", 768), _int(hf, "n_head", 12), _float(hf, "layer_norm_epsilon", 1e-5)
     activation = _ACTIVATIONS[str(hf.get("activation_function", "gelu_new"))]
@@ -57,7 +57,7 @@ def gpt2_logits(hf: Settings, weights: Weights, tokens_BS: Tensor) -> Tensor:
     return norm(x, "transformer.ln_f") @ weights(table if hf.get("tie_word_embeddings", True) else "lm_head.weight").T
 
 
-def llama_logits(hf: Settings, weights: Weights, tokens_BS: Tensor) -> Tensor:
+def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Logits [B, S, V] of Llama."""
     hidden, heads, eps = (
         _int(hf, "hidden_size", 4096),
@@ -98,14 +98,17 @@ def llama_logits(hf: Settings, weights: Weights, tokens_BS: Tensor) -> Tensor:
     return norm(x, "model.norm") @ weights("model.embed_tokens.weight" if tied else "lm_head.weight").T
 
 
-PLAIN: Mapping[str, Callable[[Settings, Weights, Tensor], Tensor]] = {"gpt2": gpt2_logits, "llama": llama_logits}
+REFERENCE_LOGITS: Mapping[str, Callable[[HubConfig, Weights, Tensor], Tensor]] = {
+    "gpt2": gpt2_logits,
+    "llama": llama_logits,
+}
 
 
-def _int(hf: Settings, name: str, default: int) -> int:
+def _int(hf: HubConfig, name: str, default: int) -> int:
     value = hf.get(name)
     return value if isinstance(value, int) else default
 
 
-def _float(hf: Settings, name: str, default: float) -> float:
+def _float(hf: HubConfig, name: str, default: float) -> float:
     value = hf.get(name)
     return float(value) if isinstance(value, int | float) else default

@@ -25,7 +25,7 @@ _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 
 @dataclass(frozen=True)
-class Shard:
+class SafetensorsFile:
     """A file and what is in it."""
 
     name: str
@@ -37,7 +37,7 @@ def num_bytes(tensor: FileTensor, dtype: torch.dtype) -> int:
     return torch.Size(tensor.shape).numel() * dtype.itemsize
 
 
-def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> tuple[Shard, ...]:
+def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> tuple[SafetensorsFile, ...]:
     """Files of at most `max_bytes` in the order of the tensors; a larger tensor has one of its own."""
     groups: list[list[FileTensor]] = [[]]
     filled = 0
@@ -49,12 +49,12 @@ def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) ->
         groups[-1].append(tensor)
         filled += size
     if len(groups) == 1:
-        return (Shard(SINGLE, tuple(groups[0])),)
+        return (SafetensorsFile(SINGLE, tuple(groups[0])),)
     names = (f"model-{place:05d}-of-{len(groups):05d}.safetensors" for place in range(1, len(groups) + 1))
-    return tuple(Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True))
+    return tuple(SafetensorsFile(name, tuple(group)) for name, group in zip(names, groups, strict=True))
 
 
-def write_shards(folder: Path, shards: Sequence[Shard], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
+def write_shards(folder: Path, shards: Sequence[SafetensorsFile], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
     """Write the files, and the index where there are several; `values` come in the order of the shards' tensors."""
     for shard in shards:
         _write(folder / shard.name, shard.tensors, dtype, values)

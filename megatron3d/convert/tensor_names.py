@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron3d.convert.model_types import DIALECTS
+from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import param_specs
 from megatron3d.parallel.layout import Shape
@@ -110,4 +110,4 @@ def _module(theirs: str, ours: tuple[str, ...], logical: Mapping[str, Shape]) ->
 
 def without_body(name: str, model_type: str) -> str:
     """The name in a file that the bare body wrote, as those of the first GPT-2 models are."""
-    return name.removeprefix(DIALECTS[model_type].body)
+    return name.removeprefix(MODEL_TYPES[model_type].body)

@@ -18,7 +18,7 @@ BLOCK = 2**20
 
 
 @dataclass(frozen=True)
-class EveryToken:
+class EvaluationWindows:
     """Samples 0 to `num_samples` - 1, the last one perhaps short; all further ones are empty."""
 
     dataset: IndexedDataset
@@ -30,10 +30,10 @@ class EveryToken:
     @staticmethod
     def of(
         dataset: IndexedDataset, split: Split, seq_length: int, vocab_size: int, most: int | None = None
-    ) -> EveryToken:
+    ) -> EvaluationWindows:
         """All samples of a range, or the first ones."""
         num_samples = -(-(split.num_tokens - 1) // seq_length)
-        return EveryToken(dataset, split, seq_length, vocab_size, min(num_samples, most or num_samples))
+        return EvaluationWindows(dataset, split, seq_length, vocab_size, min(num_samples, most or num_samples))
 
     @property
     def span(self) -> tuple[int, int]:

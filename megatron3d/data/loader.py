@@ -33,7 +33,7 @@ class Microbatch:
     first_sample: int
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """Whatever gives tokens by sample: a split of a corpus, or random ones."""
 
     def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -41,7 +41,7 @@ class Samples(Protocol):
         ...
 
 
-class Loader:
+class BatchLoader:
     """Reads the global batch that begins at any sample; it has no state, so that resuming is a number.
 
     Attributes:
@@ -50,7 +50,7 @@ class Loader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: SampleSource,
         mesh: Mesh,
         batch_axes: Axes,
         micro_batch_size: int,
@@ -90,10 +90,10 @@ class Loader:
         return [Microbatch(tokens, first) for tokens, first in zip(chunks, self._firsts, strict=False)]
 
 
-class Prefetching:
+class PrefetchingLoader:
     """A loader that reads the next global batch while the device works on this one; what it gives is the same."""
 
-    def __init__(self, loader: Loader, batches: Batches) -> None:
+    def __init__(self, loader: BatchLoader, batches: Batches) -> None:
         self._loader, self._batches = loader, batches
         self._thread = ThreadPoolExecutor(1, "prefetch")
         self._next: tuple[int, Future[Tensor]] | None = None

@@ -54,7 +54,7 @@ def make_ramp(given: tuple[int, int, int] | None, end: int) -> Ramp:
     return Ramp(*given, end) if given else Ramp(end, 1, 1, end)
 
 
-class Run(NamedTuple):
+class IterationRange(NamedTuple):
     """Iterations that are alike: the first one's first sample, how many they are (None: without end), their batches."""
 
     first_sample: int
@@ -78,17 +78,17 @@ class Batches:
         """What all batches are in the end."""
         return Batch(self.size.end, self.length.end)
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[IterationRange]:
         """All iterations, in order."""
         first = 0
         while True:
             batch = self.at(first)
             changes = [change for ramp in (self.size, self.length) if (change := ramp.next_change(first)) is not None]
             if not changes:
-                yield Run(first, None, batch)
+                yield IterationRange(first, None, batch)
                 return
             count = -(-(min(changes) - first) // batch.num_samples)
-            yield Run(first, count, batch)
+            yield IterationRange(first, count, batch)
             first += count * batch.num_samples
 
     def consumed_samples(self, num_iterations: int) -> int:

@@ -22,8 +22,8 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.data.corpus.blended import BlendedSamples
 from megatron3d.data.corpus.corpus import Corpus, describe_plan, open_corpus
-from megatron3d.data.corpus.stream import Stream
-from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.corpus.stream import StreamedSamples
+from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
@@ -58,7 +58,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         state = build_state(spec, comm, runtime.device)
         check_built(state)
         attention_line(state)  # every rank refuses what its kernels cannot do
-        state.stream = corpus.train if isinstance(corpus.train, Stream) else None
+        state.stream = corpus.train if isinstance(corpus.train, StreamedSamples) else None
     if runtime.watchdog is not None:
         runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.begun, comm.last_begun))
     identity = identity_of(config, tokenizer, corpus)
@@ -73,9 +73,11 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     if is_first:
         print(startup_report(state, peak), flush=True)
 
-    def loader(samples: BlendedSamples | Stream) -> Loader:
+    def loader(samples: BlendedSamples | StreamedSamples) -> BatchLoader:
         train, batch_axes = config.train, spec.mode.batch_axes
-        return Loader(samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device)
+        return BatchLoader(
+            samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device
+        )
 
     timers = Timers(runtime.device, is_off=config.logging.timing_log_level == 0)
     comm.waiting = timers.waiting
@@ -83,7 +85,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     return Run(
         runtime,
         state,
-        Prefetching(loader(corpus.train), spec.batches),
+        PrefetchingLoader(loader(corpus.train), spec.batches),
         loader(corpus.valid) if corpus.valid else None,
         metrics,
         saver,

@@ -12,7 +12,7 @@ from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.packing import Packing
 from megatron3d.data.ramp import Batch, Batches
 from megatron3d.hardware.peaks import Peak
@@ -43,8 +43,8 @@ class Run:
 
     runtime: Runtime
     state: TrainState
-    train_data: Prefetching
-    valid_data: Loader | None
+    train_data: PrefetchingLoader
+    valid_data: BatchLoader | None
     metrics: MetricsWriter | None
     saver: Saver | None
     lock: FolderLock | None

@@ -8,7 +8,7 @@ import torch
 
 from megatron3d.comm.process_comm import Comm, ProcessComm
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.data.corpus.stream import Stream
+from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import fused_norms
 from megatron3d.model.compile import Compiler
@@ -38,7 +38,7 @@ class TrainState:
     executor: PipelineExecutor
     iteration: int = 0
     consumed_samples: int = 0
-    stream: Stream | None = None
+    stream: StreamedSamples | None = None
 
 
 def connect(spec: RunSpec) -> ProcessComm:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron3d.checkpoint.param_pieces import param_pieces, written
 from megatron3d.comm.process_comm import Comm
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import BatchLoader
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
@@ -49,7 +49,9 @@ def trace(spec: RunSpec, comm: Comm, num_steps: int) -> Trace | None:
     state = build_state(spec, comm, device)
     train, num_tokens = config.train, config.train.global_batch_size * arch.seq_length
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
-    loader = Loader(samples, spec.mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device)
+    loader = BatchLoader(
+        samples, spec.mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
+    )
     assert len(loader.step(0)) == spec.num_microbatches, "the loader disagrees with the batch arithmetic"
     settings = Settings(train.seed, num_tokens, train.global_batch_size, spec.packing(0))
     values: dict[str, Tensor] = {}

@@ -18,7 +18,7 @@ from megatron3d.comm.process_comm import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import BatchLoader
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import SCHEDULES
@@ -121,7 +121,7 @@ def not_skipped(spec: RunSpec, comm: Comm) -> Iterator[str]:
     """Two steps, in the first of which the last rank's first parameter has an infinite gradient."""
     state, train, mesh, arch = build_state(spec, comm, CPU), spec.config.train, comm.mesh, spec.arch
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
-    loader = Loader(samples, mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, CPU)
+    loader = BatchLoader(samples, mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, CPU)
     settings, values = Settings(train.seed, BATCH * arch.seq_length, BATCH), [held(state)]
     for injects in (True, False):
         if injects and mesh.rank == mesh.world_size - 1:

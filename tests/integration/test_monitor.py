@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megatron3d.data.loader import Prefetching
+from megatron3d.data.loader import PrefetchingLoader
 from megatron3d.metrics.journal import read_journal
 from megatron3d.metrics.timers import BACKWARD, COMPUTES, EVALUATE, FORWARD, PARTS, SAVE, SCHEDULE
 from megatron3d.parallel.modes import MODES
@@ -62,13 +62,13 @@ def test_phases_are_within_the_step(config: Path, pool: Pool) -> None:
 def run_slowed(rank: int, world_size: int, config: Path, asked: list[list[str]]) -> list[int]:
     """Rank 1 takes long to read."""
     with pytest.MonkeyPatch.context() as patch:
-        step = Prefetching.step
+        step = PrefetchingLoader.step
 
-        def slow(data: Prefetching, first: int) -> Any:
+        def slow(data: PrefetchingLoader, first: int) -> Any:
             time.sleep(0.3 if rank == 1 else 0)
             return step(data, first)
 
-        patch.setattr(Prefetching, "step", slow)
+        patch.setattr(PrefetchingLoader, "step", slow)
         return run_as_rank(rank, world_size, config, asked)
 
 

@@ -16,7 +16,7 @@ from megatron3d.checkpoint.verify import verify
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import BatchLoader
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.checkpointing import load_state, save_state, source_of
@@ -83,7 +83,7 @@ def advance(config: Config, state: TrainState) -> list[float]:
     mesh, train, arch = state.model.comm.mesh, config.train, state.model.arch
     samples = RandomSamples(train.seed, VOCAB_SIZE, arch.seq_length)
     axes, device = state.spec.mode.batch_axes, torch.device("cpu")
-    loader = Loader(samples, mesh, axes, train.micro_batch_size, train.global_batch_size, device)
+    loader = BatchLoader(samples, mesh, axes, train.micro_batch_size, train.global_batch_size, device)
     settings = Settings(train.seed, train.global_batch_size * arch.seq_length, train.global_batch_size)
     numbers: list[float] = []
     for _ in range(NUM_STEPS):

@@ -20,7 +20,7 @@ from megatron3d.errors import UserError
 
 
 @dataclass(frozen=True)
-class Samples:
+class TokenFileSamples:
     """Samples 0, 1, ... of one split without end, epoch after epoch; shuffled unless seed is None."""
 
     dataset: IndexedDataset
@@ -49,7 +49,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Source:
+class PlannedReads:
     """What a run plans to read of one corpus."""
 
     name: str
@@ -67,7 +67,7 @@ class Source:
 class BlendedSamples:
     """Samples of one or several corpora in the order of a blend; one corpus alone is read as it is."""
 
-    sources: tuple[Samples, ...]
+    sources: tuple[TokenFileSamples, ...]
     blend: Blend
 
     def read(self, samples: Indices) -> npt.NDArray[np.int64]:
@@ -91,12 +91,12 @@ class BlendedSamples:
         (offset,) = sample_offsets(source.split, source.seq_length, source.seed, places).tolist()
         return f"{source.dataset.prefix} from token {offset}, epoch {int(places[0]) // source.num_windows}"
 
-    def plan(self, num_samples: int) -> tuple[Source, ...]:
+    def plan(self, num_samples: int) -> tuple[PlannedReads, ...]:
         """What the first samples are made of."""
         total = sum(self.blend.parts)
         counts = self.blend.counts(num_samples)
         return tuple(
-            Source(str(source.dataset.prefix), part / total, count, source.num_windows)
+            PlannedReads(str(source.dataset.prefix), part / total, count, source.num_windows)
             for source, part, count in zip(self.sources, self.blend.parts, counts, strict=True)
         )
 

@@ -17,11 +17,11 @@ from fractions import Fraction
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.blend import Blend, Paths, parse_paths, whole_parts
-from megatron3d.data.corpus.blended import BlendedSamples, Samples
+from megatron3d.data.corpus.blended import BlendedSamples, TokenFileSamples
 from megatron3d.data.corpus.samples import Split, split_tokens
-from megatron3d.data.corpus.stream import Stream, open_stream
+from megatron3d.data.corpus.stream import StreamedSamples, open_stream
 from megatron3d.data.packing import Packing
-from megatron3d.data.preprocess.encode import Encoder
+from megatron3d.data.preprocess.encode import EncoderSpec
 from megatron3d.data.preprocess.hub_datasets import HF_PREFIX
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
@@ -35,14 +35,14 @@ CHECKED_DOCUMENTS = 16
 class Corpus:
     """Three splits, valid and test in order; None where a split that is not used is shorter than one sample."""
 
-    train: BlendedSamples | Stream
-    valid: BlendedSamples | Stream | None
-    test: BlendedSamples | Stream | None
+    train: BlendedSamples | StreamedSamples
+    valid: BlendedSamples | StreamedSamples | None
+    test: BlendedSamples | StreamedSamples | None
 
     @property
     def faults(self) -> list[str]:
         """What is wrong with the first records that were left out so far."""
-        streams = (split for split in (self.train, self.valid, self.test) if isinstance(split, Stream))
+        streams = (split for split in (self.train, self.valid, self.test) if isinstance(split, StreamedSamples))
         return [fault for stream in streams for fault in stream.rows.faults]
 
     @property
@@ -61,7 +61,7 @@ class Corpus:
         return str(found[0][0]) if len(found) == 1 else hashlib.sha256(str(found).encode()).hexdigest()
 
 
-def _are_cut_from_one(one: BlendedSamples | Stream, other: BlendedSamples | Stream) -> bool:
+def _are_cut_from_one(one: BlendedSamples | StreamedSamples, other: BlendedSamples | StreamedSamples) -> bool:
     return bool(one.sources and other.sources) and one.sources[0].dataset is other.sources[0].dataset
 
 
@@ -81,7 +81,7 @@ def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
     opener = _Opener(config, tokenizer, vocab_size)
     if data.data_path is not None:
         opened = opener.paths("data.data_path", data.data_path)
-        splits: list[BlendedSamples | Stream | None] = [opener.split(opened, number) for number in range(3)]
+        splits: list[BlendedSamples | StreamedSamples | None] = [opener.split(opened, number) for number in range(3)]
     else:
         paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
         keys = (f"data.{name}_data_path" for name in NAMES)
@@ -110,13 +110,13 @@ class _Opener:
             _check_documents(dataset, RunSpec(self.config).packing(self.tokenizer.eod))
         return tuple((dataset, weight or Fraction(dataset.num_tokens)) for dataset, weight in opened)
 
-    def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | Stream | None:
+    def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | StreamedSamples | None:
         """A split with a path of its own: token files, or a dataset."""
         if not (isinstance(path, str) and path.startswith(HF_PREFIX)):
             return self.split(self.paths(key, path), number, is_whole=True)
         data, tokenizer, seed = self.config.data, self.tokenizer, self.config.train.seed if number == 0 else None
         RunSpec(self.config).packing(tokenizer.eod)
-        encoder = Encoder(
+        encoder = EncoderSpec(
             data.tokenizer_type,
             data.tokenizer_model,
             tokenizer.fingerprint,
@@ -126,7 +126,7 @@ class _Opener:
             remedy=", or leave such out with data.on_bad_record=skip",
         )
         rows = open_stream(path, data.stream_lanes, data.stream_shuffle_rows, seed, encoder)
-        return Stream(rows, self.config.model.seq_length)
+        return StreamedSamples(rows, self.config.model.seq_length)
 
     def split(self, opened: _Opened, number: int, is_whole: bool = False) -> BlendedSamples | None:
         """Train, valid or test of the corpora; None where it is not used and some corpus has too little of it."""
@@ -136,7 +136,7 @@ class _Opener:
             whole = Split(0, dataset.num_tokens)
             part = whole if is_whole else split_tokens(dataset.num_tokens, self.config.data.split)[number]
             seed = self.config.train.seed + (index << 64) if number == 0 else None
-            sources.append(Samples(dataset, part, length, self.vocab_size, seed))
+            sources.append(TokenFileSamples(dataset, part, length, self.vocab_size, seed))
         if number == 0 or (number == 1 and self.config.train.eval_interval):
             UserError.collect(_too_short(self.config, NAMES[number], source, is_whole) for source in _short(sources))
         if _short(sources):
@@ -144,11 +144,11 @@ class _Opener:
         return BlendedSamples(tuple(sources), Blend(whole_parts([weight for _, weight in opened])))
 
 
-def _short(sources: list[Samples]) -> list[Samples]:
+def _short(sources: list[TokenFileSamples]) -> list[TokenFileSamples]:
     return [source for source in sources if not source.num_windows]
 
 
-def _too_short(config: Config, name: str, source: Samples, is_whole: bool) -> str:
+def _too_short(config: Config, name: str, source: TokenFileSamples, is_whole: bool) -> str:
     have, total, wanted = source.split.num_tokens, source.dataset.num_tokens, config.model.seq_length + 1
     where = f"data.{name}_data_path={source.dataset.prefix}" if is_whole else f"data.split={config.data.split}"
     of = "" if is_whole or isinstance(config.data.data_path, str) else f" of {source.dataset.prefix}"
@@ -193,7 +193,7 @@ def _check_documents(dataset: IndexedDataset, packing: Packing) -> None:
 
 def describe_plan(corpus: Corpus, num_samples: int, max_epochs: float) -> Iterator[str]:
     """For the start of a run: what it is to read of each corpus, with a warning where that is often."""
-    if isinstance(corpus.train, Stream):
+    if isinstance(corpus.train, StreamedSamples):
         yield corpus.train.describe()
         return
     for source in corpus.train.plan(num_samples):

@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron3d.data.permutation import Indices, permutation_keys, permute
-from megatron3d.data.preprocess.encode import KEPT_FAULTS, Encoded, Encoder, encode_batch
+from megatron3d.data.preprocess.encode import KEPT_FAULTS, EncodedBatch, EncoderSpec, encode_batch
 from megatron3d.data.preprocess.hub_datasets import num_shards, open_shard
-from megatron3d.data.preprocess.input_chunks import Piece
+from megatron3d.data.preprocess.input_chunks import InputChunk
 from megatron3d.data.preprocess.records import Record
 from megatron3d.data.token_files.indexed import Tokens
 from megatron3d.errors import UserError
@@ -56,7 +56,7 @@ class Cursor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class StreamedDataset:
     """The documents of a dataset, as lanes.
 
     Attributes:
@@ -71,7 +71,7 @@ class Rows:
     num_lanes: int
     shuffle_rows: int
     seed: int | None
-    encoder: Encoder
+    encoder: EncoderSpec
     faults: list[str] = field(default_factory=list)
 
     def documents(self, lane: int, at: Cursor) -> Iterator[tuple[Cursor, Tokens]]:
@@ -99,7 +99,7 @@ class Rows:
         shards = range(lane % self.num_shards, self.num_shards, self.num_lanes)
         return [shards[place] for place in self._order(len(shards), f"shards of lane {lane}", epoch)]
 
-    def _of_shard(self, lane: int, shard: int, at: Cursor) -> Iterator[tuple[Cursor, Encoded]]:
+    def _of_shard(self, lane: int, shard: int, at: Cursor) -> Iterator[tuple[Cursor, EncodedBatch]]:
         sharing = len(range(shard, self.num_lanes, self.num_shards)) or 1
         mine, done = lane // self.num_shards, at.place
         rows = enumerate(open_shard(self.name, shard, self.num_shards, at.row * sharing), at.row * sharing)
@@ -137,7 +137,7 @@ class Rows:
         return str([])
 
     def _record(self, shard: int, row: int, fields: Mapping[str, Any]) -> Record:
-        return Record(Piece("dataset", self.name, shard, self.num_shards, 0), row, row + 1, fields, 0)
+        return Record(InputChunk("dataset", self.name, shard, self.num_shards, 0), row, row + 1, fields, 0)
 
 
 class Lane:
@@ -147,7 +147,7 @@ class Lane:
         cursors: where some windows begin.
     """
 
-    def __init__(self, rows: Rows, number: int, seq_length: int) -> None:
+    def __init__(self, rows: StreamedDataset, number: int, seq_length: int) -> None:
         self._rows, self._number, self._seq_length = rows, number, seq_length
         self.cursors: dict[int, Cursor] = {0: Cursor()}
         self._at = -1
@@ -203,10 +203,10 @@ class Lane:
         return np.concatenate([*parts, self._held[0][1][:1]])
 
 
-class Stream:
+class StreamedSamples:
     """Samples 0, 1, ... of a dataset without end."""
 
-    def __init__(self, rows: Rows, seq_length: int) -> None:
+    def __init__(self, rows: StreamedDataset, seq_length: int) -> None:
         self.rows, self._seq_length = rows, seq_length
         self._lanes = [Lane(rows, number, seq_length) for number in range(rows.num_lanes)]
         self._lows: deque[int] = deque(maxlen=KEPT_READS)
@@ -273,6 +273,8 @@ class Stream:
         )
 
 
-def open_stream(name: str, num_lanes: int, shuffle_rows: int, seed: int | None, encoder: Encoder) -> Rows:
+def open_stream(
+    name: str, num_lanes: int, shuffle_rows: int, seed: int | None, encoder: EncoderSpec
+) -> StreamedDataset:
     """The lanes of a dataset; raises UserError where it cannot be opened."""
-    return Rows(name, num_shards(name), num_lanes, shuffle_rows, seed, encoder)
+    return StreamedDataset(name, num_shards(name), num_lanes, shuffle_rows, seed, encoder)

@@ -34,7 +34,7 @@ Ints = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EncoderSpec:
     """What a worker needs to turn documents into tokens.
 
     Attributes:
@@ -53,7 +53,7 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedBatch:
     """A batch of documents.
 
     Attributes:
@@ -68,11 +68,13 @@ class Encoded:
     faults: tuple[str, ...]
 
 
-Batch = tuple[Encoded, int, int]
+Batch = tuple[EncodedBatch, int, int]
 """What was encoded, the number of the piece that its last record is of, and where in it the next one begins."""
 
 
-def encode(encoder: Encoder, records: Iterable[tuple[int, Record]], num_workers: int) -> Generator[Batch, None, None]:
+def encode(
+    encoder: EncoderSpec, records: Iterable[tuple[int, Record]], num_workers: int
+) -> Generator[Batch, None, None]:
     """Batches of encoded documents in the order of `records`, each with the number of its piece.
 
     Raises UserError that names a bad document.
@@ -84,7 +86,7 @@ def encode(encoder: Encoder, records: Iterable[tuple[int, Record]], num_workers:
     with ExitStack() as stack:
         pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
         stack.callback(pool.shutdown, cancel_futures=True)
-        pending: deque[tuple[Future[Encoded], int, int, int]] = deque()
+        pending: deque[tuple[Future[EncodedBatch], int, int, int]] = deque()
         for number, batch in _batches(records):
             with _deferred_interrupts():  # a task may start a worker
                 future = pool.submit(encode_batch, encoder, batch)
@@ -107,12 +109,12 @@ def _end_with_parent() -> None:
     Thread(target=wait, daemon=True).start()
 
 
-def _is_full(pending: Sequence[tuple[Future[Encoded], int, int, int]], num_workers: int) -> bool:
+def _is_full(pending: Sequence[tuple[Future[EncodedBatch], int, int, int]], num_workers: int) -> bool:
     tasks = TASKS_PER_WORKER * num_workers
     return len(pending) >= tasks or sum(size for *_, size in pending) > 2 * tasks * BATCH_BYTES
 
 
-def _result(pending: deque[tuple[Future[Encoded], int, int, int]]) -> Batch:
+def _result(pending: deque[tuple[Future[EncodedBatch], int, int, int]]) -> Batch:
     future, number, after, _ = pending.popleft()
     try:
         return future.result(), number, after
@@ -172,7 +174,7 @@ class _Tools:
 
 
 @lru_cache(maxsize=1)
-def _tools(encoder: Encoder) -> _Tools:
+def _tools(encoder: EncoderSpec) -> _Tools:
     tokenizer = build_tokenizer(encoder.tokenizer_type, encoder.tokenizer_model)
     if tokenizer.fingerprint != encoder.fingerprint:
         raise UserError(f"--tokenizer-model {encoder.tokenizer_model}: changed while it was in use; start again")
@@ -193,7 +195,7 @@ class _Column:
         return np.concatenate([np.empty(0, dtype), *self.runs]), lengths, np.array(self.marks, np.int8)
 
 
-def encode_batch(encoder: Encoder, batch: list[Record]) -> Encoded:
+def encode_batch(encoder: EncoderSpec, batch: list[Record]) -> EncodedBatch:
     """The tokens of records, in this process; raises UserError that names a bad one."""
     tools = _tools(encoder)
     columns = tuple(_Column() for _ in encoder.keys)
@@ -212,7 +214,7 @@ def encode_batch(encoder: Encoder, batch: list[Record]) -> Encoded:
         for column, (arrays, marks) in zip(columns, runs, strict=True):
             column.runs += arrays
             column.marks += marks
-    return Encoded(
+    return EncodedBatch(
         num_documents=sum(record.ends for record in batch) - num_bad,
         num_bytes=sum(record.num_bytes for record in batch),
         columns=tuple(column.packed(token_dtype(tools.tokenizer.vocab_size)) for column in columns),
@@ -221,7 +223,7 @@ def encode_batch(encoder: Encoder, batch: list[Record]) -> Encoded:
     )
 
 
-def _encode_text(encoder: Encoder, tools: _Tools, record: Record, text: str) -> tuple[list[Tokens], list[int]]:
+def _encode_text(encoder: EncoderSpec, tools: _Tools, record: Record, text: str) -> tuple[list[Tokens], list[int]]:
     """Runs of tokens and how each ends; an empty text has none."""
     arrays: list[Tokens] = []
     marks: list[int] = []

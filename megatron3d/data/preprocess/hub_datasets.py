@@ -15,7 +15,7 @@ HF_PREFIX = "hf:"
 
 
 @dataclass(frozen=True)
-class HubName:
+class DatasetName:
     """`hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]`; the split is `train` where none is given."""
 
     name: str
@@ -23,7 +23,7 @@ class HubName:
     split: str
 
     @classmethod
-    def parse(cls, text: str) -> HubName:
+    def parse(cls, text: str) -> DatasetName:
         """The parts of a name; raises UserError."""
         whole = text.removeprefix(HF_PREFIX)
         is_folder = bool(whole) and Path(whole).is_dir()  # then : and @ are of its name
@@ -43,7 +43,7 @@ def open_dataset(text: str) -> Any:
         import datasets
     except ImportError as error:
         raise UserError(f"{text}: needs the package datasets; pip install datasets") from error
-    name = HubName.parse(text)
+    name = DatasetName.parse(text)
     try:
         if (Path(name.name) / "state.json").is_file() or (Path(name.name) / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(name.name)

@@ -1,12 +1,12 @@
-"""The input of a job as a list of pieces, each a run of documents: what is shared out, shuffled, and counted.
+"""The input of a preprocessing job as a list of chunks, the unit that is shuffled, sharded over tasks and counted.
 
-    .jsonl .json          ranges of --piece-mb bytes; a line belongs to the range that it begins in
+    .jsonl .json          byte ranges of --piece-mb; a line belongs to the range in which it begins
     .jsonl.gz .jsonl.zst  a file
     .txt                  a file, which is one document
     .parquet              a row group
     a dataset             a shard of a Hugging Face dataset, by name or in a folder
 
-The list depends on the input alone, neither on workers nor on --shard, so that the tokens do not either.
+The list depends on the input alone, not on the number of workers or on --shard, so that the tokens do not either.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from megatron3d.data.permutation import permute
 from megatron3d.data.token_files.files import BLOCK_BYTES
 from megatron3d.errors import UserError
 
-DEFAULT_PIECE_BYTES = 64 << 20
+DEFAULT_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of documents.
+class InputChunk:
+    """Consecutive documents of one file or dataset.
 
     Attributes:
-        kind: one of KINDS, or "dataset".
-        path: of the file, or the dataset as `hub.HubName` reads it.
+        kind: a key of `readers._READERS`: lines, gzip, zstd, text, rows (of parquet) or dataset.
+        path: path of the file, or name of the dataset as `hub_datasets.DatasetName` parses it.
         start: first byte, number of the row group, or number of the shard.
-        stop: byte behind the last line's begin, or how many row groups or shards there are.
-        num_bytes: of input, about.
+        stop: end of the byte range, or how many row groups or shards there are.
+        num_bytes: approximate size of the input.
     """
 
     kind: str
@@ -45,21 +45,29 @@ class Piece:
     stop: int
     num_bytes: int
 
-    def place(self, position: int) -> str:
-        """Where a position of this piece is, for a person."""
+    @property
+    def identity(self) -> str:
+        """Text that jobs hash to recognize their input; it is stored, so it must not change."""
+        return (
+            f"Piece(kind={self.kind!r}, path={self.path!r}, start={self.start}, stop={self.stop}, "
+            f"num_bytes={self.num_bytes})"
+        )
+
+    def describe(self, position: int) -> str:
+        """Return where a position in this chunk is, for a message: file and line, or row."""
         if self.kind == "text":
             return self.path
         if self.kind in ("rows", "dataset"):
             return f"{self.path}, {'row group' if self.kind == 'rows' else 'shard'} {self.start}, row {position}"
-        with open_stream(self.path, self.kind) as file:
+        with open_decompressed(self.path, self.kind) as file:
             lines = 1
             while position > 0 and (block := file.read(min(position, BLOCK_BYTES))):
                 lines, position = lines + block.count(b"\n"), position - len(block)
         return f"{self.path}:{lines}"
 
 
-def open_stream(path: str, kind: str) -> BinaryIO:
-    """The bytes of a file, decompressed; raises OSError, also on reading where a compressed file is cut short."""
+def open_decompressed(path: str, kind: str) -> BinaryIO:
+    """Open a file and decompress it; raises OSError, also on reading a compressed file that is cut short."""
     if kind in ("gzip", "zstd"):
         import pyarrow
 
@@ -68,25 +76,9 @@ def open_stream(path: str, kind: str) -> BinaryIO:
     return Path(path).open("rb", buffering=1 << 20)
 
 
-def _ranges(path: Path, piece_bytes: int) -> list[Piece]:
-    size = path.stat().st_size
-    starts = range(0, size, piece_bytes)
-    return [Piece("lines", str(path), s, min(s + piece_bytes, size), min(s + piece_bytes, size) - s) for s in starts]
-
-
-def _whole(kind: str) -> Callable[[Path, int], list[Piece]]:
-    return lambda path, _: [Piece(kind, str(path), 0, 2**62, path.stat().st_size)] if path.stat().st_size else []
-
-
-def _row_groups(path: Path, _: int) -> list[Piece]:
-    groups = open_parquet(str(path)).metadata
-    count = groups.num_row_groups
-    return [Piece("rows", str(path), i, count, groups.row_group(i).total_byte_size) for i in range(count)]
-
-
 @lru_cache(maxsize=1)
 def open_parquet(path: str) -> Any:
-    """pyarrow's ParquetFile; raises UserError where it is none."""
+    """Open a pyarrow ParquetFile; raises UserError where the file is not one."""
     import pyarrow
     import pyarrow.parquet
 
@@ -96,37 +88,52 @@ def open_parquet(path: str) -> Any:
         raise UserError(f"--input {path}: no parquet file ({error}); make it again or leave it out") from error
 
 
-_SPLIT: Mapping[str, Callable[[Path, int], list[Piece]]] = {
-    ".jsonl": _ranges,
-    ".json": _ranges,
-    ".jsonl.gz": _whole("gzip"),
-    ".json.gz": _whole("gzip"),
-    ".jsonl.zst": _whole("zstd"),
-    ".json.zst": _whole("zstd"),
+def _byte_ranges(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    size = path.stat().st_size
+    ends = [(start, min(start + chunk_bytes, size)) for start in range(0, size, chunk_bytes)]
+    return [InputChunk("lines", str(path), start, end, end - start) for start, end in ends]
+
+
+def _whole_file(kind: str) -> Callable[[Path, int], list[InputChunk]]:
+    return lambda path, _: [InputChunk(kind, str(path), 0, 2**62, path.stat().st_size)] if path.stat().st_size else []
+
+
+def _row_groups(path: Path, _: int) -> list[InputChunk]:
+    groups = open_parquet(str(path)).metadata
+    count = groups.num_row_groups
+    return [InputChunk("rows", str(path), i, count, groups.row_group(i).total_byte_size) for i in range(count)]
+
+
+_SPLITTERS: Mapping[str, Callable[[Path, int], list[InputChunk]]] = {
+    ".jsonl": _byte_ranges,
+    ".json": _byte_ranges,
+    ".jsonl.gz": _whole_file("gzip"),
+    ".json.gz": _whole_file("gzip"),
+    ".jsonl.zst": _whole_file("zstd"),
+    ".json.zst": _whole_file("zstd"),
     ".parquet": _row_groups,
-    ".txt": _whole("text"),
+    ".txt": _whole_file("text"),
 }
 
 
-def _suffix(path: Path) -> str | None:
-    """The longest known suffix of a file."""
-    return next((s for s in sorted(_SPLIT, key=len, reverse=True) if path.name.endswith(s)), None)
+def _known_suffix(path: Path) -> str | None:
+    return next((s for s in sorted(_SPLITTERS, key=len, reverse=True) if path.name.endswith(s)), None)
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Files that names, globs and folders mean, a glob's and a folder's known ones in sorted order.
+    """Return the files that names, globs and folders stand for; those of a glob or folder are sorted.
 
     Raises UserError for a missing or unknown file, and for a folder without any known one.
     """
     paths = [path for pattern in patterns for path in _expand(pattern)]
     UserError.collect(
         [f"--input {path}: no such file" for path in paths if not path.exists()]
-        + [f"--input {path}: a folder without {', '.join(_SPLIT)} files" for path in paths if path.is_dir()]
+        + [f"--input {path}: a folder without {', '.join(_SPLITTERS)} files" for path in paths if path.is_dir()]
         + [
             f"--input {path}: unknown kind {path.suffix!r}; name it .jsonl (a document per line) or .txt (one document)"
-            f", or one of {', '.join(_SPLIT)}"
+            f", or one of {', '.join(_SPLITTERS)}"
             for path in paths
-            if path.is_file() and _suffix(path) is None
+            if path.is_file() and _known_suffix(path) is None
         ]
     )
     return paths
@@ -148,49 +155,50 @@ def _expand(pattern: str) -> list[Path]:
 
 
 def _files(path: Path) -> list[Path]:
-    """A file, or those of a folder."""
+    """Return the path itself, or the known files of a folder; the folder where it has none."""
     if not path.is_dir():
         return [path]
-    inside = (inner for inner in path.rglob("*") if inner.is_file() and _suffix(inner) and not _is_ours(inner))
+    inside = (inner for inner in path.rglob("*") if inner.is_file() and _known_suffix(inner) and not _is_ours(inner))
     return sorted(inside) or [path]
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it lies beside the input because token files are, or were, written there."""
+    """Return whether a file is in the input folder only because token files are, or were, written there."""
     return path.name.endswith((".ledger.jsonl", ".manifest.json"))
 
 
-def split_files(paths: Sequence[Path], piece_bytes: int = DEFAULT_PIECE_BYTES) -> list[Piece]:
-    """The pieces of files, in order; empty files have none."""
+def split_files(paths: Sequence[Path], chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> list[InputChunk]:
+    """Split files into chunks, in order; an empty file has none.  Raises UserError."""
     try:
-        return [piece for path in paths for piece in _SPLIT[str(_suffix(path))](path, piece_bytes)]
+        return [chunk for path in paths for chunk in _SPLITTERS[str(_known_suffix(path))](path, chunk_bytes)]
     except OSError as error:
         raise UserError(f"--input {error.filename}: cannot be read ({error.strerror})") from error
 
 
-def shuffled(pieces: Sequence[Piece], seed: int | None) -> list[Piece]:
-    """The pieces in an order that is a function of the seed and their number; None keeps theirs."""
-    if seed is None or not pieces:
-        return list(pieces)
-    keys = np.full(len(pieces), np.uint64(seed % 2**64))
-    return [pieces[index] for index in permute(np.arange(len(pieces)), len(pieces), keys)]
+def shuffle(chunks: Sequence[InputChunk], seed: int | None) -> list[InputChunk]:
+    """Order the chunks by a permutation of the seed and their number; None keeps their order."""
+    if seed is None or not chunks:
+        return list(chunks)
+    keys = np.full(len(chunks), np.uint64(seed % 2**64))
+    return [chunks[index] for index in permute(np.arange(len(chunks)), len(chunks), keys)]
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """(i, n) of `--shard i/n`, i from 0 to n - 1 as SLURM counts its tasks; raises UserError."""
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse `--shard i/n`, with i from 0 to n - 1 as SLURM counts its tasks; raises UserError."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
         raise UserError(f"--shard {text}: not i/n with i from 0 to n - 1; use such as 0/8, 1/8 ... 7/8")
     return int(number), int(count)
 
 
-def part_of(pieces: Sequence[Piece], part: tuple[int, int]) -> list[Piece]:
-    """Neighbouring pieces of about an n-th of the bytes; all parts one after another are the whole list."""
-    number, count = part
-    sizes = [max(piece.num_bytes, 1) for piece in pieces]  # those of a dataset's shards are not known
-    total, before, mine = sum(sizes), 0, []
-    for piece, size in zip(pieces, sizes, strict=True):
+def select_shard(chunks: Sequence[InputChunk], shard: tuple[int, int]) -> list[InputChunk]:
+    """Return the consecutive chunks of shard i of n, about an n-th of the bytes; the shards partition the list."""
+    number, count = shard
+    sizes = [max(chunk.num_bytes, 1) for chunk in chunks]  # the sizes of a dataset's shards are not known
+    total, before = sum(sizes), 0
+    selected = []
+    for chunk, size in zip(chunks, sizes, strict=True):
         if (2 * before + size) * count // (2 * total) == number:
-            mine.append(piece)
+            selected.append(chunk)
         before += size
-    return mine
+    return selected

@@ -17,24 +17,24 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.data.preprocess.encode import Batch, Encoder, encode
-from megatron3d.data.preprocess.input_chunks import Piece
-from megatron3d.data.preprocess.readers import Reading, read_piece
+from megatron3d.data.preprocess.encode import Batch, EncoderSpec, encode
+from megatron3d.data.preprocess.input_chunks import InputChunk
+from megatron3d.data.preprocess.readers import ReadOptions, read_piece
 from megatron3d.data.preprocess.records import Record
-from megatron3d.data.preprocess.resume_log import Entry, Ledger
+from megatron3d.data.preprocess.resume_log import ResumeLog, ResumePoint
 from megatron3d.data.token_files.files import with_suffix
 from megatron3d.data.token_files.indexed import token_dtype
 from megatron3d.data.token_files.manifest import read_manifest
-from megatron3d.data.token_files.writer import IndexedWriter, Written, can_publish, manifest_of, publish, reaches
+from megatron3d.data.token_files.writer import IndexedWriter, WrittenCounts, can_publish, manifest_of, publish, reaches
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
-Watch = Callable[[Entry, tuple[str, ...]], None]
+Watch = Callable[[ResumePoint, tuple[str, ...]], None]
 """Told after each batch how far the job is, and what is wrong with records that were left out."""
 
 
 @dataclass(frozen=True)
-class Job:
+class PreprocessJob:
     """What is to be done.
 
     Attributes:
@@ -43,10 +43,10 @@ class Job:
         part: (i, n) of a part, None for everything.
     """
 
-    encoder: Encoder
+    encoder: EncoderSpec
     tokenizer: Tokenizer
-    reading: Reading
-    pieces: tuple[Piece, ...]
+    reading: ReadOptions
+    pieces: tuple[InputChunk, ...]
     output_prefix: Path
     identity: dict[str, JsonValue]
     part: tuple[int, int] | None = None
@@ -75,7 +75,7 @@ class Job:
         stamps = [{"job": m.job, "part": m.part} for m in manifests if m is not None]
         return self.part is not None and stamps == [self.stamps] * len(self.prefixes)
 
-    def records(self, entry: Entry) -> Iterator[tuple[int, Record]]:
+    def records(self, entry: ResumePoint) -> Iterator[tuple[int, Record]]:
         """All records from a point on, with the numbers of their pieces."""
         for number, piece in enumerate(self.pieces[entry.piece :], entry.piece):
             position = entry.position if number == entry.piece else None
@@ -83,12 +83,12 @@ class Job:
                 yield number, record
 
 
-def run(job: Job, num_workers: int, interval_s: float, restart: bool, watch: Watch) -> Entry:
+def run(job: PreprocessJob, num_workers: int, interval_s: float, restart: bool, watch: Watch) -> ResumePoint:
     """Do a job, or what is left of it; returns what was read and written.
 
     Raises UserError for bad input, and KeyboardInterrupt; what is done by then stays if a ledger line counts it.
     """
-    ledger = Ledger(with_suffix(job.stem, ".ledger.jsonl"), job.identity | {"shard": list(job.part or ())}, restart)
+    ledger = ResumeLog(with_suffix(job.stem, ".ledger.jsonl"), job.identity | {"shard": list(job.part or ())}, restart)
     try:
         entry = _last_sound(ledger, job)
         if not entry.is_done:
@@ -104,23 +104,25 @@ def run(job: Job, num_workers: int, interval_s: float, restart: bool, watch: Wat
     return entry
 
 
-def _last_sound(ledger: Ledger, job: Job) -> Entry:
+def _last_sound(ledger: ResumeLog, job: PreprocessJob) -> ResumePoint:
     """The last point that all files reach."""
     dtype = token_dtype(job.tokenizer.vocab_size)
 
-    def is_there(entry: Entry) -> bool:
+    def is_there(entry: ResumePoint) -> bool:
         is_enough = can_publish if entry.is_done else reaches
         return all(
             is_enough(prefix, written, dtype) for prefix, written in zip(job.prefixes, entry.written, strict=True)
         )
 
-    start = Entry(written=tuple(Written() for _ in job.prefixes))
+    start = ResumePoint(written=tuple(WrittenCounts() for _ in job.prefixes))
     while ledger.entries and not is_there(ledger.entries[-1]):
         ledger.entries.pop()
     return ledger.entries[-1] if ledger.entries else start
 
 
-def _encode_rest(job: Job, ledger: Ledger, entry: Entry, how: tuple[int, float], watch: Watch) -> Entry:
+def _encode_rest(
+    job: PreprocessJob, ledger: ResumeLog, entry: ResumePoint, how: tuple[int, float], watch: Watch
+) -> ResumePoint:
     (num_workers, interval_s), kept_at = how, time.monotonic()
     dtype = token_dtype(job.tokenizer.vocab_size)
     writers = [
@@ -146,11 +148,11 @@ def _encode_rest(job: Job, ledger: Ledger, entry: Entry, how: tuple[int, float],
     return entry
 
 
-def _write(writers: list[IndexedWriter], entry: Entry, batch: Batch) -> Entry:
+def _write(writers: list[IndexedWriter], entry: ResumePoint, batch: Batch) -> ResumePoint:
     encoded, piece, after = batch
     for writer, (tokens, lengths, marks) in zip(writers, encoded.columns, strict=True):
         writer.add(tokens, lengths, marks)
-    return Entry(
+    return ResumePoint(
         piece=piece,
         position=after,
         num_documents=entry.num_documents + encoded.num_documents,
@@ -160,13 +162,13 @@ def _write(writers: list[IndexedWriter], entry: Entry, batch: Batch) -> Entry:
     )
 
 
-def _keep(writers: list[IndexedWriter], ledger: Ledger, entry: Entry) -> None:
+def _keep(writers: list[IndexedWriter], ledger: ResumeLog, entry: ResumePoint) -> None:
     for writer in writers:
         writer.sync()
     ledger.write(entry)
 
 
-def _require_text(job: Job, entry: Entry) -> None:
+def _require_text(job: PreprocessJob, entry: ResumePoint) -> None:
     """A part may be empty, a corpus not."""
     if job.part is None and not all(written.num_tokens for written in entry.written):
         empty = next(key for key, w in zip(job.encoder.keys, entry.written, strict=True) if not w.num_tokens)
@@ -176,7 +178,7 @@ def _require_text(job: Job, entry: Entry) -> None:
         )
 
 
-def _publish(job: Job, entry: Entry) -> None:
+def _publish(job: PreprocessJob, entry: ResumePoint) -> None:
     tokenizer = job.tokenizer
     for prefix, written in zip(job.prefixes, entry.written, strict=True):
         manifest = manifest_of(written, type(tokenizer).__name__, tokenizer.vocab_size, tokenizer.fingerprint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from megatron3d.data.preprocess.hub_datasets import open_shard
-from megatron3d.data.preprocess.input_chunks import Piece, open_parquet, open_stream
+from megatron3d.data.preprocess.input_chunks import InputChunk, open_decompressed, open_parquet
 from megatron3d.data.preprocess.records import Record
 from megatron3d.data.preprocess.split_text import LONG, Cut, cut_at_newline
 from megatron3d.errors import UserError
@@ -20,7 +20,7 @@ DEFAULT_RECORD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How to read.
 
     Attributes:
@@ -34,7 +34,7 @@ class Reading:
     max_record_bytes: int = DEFAULT_RECORD_BYTES
 
 
-def read_piece(piece: Piece, reading: Reading, position: int | None = None) -> Iterator[Record]:
+def read_piece(piece: InputChunk, reading: ReadOptions, position: int | None = None) -> Iterator[Record]:
     """The records of a piece, from a position that an earlier record was followed by, or from the start."""
     try:
         yield from _READERS[piece.kind](piece, reading, position)
@@ -43,15 +43,15 @@ def read_piece(piece: Piece, reading: Reading, position: int | None = None) -> I
         raise UserError(f"--input {piece.path}: cannot be read ({why})") from error
 
 
-def read_pieces(pieces: Sequence[Piece], reading: Reading) -> Iterator[Record]:
+def read_pieces(pieces: Sequence[InputChunk], reading: ReadOptions) -> Iterator[Record]:
     """The records of all pieces."""
     for piece in pieces:
         yield from read_piece(piece, reading)
 
 
-def _lines(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:
+def _lines(piece: InputChunk, reading: ReadOptions, position: int | None) -> Iterator[Record]:
     limit = reading.max_record_bytes
-    with open_stream(piece.path, piece.kind) as file:
+    with open_decompressed(piece.path, piece.kind) as file:
         place = _first_line(file, piece) if position is None else _skip(file, piece, position)
         while place < piece.stop and (line := file.readline(limit + 1)):
             content: bytes | UserError = line
@@ -64,7 +64,7 @@ def _lines(piece: Piece, reading: Reading, position: int | None) -> Iterator[Rec
             place = after
 
 
-def _first_line(file: BinaryIO, piece: Piece) -> int:
+def _first_line(file: BinaryIO, piece: InputChunk) -> int:
     """Go to the first line that begins in the piece."""
     if piece.start == 0:
         return 0
@@ -80,7 +80,7 @@ def _rest_of_line(file: BinaryIO, line: bytes) -> int:
     return skipped
 
 
-def _skip(file: BinaryIO, piece: Piece, position: int) -> int:
+def _skip(file: BinaryIO, piece: InputChunk, position: int) -> int:
     if piece.kind == "lines":
         return file.seek(position)
     rest = position
@@ -91,13 +91,13 @@ def _skip(file: BinaryIO, piece: Piece, position: int) -> int:
     return position
 
 
-def _text(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:
+def _text(piece: InputChunk, reading: ReadOptions, position: int | None) -> Iterator[Record]:
     """A whole file is one document: of a long one come parts, cut where that changes no token."""
     place = position or 0
     if position is None and (problem := _not_text(piece)):
         yield Record(piece, 0, piece.num_bytes, problem, piece.num_bytes)
         return
-    with open_stream(piece.path, piece.kind) as file:
+    with open_decompressed(piece.path, piece.kind) as file:
         mark = len(codecs.BOM_UTF8) if place == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
         file.seek(place + mark)
         decoder, text, more = codecs.getincrementaldecoder("utf-8")(), "", True
@@ -112,9 +112,9 @@ def _text(piece: Piece, reading: Reading, position: int | None) -> Iterator[Reco
             place, text = after, text[following:]
 
 
-def _not_text(piece: Piece) -> UserError | None:
+def _not_text(piece: InputChunk) -> UserError | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with open_stream(piece.path, piece.kind) as file:
+    with open_decompressed(piece.path, piece.kind) as file:
         try:
             while block := file.read(SKIP_BYTES):
                 decoder.decode(block)
@@ -124,7 +124,7 @@ def _not_text(piece: Piece) -> UserError | None:
     return None
 
 
-def _rows(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:
+def _rows(piece: InputChunk, reading: ReadOptions, position: int | None) -> Iterator[Record]:
     file, first = open_parquet(piece.path), position or 0
     columns = [key for key in reading.keys if key in file.schema_arrow.names]
     if missing := [key for key in reading.keys if key not in columns]:
@@ -142,7 +142,7 @@ def _rows(piece: Piece, reading: Reading, position: int | None) -> Iterator[Reco
         row += batch.num_rows
 
 
-def _sound(piece: Piece, batches: Iterator[Any]) -> Iterator[Any]:
+def _sound(piece: InputChunk, batches: Iterator[Any]) -> Iterator[Any]:
     import pyarrow
 
     try:
@@ -153,7 +153,7 @@ def _sound(piece: Piece, batches: Iterator[Any]) -> Iterator[Any]:
         ) from error
 
 
-def _dataset(piece: Piece, reading: Reading, position: int | None) -> Iterator[Record]:
+def _dataset(piece: InputChunk, reading: ReadOptions, position: int | None) -> Iterator[Record]:
     first = position or 0
     rows: Iterator[Mapping[str, Any]] = open_shard(piece.path, piece.start, piece.stop, first)
     for number, fields in enumerate(rows, first):
@@ -161,18 +161,18 @@ def _dataset(piece: Piece, reading: Reading, position: int | None) -> Iterator[R
         yield Record(piece, number, number + 1, _within(wanted or dict(fields), reading), 0)
 
 
-def _within(fields: Mapping[str, object], reading: Reading) -> Mapping[str, object] | UserError:
+def _within(fields: Mapping[str, object], reading: ReadOptions) -> Mapping[str, object] | UserError:
     """The fields of a row, unless one of them is too long."""
     if any(isinstance(value, str) and len(value) > reading.max_record_bytes for value in fields.values()):
         return _too_long(reading)
     return fields
 
 
-def _too_long(reading: Reading) -> UserError:
+def _too_long(reading: ReadOptions) -> UserError:
     return UserError(f"longer than --max-record-mb {reading.max_record_bytes / 1e6:g}")
 
 
-_READERS: Mapping[str, Callable[[Piece, Reading, int | None], Iterator[Record]]] = {
+_READERS: Mapping[str, Callable[[InputChunk, ReadOptions, int | None], Iterator[Record]]] = {
     "lines": _lines,
     "gzip": _lines,
     "zstd": _lines,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron3d.data.preprocess.input_chunks import Piece
+from megatron3d.data.preprocess.input_chunks import InputChunk
 from megatron3d.errors import UserError
 
 TEXT_KEY = "text"
@@ -26,7 +26,7 @@ class Record:
         ends: whether its document ends here.
     """
 
-    piece: Piece
+    piece: InputChunk
     position: int
     after: int
     content: bytes | str | Mapping[str, object] | UserError
@@ -36,7 +36,7 @@ class Record:
     @property
     def place(self) -> str:
         """File and line, or row; lines are counted now, since that is needed for errors only."""
-        return self.piece.place(self.position)
+        return self.piece.describe(self.position)
 
     @property
     def is_whole(self) -> bool:

@@ -16,12 +16,12 @@ from typing import Any
 from pydantic import JsonValue
 
 from megatron3d.data.token_files.files import cut, hold, write_all, writing
-from megatron3d.data.token_files.writer import Written
+from megatron3d.data.token_files.writer import WrittenCounts
 from megatron3d.errors import UserError
 
 
 @dataclass(frozen=True)
-class Entry:
+class ResumePoint:
     """A point to go on from.
 
     Attributes:
@@ -36,10 +36,10 @@ class Entry:
     num_bytes: int = 0
     num_bad: int = 0
     is_done: bool = False
-    written: tuple[Written, ...] = ()
+    written: tuple[WrittenCounts, ...] = ()
 
 
-class Ledger:
+class ResumeLog:
     """Opens or begins the ledger of a job.
 
     Raises:
@@ -62,7 +62,7 @@ class Ledger:
             self.remove()
             raise
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: ResumePoint) -> None:
         """Add a point to go on from."""
         self._append(asdict(entry))
         self.entries.append(entry)
@@ -91,10 +91,10 @@ class Ledger:
             )
 
 
-def _sound(content: bytes) -> tuple[dict[str, Any] | None, list[Entry], int]:
+def _sound(content: bytes) -> tuple[dict[str, Any] | None, list[ResumePoint], int]:
     """The job, if any, and its entries up to the first line that is not whole, with the bytes up to there."""
     job: dict[str, Any] | None = None
-    entries: list[Entry] = []
+    entries: list[ResumePoint] = []
     size = 0
     for line in content.splitlines(keepends=True):
         try:
@@ -111,6 +111,6 @@ def _sound(content: bytes) -> tuple[dict[str, Any] | None, list[Entry], int]:
     return job, entries, size
 
 
-def _entry(values: Mapping[str, Any]) -> Entry:
-    written = tuple(Written(**counts) for counts in values["written"])
-    return Entry(**{**values, "written": written})
+def _entry(values: Mapping[str, Any]) -> ResumePoint:
+    written = tuple(WrittenCounts(**counts) for counts in values["written"])
+    return ResumePoint(**{**values, "written": written})

@@ -16,7 +16,7 @@ import sentencepiece
 import tokenizers
 
 from megatron3d.data.preprocess.input_chunks import split_files
-from megatron3d.data.preprocess.readers import Reading, read_pieces
+from megatron3d.data.preprocess.readers import ReadOptions, read_pieces
 from megatron3d.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -25,7 +25,7 @@ CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainingText:
     """Files to learn from, and the part of their text to use."""
 
     paths: tuple[Path, ...]
@@ -47,7 +47,7 @@ class Source:
         return UserError(f"--input {' '.join(map(str, self.paths))}: no text under {', '.join(map(repr, self.keys))}")
 
     def _texts(self) -> Iterator[str]:
-        for record in read_pieces(split_files(self.paths), Reading(self.keys)):
+        for record in read_pieces(split_files(self.paths), ReadOptions(self.keys)):
             yield from record.texts(self.keys)
 
 
@@ -61,7 +61,7 @@ def _cut(text: str) -> Iterator[str]:
         start = end
 
 
-def train_sentencepiece(source: Source, model_type: str, vocab_size: int) -> bytes:
+def train_sentencepiece(source: TrainingText, model_type: str, vocab_size: int) -> bytes:
     """A SentencePiece model of `bpe` or `unigram` pieces; raises UserError if the text cannot fill the vocabulary."""
     model = io.BytesIO()
     chunks = list(source.chunks())  # before training, which reports a bad document as an error of its own
@@ -94,7 +94,7 @@ def train_sentencepiece(source: Source, model_type: str, vocab_size: int) -> byt
     return model.getvalue()
 
 
-def train_byte_level(source: Source, vocab_size: int) -> bytes:
+def train_byte_level(source: TrainingText, vocab_size: int) -> bytes:
     """A tokenizer.json of byte-level BPE as GPT-2's: any text survives; raises UserError where there is no text."""
     chunks = list(source.chunks())
     if not chunks:
@@ -118,7 +118,7 @@ def train_byte_level(source: Source, vocab_size: int) -> bytes:
     return library.to_str(pretty=True).encode()
 
 
-def collect_characters(source: Source) -> bytes:
+def collect_characters(source: TrainingText) -> bytes:
     """The JSON list of the characters that occur, sorted."""
     characters: set[str] = set()
     for chunk in source.chunks():
@@ -128,8 +128,8 @@ def collect_characters(source: Source) -> bytes:
     return (json.dumps(sorted(characters), ensure_ascii=False) + "\n").encode()
 
 
-def select(paths: Sequence[Path], keys: Sequence[str], max_bytes: float | None) -> Source:
+def select(paths: Sequence[Path], keys: Sequence[str], max_bytes: float | None) -> TrainingText:
     """About `max_bytes` of the files, or all of them."""
     num_bytes = sum(path.stat().st_size for path in paths)
     fraction = 1.0 if max_bytes is None else min(1.0, max_bytes / max(1, num_bytes))
-    return Source(tuple(paths), tuple(keys), fraction)
+    return TrainingText(tuple(paths), tuple(keys), fraction)

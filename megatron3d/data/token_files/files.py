@@ -75,7 +75,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-class GrowingFile:
+class AppendOnlyFile:
     """A file that is only appended to, from `size` bytes on: what an interrupted run left behind that is cut off."""
 
     def __init__(self, path: Path, size: int = 0) -> None:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.token_files.files import PARTIAL, GrowingFile, blocks, checksum, replacing, with_suffix
+from megatron3d.data.token_files.files import PARTIAL, AppendOnlyFile, blocks, checksum, replacing, with_suffix
 from megatron3d.data.token_files.indexed import BLOCK, DTYPES, HEADER, MAGIC, IndexedDataset, Tokens
 from megatron3d.data.token_files.manifest import Manifest, read_manifest, write_manifest
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ Ints = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCounts:
     """How far a corpus is written: all that is needed to go on from there.
 
     Attributes:
@@ -45,12 +45,12 @@ class Written:
 class IndexedWriter:
     """Appends documents to a corpus; nothing has its final name before `finish`, nothing is left without it."""
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], written: Written | None = None) -> None:
-        self.prefix, self._dtype, self.written = Path(prefix), dtype, written or Written()
-        self._files: dict[str, GrowingFile] = {}
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], written: WrittenCounts | None = None) -> None:
+        self.prefix, self._dtype, self.written = Path(prefix), dtype, written or WrittenCounts()
+        self._files: dict[str, AppendOnlyFile] = {}
         try:
             for name, size in file_sizes(self.written, dtype).items():
-                self._files[name] = GrowingFile(part_path(self.prefix, name), size)
+                self._files[name] = AppendOnlyFile(part_path(self.prefix, name), size)
         except UserError:
             self.close() if self.written.num_sequences else self.discard()
             raise
@@ -83,7 +83,7 @@ class IndexedWriter:
         self._files["bin"].append(tokens.tobytes())
         self._files["lengths"].append(sequences.astype("<i4").tobytes())
         self._files["documents"].append(documents.astype("<i8").tobytes())
-        self.written = Written(
+        self.written = WrittenCounts(
             self.written.num_tokens + len(tokens),
             self.written.num_sequences + len(sequences),
             self.written.num_documents + len(documents),
@@ -116,7 +116,7 @@ class IndexedWriter:
             self._files["lengths"].append(lengths.astype("<i4").tobytes())
         for ends in data.document_blocks():
             self._files["documents"].append((ends + written.num_sequences).astype("<i8").tobytes())
-        self.written = Written(
+        self.written = WrittenCounts(
             written.num_tokens + data.num_tokens,
             written.num_sequences + data.num_sequences,
             written.num_documents + data.num_documents,
@@ -151,7 +151,7 @@ def part_path(prefix: Path, name: str) -> Path:
     return with_suffix(prefix, f".{name}{PARTIAL}")
 
 
-def file_sizes(written: Written, dtype: np.dtype[Any]) -> Mapping[str, int]:
+def file_sizes(written: WrittenCounts, dtype: np.dtype[Any]) -> Mapping[str, int]:
     """Bytes of each growing file."""
     return {
         "bin": written.num_tokens * dtype.itemsize,
@@ -160,13 +160,13 @@ def file_sizes(written: Written, dtype: np.dtype[Any]) -> Mapping[str, int]:
     }
 
 
-def reaches(prefix: Path, written: Written, dtype: np.dtype[Any]) -> bool:
+def reaches(prefix: Path, written: WrittenCounts, dtype: np.dtype[Any]) -> bool:
     """Whether the growing files hold at least so much."""
     sizes = file_sizes(written, dtype)
     return all(_size(part_path(prefix, name)) >= size for name, size in sizes.items())
 
 
-def can_publish(prefix: Path, written: Written, dtype: np.dtype[Any]) -> bool:
+def can_publish(prefix: Path, written: WrittenCounts, dtype: np.dtype[Any]) -> bool:
     """Whether the growing files hold just so much, the tokens perhaps under their name, or all is done already."""
     wanted = file_sizes(written, dtype)
     found = {name: _size(part_path(prefix, name)) for name in wanted}
@@ -183,7 +183,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else -1
 
 
-def manifest_of(written: Written, tokenizer_type: str, vocab_size: int, fingerprint: str) -> Manifest:
+def manifest_of(written: WrittenCounts, tokenizer_type: str, vocab_size: int, fingerprint: str) -> Manifest:
     """The manifest of what is written, without checksums yet."""
     return Manifest(
         tokenizer_type=tokenizer_type,
@@ -195,7 +195,7 @@ def manifest_of(written: Written, tokenizer_type: str, vocab_size: int, fingerpr
     )
 
 
-def publish(prefix: Path, dtype: np.dtype[Any], written: Written, manifest: Manifest | None) -> None:
+def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest: Manifest | None) -> None:
     """Give the files of a corpus their names; may be repeated after it was killed at any point.
 
     The index comes last, so that a reader never sees a mixture with an older corpus.  Without a manifest it is as if
@@ -218,7 +218,7 @@ def publish(prefix: Path, dtype: np.dtype[Any], written: Written, manifest: Mani
         part_path(prefix, name).unlink(missing_ok=True)
 
 
-def _write_index(file: BinaryIO, prefix: Path, dtype: np.dtype[Any], written: Written) -> None:
+def _write_index(file: BinaryIO, prefix: Path, dtype: np.dtype[Any], written: WrittenCounts) -> None:
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
     file.write(HEADER.pack(MAGIC, 1, code, written.num_sequences, written.num_documents + 1))
     for lengths in _entries(part_path(prefix, "lengths"), "<i4"):

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.preprocess.input_chunks import Piece, part_of, shuffled
+from megatron3d.data.preprocess.input_chunks import InputChunk, select_shard, shuffle
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
@@ -83,12 +83,12 @@ def test_documents_are_the_texts_in_order(
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 8), st.integers(0, 2**70))
 def test_parts_are_all_pieces_once_in_order(sizes: list[int], count: int, seed: int) -> None:
-    pieces = [Piece("dataset", "hf:x", number, len(sizes), size) for number, size in enumerate(sizes)]
-    mixed = shuffled(pieces, seed)
+    pieces = [InputChunk("dataset", "hf:x", number, len(sizes), size) for number, size in enumerate(sizes)]
+    mixed = shuffle(pieces, seed)
     assert sorted(mixed, key=lambda piece: piece.start) == pieces
-    assert [piece for number in range(count) for piece in part_of(mixed, (number, count))] == mixed
-    equal = [Piece("dataset", "hf:x", number, 40, 0) for number in range(40)]
-    assert {len(part_of(equal, (number, 8))) for number in range(8)} == {5}
+    assert [piece for number in range(count) for piece in select_shard(mixed, (number, count))] == mixed
+    equal = [InputChunk("dataset", "hf:x", number, 40, 0) for number in range(40)]
+    assert {len(select_shard(equal, (number, 8))) for number in range(8)} == {5}
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])

@@ -17,7 +17,7 @@ from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import BatchLoader
 from megatron3d.ops.matmul import linear
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, crossing, traffic
@@ -148,7 +148,7 @@ def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState
     state = build_state(spec, recorder, torch.device("cpu"))
     samples = RandomSamples(0, 61, spec.arch.seq_length)
     batch = (train.micro_batch_size, train.global_batch_size, torch.device("cpu"))
-    loader = Loader(samples, comm.mesh, state.model.mode.batch_axes, *batch)
+    loader = BatchLoader(samples, comm.mesh, state.model.mode.batch_axes, *batch)
     recorder.calls.clear()
     train_step(state, loader.step(0), 0.0, Settings(0, 80 * spec.arch.seq_length, 80))
     evaluate(state.executor, [loader.step(0)], Settings(0, 80 * spec.arch.seq_length, 80))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.config_json import read_settings, write_settings
-from megatron3d.convert.model_types import DIALECTS, METADATA
+from megatron3d.convert.model_types import METADATA, MODEL_TYPES
 from megatron3d.convert.tensor_names import file_tensors, logical_shapes
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture
@@ -30,24 +30,24 @@ def test_there_and_back(hub: dict[str, Any]) -> None:
     assert resolve_architecture(again, again.vocab_size or 0) == arch
 
 
-@pytest.mark.parametrize("model_type", DIALECTS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_field_of_transformers_has_its_place(model_type: str) -> None:
     """The configuration class that is installed has no field that we would neither read nor refuse."""
-    dialect = DIALECTS[model_type]
+    dialect = MODEL_TYPES[model_type]
     known = {name for key in dialect.keys.values() for name in key.names} | METADATA | set(dialect.rules)
     ours = transformers.AutoConfig.for_model(model_type)
     other = {name for name in ours.to_dict() if name not in known | {dialect.activation[0]}}
     assert {name for name in other if ours.to_dict()[name] is not None} == set()
 
 
-@pytest.mark.parametrize("model_type", DIALECTS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     said = transformers.AutoConfig.for_model(model_type).to_dict()
     short, long = (read_settings(one) for one in ({"model_type": model_type}, {**said, "architectures": None}))
     assert resolve_architecture(short, 100) == resolve_architecture(long, 100)
 
 
-@pytest.mark.parametrize("model_type", DIALECTS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_property_of_ours_has_its_place(model_type: str) -> None:
     """Changing any of them changes what is written, or is refused, or is said."""
     family = "gpt2" if model_type == "gpt2" else "llama"

@@ -21,7 +21,7 @@ from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.convert.compare import stored_inputs
-from megatron3d.convert.conversion import Request, from_hub, read_architecture, to_hub
+from megatron3d.convert.conversion import ConversionRequest, from_hub, read_architecture, to_hub
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.checkpointing import load_weights, save_state
 from megatron3d.train.state import TrainState, build_state, connect
@@ -61,7 +61,7 @@ def test_from_hugging_face_and_back(hub: dict[str, Any], seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
         write_hub(here / "hub", hub, seed, max_shard_size="2KB")
-        report = from_hub(Request(here / "hub", here / "run", with_transformers=False))
+        report = from_hub(ConversionRequest(here / "hub", here / "run", with_transformers=False))
         assert all(agreement.holds for agreement in report.agreements)
         config = read_config(here / "run" / "config.yaml").config
         state = state_of(config.model)
@@ -69,7 +69,7 @@ def test_from_hugging_face_and_back(hub: dict[str, Any], seed: int) -> None:
         tokens = stored_inputs(config.model.vocab_size or 0, state.model.arch.max_position_embeddings)
         theirs = hub_logits(here / "hub", tokens)
         assert (logits(state, tokens) - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max().item())
-        to_hub(Request(here / "run", here / "back", max_shard_bytes=3000, with_transformers=False))
+        to_hub(ConversionRequest(here / "run", here / "back", max_shard_bytes=3000, with_transformers=False))
         before, after = hub_tensors(here / "hub"), hub_tensors(here / "back")
         before.pop("lm_head.weight", None) if hub["tie_word_embeddings"] else None
         assert before.keys() == after.keys()
@@ -108,12 +108,14 @@ def test_to_hugging_face_and_back(
         here = Path(name)
         state = state_of(model)
         save_state(here / "run", state, {"tokenizer": "none"})
-        request = Request(here / "run", here / "hub", dtype, tokenizer_type="ByteTokenizer", with_transformers=False)
+        request = ConversionRequest(
+            here / "run", here / "hub", dtype, tokenizer_type="ByteTokenizer", with_transformers=False
+        )
         assert all(agreement.holds for agreement in to_hub(request).agreements)
         tokens = stored_inputs(model.vocab_size or 0, model.seq_length)
         got, theirs = logits(state, tokens), hub_logits(here / "hub", tokens)
         assert (got - theirs).abs().max() <= (1e-5 if dtype is None else 0.05) * max(1, theirs.abs().max().item())
-        back = Request(here / "hub", here / "back", tokenizer_type="ByteTokenizer", with_transformers=False)
+        back = ConversionRequest(here / "hub", here / "back", tokenizer_type="ByteTokenizer", with_transformers=False)
         from_hub(back)
         assert read_architecture(store.resolve(here / "back")) == read_architecture(store.resolve(here / "run"))
 
@@ -124,10 +126,10 @@ def test_data_types(hub: dict[str, Any], name: str, tmp_path: Path) -> None:
     """Weights are rounded as asked on the way in, stay so on the way out, and transformers computes the same."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
     write_hub(tmp_path / "hub", hub)
-    report = from_hub(Request(tmp_path / "hub", tmp_path / "run", dtype))
+    report = from_hub(ConversionRequest(tmp_path / "hub", tmp_path / "run", dtype))
     assert [agreement.holds for agreement in report.agreements] == [True, True]
     assert read_config(tmp_path / "run" / "config.yaml").config.train.precision == name
-    to_hub(Request(tmp_path / "run", tmp_path / "back"))
+    to_hub(ConversionRequest(tmp_path / "run", tmp_path / "back"))
     before, after = hub_tensors(tmp_path / "hub"), hub_tensors(tmp_path / "back")
     assert all(torch.equal(value, before[tensor].to(dtype)) for tensor, value in after.items())
 
@@ -141,25 +143,25 @@ def test_a_body_without_its_prefix(tmp_path: Path) -> None:
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     save_file(tensors, hub / "model.safetensors", {"format": "pt"})
-    from_hub(Request(hub, tmp_path / "run"))
+    from_hub(ConversionRequest(hub, tmp_path / "run"))
     save_file(tensors | {"lm_head.weight": tensors["wte.weight"] + 1}, hub / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"ties the embedding and the head, but lm_head.weight differs"):
-        from_hub(Request(hub, tmp_path / "other"))
+        from_hub(ConversionRequest(hub, tmp_path / "other"))
 
 
 def test_a_padded_vocabulary_is_cut(tmp_path: Path) -> None:
     """However our layout pads it, files have the vocabulary of config.json."""
     hub = write_hub(tmp_path / "hub", LLAMA)
-    from_hub(Request(hub, tmp_path / "run"))
+    from_hub(ConversionRequest(hub, tmp_path / "run"))
     arch = read_architecture(store.resolve(tmp_path / "run"))
     config = read_config(tmp_path / "run" / "config.yaml").config
     assert state_of(config.model).model.arch.padded_vocab_size == 128 > arch.vocab_size == 37
-    to_hub(Request(tmp_path / "run", tmp_path / "back"))
+    to_hub(ConversionRequest(tmp_path / "run", tmp_path / "back"))
     assert hub_tensors(tmp_path / "back")["lm_head.weight"].shape == (37, 24)
 
 
 def test_what_was_compared_is_stored(tmp_path: Path) -> None:
-    from_hub(Request(write_hub(tmp_path / "hub", GPT2), tmp_path / "run"))
+    from_hub(ConversionRequest(write_hub(tmp_path / "hub", GPT2), tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "conversion.json").read_text())
     assert torch.equal(torch.tensor(found["tokens"]), stored_inputs(37, 16))
     assert [entry["largest_difference"] < 1e-5 for entry in found["logits"]] == [True, True]
@@ -176,8 +178,8 @@ def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for theirs, ours in names._LLAMA.items()
     }
     monkeypatch.setattr(names, "_MODULES", {"llama": table})
-    with pytest.raises(module.Disagreement, match="computes other logits; nothing was written"):
-        from_hub(Request(write_hub(tmp_path / "hub", LLAMA), tmp_path / "run"))
+    with pytest.raises(module.LogitsDiffer, match="computes other logits; nothing was written"):
+        from_hub(ConversionRequest(write_hub(tmp_path / "hub", LLAMA), tmp_path / "run"))
     assert [path.name for path in tmp_path.iterdir()] == ["hub"]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron3d.config.schema import DataConfig
 from megatron3d.convert import tokenizer as module
 from megatron3d.convert.tokenizer import SAMPLE, export_tokenizer, import_tokenizer
-from megatron3d.data.preprocess.tokenizer_training import Source, train_sentencepiece
+from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from tests.support.hub_models import write_tokenizer
 
@@ -31,7 +31,7 @@ def made(folder: Path, kind: str) -> DataConfig:
         return DataConfig(tokenizer_type=kind, tokenizer_model=str(path))
     path = folder / "pieces.model"
     (folder / "text.txt").write_text((ROOT / "README.md").read_text() * 2)
-    path.write_bytes(train_sentencepiece(Source((folder / "text.txt",), ("text",), 1.0), kind, 500))
+    path.write_bytes(train_sentencepiece(TrainingText((folder / "text.txt",), ("text",), 1.0), kind, 500))
     return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
 
 

@@ -15,8 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron3d.convert.tokenizer import SAMPLE
 from megatron3d.data.corpus.samples import Split
-from megatron3d.data.evaluation_windows import EveryToken
-from megatron3d.data.preprocess.tokenizer_training import Source, train_sentencepiece
+from megatron3d.data.evaluation_windows import EvaluationWindows
+from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
@@ -37,7 +37,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     beyond=st.integers(0, 5),
 )
 def test_once(corpus: IndexedDataset, first: int, size: int, seq_length: int, most: int | None, beyond: int) -> None:
-    samples = EveryToken.of(corpus, Split(first, size), seq_length, 257, most)
+    samples = EvaluationWindows.of(corpus, Split(first, size), seq_length, 257, most)
     rows = samples.read(np.arange(samples.num_samples + beyond))
     inputs, labels = rows[:, :-1], rows[:, 1:]
     tokens = corpus.tokens(first, first + size).astype(np.int64)
@@ -49,7 +49,7 @@ def test_once(corpus: IndexedDataset, first: int, size: int, seq_length: int, mo
 
 
 def test_an_id_beyond_the_vocabulary(corpus: IndexedDataset) -> None:
-    samples = EveryToken.of(corpus, Split(0, 30), 8, 90)
+    samples = EvaluationWindows.of(corpus, Split(0, 30), 8, 90)
     with pytest.raises(UserError, match="token ids are 97 to 105, outside the vocabulary of 90"):
         samples.read(np.arange(2))
 
@@ -57,7 +57,7 @@ def test_an_id_beyond_the_vocabulary(corpus: IndexedDataset) -> None:
 def test_bytes_of_a_range(corpus: IndexedDataset) -> None:
     counts = bytes_of_tokens("ByteTokenizer", None)
     assert counts is not None
-    samples = EveryToken.of(corpus, Split(0, corpus.num_tokens), 16, 257)
+    samples = EvaluationWindows.of(corpus, Split(0, corpus.num_tokens), 16, 257)
     assert samples.count_bytes(counts) == len(string.ascii_letters * 3) - 1
 
 
@@ -82,7 +82,7 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return request.param, str(path)
     text = path.with_name("text.txt")
     text.write_text(inspect.getsource(string) * 4)
-    path.write_bytes(train_sentencepiece(Source((text,), ("text",), 1.0), request.param, 400))
+    path.write_bytes(train_sentencepiece(TrainingText((text,), ("text",), 1.0), request.param, 400))
     return "SentencePieceTokenizer", str(path)
 
 

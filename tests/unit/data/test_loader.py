@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus.blended import Samples
+from megatron3d.data.corpus.blended import TokenFileSamples
 from megatron3d.data.corpus.samples import Split
-from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.ramp import Batches, make_ramp
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.token_files.writer import IndexedWriter
@@ -21,13 +21,13 @@ SEQ_LENGTH = 3
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> TokenFileSamples:
     prefix = tmp_path_factory.mktemp("corpus") / "corpus"
     tokens = np.arange(200, dtype="<u2")
     with IndexedWriter(prefix, tokens.dtype) as writer:
         writer.add(tokens, np.array([len(tokens)], np.int32))
         writer.finish(ByteTokenizer(None))
-    return Samples(IndexedDataset(prefix), Split(0, 200), SEQ_LENGTH, 257, seed=7)
+    return TokenFileSamples(IndexedDataset(prefix), Split(0, 200), SEQ_LENGTH, 257, seed=7)
 
 
 @settings(deadline=None)
@@ -41,7 +41,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     batch_axes=st.sampled_from([(), ("x",), ("y", "x")]),
 )
 def test_every_sequence_is_read_at_its_place(
-    samples: Samples,
+    samples: TokenFileSamples,
     data_ranks: int,
     x: int,
     y: int,
@@ -58,7 +58,7 @@ def test_every_sequence_is_read_at_its_place(
     for rank in range(mesh.world_size):
         here = mesh.at(rank)
         low, high = span(micro, batch_axes, here)
-        for microbatch in Loader(samples, here, batch_axes, micro, batch, torch.device("cpu")).step(consumed):
+        for microbatch in BatchLoader(samples, here, batch_axes, micro, batch, torch.device("cpu")).step(consumed):
             place = slice(microbatch.first_sample + low, microbatch.first_sample + high)
             assert microbatch.tokens.dtype == torch.int64
             assert np.array_equal(microbatch.tokens.numpy(), expected[place])
@@ -66,22 +66,22 @@ def test_every_sequence_is_read_at_its_place(
     assert (readers == mesh.world_size // data_ranks // mesh.size(batch_axes)).all()
 
 
-def test_first_samples_interleave_the_data_ranks(samples: Samples) -> None:
+def test_first_samples_interleave_the_data_ranks(samples: TokenFileSamples) -> None:
     mesh = Mesh((("pipeline", 1), ("data", 2)), rank=1)
-    steps = Loader(samples, mesh, (), 2, 8, torch.device("cpu")).step(0)
+    steps = BatchLoader(samples, mesh, (), 2, 8, torch.device("cpu")).step(0)
     assert [microbatch.first_sample for microbatch in steps] == [2, 6]
     assert [tuple(microbatch.tokens.shape) for microbatch in steps] == [(2, SEQ_LENGTH + 1)] * 2
 
 
-def test_a_batch_that_does_not_divide_is_a_bug(samples: Samples) -> None:
+def test_a_batch_that_does_not_divide_is_a_bug(samples: TokenFileSamples) -> None:
     with pytest.raises(AssertionError, match="no multiple"):
-        Loader(samples, Mesh((("data", 2),)), (), 3, 8, torch.device("cpu"))
+        BatchLoader(samples, Mesh((("data", 2),)), (), 3, 8, torch.device("cpu"))
 
 
-def test_reading_ahead_gives_the_same(samples: Samples) -> None:
+def test_reading_ahead_gives_the_same(samples: TokenFileSamples) -> None:
     mesh = Mesh((("pipeline", 1), ("data", 2)), rank=1)
-    plain = Loader(samples, mesh, (), 2, 8, torch.device("cpu"))
-    ahead = Prefetching(plain, Batches(make_ramp(None, 8), make_ramp(None, SEQ_LENGTH)))
+    plain = BatchLoader(samples, mesh, (), 2, 8, torch.device("cpu"))
+    ahead = PrefetchingLoader(plain, Batches(make_ramp(None, 8), make_ramp(None, SEQ_LENGTH)))
     for consumed in (0, 8, 16, 40, 48, 8, 16):
         for one, other in zip(plain.step(consumed), ahead.step(consumed), strict=True):
             assert torch.equal(one.tokens, other.tokens) and one.first_sample == other.first_sample
@@ -94,8 +94,8 @@ def test_what_goes_wrong_while_reading_ahead_is_raised_when_it_is_due() -> None:
                 raise UserError("no more")
             return np.zeros((len(samples), SEQ_LENGTH + 1), np.int64)
 
-    loader = Loader(Short(), Mesh((("data", 1),)), (), 1, 4, torch.device("cpu"))
-    ahead = Prefetching(loader, Batches(make_ramp(None, 4), make_ramp(None, SEQ_LENGTH)))
+    loader = BatchLoader(Short(), Mesh((("data", 1),)), (), 1, 4, torch.device("cpu"))
+    ahead = PrefetchingLoader(loader, Batches(make_ramp(None, 4), make_ramp(None, SEQ_LENGTH)))
     ahead.step(0)
     ahead.step(4)
     with pytest.raises(UserError, match="no more"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.loader import Loader, Prefetching
+from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.ramp import Batch, Batches, Ramp
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.verify.layouts import RandomSamples
@@ -59,7 +59,7 @@ def test_the_ranks_read_every_sequence_once_in_batches_of_any_size(
 ) -> None:
     samples, batches = RandomSamples(1, 50, length.end), Batches(size, length)
     loaders = [
-        Prefetching(Loader(samples, Mesh((("data", data_ranks),), rank), (), micro, size.end, CPU), batches)
+        PrefetchingLoader(BatchLoader(samples, Mesh((("data", data_ranks),), rank), (), micro, size.end, CPU), batches)
         for rank in range(data_ranks)
     ]
     consumed = 0

@@ -13,7 +13,7 @@ from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import BatchLoader
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import Settings, train_step
@@ -42,7 +42,9 @@ def moved(rank: int, world_size: int, config: Config) -> tuple[dict[str, float],
     comm = Recorder(plain)
     state = build_state(spec, comm, CPU)
     arch = spec.arch
-    loader = Loader(RandomSamples(1, arch.vocab_size, arch.seq_length), comm.mesh, (), 1, NUM_RANKS * MICROBATCHES, CPU)
+    loader = BatchLoader(
+        RandomSamples(1, arch.vocab_size, arch.seq_length), comm.mesh, (), 1, NUM_RANKS * MICROBATCHES, CPU
+    )
     settings = Settings(1, NUM_RANKS * MICROBATCHES * arch.seq_length, NUM_RANKS * MICROBATCHES)
     for _ in range(2):
         comm.calls.clear()

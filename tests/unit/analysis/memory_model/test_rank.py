@@ -19,7 +19,7 @@ from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.loader import Loader
+from megatron3d.data.loader import BatchLoader
 from megatron3d.model.recompute_spec import Recompute
 from megatron3d.optim.adamw import CPU_PIECE, PIECE
 from megatron3d.optim.optimizer import MOMENTS
@@ -103,7 +103,7 @@ def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
     state, train, arch = build_state(spec, comm, CPU), config.train, spec.arch
     samples = RandomSamples(1, arch.vocab_size, arch.seq_length)
     batch_axes, sizes = spec.mode.batch_axes, (train.micro_batch_size, train.global_batch_size)
-    batch = Loader(samples, comm.mesh, batch_axes, *sizes, CPU).step(0)
+    batch = BatchLoader(samples, comm.mesh, batch_axes, *sizes, CPU).step(0)
     tensors = [t for of_category in states(state).values() for t in of_category]
     with Live([*tensors, *(microbatch.tokens for microbatch in batch)]) as live:
         train_step(state, batch, 1e-3, Settings(1, train.global_batch_size * arch.seq_length, train.global_batch_size))

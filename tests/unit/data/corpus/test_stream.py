@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus.stream import Cursor, Stream, open_stream
-from megatron3d.data.preprocess.encode import Encoder
+from megatron3d.data.corpus.stream import Cursor, StreamedSamples, open_stream
+from megatron3d.data.preprocess.encode import EncoderSpec
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import UserError
 
@@ -41,10 +41,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def stream(name: str, lanes: int = 4, seed: int | None = SEED, key: str = "body", skip: bool = False) -> Stream:
+def stream(
+    name: str, lanes: int = 4, seed: int | None = SEED, key: str = "body", skip: bool = False
+) -> StreamedSamples:
     tokenizer = ByteTokenizer(None)
-    encoder = Encoder("ByteTokenizer", None, tokenizer.fingerprint, (key,), append_eod=True, skip_bad=skip)
-    return Stream(open_stream(name, lanes, 5, seed, encoder), SEQ_LENGTH)
+    encoder = EncoderSpec("ByteTokenizer", None, tokenizer.fingerprint, (key,), append_eod=True, skip_bad=skip)
+    return StreamedSamples(open_stream(name, lanes, 5, seed, encoder), SEQ_LENGTH)
 
 
 def test_in_order_the_lanes_are_the_rows_by_turns(name: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron3d.data.token_files.files import GrowingFile, replacing, with_suffix
+from megatron3d.data.token_files.files import AppendOnlyFile, replacing, with_suffix
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.errors import UserError
 
@@ -49,13 +49,13 @@ def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="another process is at work"), replacing(path):
             pass
     assert path.read_bytes() == b"first"
-    growing = GrowingFile(path)
+    growing = AppendOnlyFile(path)
     growing.append(b"one")
     with pytest.raises(UserError, match="another process is at work"):
-        GrowingFile(path)
+        AppendOnlyFile(path)
     growing.append(b"two")
     growing.close()
-    again = GrowingFile(path, 3)
+    again = AppendOnlyFile(path, 3)
     again.append(b"!")
     assert path.read_bytes() == b"one!"
     path.rename(tmp_path / "final")
@@ -65,7 +65,7 @@ def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_is_refused_leaves_what_is_there(tmp_path: Path) -> None:
-    other = GrowingFile(tmp_path / "x.lengths.partial")
+    other = AppendOnlyFile(tmp_path / "x.lengths.partial")
     with pytest.raises(UserError, match="another process is at work"):
         IndexedWriter(tmp_path / "x", np.dtype("<u2"))
     assert names(tmp_path) == ["x.lengths.partial"]

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.preprocess.tokenizer_training import Source, collect_characters, train_sentencepiece
+from megatron3d.data.preprocess.tokenizer_training import TrainingText, collect_characters, train_sentencepiece
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
 
@@ -22,7 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A model file of every type, learnt from one module of the standard library."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "code.txt").write_text(CODE, encoding="utf-8")
-    source = Source((folder / "code.txt",), ("text",))
+    source = TrainingText((folder / "code.txt",), ("text",))
     (folder / "code.model").write_bytes(train_sentencepiece(source, "bpe", 500))
     (folder / "code.json").write_bytes(collect_characters(source))
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
