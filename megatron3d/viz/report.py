@@ -1,141 +1,168 @@
-"""A run as one page that needs nothing else: what it is, how it goes, and what was predicted of it.
+"""HTML report of a run: what it is, how it goes, and its predictions next to its measurements.
 
-All of it is read from what the run has written into its folder: `metrics.jsonl`, `config.yaml` and `traces`.
+All of it is read from what the run wrote into its folder: `metrics.jsonl`, `config.yaml` and `traces`.  The page's
+layout and words are in templates/report.html; the page loads nothing, so it can be sent as one file.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import re
-from collections.abc import Iterator, Mapping
-from html import escape
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from megatron3d.analysis.memory_model.table import BYTES, unit_for
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import ranges
 from megatron3d.pipeline.plot import figure
 from megatron3d.pipeline.simulate import simulate_durations
 from megatron3d.pipeline.spec import stage_flops
 from megatron3d.train.monitor.prediction_check import parts_of
 from megatron3d.viz.curves import Rows, draw, read_run
-from megatron3d.viz.html import details, note, page, section, svg, svg_element, table
 
-RECENT, MAX_SPANS = 50, 4000
+RECENT, MAX_SPANS, MAX_BAD_STEPS = 50, 4000, 20
+RATES = (
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("TFLOP/s per rank", "tflops_per_s_per_rank", "{:.4g}"),
+    ("MFU", "mfu", "{:.1%}"),
+    ("HFU", "hfu", "{:.1%}"),
+    ("pipeline bubble", "pipeline_bubble", "{:.1%}"),
+)
 _SECTION, _KEY = re.compile(r"(\w+):\s*"), re.compile(r"  (\w+): (.*\S)\s+# (.*)")
 Start = Mapping[str, Any]
+Cells = tuple[Any, ...]
+
+
+class Prediction(NamedTuple):
+    """Parts of a step, predicted and measured; without rows only a sentence."""
+
+    title: str = ""
+    rows: tuple[Cells, ...] = ()
+
+
+class Picture(NamedTuple):
+    """SVG element of a picture, and a note below it."""
+
+    svg: str = ""
+    note: str = ""
 
 
 def report(folder: Path, refresh_s: int | None = None) -> str:
-    """The page of a run; raises UserError where there is none, or it has not logged a step."""
+    """Return the page of a run; raise UserError if the folder holds none, or none that has logged a step.
+
+    A browser reads the page again every `refresh_s` seconds.
+    """
     rows = read_run(folder)
     starts = [row for row in rows if "start" in row]
     start: Start = starts[-1]["start"] if starts else {}
     steps = [row for row in rows if "lm_loss" in row]
+    bad, phases = _non_finite(steps), _phases(steps)
     name = folder.resolve().name
-    body = [f"<h1>{escape(name)}</h1>", *_summary(start, steps), *_events(rows, steps)]
-    body.append(section("Curves", svg(draw({name: rows}))))
-    body += _time(start, steps)
+    values: dict[str, Any] = {
+        "name": name,
+        "iteration": steps[-1]["iteration"],
+        "refresh_s": refresh_s,
+        "start": start,
+        "facts": _facts(start, steps),
+        "num_recent": len(steps[-RECENT:]),
+        "num_bad": len(bad),
+        "events": _events(rows, bad),
+        "curves": figure_svg(draw({name: rows})),
+        "phases": [cells for cells, _ in phases.values()],
+        "prediction": _prediction(start.get("step_s", {}), steps, {name: s for name, (_, s) in phases.items()}),
+        "configuration": _configuration(folder / "config.yaml"),
+    }
     if start:
-        body += [*_layout(start), *_memory(start, rows), *_timeline(start, folder)]
-    body += _configuration(folder / "config.yaml")
-    return page(f"{name}: iteration {steps[-1]['iteration']}", body, refresh_s)
+        values["machines"] = [(name, len(ranks), ranges(ranks)) for name, ranks in start["ranks"].items()]
+        values |= {"stages": _stages(start), "memory": _memory(start, rows), "pipeline": _pipeline(start, folder)}
+    environment = Environment(loader=PackageLoader("megatron3d.viz"), autoescape=True, undefined=StrictUndefined)
+    return environment.get_template("report.html").render(values)
 
 
 def is_finished(rows: Rows) -> bool:
-    """Whether the last step that the newest start wanted has been logged."""
+    """Return whether the last step that the newest launch wanted has been logged."""
     wanted = [row["start"]["train_iters"] for row in rows if "start" in row]
     return bool(wanted) and any(row["iteration"] >= wanted[-1] for row in rows if "lm_loss" in row)
 
 
-def _summary(start: Start, steps: Rows) -> Iterator[str]:
-    last, recent = steps[-1], steps[-RECENT:]
-    if start:
-        model, peak = start["model"], start["peak"]
-        yield note(
-            f"{model['num_parameters']:,} parameters, {model['num_layers']} layers, hidden {model['hidden_size']}, on "
-            f"{start['world_size']} rank(s); started {start['time']} with torch {start['versions']['torch']}"
-        )
-        where = f"{peak['flops'] / 1e12:.4g} TFLOP/s per device ({peak['source']})" if peak else "not known"
-        yield note(f"peak, of which MFU and HFU are parts: {where}")
+def figure_svg(picture: Figure) -> Markup:
+    """Return a figure as an SVG element, with its words as text."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        picture.savefig(buffer, format="svg")
+    return svg_element(buffer.getvalue())
+
+
+def svg_element(document: str) -> Markup:
+    """Return the element of an SVG file that this package has written."""
+    return Markup(document[document.index("<svg") :])
+
+
+def _facts(start: Start, steps: Rows) -> dict[str, str]:
+    """Return the last step and the recent rates by title."""
     of = f" of {start['train_iters']}" if start else ""
-    facts = {"iteration": f"{last['iteration']}{of}", "loss": f"{last['lm_loss']:.6g}"}
-    for title, key, form in (
-        ("tokens/s", "tokens_per_s", "{:,.0f}"),
-        ("TFLOP/s per rank", "tflops_per_s_per_rank", "{:.4g}"),
-        ("MFU", "mfu", "{:.1%}"),
-        ("HFU", "hfu", "{:.1%}"),
-        ("pipeline bubble", "pipeline_bubble", "{:.1%}"),
-    ):
-        values = [row[key] for row in recent if row.get(key) is not None]
+    facts = {"iteration": f"{steps[-1]['iteration']}{of}", "loss": f"{steps[-1]['lm_loss']:.6g}"}
+    for title, key, form in RATES:
+        values = [row[key] for row in steps[-RECENT:] if row.get(key) is not None]
         if values:
             facts[title] = form.format(median(values))
-    yield table(list(facts), [list(facts.values())])
-    yield note(f"rates: medians of the last {len(recent)} logged steps")
+    return facts
 
 
-def _events(rows: Rows, steps: Rows) -> Iterator[str]:
-    """What a person should know of: starts, steps without a number, rollbacks, slow ranks."""
-    found = [(row["iteration"], "start", row["start"]["time"]) for row in rows if "start" in row]
-    bad = [row for row in steps if not (math.isfinite(row["lm_loss"]) and math.isfinite(row.get("grad_norm", 0.0)))]
-    found += [
-        (row["iteration"], "not finite", f"loss {row['lm_loss']}, norm {row.get('grad_norm')}") for row in bad[:20]
-    ]
-    found += [(row["iteration"], kind, row[kind]) for row in rows for kind in ("rollback", "straggler") if kind in row]
-    if bad:
-        yield note(f"{len(bad)} logged step(s) have a loss or a gradient norm that is not finite", "bad")
-    if found:
-        yield section("Events", table(("iteration", "what", ""), sorted(found)))
+def _non_finite(steps: Rows) -> Rows:
+    return [row for row in steps if not (math.isfinite(row["lm_loss"]) and math.isfinite(row.get("grad_norm", 0.0)))]
 
 
-def _time(start: Start, steps: Rows) -> Iterator[str]:
-    """Phases of recent steps, and the step beside its prediction."""
+def _events(rows: Rows, bad: Rows) -> list[Cells]:
+    """Return launches, non-finite steps, rollbacks and stragglers as (iteration, kind, words), in order."""
+    events: list[Cells] = [(row["iteration"], "start", row["start"]["time"]) for row in rows if "start" in row]
+    for row in bad[:MAX_BAD_STEPS]:
+        events.append((row["iteration"], "not finite", f"loss {row['lm_loss']}, norm {row.get('grad_norm')}"))
+    events += [(row["iteration"], kind, row[kind]) for row in rows for kind in ("rollback", "straggler") if kind in row]
+    return sorted(events)
+
+
+def _phases(steps: Rows) -> dict[str, tuple[Cells, float]]:
+    """Return each phase of the recent steps by name: its cells, and its mean in seconds."""
     recent = [row["timers"] for row in steps[-RECENT:] if "timers" in row]
-    seen = {name: [timers[name] for timers in recent if name in timers] for name in dict.fromkeys(chain(*recent))}
-    lines, mean_s = [], {}
-    for name, spreads in seen.items():
-        slowest = [each["max_rank"] for each in spreads]
-        least, mean, most = (median(each[key] for each in spreads) for key in ("min", "mean", "max"))
-        lines.append((name, f"{least:,.3f}", f"{mean:,.3f}", f"{most:,.3f}", max(set(slowest), key=slowest.count)))
-        mean_s[name] = 1e-3 * mean
-    parts = [table(("phase", "min ms", "mean ms", "max ms", "mostly slowest rank"), lines)] if lines else []
-    parts.append(
-        note(
-            "Minimum, mean and maximum over ranks, medians over the last logged steps. What waits `along` axes is "
-            "within the other phases: communication that nothing hides."
-        )
-    )
+    phases: dict[str, tuple[Cells, float]] = {}
+    for name in dict.fromkeys(chain(*recent)):
+        spreads = [timers[name] for timers in recent if name in timers]
+        slowest = [spread["max_rank"] for spread in spreads]
+        times = [median(spread[key] for spread in spreads) for key in ("min", "mean", "max")]
+        cells = (name, *(f"{ms:,.3f}" for ms in times), max(set(slowest), key=slowest.count))
+        phases[name] = cells, 1e-3 * times[1]
+    return phases
+
+
+def _prediction(expected: Mapping[str, Any], steps: Rows, phases_s: Mapping[str, float]) -> Prediction:
+    """Return the predicted parts of a step next to the measured ones."""
     step_s = median(row["elapsed_ms"] for row in steps[-RECENT:]) / 1e3
-    yield section("Time of a step", *parts, *_beside(start.get("step_s", {}), step_s, mean_s))
+    if not expected:
+        return Prediction()
+    if "total" not in expected:
+        return Prediction(f"step measured: {step_s:.4g} s; {expected['unknown']}")
+    measured, predicted, total = parts_of(phases_s), expected["parts"], expected["total"]
+    kinds = [kind for kind in dict.fromkeys((*predicted, *measured)) if kind in measured or predicted[kind]]
+    rows = [(kind, f"{predicted.get(kind, 0.0):.4g}", f"{measured.get(kind, 0.0):.4g}") for kind in kinds]
+    rows.append(("the step", f"{total:.4g}", f"{step_s:.4g}, {step_s / total - 1:+.0%}"))
+    return Prediction(f"on {expected['cluster']}", tuple(rows))
 
 
-def _beside(expected: Mapping[str, Any], step_s: float, phases_s: Mapping[str, float]) -> Iterator[str]:
-    """The parts of a step that were predicted, and what was measured of them."""
-    if "total" in expected:
-        found, told = parts_of(phases_s), expected["parts"]
-        kinds = [kind for kind in dict.fromkeys((*told, *found)) if kind in found or told[kind]]
-        rows = [(kind, f"{told.get(kind, 0.0):.4g}", f"{found.get(kind, 0.0):.4g}") for kind in kinds]
-        total = expected["total"]
-        rows.append(("the step", f"{total:.4g}", f"{step_s:.4g}, {step_s / total - 1:+.0%}"))
-        yield table((f"on {expected['cluster']}", "predicted s", "measured s"), rows)
-    elif expected:
-        yield note(f"step measured: {step_s:.4g} s; {expected['unknown']}")
-
-
-def _layout(start: Start) -> Iterator[str]:
-    mesh = start["mesh"]
-    yield section(
-        "Mesh",
-        table(("axis", "ranks"), mesh.items()),
-        table(("machine", "ranks", ""), ((name, len(at), ranges(at)) for name, at in start["ranks"].items())),
-    )
-    name, size = unit_for(max(s["in_flight"] * s["activation_bytes"] for s in start["stages"]), BYTES)
+def _stages(start: Start) -> dict[str, Any]:
+    """Return the rows of the stages, and the unit of their activations."""
+    unit, size = unit_for(max(stage["in_flight"] * stage["activation_bytes"] for stage in start["stages"]), BYTES)
     rows = [
         (
             stage["index"],
@@ -149,65 +176,52 @@ def _layout(start: Start) -> Iterator[str]:
         )
         for stage in start["stages"]
     ]
-    header = ("stage", "pipeline rank", "layers", "parameters", "GFLOP/microbatch", "in flight", f"keeps {name}", "")
-    yield section("Stages", table(header, rows))
+    return {"unit": unit, "rows": rows}
 
 
-def _memory(start: Start, rows: Rows) -> Iterator[str]:
-    """Predicted by category, measured in the first step, and the most so far."""
-    firsts = [row["first_step"]["memory_bytes"] for row in rows if "first_step" in row]
+def _memory(start: Start, rows: Rows) -> dict[str, Any]:
+    """Return memory per pipeline rank: predicted by category, measured in the first step, and the peak so far."""
+    measured = [row["first_step"]["memory_bytes"] for row in rows if "first_step" in row]
     predicted = start["memory_bytes"]
-    name, size = unit_for(max(sum(each.values()) for each in predicted), BYTES)
+    unit, size = unit_for(max(sum(categories.values()) for categories in predicted), BYTES)
     lines = []
     for coord, categories in enumerate(predicted):
         cells = [f"{value / size:,.2f}" for value in (*categories.values(), sum(categories.values()))]
-        lines.append((coord, *cells, f"{firsts[-1][coord] / size:,.2f}" if firsts else "-"))
+        lines.append((coord, *cells, f"{measured[-1][coord] / size:,.2f}" if measured else "-"))
     peaks = [row["memory"]["peak"] for row in rows if "memory" in row]
-    most = (
-        f" Most of any rank so far: {peaks[-1]['max'] / 2**30:.3g} GiB, rank {peaks[-1]['max_rank']}." if peaks else ""
-    )
-    yield section(
-        "Memory",
-        table(("pipeline rank", *predicted[0], f"predicted {name}", f"first step {name}"), lines),
-        note(f"On a CPU the measured number is what the whole process has grown by.{most}"),
-    )
+    most = f" Peak so far: {peaks[-1]['max'] / 2**30:.3g} GiB, rank {peaks[-1]['max_rank']}." if peaks else ""
+    header = ("pipeline rank", *predicted[0], f"predicted {unit}", f"first step {unit}")
+    return {"header": header, "rows": lines, "most": most}
 
 
-def _timeline(start: Start, folder: Path) -> Iterator[str]:
-    """What was traced last, or what the schedule would be with the stages' operations for times."""
+def _pipeline(start: Start, folder: Path) -> Picture:
+    """Return the newest measured timeline, or the schedule simulated with the stages' FLOPs as times."""
     traces = sorted(folder.glob("traces/iter_*.svg"))
     if traces:
-        yield section("Pipeline", svg_element(traces[-1].read_text(encoding="utf-8")), note(traces[-1].name))
-        return
+        return Picture(svg_element(traces[-1].read_text(encoding="utf-8")), traces[-1].name)
     if start["mesh"]["pipeline"] == 1:
-        return
+        return Picture()
     try:
         config = read_config(folder / "config.yaml").config
-        arch = Architecture(**{name: start["model"][name] for name in Architecture.__annotations__})
-        pipeline = RunSpec(config, math.prod(start["mesh"].values()), arch.vocab_size).pipeline
+        spec = RunSpec(config, start["world_size"], start["model"]["vocab_size"])
+        flops = [stage_flops(spec.arch, stage) for stage in spec.pipeline.stages]
     except UserError as error:
-        yield section("Pipeline", note(f"cannot be drawn here: {error}"))
-        return
-    flops = [stage_flops(arch, stage) for stage in pipeline.stages]
-    line = simulate_durations(pipeline.schedule, lambda action: flops[action.stage][action.kind])
-    if len(line.spans) > MAX_SPANS:
-        yield section("Pipeline", note(f"{len(line.spans):,} computations, more than {MAX_SPANS:,} are not drawn"))
-        return
-    title = "predicted, computations taking their operations, transfers nothing"
-    yield section("Pipeline", svg(figure({title: line}, time="operations per token")))
+        return Picture(note=f"cannot be drawn here: {error}")
+    timeline = simulate_durations(spec.pipeline.schedule, lambda action: flops[action.stage][action.kind])
+    if len(timeline.spans) > MAX_SPANS:
+        return Picture(note=f"{len(timeline.spans):,} computations, more than {MAX_SPANS:,} are not drawn")
+    title = "predicted, with FLOPs as times and transfers that take no time"
+    return Picture(figure_svg(figure({title: timeline}, time="FLOPs per token")))
 
 
-def _configuration(path: Path) -> Iterator[str]:
-    """Every value with its origin, those that were given first."""
+def _configuration(path: Path) -> list[Cells]:
+    """Return every key with its value and origin, as the run's config.yaml has them; nothing without that file."""
     if not path.is_file():
-        return
-    values, current = [], ""
+        return []
+    values, section = list[Cells](), ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if match := _SECTION.fullmatch(line):
-            current = match[1]
+            section = match[1]
         elif match := _KEY.fullmatch(line):
-            values.append((f"{current}.{match[1]}", match[2], match[3]))
-    header, given = ("key", "value", "origin"), [each for each in values if each[2] != "default"]
-    yield section("Configuration", table(header, given))
-    rest = [each for each in values if each[2] == "default"]
-    yield details(f"{len(rest)} values that nobody gave", table(header, rest))
+            values.append((f"{section}.{match[1]}", match[2], match[3]))
+    return values
