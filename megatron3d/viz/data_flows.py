@@ -23,7 +23,7 @@ class Step(NamedTuple):
 FLOWS: Mapping[str, tuple[Step, ...]] = {
     "From the configuration to the matmul": (
         Step("config/read.py", "YAML, overrides", "Config"),
-        Step("config/run_spec.py", "derive once", "Mesh, Mode"),
+        Step("config/run_spec.py", "derive once", "RunSpec"),
         Step("parallel/mesh.py", "rank to coordinates", "Mesh"),
         Step("parallel/modes/three_d.py", "the mode's table", "Mode"),
         Step("parallel/matmul_plan.py", "layouts of X, W, Y", "MatmulPlan"),
