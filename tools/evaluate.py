@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.corpus import open_corpus
 from megatron3d.data.evaluation_windows import EvaluationWindows
@@ -73,7 +74,8 @@ def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | N
     data = config.data.model_copy(update={"split": "1,0,0"} if split == WHOLE else {})
     train = config.train.model_copy(update={"eval_interval": None})  # then no split has to be there
     config = config.model_copy(update={"data": data, "train": train})
-    corpus = open_corpus(config, tokenizer)
+    spec = RunSpec(config, vocab_size=tokenizer.vocab_size)
+    corpus = open_corpus(spec.corpus, tokenizer, spec.packing(tokenizer.eod))
     found = corpus.train if split == WHOLE else getattr(corpus, split)
     if found is None:
         raise UserError(

@@ -37,10 +37,10 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.rank is not None and not 0 <= arguments.rank < arguments.world_size:
         raise UserError(f"--rank {arguments.rank}: not below --world-size {arguments.world_size}; use 0 or more")
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
-    corpus = open_corpus(config, tokenizer)
-    samples = corpus.train
     spec = RunSpec(config, arguments.world_size, tokenizer.vocab_size)
     packing, batches = spec.packing(tokenizer.eod), spec.batches
+    corpus = open_corpus(spec.corpus, tokenizer, packing)
+    samples = corpus.train
     for iteration in range(first, last + 1):
         begin = batches.consumed_samples(iteration - 1)
         batch = batches.at(begin)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.data.corpus.spec import CorpusSpec
 from megatron3d.data.ramp import Batches, make_ramp
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
@@ -152,6 +153,28 @@ class RunSpec:
         return Batches(
             make_ramp(train.rampup_batch_size, train.global_batch_size),
             make_ramp(train.seq_length_warmup, self.config.model.seq_length),
+        )
+
+    @cached_property
+    def corpus(self) -> CorpusSpec:
+        """The corpora that the run reads."""
+        data, train = self.config.data, self.config.train
+        return CorpusSpec(
+            data_path=data.data_path,
+            train_data_path=data.train_data_path,
+            valid_data_path=data.valid_data_path,
+            test_data_path=data.test_data_path,
+            split=data.split,
+            seq_length=self.config.model.seq_length,
+            seed=train.seed,
+            vocab_size=self.config.model.vocab_size,
+            validates=train.eval_interval is not None,
+            tokenizer_type=data.tokenizer_type,
+            tokenizer_model=data.tokenizer_model,
+            stream_key=data.stream_key,
+            stream_lanes=data.stream_lanes,
+            stream_shuffle_rows=data.stream_shuffle_rows,
+            skips_bad_records=data.on_bad_record == "skip",
         )
 
     def packing(self, eod: int | None) -> Packing:

@@ -45,8 +45,9 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
     check_history(config.logging, runtime.device)
     with phases("tokenizer and corpus"):
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
-        corpus = open_corpus(config, tokenizer)
-    spec = RunSpec(config, runtime.world_size, tokenizer.vocab_size, runtime.rank)
+        spec = RunSpec(config, runtime.world_size, tokenizer.vocab_size, runtime.rank)
+        packing = spec.packing(tokenizer.eod)
+        corpus = open_corpus(spec.corpus, tokenizer, packing)
     if is_first:
         arithmetic = batch_arithmetic(spec)
         plan = describe_plan(corpus, spec.batches.consumed_samples(config.train.train_iters), config.data.max_epochs)
@@ -95,7 +96,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         timers,
         peak,
         baseline_bytes,
-        spec.packing(tokenizer.eod),
+        packing,
         lambda num_samples: corpus.train.consumed_tokens(spec.batches.spans(num_samples)),
         lambda: corpus.faults,
     )

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config
 from megatron3d.data.corpus.blend import Blend, Paths, parse_paths, whole_parts
 from megatron3d.data.corpus.blended import BlendedSamples, TokenFileSamples
 from megatron3d.data.corpus.samples import Split, split_tokens
+from megatron3d.data.corpus.spec import CorpusSpec
 from megatron3d.data.corpus.stream import StreamedSamples, open_stream
 from megatron3d.data.packing import Packing
 from megatron3d.data.preprocess.encode import EncoderSpec
@@ -65,25 +64,25 @@ def _are_cut_from_one(one: BlendedSamples | StreamedSamples, other: BlendedSampl
     return bool(one.sources and other.sources) and one.sources[0].dataset is other.sources[0].dataset
 
 
-def open_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
-    """The corpora of a configuration; raises UserError unless every sample that the run reads is there and fits."""
-    data = config.data
-    if data.data_path is None and data.train_data_path is None:
+def open_corpus(spec: CorpusSpec, tokenizer: Tokenizer, packing: Packing) -> Corpus:
+    """Open the corpora; raises UserError unless every sample that the run reads is there and fits tokenizer and
+    packing."""
+    if spec.data_path is None and spec.train_data_path is None:
         raise UserError(
             "data.data_path: none given; name the prefix of a .bin/.idx pair that tools/preprocess_data.py made"
         )
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    vocab_size = spec.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size}: below the tokenizer's {tokenizer.vocab_size} tokens; "
             f"use {tokenizer.vocab_size} or leave it out"
         )
-    opener = _Opener(config, tokenizer, vocab_size)
-    if data.data_path is not None:
-        opened = opener.paths("data.data_path", data.data_path)
+    opener = _Opener(spec, tokenizer, vocab_size, packing)
+    if spec.data_path is not None:
+        opened = opener.paths("data.data_path", spec.data_path)
         splits: list[BlendedSamples | StreamedSamples | None] = [opener.split(opened, number) for number in range(3)]
     else:
-        paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+        paths = (spec.train_data_path, spec.valid_data_path, spec.test_data_path)
         keys = (f"data.{name}_data_path" for name in NAMES)
         splits = [
             opener.whole(key, path, number) if path is not None else None
@@ -98,47 +97,48 @@ _Opened = tuple[tuple[IndexedDataset, Fraction], ...]
 
 @dataclass(frozen=True)
 class _Opener:
-    config: Config
+    spec: CorpusSpec
     tokenizer: Tokenizer
     vocab_size: int
+    packing: Packing
 
     def paths(self, key: str, value: Paths) -> _Opened:
         """The corpora of a key, with their weights."""
         opened = [(IndexedDataset(prefix), weight) for prefix, weight in parse_paths(key, value)]
         for dataset, _ in opened:
             _check_tokenizer(dataset, self.tokenizer, self.vocab_size)
-            _check_documents(dataset, RunSpec(self.config).packing(self.tokenizer.eod))
+            _check_documents(dataset, self.packing)
         return tuple((dataset, weight or Fraction(dataset.num_tokens)) for dataset, weight in opened)
 
     def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | StreamedSamples | None:
         """A split with a path of its own: token files, or a dataset."""
         if not (isinstance(path, str) and path.startswith(HF_PREFIX)):
             return self.split(self.paths(key, path), number, is_whole=True)
-        data, tokenizer, seed = self.config.data, self.tokenizer, self.config.train.seed if number == 0 else None
-        RunSpec(self.config).packing(tokenizer.eod)
+        spec, tokenizer = self.spec, self.tokenizer
         encoder = EncoderSpec(
-            data.tokenizer_type,
-            data.tokenizer_model,
+            spec.tokenizer_type,
+            spec.tokenizer_model,
             tokenizer.fingerprint,
-            (data.stream_key,),
+            (spec.stream_key,),
             append_eod=tokenizer.eod is not None,
-            skip_bad=data.on_bad_record == "skip",
+            skip_bad=spec.skips_bad_records,
             remedy=", or leave such out with data.on_bad_record=skip",
         )
-        rows = open_stream(path, data.stream_lanes, data.stream_shuffle_rows, seed, encoder)
-        return StreamedSamples(rows, self.config.model.seq_length)
+        seed = spec.seed if number == 0 else None
+        rows = open_stream(path, spec.stream_lanes, spec.stream_shuffle_rows, seed, encoder)
+        return StreamedSamples(rows, spec.seq_length)
 
     def split(self, opened: _Opened, number: int, is_whole: bool = False) -> BlendedSamples | None:
         """Train, valid or test of the corpora; None where it is not used and some corpus has too little of it."""
-        length = self.config.model.seq_length
+        length = self.spec.seq_length
         sources = []
         for index, (dataset, _) in enumerate(opened):
             whole = Split(0, dataset.num_tokens)
-            part = whole if is_whole else split_tokens(dataset.num_tokens, self.config.data.split)[number]
-            seed = self.config.train.seed + (index << 64) if number == 0 else None
+            part = whole if is_whole else split_tokens(dataset.num_tokens, self.spec.split)[number]
+            seed = self.spec.seed + (index << 64) if number == 0 else None
             sources.append(TokenFileSamples(dataset, part, length, self.vocab_size, seed))
-        if number == 0 or (number == 1 and self.config.train.eval_interval):
-            UserError.collect(_too_short(self.config, NAMES[number], source, is_whole) for source in _short(sources))
+        if number == 0 or (number == 1 and self.spec.validates):
+            UserError.collect(_too_short(self.spec, NAMES[number], source, is_whole) for source in _short(sources))
         if _short(sources):
             return None
         return BlendedSamples(tuple(sources), Blend(whole_parts([weight for _, weight in opened])))
@@ -148,10 +148,10 @@ def _short(sources: list[TokenFileSamples]) -> list[TokenFileSamples]:
     return [source for source in sources if not source.num_windows]
 
 
-def _too_short(config: Config, name: str, source: TokenFileSamples, is_whole: bool) -> str:
-    have, total, wanted = source.split.num_tokens, source.dataset.num_tokens, config.model.seq_length + 1
-    where = f"data.{name}_data_path={source.dataset.prefix}" if is_whole else f"data.split={config.data.split}"
-    of = "" if is_whole or isinstance(config.data.data_path, str) else f" of {source.dataset.prefix}"
+def _too_short(spec: CorpusSpec, name: str, source: TokenFileSamples, is_whole: bool) -> str:
+    have, total, wanted = source.split.num_tokens, source.dataset.num_tokens, spec.seq_length + 1
+    where = f"data.{name}_data_path={source.dataset.prefix}" if is_whole else f"data.split={spec.split}"
+    of = "" if is_whole or isinstance(spec.data_path, str) else f" of {source.dataset.prefix}"
     weight = "" if is_whole else f"give {name} a larger weight, "
     return (
         f"{where}: {name}{of} is {have} of {total} tokens, fewer than one sample of "

@@ -8,9 +8,9 @@ import pytest
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus.corpus import describe_plan, open_corpus
+from megatron3d.data.corpus.corpus import Corpus, describe_plan, open_corpus
 from megatron3d.data.token_files.writer import IndexedWriter
-from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from megatron3d.errors import UserError
 
 NUM_TOKENS = 200
@@ -20,6 +20,11 @@ def make(prefix: Path, tokens: list[int]) -> None:
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
         writer.add(np.array(tokens, "<u2"), np.array([len(tokens)], np.int32))
         writer.finish(ByteTokenizer(None))
+
+
+def opened(config: Config, tokenizer: Tokenizer) -> Corpus:
+    spec = RunSpec(config)
+    return open_corpus(spec.corpus, tokenizer, spec.packing(tokenizer.eod))
 
 
 def config(prefix: Path | None, **values: object) -> Config:
@@ -40,7 +45,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def test_splits_hold_their_own_tokens_and_wrap_around(prefix: Path) -> None:
-    corpus = open_corpus(config(prefix, data__split="80,10,10"), ByteTokenizer(None))
+    corpus = opened(config(prefix, data__split="80,10,10"), ByteTokenizer(None))
     assert corpus.valid is not None and corpus.test is not None
     assert corpus.valid.read(np.arange(3)).tolist() == [
         list(range(160, 170)),
@@ -53,41 +58,41 @@ def test_splits_hold_their_own_tokens_and_wrap_around(prefix: Path) -> None:
 
 
 def test_the_seed_shuffles_training_only(prefix: Path) -> None:
-    first, second = (open_corpus(config(prefix, train__seed=seed), ByteTokenizer(None)) for seed in (1, 2))
+    first, second = (opened(config(prefix, train__seed=seed), ByteTokenizer(None)) for seed in (1, 2))
     order = np.arange(first.train.sources[0].num_windows)
     assert first.train.read(order).tolist() != second.train.read(order).tolist()
     assert first.fingerprint == second.fingerprint
 
 
 def test_the_fingerprint_is_the_contents(prefix: Path) -> None:
-    before = open_corpus(config(prefix), ByteTokenizer(None)).fingerprint
+    before = opened(config(prefix), ByteTokenizer(None)).fingerprint
     make(prefix, [(index + (index == NUM_TOKENS - 1)) % 256 for index in range(NUM_TOKENS)])
-    assert open_corpus(config(prefix), ByteTokenizer(None)).fingerprint != before
+    assert opened(config(prefix), ByteTokenizer(None)).fingerprint != before
 
 
 def test_another_tokenizer_is_refused(prefix: Path) -> None:
     (prefix.parent / "chars.json").write_text(json.dumps([chr(index) for index in range(257)]))
     tokenizer = CharTokenizer(str(prefix.parent / "chars.json"))
     with pytest.raises(UserError, match=r"made with ByteTokenizer .* but configured is CharTokenizer"):
-        open_corpus(config(prefix), tokenizer)
+        opened(config(prefix), tokenizer)
 
 
 def test_a_model_with_a_smaller_vocabulary_is_refused(prefix: Path) -> None:
     with pytest.raises(UserError, match=r"model\.vocab_size=256: below the tokenizer's 257"):
-        open_corpus(config(prefix, model__vocab_size=256), ByteTokenizer(None))
-    assert open_corpus(config(prefix, model__vocab_size=300), ByteTokenizer(None)).train.sources[0].vocab_size == 300
+        opened(config(prefix, model__vocab_size=256), ByteTokenizer(None))
+    assert opened(config(prefix, model__vocab_size=300), ByteTokenizer(None)).train.sources[0].vocab_size == 300
 
 
 def test_ids_beyond_the_vocabulary_are_refused_with_a_manifest(prefix: Path) -> None:
     make(prefix, [300] * NUM_TOKENS)
     with pytest.raises(UserError, match="largest token id 300"):
-        open_corpus(config(prefix), ByteTokenizer(None))
+        opened(config(prefix), ByteTokenizer(None))
 
 
 def test_ids_beyond_the_vocabulary_are_found_on_reading_without_a_manifest(prefix: Path) -> None:
     make(prefix, [0] * 165 + [300] + [0] * 34)
     prefix.with_name("corpus.manifest.json").unlink()
-    corpus = open_corpus(config(prefix, data__split="80,10,10"), ByteTokenizer(None))
+    corpus = opened(config(prefix, data__split="80,10,10"), ByteTokenizer(None))
     assert corpus.valid is not None
     corpus.valid.read(np.array([1]))
     with pytest.raises(UserError, match="token 165 has id 300, outside the vocabulary of 257"):
@@ -96,22 +101,22 @@ def test_ids_beyond_the_vocabulary_are_found_on_reading_without_a_manifest(prefi
 
 def test_a_used_split_shorter_than_a_sample_is_refused(prefix: Path) -> None:
     with pytest.raises(UserError, match=r"train is 2 of 200 tokens.* 10; .*at most 1"):
-        open_corpus(config(prefix, data__split="1,99,0"), ByteTokenizer(None))
+        opened(config(prefix, data__split="1,99,0"), ByteTokenizer(None))
     with pytest.raises(UserError, match="valid is 0 of 200 tokens"):
-        open_corpus(config(prefix, data__split="1,0,0", train__eval_interval=1), ByteTokenizer(None))
-    assert open_corpus(config(prefix, data__split="1,0,0"), ByteTokenizer(None)).valid is None
+        opened(config(prefix, data__split="1,0,0", train__eval_interval=1), ByteTokenizer(None))
+    assert opened(config(prefix, data__split="1,0,0"), ByteTokenizer(None)).valid is None
 
 
 def test_a_sample_that_just_fits_is_accepted(prefix: Path) -> None:
-    corpus = open_corpus(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS - 1), ByteTokenizer(None))
+    corpus = opened(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS - 1), ByteTokenizer(None))
     assert corpus.train.sources[0].num_windows == 1
     with pytest.raises(UserError, match="at most 199"):
-        open_corpus(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS), ByteTokenizer(None))
+        opened(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS), ByteTokenizer(None))
 
 
 def test_no_path_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.data_path"):
-        open_corpus(config(None), ByteTokenizer(None))
+        opened(config(None), ByteTokenizer(None))
 
 
 def second(prefix: Path) -> Path:
@@ -123,9 +128,9 @@ def second(prefix: Path) -> Path:
 def test_a_blend_reads_each_corpus_in_its_own_order(prefix: Path) -> None:
     other = second(prefix)
     paths = (0.75, str(prefix), 0.25, str(other))
-    corpus = open_corpus(config(None, data__data_path=paths, data__split="80,10,10"), ByteTokenizer(None))
+    corpus = opened(config(None, data__data_path=paths, data__split="80,10,10"), ByteTokenizer(None))
     alone = [
-        open_corpus(config(path, data__split="80,10,10", data__data_path=str(path)), ByteTokenizer(None)).train
+        opened(config(path, data__split="80,10,10", data__data_path=str(path)), ByteTokenizer(None)).train
         for path in (prefix, other)
     ]
     order, positions = corpus.train.blend.locate(np.arange(40))
@@ -147,14 +152,14 @@ def test_a_blend_reads_each_corpus_in_its_own_order(prefix: Path) -> None:
 def test_the_fingerprint_of_a_blend_is_its_weights_too(prefix: Path) -> None:
     other = second(prefix)
     blends = [(1, str(prefix), 1, str(other)), (1, str(prefix), 2, str(other)), (str(prefix), str(other))]
-    found = {open_corpus(config(None, data__data_path=b), ByteTokenizer(None)).fingerprint for b in blends}
+    found = {opened(config(None, data__data_path=b), ByteTokenizer(None)).fingerprint for b in blends}
     assert len(found) == 3
 
 
 def test_the_plan_counts_epochs_and_warns(prefix: Path) -> None:
     other = second(prefix)
     paths = (1, str(prefix), 1, str(other))
-    corpus = open_corpus(config(None, data__data_path=paths, data__split="80,10,10"), ByteTokenizer(None))
+    corpus = opened(config(None, data__data_path=paths, data__split="80,10,10"), ByteTokenizer(None))
     lines = list(describe_plan(corpus, 80, max_epochs=4))
     assert lines[0] == f"{prefix}: 50 % 40 samples to read, of 17: 2.353 epochs"
     assert lines[2].startswith(f"WARNING: {other} is read 5 times, more than data.max_epochs=4")
@@ -163,20 +168,20 @@ def test_the_plan_counts_epochs_and_warns(prefix: Path) -> None:
 def test_separate_paths_are_whole(prefix: Path) -> None:
     other = second(prefix)
     values = {"data__split": "969,30,1", "data__train_data_path": str(prefix), "data__valid_data_path": str(other)}
-    corpus = open_corpus(config(None, **values), ByteTokenizer(None))
+    corpus = opened(config(None, **values), ByteTokenizer(None))
     assert corpus.train.sources[0].split.num_tokens == NUM_TOKENS and corpus.test is None
     assert corpus.valid is not None and corpus.valid.read(np.array([0])).tolist() == [list(range(100, 110))]
     assert [data.prefix for data in corpus.datasets] == [prefix, other]
     values["data__valid_data_path"] = str(prefix)
-    assert open_corpus(config(None, **values), ByteTokenizer(None)).fingerprint != corpus.fingerprint
+    assert opened(config(None, **values), ByteTokenizer(None)).fingerprint != corpus.fingerprint
 
 
 def test_documents_must_end_where_they_matter(prefix: Path) -> None:
     values = {"data__reset_attention_mask": True}
     with pytest.raises(UserError, match="document 0 does not end with token 256, by which data"):
-        open_corpus(config(prefix, **values), ByteTokenizer(None))
+        opened(config(prefix, **values), ByteTokenizer(None))
     make(prefix, [*range(150), 256])
-    assert open_corpus(config(prefix, data__split="1,0,0", **values), ByteTokenizer(None)).train
+    assert opened(config(prefix, data__split="1,0,0", **values), ByteTokenizer(None)).train
     (prefix.parent / "chars.json").write_text(json.dumps([chr(index) for index in range(257)]))
     with pytest.raises(UserError, match="CharTokenizer has no token that ends a document"):
         tokenizer = CharTokenizer(str(prefix.parent / "chars.json"))
@@ -184,7 +189,7 @@ def test_documents_must_end_where_they_matter(prefix: Path) -> None:
 
 
 def test_a_corpus_that_changes_during_a_run_is_noticed(prefix: Path) -> None:
-    corpus = open_corpus(config(prefix), ByteTokenizer(None))
+    corpus = opened(config(prefix), ByteTokenizer(None))
     corpus.train.read(np.array([0]))
     make(prefix, [0] * 100)
     with pytest.raises(UserError, match="has changed since it was opened"):

@@ -1,0 +1,38 @@
+"""The options of the corpora as one plain value; nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron3d.data.corpus.blend import Paths
+
+
+@dataclass(frozen=True)
+class CorpusSpec:
+    """Which corpora a run reads, and how.
+
+    Attributes:
+        data_path: corpora that `split` divides into train, valid and test; None where each split has its own.
+        split: weights of train, valid and test.
+        seq_length: tokens of a sample, without the last label.
+        seed: of the order of the training samples.
+        vocab_size: tokens of the model; None: those of the tokenizer.
+        validates: the valid split is read.
+        skips_bad_records: leave out rows of a streamed dataset that cannot be read, instead of stopping.
+    """
+
+    data_path: Paths | None
+    train_data_path: Paths | None
+    valid_data_path: Paths | None
+    test_data_path: Paths | None
+    split: str
+    seq_length: int
+    seed: int
+    vocab_size: int | None
+    validates: bool
+    tokenizer_type: str
+    tokenizer_model: str | None
+    stream_key: str
+    stream_lanes: int
+    stream_shuffle_rows: int
+    skips_bad_records: bool
