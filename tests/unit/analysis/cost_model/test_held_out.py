@@ -1,4 +1,4 @@
-"""Fact: published runs that no constant was chosen by come out within stated bounds, which docs/planner.md repeats; and
+"""Fact: published runs that no constant was chosen by come out within stated bounds, which docs/validation.md repeats; and
 constants that are chosen by one half of a table give the other."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.unit.analysis.cost_model.held_out import GROUPS, ROWS, TABLES, Beside
 from tests.unit.analysis.cost_model.papers import SHAPES, on_perlmutter, on_v100
 from tests.unit.analysis.cost_model.published import core_tflops, read, sc21_tflops
 
-DOCS = (Path(__file__).parents[4] / "docs" / "planner.md").read_text(encoding="utf-8").splitlines()
+DOCS = (Path(__file__).parents[4] / "docs" / "validation.md").read_text(encoding="utf-8").splitlines()
 
 # Mean and largest error of each group.  Programs that share out their parameters lose to effects that are not modelled.
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -44,7 +44,7 @@ def results(group: str) -> tuple[Beside, ...]:
 
 
 def documented(*cells: str) -> tuple[float, ...]:
-    """The numbers behind the first cells of a line of a table of docs/planner.md."""
+    """The numbers behind the first cells of a line of a table of docs/validation.md."""
     (line,) = (line for line in DOCS if line.startswith(f"| {' | '.join(cells)} |"))
     behind = re.split(r"\s*\|\s*", line)[1 + len(cells) : -1]
     return tuple(float(number) for cell in behind for number in re.findall(r"[-+]?\d+\.?\d*", cell))
@@ -139,11 +139,11 @@ def one_d(size: int, stages: tuple[int, int], micro_batch: int, recompute: str |
 
 # As the page names them; the last two are what the planner finds.
 PERLMUTTER: Mapping[str, tuple[Layout, ExecutionProfile]] = {
-    "AxoNN's: every layer again, grid 1·2·4": (
+    "AxoNN's: full recomputation, grid 1·2·4": (
         Layout(Tensor("grid", "all_reduce", (1, 2, 4)), zero_stage=1, micro_batch_size=16, recompute="full"),
         PYTORCH,
     ),
-    "Megatron-LM of 2023: every layer again, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, "full"), MEGATRON_2023),
+    "Megatron-LM of 2023: full recomputation, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, "full"), MEGATRON_2023),
     "ours, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, None), OURS),
     "ours, 3-D 2·4·1": (Layout(Tensor("3d", "heads", (2, 4, 1)), zero_stage=3, micro_batch_size=16), OURS),
 }
