@@ -1,9 +1,10 @@
-"""Prints what a microbatch keeps in one transformer layer until backward, in every tensor-parallel mode, as a Markdown
-table: bytes per rank over s b h (sequence length, sequences, hidden size), by what is computed again.
+"""Prints the activations that one transformer layer keeps for backward, in every tensor-parallel mode.
+
+The Markdown table has bytes per rank over s b h (sequence length, sequences, hidden size), by activation recomputation.
 
 python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --num-ranks 1 8 64
 
-The numbers are closed forms (megatron3d/analysis/memory_model/activations.py); tests hold them against real steps.
+The numbers are closed forms (megatron3d/analysis/memory_model/activations.py); tests compare them with real steps.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from megatron3d.runtime.tool_main import positive, run_tool
 
 BF16_BYTES = 2
 CHOICES: Mapping[str, Recompute] = {
-    "nothing": KEEP_ALL,
+    "none": KEEP_ALL,
     "core_attn": Recompute("selective", frozenset({CORE_ATTN})),
     "core_attn, mlp_act": Recompute("selective", frozenset({CORE_ATTN, MLP_ACT})),
-    "the layer": Recompute("full"),
+    "full": Recompute("full"),
 }
 HEADER = ("ranks", "mode", "form", "shape", *CHOICES)
 ALIGN = ("--:", ":--", ":--", ":--", *("--:" for _ in CHOICES))
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """A row of the table for every number of ranks, mode and form."""
+    """Yield a row of the table for every number of ranks, mode and form."""
     for num_ranks in arguments.num_ranks:
         for mode, entry in MODES.items():
             shape = entry.default_shape(num_ranks)
@@ -48,7 +49,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
 
 
 def configure(arguments: argparse.Namespace, mode: str, form: str, shape: tuple[int, ...]) -> Config:
-    """A model of one layer; its vocabulary plays no part."""
+    """Return a model of one layer; its vocabulary does not matter."""
     model = {name: getattr(arguments, name) for name in ("hidden_size", "num_attention_heads", "seq_length", "family")}
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
     batch = dict.fromkeys(("micro_batch_size", "global_batch_size"), arguments.micro_batch_size)
@@ -57,7 +58,7 @@ def configure(arguments: argparse.Namespace, mode: str, form: str, shape: tuple[
 
 
 def kept_bytes(config: Config, num_ranks: int, recompute: Recompute) -> int:
-    """Bytes that one rank keeps of a layer, with the kernels of GPUs."""
+    """Return the bytes that one rank keeps for a layer with the kernels of GPUs."""
     spec = RunSpec(config, num_ranks)
     work = Work(
         spec.arch, spec.mode, spec.mesh, config.train.micro_batch_size, BF16_BYTES, recompute, kernels=KERNELS["gpu"]
@@ -72,7 +73,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--hidden-size", type=positive, required=True)
