@@ -1,5 +1,5 @@
-"""Fact: published runs that no constant was chosen by come out within stated bounds, which docs/validation.md repeats; and
-constants that are chosen by one half of a table give the other."""
+"""Fact: held-out published runs are predicted within stated bounds, which docs/validation.md repeats, and constants
+fitted to one half of a table predict the other half."""
 
 from __future__ import annotations
 
