@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a schedule is a list of actions per rank, which others check, lower, time and draw."""
+"""Pipeline parallelism: a schedule is a list of actions per rank, validated, lowered, simulated, run, drawn."""

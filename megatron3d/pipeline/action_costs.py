@@ -1,4 +1,4 @@
-"""How long a rank computes for one microbatch, and a transfer takes: the five numbers that a timetable needs."""
+"""Costs of the actions of one microbatch: the five times from which a schedule is simulated."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron3d.pipeline.actions import Action, ActionKind
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of forward, input gradient, weight gradient, whole backward and one hop between ranks, in any unit.
+    """Times of forward (F), input gradient (I), weight gradient (W), full backward (B), one hop between ranks (comm).
 
-    A rank's v stages together take these times; a single one takes a v-th.
+    In any unit, for all v stages of a rank together; each of them takes a v-th.  B is I + W unless given.
     """
 
     F: float = 1.0
@@ -33,11 +33,11 @@ class Costs:
 
     @property
     def total(self) -> float:
-        """Time that one microbatch keeps a rank busy when its backward is split."""
+        """Time that a rank computes for one microbatch when the backward is split."""
         return self.F + self.I + self.W
 
     def duration(self, action: Action, num_virtual_stages: int) -> float:
-        """Time of a computation of one of the `num_virtual_stages` stages of a rank; B is I and W unless given."""
+        """Return the time of a computation of one of the `num_virtual_stages` stages of a rank."""
         whole = self.I + self.W if self.B is None else self.B
         times = {ActionKind.F: self.F, ActionKind.I: self.I, ActionKind.W: self.W, ActionKind.B: whole}
         return times[action.kind] / num_virtual_stages
@@ -47,7 +47,7 @@ UNIT_COSTS = Costs()
 
 
 def parse_costs(text: str) -> Costs:
-    """Costs from `F=1,B=2,I=1,W=1,comm=0.1`, each of them optional."""
+    """Parse costs such as `F=1,B=2,I=1,W=1,comm=0.1`, each of them optional."""
     names = [field.name for field in fields(Costs)]
     values: dict[str, float] = {}
     for part in text.split(","):

@@ -1,9 +1,10 @@
-"""What a rank of a pipeline does, as values, written as torch.distributed.pipelining writes them in its CSV files.
+"""Actions of a pipeline rank as values, in the text format of torch.distributed.pipelining's CSV files.
 
-<stage><kind><microbatch>      1F3  forward of stage 1 on microbatch 3        2B0  its whole backward
-                               2I0  gradient of stage 2's input only          2W0  of its weights only
-2SEND_F3  output of stage 2 to stage 3        3RECV_F3  the same at the other end
-2SEND_B3  input gradient of stage 2 to 1      1RECV_B3  the same at the other end        2REDUCE_GRAD
+<stage><kind><microbatch>      1F3  forward of stage 1 on microbatch 3        2B0  full backward
+2I0  its input gradient (dgrad) only           2W0  its weight gradient (wgrad) only
+2SEND_F3  send the output of stage 2 to 3      3RECV_F3  receive it on stage 3
+2SEND_B3  send the dgrad of stage 2 to 1       1RECV_B3  receive it on stage 1
+2REDUCE_GRAD  reduce the weight gradients of stage 2 over the data axis
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 
 class ActionKind(str, Enum):
-    """What is done: four computations, four transfers, and the sum of a stage's weight gradients over the data axis."""
+    """Kind of an action: four computations, four transfers, and the data-parallel gradient reduction of a stage."""
 
     F = "F"
     B = "B"
@@ -34,7 +35,7 @@ RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 class Action(NamedTuple):
-    """One thing that the rank with `stage` does for microbatch `mb` (None: for all of them)."""
+    """One action of the rank that owns `stage`, for microbatch `mb` (None: for all microbatches)."""
 
     kind: ActionKind
     stage: int
@@ -52,7 +53,7 @@ _TEXT = re.compile(rf"(\d+)({_KINDS})(\d*)")
 
 
 def parse_action(text: str) -> Action:
-    """The action that `text` stands for; ValueError if it is none."""
+    """Parse an action such as `1F3`.  Raises ValueError where `text` is none."""
     match = _TEXT.fullmatch(text.strip())
     if match is None or (match[2] == ActionKind.REDUCE.value) != (match[3] == ""):
         raise ValueError(f"{text!r} is no action such as 0F3, 1I2, 1W2 or 0B1: stage, kind, microbatch")
@@ -60,55 +61,55 @@ def parse_action(text: str) -> Action:
 
 
 def rank_in_loop(stage: int, num_ranks: int) -> int:
-    """The rank of a stage that follows its predecessor round and round (Megatron's interleaving)."""
+    """Return the rank of a stage where stages go round robin over the ranks (Megatron's interleaving)."""
     return stage % num_ranks
 
 
 def rank_in_v(stage: int, num_ranks: int) -> int:
-    """The rank of a stage on the way down and up again: the first and the last stage share rank 0."""
-    step, back = divmod(stage, num_ranks)
-    return num_ranks - 1 - back if step % 2 else back
+    """Return the rank of a stage where stages go down the ranks and up again: rank 0 has the first and the last one."""
+    chunk, position = divmod(stage, num_ranks)
+    return num_ranks - 1 - position if chunk % 2 else position
 
 
 def stage_to_rank(schedule: Schedule) -> Mapping[int, int]:
-    """The rank of every stage, in order of stages."""
+    """Return the rank of every stage, in order of stages."""
     return dict(sorted({action.stage: rank for rank, actions in enumerate(schedule) for action in actions}.items()))
 
 
 def forward_only(schedule: Schedule, m: int) -> Schedule:
-    """The forwards of the first m microbatches alone, for what needs no gradients."""
+    """Return the forwards of the first m microbatches, for evaluation and generation."""
     return tuple(tuple(a for a in actions if a.kind is ActionKind.F and a.mb in range(m)) for actions in schedule)
 
 
 def keep_first_microbatches(schedule: Schedule, m: int) -> Schedule:
-    """A valid schedule without the microbatches from m on, which is one too."""
+    """Return the schedule without the microbatches from m on; a valid schedule stays valid."""
     return tuple(tuple(a for a in actions if a.mb in range(m)) for actions in schedule)
 
 
 def completed_by(action: Action) -> tuple[Action, ...]:
-    """What is available when a computation is done: a whole backward is both of its halves."""
+    """Return the computations that an action completes: a full backward completes both the dgrad and the wgrad."""
     if action.kind is ActionKind.B:
         return action._replace(kind=ActionKind.I), action._replace(kind=ActionKind.W)
     return (action,)
 
 
 def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """The results that a computation consumes."""
+    """Return the computations whose results a computation consumes."""
     kind, stage, mb = action
     if kind is ActionKind.F:
         return (Action(ActionKind.F, stage - 1, mb),) if stage else ()
     if kind is ActionKind.W:
         return (Action(ActionKind.I, stage, mb),)
-    from_above = (Action(ActionKind.I, stage + 1, mb),) if stage + 1 < num_stages else ()
-    return (Action(ActionKind.F, stage, mb), *from_above)
+    from_next = (Action(ActionKind.I, stage + 1, mb),) if stage + 1 < num_stages else ()
+    return (Action(ActionKind.F, stage, mb), *from_next)
 
 
-def activations_in_flight(actions: Iterable[Action], weight_share: float = 1.0) -> list[float]:
-    """Activations that a rank holds after each of its actions, counted in microbatches of one stage.
+def activations_in_flight(actions: Iterable[Action], wgrad_fraction: float = 1.0) -> list[float]:
+    """Return the activations held after each action of a rank, in activations of one microbatch of one stage.
 
-    Forward adds one; of it, `weight_share` stays from the input gradient until the weight gradient.
+    A forward adds one; the dgrad frees all but `wgrad_fraction` of it, and the wgrad frees the rest.
     """
-    change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.I: weight_share - 1.0, ActionKind.W: -weight_share}
+    change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.I: wgrad_fraction - 1.0, ActionKind.W: -wgrad_fraction}
     held, total = [], 0.0
     for action in actions:
         total += change.get(action.kind, 0.0)

@@ -20,58 +20,59 @@ from megatron3d.pipeline.spec import Pipeline
 
 
 class PipelineExecutor:
-    """Runs the passes of microbatches through the pipeline, of which the model holds this rank's stages.
+    """Runs forward and backward passes of microbatches through the pipeline stages of this rank and its peers.
 
     Attributes:
-        peak_in_flight: most graphs of a stage and a microbatch that the last training step kept at one time.
+        peak_in_flight: largest number of (stage, microbatch) graphs kept at the same time in the last training step.
     """
 
     def __init__(self, model: GPT, pipeline: Pipeline) -> None:
         self.model, self.pipeline, self.peak_in_flight = model, pipeline, 0
         self._rank = model.comm.mesh.coord("pipeline")
-        self._training: dict[int, Sequence[Action]] = {}
-        self._sampling: dict[int, Sequence[Action]] = {}
+        self._training_lists: dict[int, Sequence[Action]] = {}
+        self._forward_lists: dict[int, Sequence[Action]] = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """What all ranks compute in a step of so many microbatches, at most those of the pipeline's schedule."""
+        """Return the schedule of a step of `num_microbatches`, at most as many as the pipeline's schedule has."""
         return keep_first_microbatches(self.pipeline.schedule, num_microbatches)
 
-    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Observer = no_observer) -> Tensor:
-        """Forward and backward of every microbatch; my share of the loss, 0 where the last stage is elsewhere.
+    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], observer: Observer = no_observer) -> Tensor:
+        """Run forward and backward of all microbatches; return this rank's share of the loss.
 
-        `reduce` is called with the index of each of my stages when its gradients are complete.
+        The share is 0 on ranks without the last stage.  `reduce` is called with the index of each stage of this rank
+        when its gradients are complete.
         """
-        if len(passes) not in self._training:
-            self._training[len(passes)] = lower(self.schedule(len(passes)))[self._rank]
-        engine = self._engine(self._training[len(passes)], passes, reduce)
-        results = engine.run(watch)
+        if len(passes) not in self._training_lists:
+            self._training_lists[len(passes)] = lower(self.schedule(len(passes)))[self._rank]
+        engine = self._engine(self._training_lists[len(passes)], passes, reduce)
+        results = engine.run(observer)
         self.peak_in_flight = engine.peak_in_flight
-        return self._total(results, passes)
+        return self._sum_losses(results, passes)
 
     @torch.no_grad()
     def evaluate(self, passes: Sequence[Pass]) -> Tensor:
-        """My share of the loss, forward only."""
-        return self._total(self._forward(passes), passes)
+        """Return this rank's share of the loss, forward only."""
+        return self._sum_losses(self._forward(passes), passes)
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor, position: int) -> Tensor:
-        """Logits [B, V] of what follows `position` in each sequence of the microbatch, the same on every rank."""
+        """Return the logits [B, V] of the token after `position` in each sequence, on every pipeline rank."""
         at = self.model.begin_sampling(tokens_BS)
-        return self._everywhere(self._forward([at]), at, position)
+        return self._broadcast_logits(self._forward([at]), at, position)
 
     @torch.no_grad()
     def extend(self, at: Pass) -> None:
-        """Keep what attention needs of an extending pass."""
+        """Add the tokens of an extending pass to the KV cache (prefill)."""
         self._forward([at])
 
     @torch.no_grad()
     def next_logits(self, at: Pass) -> Tensor:
-        """Logits [B, V] of what follows the first token of each sequence of an extending pass, on every rank."""
-        return self._everywhere(self._forward([at]), at, 0)
+        """Return the logits [B, V] of the token after the first one of each sequence of an extending pass (decode)."""
+        return self._broadcast_logits(self._forward([at]), at, 0)
 
     @torch.no_grad()
     def score(self, at: Pass, labels_BS: Tensor) -> Tensor:
-        """[B, S, 2] of every sequence of an extending pass: log probability of its label, and 1 if none is likelier."""
+        """Return [B, S, 2] on every rank: log probability of each label, and 1 where it is the likeliest token."""
         results = self._forward([at])
         scores_BSK = self.model.zeros(*labels_BS.shape, 2)
         if results:
@@ -81,18 +82,18 @@ class PipelineExecutor:
             scores_BSK = torch.stack((log_probs, is_likeliest), dim=-1)
         return self.model.comm.all_reduce(scores_BSK, ("pipeline",)).wait()
 
-    def _everywhere(self, results: Mapping[int, Tensor], at: Pass, position: int) -> Tensor:
-        """Logits of a position on every rank of the pipeline."""
+    def _broadcast_logits(self, results: Mapping[int, Tensor], at: Pass, position: int) -> Tensor:
+        """Return the logits of a position on every pipeline rank."""
         model = self.model
         last_BV = results[0][:, position] if results else model.zeros(at.num_sequences, model.arch.vocab_size)
         return model.comm.all_reduce(last_BV, ("pipeline",)).wait()
 
     def _forward(self, passes: Sequence[Pass]) -> Mapping[int, Tensor]:
-        if len(passes) not in self._sampling:
-            self._sampling[len(passes)] = lower(forward_only(self.pipeline.schedule, len(passes)))[self._rank]
-        return self._engine(self._sampling[len(passes)], passes).run()
+        if len(passes) not in self._forward_lists:
+            self._forward_lists[len(passes)] = lower(forward_only(self.pipeline.schedule, len(passes)))[self._rank]
+        return self._engine(self._forward_lists[len(passes)], passes).run()
 
-    def _total(self, results: Mapping[int, Tensor], passes: Sequence[Pass]) -> Tensor:
+    def _sum_losses(self, results: Mapping[int, Tensor], passes: Sequence[Pass]) -> Tensor:
         return torch.stack([results[mb] for mb in range(len(passes))]).sum() if results else self.model.zeros()
 
     def _engine(
@@ -105,10 +106,10 @@ class PipelineExecutor:
             y: Tensor = model(stages[stage], x_MH, passes[mb])
             return y
 
-        boundary = self._boundary(passes[0])
-        return Engine(actions, self.pipeline.owners, compute, boundary, reduce, model.wgrads)
+        transfer = self._transfer(passes[0])
+        return Engine(actions, self.pipeline.owners, compute, transfer, reduce, model.wgrads)
 
-    def _boundary(self, at: Pass) -> ActivationTransfer:
+    def _transfer(self, at: Pass) -> ActivationTransfer:
         model, layout = self.model, self.model.mode.residual
         mesh, param = model.comm.mesh, next(model.parameters())
         whole = at.num_sequences * at.seq_length, model.arch.hidden_size

@@ -1,13 +1,14 @@
-"""From a schedule to what a rank executes: with transfers between ranks, and the sum of each stage's gradients.
+"""Lowering of a schedule: add send/recv between ranks and the gradient reduction of each stage to every rank's list.
 
-NCCL has no tags: the n-th transfer that one end of a link posts meets the n-th of the other end.  All transfers are
-therefore put in one global order, that of the times when their data exist, and every rank posts its own in that order:
+NCCL has no message tags: the n-th transfer that one end of a link posts matches the n-th of the other end.  All
+transfers are therefore put in one global order, that of the simulated times at which their data exist, and every rank
+posts its own transfers in that order:
 
-    end of a computation  ->  its transfers, posted by both ends  ->  the computations that end later
+    end of a computation  ->  its transfer, posted by both ends  ->  the computations that end later
 
-Walking that order from its start, the next transfer always is the next of both its ends, so that nothing can wait in a
-circle, even if every transfer blocked.  A receive comes before the computation that is under way when its data exist;
-it may then be posted `ahead` of further computations, but never of another transfer.
+The first unfinished transfer in that order is always the next one of both its ends, so that no cycle of waiting ranks
+can exist, even if every transfer blocked.  A RECV is posted before the computation that runs when its data come to
+exist; `prefetch` posts it further computations earlier, but never before another transfer.
 """
 
 from __future__ import annotations
@@ -20,76 +21,83 @@ from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, ActionKind, Schedule, stage_to_rank
 from megatron3d.pipeline.simulate import simulate
 
-# Times that give the order of transfers.  Without a hop, results that cross each other would come to exist at the same
-# time, in an order of chance that costs interleaved schedules up to a quarter of their time (see the test of links).
-ORDERING = Costs(comm=0.01)
-
-_FORWARD = ActionKind.SEND_F, ActionKind.RECV_F
-_BACKWARD = ActionKind.SEND_B, ActionKind.RECV_B
+# Costs that order the transfers.  With a hop of 0, transfers in opposite directions would tie, and ties broken at
+# random cost interleaved schedules up to a quarter of their time (see the test of links).
+ORDERING_COSTS = Costs(comm=0.01)
 
 
 class SendRecv(NamedTuple):
-    """A tensor that crosses from one rank to another: the two actions that post it."""
+    """Transfer of a tensor from one rank to another: the two actions that post it."""
 
     send: Action
     receive: Action
 
 
-def send_recv_after(action: Action, where: Mapping[int, int]) -> SendRecv | None:
-    """What has to be moved when `action` is done; None when the next stage is on the same rank, or there is none."""
+def send_recv_after(action: Action, owners: Mapping[int, int]) -> SendRecv | None:
+    """Return the transfer of a computation's result; None where no other rank needs it.
+
+    Args:
+        owners: pipeline rank of every stage.
+    """
     kind, stage, mb = action
     if kind is ActionKind.W:
         return None
-    step, send, receive = (1, *_FORWARD) if kind is ActionKind.F else (-1, *_BACKWARD)
-    if where.get(stage + step, where[stage]) == where[stage]:
+    if kind is ActionKind.F:
+        step, send, receive = 1, ActionKind.SEND_F, ActionKind.RECV_F
+    else:
+        step, send, receive = -1, ActionKind.SEND_B, ActionKind.RECV_B
+    if owners.get(stage + step, owners[stage]) == owners[stage]:
         return None
     return SendRecv(Action(send, stage, mb), Action(receive, stage + step, mb))
 
 
-def peer_rank(action: Action, where: Mapping[int, int]) -> int:
-    """The rank at the other end of a SEND or RECV."""
+def peer_rank(action: Action, owners: Mapping[int, int]) -> int:
+    """Return the pipeline rank at the other end of a SEND or RECV."""
     step = 1 if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1
     assert action.kind in (*SENDS, *RECEIVES), f"{action} is no transfer"
-    return where[action.stage + step]
+    return owners[action.stage + step]
 
 
 def count_transfers(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """How often each rank sends, and how often it receives, in a pass over all microbatches."""
-    where = stage_to_rank(schedule)
-    moved = [found for actions in schedule for action in actions if (found := send_recv_after(action, where))]
-    senders, receivers = (Counter(where[each[end].stage] for each in moved) for end in (0, 1))
+    """Return (number of sends, number of receives) of each rank in one pass over all microbatches."""
+    owners = stage_to_rank(schedule)
+    transfers = [pair for actions in schedule for action in actions if (pair := send_recv_after(action, owners))]
+    senders = Counter(owners[pair.send.stage] for pair in transfers)
+    receivers = Counter(owners[pair.receive.stage] for pair in transfers)
     return tuple((senders[rank], receivers[rank]) for rank in range(len(schedule)))
 
 
-def lower(schedule: Schedule, ahead: int = 1) -> Schedule:
-    """The lists that ranks execute: `schedule`, which must be valid, with SEND, RECV and REDUCE_GRAD put in.
+def lower(schedule: Schedule, prefetch: int = 1) -> Schedule:
+    """Return the lists that ranks execute: a valid schedule with SEND, RECV and REDUCE_GRAD added.
 
-    A SEND follows its computation, a REDUCE_GRAD the last weight gradient of its stage.  A RECV stands where it is
-    posted; the computation that consumes what it brings waits for it.  `ahead` is the number of computations that a
-    RECV is moved up over; with 0, a rank may even wait at every transfer.
+    A SEND follows the computation that produces its data, a REDUCE_GRAD the last weight gradient of its stage.  A RECV
+    stands where it is posted; the computation that consumes its data waits for it.
+
+    Args:
+        prefetch: number of computations by which a RECV is posted earlier; with 0 a rank may wait for every transfer.
     """
-    where = stage_to_rank(schedule)
+    owners = stage_to_rank(schedule)
     lists: list[list[Action]] = [[] for _ in schedule]
-    weights = (action for actions in schedule for action in actions if action.kind in (ActionKind.B, ActionKind.W))
-    last = {action.stage: action for action in weights}
-    for span in sorted(simulate(schedule, ORDERING).spans, key=lambda span: (span.end, span.rank)):
-        action, mine = span.action, lists[span.rank]
-        mine.append(action)
-        if moved := send_recv_after(action, where):
-            mine.append(moved.send)
-            lists[where[moved.receive.stage]].append(moved.receive)
-        if last.get(action.stage) == action:
-            mine.append(Action(ActionKind.REDUCE, action.stage))
-    return tuple(tuple(_hoisted(actions, ahead)) for actions in lists)
+    weight_grads = (a for actions in schedule for a in actions if a.kind in (ActionKind.B, ActionKind.W))
+    last_weight_grad = {action.stage: action for action in weight_grads}
+    for span in sorted(simulate(schedule, ORDERING_COSTS).spans, key=lambda span: (span.end, span.rank)):
+        action, rank_list = span.action, lists[span.rank]
+        rank_list.append(action)
+        if pair := send_recv_after(action, owners):
+            rank_list.append(pair.send)
+            lists[owners[pair.receive.stage]].append(pair.receive)
+        if last_weight_grad.get(action.stage) == action:
+            rank_list.append(Action(ActionKind.REDUCE, action.stage))
+    return tuple(tuple(_post_receives_earlier(actions, prefetch)) for actions in lists)
 
 
-def _hoisted(actions: list[Action], ahead: int) -> list[Action]:
-    """`actions` with every receive before up to `ahead` computations that precede it without a transfer between."""
+def _post_receives_earlier(actions: list[Action], prefetch: int) -> list[Action]:
+    """Move every RECV before up to `prefetch` computations that precede it, without passing another transfer."""
     out: list[Action] = []
     for action in actions:
         place = len(out)
         if action.kind in RECEIVES:
-            while place > max(0, len(out) - ahead) and out[place - 1].kind in COMPUTATIONS:
+            while place > max(0, len(out) - prefetch) and out[place - 1].kind in COMPUTATIONS:
                 place -= 1
         out.insert(place, action)
     return out

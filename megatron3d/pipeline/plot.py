@@ -1,4 +1,4 @@
-"""Pictures of timelines, simulated or measured: text, figures, and traces for chrome://tracing or ui.perfetto.dev."""
+"""Plots of simulated or measured timelines: text, figures, and traces for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ LABELLED_SPANS = 1500
 
 
 def text_picture(timeline: Timeline) -> str:
-    """A line per rank, a column per unit of time: `F3` or, with several stages per rank, `4F3` is microbatch 3.
+    """Return a line per rank, a column per unit of time: microbatch 3 is `F3`, or `4F3` with several stages per rank.
 
-    The unit is the shortest computation, or a 300th of the whole where that is longer; then short ones may not show.
+    The unit is the shortest computation, or a 300th of the makespan where that is longer; shorter computations may then
+    be missing.
     """
     begin = min(span.start for span in timeline.spans)
     shortest = min(span.end - span.start for span in timeline.spans)
@@ -47,12 +48,12 @@ def text_picture(timeline: Timeline) -> str:
 
 
 def _column(units: float) -> int:
-    """The column in which something starts, whatever the last digits of sums of floats are."""
+    """Return the column of a time, independent of floating-point rounding."""
     return math.floor(round(units, 6))
 
 
 def _labels(timeline: Timeline) -> dict[Span, str]:
-    """What is written on every span: the stage only where a rank has several."""
+    """Return the label of every span, with the stage only where a rank has several."""
     single = all(len({span.action.stage for span in spans}) <= 1 for spans in timeline.rank_spans)
     return {
         span: f"{span.action.kind.value}{span.action.mb}" if single else str(span.action) for span in timeline.spans
@@ -60,7 +61,7 @@ def _labels(timeline: Timeline) -> dict[Span, str]:
 
 
 def figure(timelines: Mapping[str, Timeline], time: str = "time") -> Figure:
-    """A panel per timeline, one below the other on the same scale of time; its title has the bubble: what is white."""
+    """Draw one panel per timeline on a common time axis, with the bubble (the white area) in its title."""
     ranks = max(len(timeline.rank_spans) for timeline in timelines.values())
     picture = Figure(figsize=(14, len(timelines) * (1.2 + 0.35 * ranks)), layout="constrained")
     panels: list[Axes] = list(picture.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0])
@@ -75,7 +76,7 @@ def figure(timelines: Mapping[str, Timeline], time: str = "time") -> Figure:
 
 
 def _draw(axes: Axes, timeline: Timeline) -> None:
-    """Bars by rank; later stages of a rank are paler."""
+    """Draw the bars of each rank; later stages of a rank are paler."""
     begin = min(span.start for span in timeline.spans)
     for rank, spans in enumerate(timeline.rank_spans):
         stages = sorted({span.action.stage for span in spans})
@@ -94,7 +95,7 @@ def _draw(axes: Axes, timeline: Timeline) -> None:
 
 
 def trace(timelines: Mapping[str, Timeline], unit_us: float) -> dict[str, Any]:
-    """A Chrome trace: a process per timeline, a thread per rank; a unit of time is drawn as `unit_us` microseconds."""
+    """Return a Chrome trace: a process per timeline, a thread per rank; one unit of time is `unit_us` microseconds."""
     events = [event for number, item in enumerate(timelines.items()) for event in _events(number, *item, unit_us)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

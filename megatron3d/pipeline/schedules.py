@@ -1,8 +1,8 @@
 """Pipeline schedules as data: per rank, the order of its computations, as pure functions of (p, m, v).
 
-p ranks, m microbatches, v virtual stages per rank.  A rank's order is written as a pattern of kinds; the n-th time
-that a kind appears, it is for microbatch n.  Whole microbatches can be left out of a valid schedule, so a pattern for
-more microbatches than there are serves small m.
+p ranks, m microbatches, v virtual stages per rank.  A rank's order is a pattern of (kind, stage): the n-th occurrence
+of a pair is for microbatch n.  A valid schedule stays valid without its last microbatches, so that small m are served
+by a pattern for more.
 
   gpipe        Huang et al. 2019, arXiv:1811.06965            1f1b     Narayanan et al. 2021, arXiv:2006.09503, flush
   interleaved  Narayanan et al. 2021, arXiv:2104.04473, 2.2   zb-*     Qi et al. 2023, arXiv:2401.10241
@@ -25,7 +25,7 @@ Step = tuple[ActionKind, int]
 
 
 def number_microbatches(pattern: Iterable[Step], m: int) -> tuple[Action, ...]:
-    """The actions of a pattern of (kind, stage), those of microbatches from m on left out."""
+    """Return the actions of a pattern of (kind, stage), without those of microbatches from m on."""
     seen: Counter[Step] = Counter()
     actions = []
     for kind, stage in pattern:
@@ -35,94 +35,94 @@ def number_microbatches(pattern: Iterable[Step], m: int) -> tuple[Action, ...]:
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards: bubble (p-1)(TF+TB), m microbatches in flight."""
+    """Return all forwards, then all backwards: bubble (p-1)(TF+TB), m microbatches in flight."""
     return tuple(number_microbatches([(F, r)] * m + [(B, r)] * m, m) for r in range(p))
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """One forward, one backward in turn: GPipe's bubble, but only p - r microbatches in flight on rank r."""
+    """Alternate one forward and one backward: GPipe's bubble, but only p - r microbatches in flight on rank r."""
 
     def rank(r: int) -> tuple[Action, ...]:
-        warm = min(p - r - 1, m)
-        return number_microbatches([(F, r)] * warm + [(F, r), (B, r)] * (m - warm) + [(B, r)] * warm, m)
+        warmup = min(p - r - 1, m)
+        return number_microbatches([(F, r)] * warmup + [(F, r), (B, r)] * (m - warmup) + [(B, r)] * warmup, m)
 
     return tuple(map(rank, range(p)))
 
 
 def interleave_group_size(p: int, m: int) -> int:
-    """Microbatches that pass a virtual stage before the next one's turn.
+    """Return how many microbatches a rank runs through one virtual stage before it switches to the next.
 
-    Megatron's rule for its microbatch_group_size_per_vp_stage: at least p, and the last group is whole or at least p;
-    the smallest such number holds the fewest activations.  With fewer than p microbatches, all of them are one group.
+    Megatron's rule for its microbatch_group_size_per_vp_stage: at least p, and the last group is complete or at least
+    p; the smallest such number holds the fewest activations.  Fewer than p microbatches are one group.
     """
     return next((n for n in range(p, m + 1) if m % n == 0 or m % n >= p), m)
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """Each rank has v smaller stages, p apart: a bubble of 1/v, for v times the transfers and more in flight."""
+    """Give each rank v smaller stages, p apart: 1/v of the bubble, v times the transfers, more in flight."""
     group = interleave_group_size(p, m)
     units = [(i, c) for g in range(0, m, group) for c in range(v) for i in range(g, min(g + group, m))]
 
     def rank(r: int) -> tuple[Action, ...]:
         forward = [Action(F, c * p + r, i) for i, c in units]
         backward = [Action(B, (v - 1 - c) * p + r, i) for i, c in units]
-        warm = min(2 * (p - r - 1) + (v - 1) * group, m * v)
-        steady = [action for pair in zip(forward[warm:], backward, strict=False) for action in pair]
-        return (*forward[:warm], *steady, *backward[m * v - warm :])
+        warmup = min(2 * (p - r - 1) + (v - 1) * group, m * v)
+        steady = [action for pair in zip(forward[warmup:], backward, strict=False) for action in pair]
+        return (*forward[:warmup], *steady, *backward[m * v - warmup :])
 
     return tuple(map(rank, range(p)))
 
 
-def _split(r: int, m: int, warm: int, late: int) -> tuple[Action, ...]:
-    """Rank r with `warm` forwards before the first backward, and each weight gradient `late` microbatches late."""
-    n = max(m, warm + late)
-    steady = [(F, r), (I, r)] * late + [(F, r), (I, r), (W, r)] * (n - warm - late)
-    return number_microbatches([(F, r)] * warm + steady + [(I, r), (W, r)] * warm + [(W, r)] * late, m)
+def _split_backward(r: int, m: int, warmup: int, delay: int) -> tuple[Action, ...]:
+    """Return rank r's order with `warmup` forwards first, and each wgrad deferred by `delay` microbatches."""
+    n = max(m, warmup + delay)
+    steady = [(F, r), (I, r)] * delay + [(F, r), (I, r), (W, r)] * (n - warmup - delay)
+    return number_microbatches([(F, r)] * warmup + steady + [(I, r), (W, r)] * warmup + [(W, r)] * delay, m)
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B with late weight gradients: bubble (p-1)(TF+TB-TW), never more than p microbatches in flight."""
-    return tuple(_split(r, m, warm=p - r - 1, late=r) for r in range(p))
+    """Defer 1F1B's weight gradients: bubble (p-1)(TF+TB-TW), never more than p microbatches in flight."""
+    return tuple(_split_backward(r, m, warmup=p - r - 1, delay=r) for r in range(p))
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """As many more forwards first as fill the wait: bubble (p-1)(TF+TB-2TW), up to 2p - 1 microbatches in flight."""
+    """Fill the warm-up with more forwards: bubble (p-1)(TF+TB-2TW), up to 2p - 1 microbatches in flight."""
     return zb_2p(p, m, UNIT_COSTS)
 
 
 def zb_2p(p: int, m: int, costs: Costs) -> Schedule:
-    """ZB-H2 for given costs: forwards fill the wait for the first gradient, weight gradients the wait at the end.
+    """Generalize ZB-H2 to given costs: forwards fill the warm-up, deferred weight gradients the cool-down.
 
     Rank r waits p-1-r times TF+TB and two hops for its first gradient, and has r times that left after its last one.
-    At most 2p microbatches wait for their gradient; what late weight gradients keep comes on top.
+    At most 2p microbatches wait for their backward; activations kept for deferred weight gradients come on top.
     """
-    trip = costs.F + costs.I + 2 * costs.comm
+    round_trip = costs.F + costs.I + 2 * costs.comm
 
     def rank(r: int) -> tuple[Action, ...]:
-        warm = min(round((p - 1 - r) * trip / costs.F), 2 * p - 1)
-        return _split(r, m, warm=warm, late=round(r * trip / costs.W))
+        warmup = min(round((p - 1 - r) * round_trip / costs.F), 2 * p - 1)
+        return _split_backward(r, m, warmup=warmup, delay=round(r * round_trip / costs.W))
 
     return tuple(map(rank, range(p)))
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Two stages per rank, down and up again: no bubble when TF=TB=TW, and 1F1B's p microbatches in flight."""
+    """Place two stages per rank in a V: no bubble when TF=TB=TW, and 1F1B's p microbatches in flight."""
     n = max(m, 2 * p - 1)
 
     def rank(r: int) -> tuple[Action, ...]:
         down, up = r, 2 * p - 1 - r
         f, i, w = (F, down), (I, down), (W, down)
         F_, I_, W_ = (F, up), (I, up), (W, up)
-        warm = [f] * (2 * (p - r) - 1) + [F_, f] * r + [F_, I_, W_] * (p - r)
+        warmup = [f] * (2 * (p - r) - 1) + [F_, f] * r + [F_, I_, W_] * (p - r)
         steady = [f, i, w, F_, I_, W_] * (n - 2 * p + r + 1) + [i, w, F_, I_, W_] * (p - r - 1)
-        return number_microbatches(warm + steady + [i, I_] * r + [i, w] * (p - r) + [W_] * r + [w] * r, m)
+        return number_microbatches(warmup + steady + [i, I_] * r + [i, w] * (p - r) + [W_] * r + [w] * r, m)
 
     return tuple(map(rank, range(p)))
 
 
 @dataclass(frozen=True)
 class ScheduleEntry:
-    """A schedule by name: its generator of (p, m, v, costs), where its stages live, and the v that it takes."""
+    """Entry of a named schedule: its generator of (p, m, v, costs), the rank of its stages, and the v it supports."""
 
     generate: Callable[[int, int, int, Costs], Schedule]
     rank_of_stage: RankOfStage
@@ -147,12 +147,12 @@ FROM_FILE = "file"
 
 
 def schedules_with(virtual: int) -> list[str]:
-    """The schedules that can have so many stages per rank."""
+    """Return the names of the schedules that support `virtual` stages per rank."""
     return [name for name, entry in SCHEDULES.items() if entry.supports(virtual)]
 
 
 def schedule_problems(name: str, p: int, m: int, v: int | None = None) -> list[str]:
-    """Why a schedule cannot be made for p ranks, m microbatches and v virtual stages per rank, and what could."""
+    """Return why a schedule does not exist for p ranks, m microbatches and v virtual stages per rank, with a fix."""
     if name not in (*SCHEDULES, FROM_FILE):
         return [f"schedule {name}: there is none of this name; use {', '.join((*SCHEDULES, FROM_FILE))}"]
     counts = (("ranks p", p), ("microbatches m", m), ("virtual stages per rank v", 1 if v is None else v))
@@ -168,9 +168,9 @@ def schedule_problems(name: str, p: int, m: int, v: int | None = None) -> list[s
 
 
 def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs = UNIT_COSTS) -> Schedule:
-    """The schedule `name` for p ranks, m microbatches, v virtual stages per rank (None: the fewest that it takes).
+    """Return the schedule `name` for p ranks, m microbatches, v virtual stages per rank (None: the fewest possible).
 
-    Raises UserError with the numbers and the nearest that works.
+    Raises UserError with the numbers and the nearest ones that work.
     """
     UserError.collect(schedule_problems(name, p, m, v))
     entry = SCHEDULES[name]
@@ -178,17 +178,17 @@ def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs
 
 
 def load_schedule(path: Path, p: int | None = None, m: int | None = None) -> Schedule:
-    """The schedule in a CSV file, which must be for p ranks and m microbatches where these are given."""
+    """Read a schedule from a CSV file; raise UserError where it is not for the given p ranks and m microbatches."""
     schedule = read_schedule(path)
-    there = (("ranks p", len(schedule), p), ("microbatches m", num_microbatches(schedule), m))
+    sizes = (("ranks p", len(schedule), p), ("microbatches m", num_microbatches(schedule), m))
     UserError.collect(
         f"{path}: has {n} {what}, not {wanted}; use {n}, or a file for {wanted}"
-        for what, n, wanted in there
+        for what, n, wanted in sizes
         if wanted is not None and wanted != n
     )
     return schedule
 
 
 def num_microbatches(schedule: Schedule) -> int:
-    """Number of microbatches of a valid schedule."""
+    """Return the number of microbatches of a valid schedule."""
     return len({action.mb for actions in schedule for action in actions})

@@ -1,7 +1,7 @@
-"""When everything happens if each rank does its list in order: start and end of every computation.
+"""Discrete-event simulation of a schedule: start and end of every computation when each rank runs its list in order.
 
-A computation starts when its rank is free and what it consumes is there: at the end of the computation that made it,
-plus one hop where that was on another rank.  Transfers are hidden behind computation and never wait for each other.
+A computation starts when its rank is free and its inputs have arrived: at the end of the computations that produced
+them, plus one hop where these ran on another rank.  Transfers overlap with computation and never wait for each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron3d.pipeline.actions import (
 
 
 class Span(NamedTuple):
-    """A computation and its time on a rank, predicted or measured."""
+    """Start and end of a computation on a rank, predicted or measured."""
 
     rank: int
     action: Action
@@ -35,22 +35,22 @@ class Span(NamedTuple):
 
 
 class Deadlock(Exception):
-    """The ranks that cannot go on: (rank, position in its list, what its action waits for)."""
+    """Ranks that cannot continue, as (rank, position in its list, action that it waits for)."""
 
     def __init__(self, stuck: tuple[tuple[int, int, Action], ...]) -> None:
-        super().__init__(f"no rank can go on: {stuck}")
+        super().__init__(f"no rank can continue: {stuck}")
         self.stuck = stuck
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one pass over all microbatches."""
+    """Spans of one pass over all microbatches."""
 
     spans: tuple[Span, ...]
 
     @cached_property
     def rank_spans(self) -> tuple[tuple[Span, ...], ...]:
-        """Spans by rank, in order of time."""
+        """Spans of each rank, in order of time."""
         ranks: list[list[Span]] = [[] for _ in range(1 + max(span.rank for span in self.spans))]
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
             ranks[span.rank].append(span)
@@ -63,59 +63,59 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """Time of the slowest rank from its own first start to its own last end: what the zero-bubble paper counts."""
+        """Longest time of a rank from its own first start to its own last end, the cost of the zero-bubble paper."""
         return max(spans[-1].end - spans[0].start for spans in self.rank_spans if spans)
 
     @property
     def busy(self) -> float:
-        """Time that a rank computes, the mean over ranks."""
+        """Mean time over ranks that a rank computes."""
         return sum(span.end - span.start for span in self.spans) / len(self.rank_spans)
 
     @property
     def bubble(self) -> float:
-        """Idle time inside the slowest rank's `cost`."""
+        """Idle time of the slowest rank: `cost` minus `busy`."""
         return self.cost - self.busy
 
     @property
     def bubble_rate(self) -> float:
-        """The bubble as a part of the cost (Qi et al. 2023, arXiv:2401.10241)."""
+        """The bubble as a fraction of the cost (Qi et al. 2023, arXiv:2401.10241)."""
         return self.bubble / self.cost
 
     @property
     def idle_rate(self) -> float:
-        """Idle part of the makespan: what counts where all ranks wait for each other before the optimizer step."""
+        """Idle fraction of the makespan, which counts where all ranks synchronize before the optimizer step."""
         return 1 - self.busy / self.makespan
 
 
 def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: float) -> Iterator[Span]:
-    """Yield spans in an order that respects all dependencies; raise Deadlock when no rank can go on."""
-    where = stage_to_rank(schedule)
+    """Yield spans in an order that respects all dependencies; raise Deadlock when no rank can continue."""
+    owners = stage_to_rank(schedule)
     ready: dict[Action, float] = {}
-    at, free = [0] * len(schedule), [0.0] * len(schedule)
+    position, free_at = [0] * len(schedule), [0.0] * len(schedule)
 
     def waits_for(rank: int) -> Action | None:
-        needed = dependencies(schedule[rank][at[rank]], len(where))
+        needed = dependencies(schedule[rank][position[rank]], len(owners))
         return next((action for action in needed if action not in ready), None)
 
     pending = [rank for rank, actions in enumerate(schedule) if actions]
     while pending:
-        before = sum(at)
+        before = sum(position)
         for rank in pending:
-            while at[rank] < len(schedule[rank]) and waits_for(rank) is None:
-                action = schedule[rank][at[rank]]
-                inputs = dependencies(action, len(where))
-                start = max([free[rank], *(ready[i] + hop * (where[i.stage] != rank) for i in inputs)])
-                free[rank] = start + duration(action)
-                ready |= dict.fromkeys(completed_by(action), free[rank])
-                at[rank] += 1
-                yield Span(rank, action, start, free[rank])
-        pending = [rank for rank in pending if at[rank] < len(schedule[rank])]
-        if pending and sum(at) == before:
-            raise Deadlock(tuple((rank, at[rank], waits) for rank in pending if (waits := waits_for(rank))))
+            while position[rank] < len(schedule[rank]) and waits_for(rank) is None:
+                action = schedule[rank][position[rank]]
+                inputs = dependencies(action, len(owners))
+                start = max([free_at[rank], *(ready[i] + hop * (owners[i.stage] != rank) for i in inputs)])
+                free_at[rank] = start + duration(action)
+                ready |= dict.fromkeys(completed_by(action), free_at[rank])
+                position[rank] += 1
+                yield Span(rank, action, start, free_at[rank])
+        pending = [rank for rank in pending if position[rank] < len(schedule[rank])]
+        if pending and sum(position) == before:
+            raise Deadlock(tuple((rank, position[rank], waits) for rank in pending if (waits := waits_for(rank))))
 
 
 def num_virtual_stages(schedule: Schedule) -> int:
-    """Largest number of stages on a rank."""
+    """Return v, the largest number of stages on a rank."""
     ranks = list(stage_to_rank(schedule).values())
     return max(ranks.count(rank) for rank in set(ranks))
 
@@ -126,7 +126,7 @@ def simulate_durations(schedule: Schedule, duration: Callable[[Action], float], 
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Timeline:
-    """The timeline of a schedule that `check` accepts; a rank's stages share its costs evenly."""
+    """Return the timeline of a valid schedule; each of the v stages of a rank takes a v-th of the rank's costs."""
     v = num_virtual_stages(schedule)
     return simulate_durations(schedule, lambda action: costs.duration(action, v), costs.comm)
 
@@ -148,10 +148,10 @@ def simulate_mean_durations(schedule: Schedule, measured: Timeline) -> Timeline:
     return simulate_durations(schedule, lambda action: times[action.kind, action.stage])
 
 
-def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
-    """Most activations that each rank ever holds, counted in microbatches of one stage (a v-th of what a rank has).
+def peak_activations(schedule: Schedule, wgrad_fraction: float = 1.0) -> tuple[float, ...]:
+    """Return the peak of activations on each rank, in activations of one microbatch of one stage (1/v of the rank's).
 
-    A microbatch counts from its forward to the end of its backward; once its input gradient is done, as `weight_share`
-    (1: the cautious count of the zero-bubble paper's table 2; M_W / M_B there, about a third with attention).
+    A microbatch counts from its forward to the end of its backward, and as `wgrad_fraction` between its dgrad and its
+    wgrad (1: the upper bound of the zero-bubble paper's table 2; M_W / M_B there, about a third with attention).
     """
-    return tuple(max(activations_in_flight(actions, weight_share), default=0.0) for actions in schedule)
+    return tuple(max(activations_in_flight(actions, wgrad_fraction), default=0.0) for actions in schedule)

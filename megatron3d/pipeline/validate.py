@@ -1,4 +1,4 @@
-"""Whether every rank can do its list: each action once, a stage on one rank, nothing that waits for itself."""
+"""Validation of schedules, and their CSV files: each action once, each stage on one rank, no deadlock."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_PROBLEMS = 10
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The schedule in a CSV file: a row per rank, a cell per action, empty cells where it idles (torch's compute_only).
+    """Read a schedule from a CSV file: a row per rank, a cell per action, empty cells ignored (torch's compute_only).
 
-    Raises UserError with the file, the rank and the cell for what cannot be read or run.
+    Raises UserError with the file, the rank and the cell where the file cannot be read or the schedule cannot run.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -35,7 +35,7 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Write what `read_schedule` and torch read."""
+    """Write a CSV file that `read_schedule` and torch.distributed.pipelining read."""
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(schedule)
 
@@ -52,24 +52,24 @@ def _cells(row: list[str], where: str, bad: list[str]) -> Iterator[Action]:
         if action.kind in COMPUTATIONS:
             yield action
         else:
-            bad.append(f"{where}, cell {column}: {action} computes nothing; leave it out, transfers are added later")
+            bad.append(f"{where}, cell {column}: {action} is no computation; leave it out, send/recv are added later")
 
 
 def execution_problems(schedule: Schedule) -> list[str]:
-    """What keeps a schedule from running, at most ten sentences with the rank, the action and what is wrong."""
-    found = list(islice(_miscounted(schedule), MAX_PROBLEMS))
+    """Return why a schedule cannot run, at most ten sentences with the rank, the action and what is wrong."""
+    found = list(islice(_coverage_problems(schedule), MAX_PROBLEMS))
     if found:
         return found
     try:
         for _ in iterate_spans(schedule, lambda action: 1.0, 0.0):
             pass
     except Deadlock as deadlock:
-        return list(islice(_stuck(schedule, deadlock), MAX_PROBLEMS))
+        return list(islice(_deadlock_problems(schedule, deadlock), MAX_PROBLEMS))
     return []
 
 
-def _miscounted(schedule: Schedule) -> Iterator[str]:
-    """Actions that are doubled, missing or on another rank than the rest of their stage."""
+def _coverage_problems(schedule: Schedule) -> Iterator[str]:
+    """Yield actions that are repeated, missing or on another rank than the rest of their stage."""
     where: dict[int, int] = {}
     done: Counter[Action] = Counter()
     for rank, actions in enumerate(schedule):
@@ -81,13 +81,13 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
             for result in completed_by(action):
                 done[result] += 1
                 if done[result] == 2:
-                    yield f"rank {rank}: {action} does again what was done before; name it once"
+                    yield f"rank {rank}: {action} repeats an earlier action; name it once"
     if not where:
         yield "there are no actions; give a row of actions per rank, such as 0F0,0B0"
     microbatches = {result.mb for result in done}
     for what, numbers in (("stage", set(where)), ("microbatch", microbatches)):
         if gaps := set(range(len(numbers))) - numbers:
-            yield f"{what} {min(gaps)} is missing among the {len(numbers)} there are; number them from 0"
+            yield f"{what} {min(gaps)} is missing, though there are {len(numbers)}; number them from 0"
             return
     for stage in sorted(where):
         for mb in range(len(microbatches)):
@@ -97,8 +97,8 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
                     yield f"rank {where[stage]}: {stage}{kind.value}{mb}{whole} is missing"
 
 
-def _stuck(schedule: Schedule, deadlock: Deadlock) -> Iterator[str]:
-    """A sentence per rank that cannot go on: its action, and where what it waits for would be done."""
+def _deadlock_problems(schedule: Schedule, deadlock: Deadlock) -> Iterator[str]:
+    """Yield a sentence per rank that cannot continue: its action, and where the action that it waits for stands."""
     places = {
         result: (action, rank, position)
         for rank, actions in enumerate(schedule)

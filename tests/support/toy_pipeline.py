@@ -66,9 +66,9 @@ class ToyPipeline:
             stage: Toy(stage, comm, wgrads, depth, wider) for stage, owner in enumerate(self.where) if owner == rank
         }
         self.reduced: list[int] = []
-        boundary = ActivationTransfer((tokens, HIDDEN), torch.float64, torch.device("cpu"), copies, comm)
+        transfer = ActivationTransfer((tokens, HIDDEN), torch.float64, torch.device("cpu"), copies, comm)
         actions = lower(schedule)[rank]
-        self.engine = Engine(actions, self.where, self.compute, boundary, self.reduced.append, wgrads)
+        self.engine = Engine(actions, self.where, self.compute, transfer, self.reduced.append, wgrads)
 
     def compute(self, stage: int, x: Tensor | None, mb: int) -> Tensor:
         return compute(self.stages[stage], x, mb, self.tokens, stage == len(self.where) - 1)

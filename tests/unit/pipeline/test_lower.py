@@ -58,9 +58,9 @@ def computations(lowered: Schedule) -> Schedule:
     return tuple(tuple(action for action in actions if action.kind in COMPUTATIONS) for actions in lowered)
 
 
-@given(schedule=schedules(), ahead=st.integers(0, 3))
-def test_nothing_but_transfers_and_sums_is_put_in(schedule: Schedule, ahead: int) -> None:
-    lowered, where = lower(schedule, ahead), stage_to_rank(schedule)
+@given(schedule=schedules(), prefetch=st.integers(0, 3))
+def test_nothing_but_transfers_and_sums_is_put_in(schedule: Schedule, prefetch: int) -> None:
+    lowered, where = lower(schedule, prefetch), stage_to_rank(schedule)
     assert computations(lowered) == schedule
     for rank, actions in enumerate(lowered):
         sends, receives = ([a for a in actions if a.kind in kinds] for kinds in (SENDS, RECEIVES))
@@ -74,11 +74,11 @@ def test_nothing_but_transfers_and_sums_is_put_in(schedule: Schedule, ahead: int
     assert sum(a.kind in SENDS for x in lowered for a in x) == sum(a.kind in RECEIVES for x in lowered for a in x)
 
 
-@given(schedule=schedules(), ahead=st.integers(0, 3))
-def test_both_ends_post_the_same_sequence(schedule: Schedule, ahead: int) -> None:
+@given(schedule=schedules(), prefetch=st.integers(0, 3))
+def test_both_ends_post_the_same_sequence(schedule: Schedule, prefetch: int) -> None:
     where = stage_to_rank(schedule)
     ends: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, actions in enumerate(lower(schedule, ahead)):
+    for rank, actions in enumerate(lower(schedule, prefetch)):
         for action in actions:
             if action.kind in (*SENDS, *RECEIVES):
                 ends[rank, peer_rank(action, where)].append(moved(action))
@@ -86,14 +86,14 @@ def test_both_ends_post_the_same_sequence(schedule: Schedule, ahead: int) -> Non
         assert ends[other, rank] == sequence
 
 
-@given(schedule=schedules(), ahead=st.integers(1, 3))
-def test_receives_move_up_over_some_computations_only(schedule: Schedule, ahead: int) -> None:
-    for early, late in zip(lower(schedule, ahead), lower(schedule, ahead=0), strict=True):
+@given(schedule=schedules(), prefetch=st.integers(1, 3))
+def test_receives_move_up_over_some_computations_only(schedule: Schedule, prefetch: int) -> None:
+    for early, late in zip(lower(schedule, prefetch), lower(schedule, prefetch=0), strict=True):
         first, second = ([a for a in x if a.kind not in COMPUTATIONS] for x in (early, late))
         assert first == second
         for action in first:
             before = [sum(a.kind in COMPUTATIONS for a in x[: x.index(action)]) for x in (early, late)]
-            assert 0 <= before[1] - before[0] <= (ahead if action.kind in RECEIVES else 0)
+            assert 0 <= before[1] - before[0] <= (prefetch if action.kind in RECEIVES else 0)
 
 
 @given(schedule=schedules())
@@ -109,7 +109,7 @@ def test_sums_follow_the_last_weight_gradient(schedule: Schedule) -> None:
 
 @given(schedule=schedules())
 def test_no_deadlock_where_every_transfer_blocks(schedule: Schedule) -> None:
-    where, lowered = stage_to_rank(schedule), lower(schedule, ahead=0)
+    where, lowered = stage_to_rank(schedule), lower(schedule, prefetch=0)
     at = [0] * len(lowered)
 
     def current(rank: int) -> Action | None:
@@ -187,9 +187,9 @@ class Machine:
         return True
 
 
-@given(schedule=schedules(), ahead=st.integers(0, 3), one_queue=st.booleans())
-def test_no_deadlock_where_transfers_are_posted(schedule: Schedule, ahead: int, one_queue: bool) -> None:
-    Machine(lower(schedule, ahead), stage_to_rank(schedule), Costs(), one_queue).run()
+@given(schedule=schedules(), prefetch=st.integers(0, 3), one_queue=st.booleans())
+def test_no_deadlock_where_transfers_are_posted(schedule: Schedule, prefetch: int, one_queue: bool) -> None:
+    Machine(lower(schedule, prefetch), stage_to_rank(schedule), Costs(), one_queue).run()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

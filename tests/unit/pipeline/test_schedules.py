@@ -41,7 +41,7 @@ def test_every_schedule_is_valid(data: st.DataObject, name: str, p: int, m: int)
 def test_zb_2p_is_valid_for_any_costs(p: int, m: int, times: tuple[float, float, float], comm: float) -> None:
     schedule = build_schedule("zb-2p", p, m, costs=Costs(*times, comm=comm))
     assert execution_problems(schedule) == []
-    assert max(peak_activations(schedule, weight_share=0)) <= 2 * p
+    assert max(peak_activations(schedule, wgrad_fraction=0)) <= 2 * p
 
 
 @given(p=RANKS, m=MICROBATCHES)

@@ -24,13 +24,13 @@ def parse(*rows: str) -> Schedule:
     [
         (("0F0 0B0", "1F0"), ["rank 1: 1I0 or 1B0 is missing", "rank 1: 1W0 or 1B0 is missing"]),
         (("0F0 0I0", "1F0 1B0"), ["rank 0: 0W0 or 0B0 is missing"]),
-        (("0F0 0F0 0B0",), ["rank 0: 0F0 does again what was done before; name it once"]),
-        (("0F0 0B0 0W0",), ["rank 0: 0W0 does again what was done before; name it once"]),
+        (("0F0 0F0 0B0",), ["rank 0: 0F0 repeats an earlier action; name it once"]),
+        (("0F0 0B0 0W0",), ["rank 0: 0W0 repeats an earlier action; name it once"]),
         (("0F0 0B0", "0F1 0B1"), ["rank 1: 0F1 belongs to stage 0, which rank 0 has"] * 1),
         (("0F0 0B0", ""), ["rank 1 has no actions; give it a stage, or use one rank less"]),
         ((), ["there are no actions; give a row of actions per rank, such as 0F0,0B0"]),
-        (("0F0 0B0", "2F0 2B0"), ["stage 1 is missing among the 2 there are; number them from 0"]),
-        (("0F1 0B1",), ["microbatch 0 is missing among the 1 there are; number them from 0"]),
+        (("0F0 0B0", "2F0 2B0"), ["stage 1 is missing, though there are 2; number them from 0"]),
+        (("0F1 0B1",), ["microbatch 0 is missing, though there are 1; number them from 0"]),
         (
             ("0B0 0F0",),
             ["rank 0: 0B0, action 1 of 2, waits for 0F0, its own action 2, and can never start; put 0F0 earlier"],
@@ -85,7 +85,7 @@ def test_idle_cells_and_blank_last_lines_are_skipped(tmp_path: Path) -> None:
     [
         (b"", "there are no actions"),
         (b"0F0,0Q0\n", "rank 0, cell 2: '0Q0' is no action such as 0F3"),
-        (b"0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0", "rank 0, cell 2: 0SEND_F0 computes nothing; leave it out"),
+        (b"0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0", "rank 0, cell 2: 0SEND_F0 is no computation; leave it out"),
         (b"0F0,(0F1;0B0)OVERLAP_F_B\n", "rank 0, cell 2: '(0F1;0B0)OVERLAP_F_B' is no action"),
         (b"0F0\n", "rank 0: 0I0 or 0B0 is missing"),
         (b"\xff\xfe0", "cannot be read"),

@@ -67,7 +67,7 @@ def test_the_prediction_takes_the_mean_of_each_stage_and_kind() -> None:
     )
 
 
-class SlowBoundary(ActivationTransfer):
+class SlowTransfer(ActivationTransfer):
     """Everything takes long to arrive, and sending does nothing."""
 
     def receive(self, link: Link) -> Pending:
@@ -88,7 +88,7 @@ class Deaf(ProcessComm):
 def test_waiting_for_a_receive_is_not_computing() -> None:
     """A rank between two others: everything that it computes on has to arrive."""
     comm = Deaf(ALONE.mesh, ())
-    boundary = SlowBoundary((2, 2), torch.float32, CPU, (), comm)
+    transfer = SlowTransfer((2, 2), torch.float32, CPU, (), comm)
     weight = torch.ones(2, 2, requires_grad=True)
 
     def compute(stage: int, x: Tensor | None, mb: int) -> Tensor:
@@ -96,9 +96,9 @@ def test_waiting_for_a_receive_is_not_computing() -> None:
         return x @ weight
 
     actions = [parse_action(text) for text in ["1RECV_F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "1SEND_B0"]]
-    Engine(actions, (0, 1, 2), compute, boundary).run()  # what torch imports at the first call takes long as well
+    Engine(actions, (0, 1, 2), compute, transfer).run()  # what torch imports at the first call takes long as well
     recording = Recording(comm, CPU)
-    Engine(actions, (0, 1, 2), compute, boundary).run(recording.watch)
+    Engine(actions, (0, 1, 2), compute, transfer).run(recording.watch)
     forward, backward = recording.spans()
     assert [str(forward.action), str(backward.action)] == ["1F0", "1B0"]
     assert forward.start >= 1e3 * WAIT_S and backward.start - forward.end >= 1e3 * WAIT_S
