@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,71 +14,37 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 
-# A module belongs to the longest name here that it starts with, and imports from its own layer and those above.
-LAYERS: Mapping[str, tuple[str, ...]] = {
-    "values": (
-        "megatron3d",
-        "megatron3d.errors",
-        "megatron3d.runtime",
-        "megatron3d.parallel",
-        "megatron3d.pipeline",
-        "megatron3d.config",
-        "megatron3d.data.corpus.samples",
-        "megatron3d.data.corpus.blend",
-        "megatron3d.data.permutation",
-        "megatron3d.data.preprocess.hub_datasets",
-        "megatron3d.data.ramp",
-        "megatron3d.model.architecture",
-        "megatron3d.model.flops",
-        "megatron3d.model.params",
-        "megatron3d.model.recompute_spec",
-        "megatron3d.model.stages",
-        "megatron3d.analysis",
-        "megatron3d.convert.model_types",
-        "megatron3d.convert.config_json",
-        "megatron3d.convert.tensor_names",
-    ),
-    "tensors": (
-        "megatron3d.comm",
-        "megatron3d.parallel.logical_views",
-        "megatron3d.ops",
-        "megatron3d.pipeline.engine",
-        "megatron3d.zero",
-        "megatron3d.optim",
-        "megatron3d.model.compile",
-        "megatron3d.data",
-        "megatron3d.checkpoint",
-        "megatron3d.convert.output_files",
-        "megatron3d.convert.reference_models",
-        "megatron3d.convert.safetensors_writer",
-        "megatron3d.convert.tokenizer",
-        "megatron3d.convert.hub_weights",
-        "megatron3d.metrics",
-        "megatron3d.hardware",
-        "megatron3d.verify.flop_memory_meter",
-    ),
-    "model": ("megatron3d.model", "megatron3d.pipeline.executor"),
-    "train": (
-        "megatron3d.train",
-        "megatron3d.inference",
-        "megatron3d.runtime.status_store",
-        "megatron3d.runtime.watchdog",
-        "megatron3d.runtime.process",
-        "megatron3d.verify",
-        "megatron3d.convert",
-        "megatron3d.analysis.calibrate",
-        "megatron3d.launch",
-        "megatron3d.viz",
-    ),
-    "programs": ("pretrain_gpt", "tools", "benchmarks"),
+# Packages of values, tensors and lists: RunSpec hands them what they need, they never read the configuration.
+BELOW_CONFIG = frozenset({"errors", "runtime", "parallel", "comm", "ops", "zero", "data", "model", "pipeline"})
+
+# Modules that load without torch, by the longest name here that they start with.
+LOADS_TORCH: Mapping[str, bool] = {
+    "megatron3d": True,
+    "megatron3d.errors": False,
+    "megatron3d.runtime": False,
+    "megatron3d.parallel": False,
+    "megatron3d.parallel.logical_views": True,
+    "megatron3d.data.corpus.samples": False,
+    "megatron3d.data.corpus.blend": False,
+    "megatron3d.data.corpus.spec": False,
+    "megatron3d.data.ramp": False,
+    "megatron3d.model.architecture": False,
+    "megatron3d.model.flops": False,
+    "megatron3d.model.params": False,
+    "megatron3d.model.recompute_spec": False,
+    "megatron3d.model.stages": False,
+    "megatron3d.pipeline": False,
+    "megatron3d.pipeline.engine": True,
+    "megatron3d.pipeline.executor": True,
+    "megatron3d.config": False,
+    "megatron3d.metrics": False,
+    "megatron3d.analysis": False,
+    "megatron3d.analysis.calibrate": True,
+    "megatron3d.convert.dialect": False,
+    "megatron3d.convert.settings": False,
+    "megatron3d.convert.names": False,
+    "megatron3d.launch.__main__": False,
 }
-WITHOUT_TORCH = (
-    "megatron3d.runtime.process",
-    "megatron3d.runtime.status_store",
-    "megatron3d.runtime.watchdog",
-    "megatron3d.metrics",
-    "megatron3d.launch.__main__",
-)
 
 Rule = Callable[[ast.Module], list[int]]
 
@@ -93,18 +60,6 @@ SOURCES = {
     for pattern in ("megatron3d/**/*.py", "tools/**/*.py", "benchmarks/**/*.py", "pretrain_gpt.py")
     for path in sorted(ROOT.glob(pattern))
 }
-
-
-def layer(module: str) -> int:
-    """Position of a module's layer."""
-    prefixes = [
-        (len(prefix), depth)
-        for depth, group in enumerate(LAYERS.values())
-        for prefix in group
-        if module == prefix or (prefix != "megatron3d" and module.startswith(prefix + "."))
-    ]
-    assert prefixes, f"{module} has no layer: add it to LAYERS in {Path(__file__).name}"
-    return max(prefixes)[1]
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -220,15 +175,70 @@ def test_no_file_wants_to_be_two() -> None:
     assert {module: lines for module, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_imports_go_one_way(module: str) -> None:
-    upward = [(line, name) for line, name in imported_modules(parse(SOURCES[module])) if layer(name) > layer(module)]
-    assert upward == []
+def find_cycle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return one cycle of a directed graph, its first node repeated at the end; [] where there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        found = next((cycle for other in graph.get(node, ()) if (cycle := visit(other, [*path, node]))), [])
+        done.add(node)
+        return found
+
+    return next((cycle for node in graph if (cycle := visit(node, []))), [])
+
+
+def package(module: str) -> str:
+    """Return the top-level package of a module: `parallel` of `megatron3d.parallel.mesh`, `tools` of `tools.plan`."""
+    first, *rest = module.split(".")
+    return rest[0] if first == "megatron3d" and rest else first
+
+
+def package_imports() -> dict[str, dict[str, str]]:
+    """Return for each package the packages that it imports, each with one line that does."""
+    graph: dict[str, dict[str, str]] = {}
+    for module, path in SOURCES.items():
+        for line, name in imported_modules(parse(path)):
+            if package(name) not in (package(module), "megatron3d"):
+                graph.setdefault(package(module), {}).setdefault(package(name), f"{module}:{line} imports {name}")
+    return graph
+
+
+def test_packages_import_each_other_without_a_cycle() -> None:
+    graph = package_imports()
+    cycle = find_cycle(graph)
+    lines = [graph[one][other] for one, other in pairwise(cycle)]
+    assert not cycle, "\n".join([" -> ".join(cycle), *lines])
+
+
+def test_modules_import_each_other_without_a_cycle() -> None:
+    graph = {module: [name for _, name in imported_modules(parse(path))] for module, path in SOURCES.items()}
+    cycle = find_cycle({module: [name for name in names if name != "megatron3d"] for module, names in graph.items()})
+    assert not cycle, " -> ".join(cycle)
+
+
+def test_a_cycle_is_found_and_named() -> None:
+    assert find_cycle({"a": ["b", "d"], "b": ["c"], "c": ["d"], "d": []}) == []
+    assert find_cycle({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c", "b"]
+
+
+def test_values_and_tensors_do_not_read_the_configuration() -> None:
+    graph = package_imports()
+    assert [line for name in BELOW_CONFIG for other, line in graph.get(name, {}).items() if other == "config"] == []
+
+
+def loads_torch(module: str) -> bool:
+    """Return whether a module may import torch."""
+    prefixes = (name for name in LOADS_TORCH if module == name or module.startswith(name + "."))
+    return LOADS_TORCH.get(max(prefixes, key=len, default=""), True)
 
 
 def test_values_load_without_torch() -> None:
-    names = [module for module in SOURCES if layer(module) == 0]
-    program = f"import sys, importlib\nfor name in {[*names, *WITHOUT_TORCH]}:\n    importlib.import_module(name)\n"
+    names = [module for module in SOURCES if module == "megatron3d" or not loads_torch(module)]
+    program = f"import sys, importlib\nfor name in {names}:\n    importlib.import_module(name)\n"
     program += "    assert 'torch' not in sys.modules, name"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
