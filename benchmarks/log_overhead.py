@@ -103,7 +103,7 @@ class Contest:
     def _note(self, what: Action | str) -> Iterator[None]:
         """Note what a step enters, and for what it waits."""
         self._entered.append(what)
-        self.run.comm.waiting = self._note_wait
+        self.run.comm.set_wait_hook(self._note_wait)
         yield
 
     def _note_wait(self, axes: Axes) -> contextlib.AbstractContextManager[None]:
@@ -117,13 +117,13 @@ class Contest:
 
     def bare(self) -> None:
         """A step of which nobody wants to know anything, and that is not counted."""
-        self.run.comm.waiting = lambda axes: contextlib.nullcontext()
+        self.run.comm.set_wait_hook(None)
         self._step(lambda what: contextlib.nullcontext()).loss.item()
         self.run.state.iteration -= 1
 
     def logged(self) -> None:
         """The same step as the loop makes it."""
-        self.run.comm.waiting = self.run.timers.waiting
+        self.run.comm.set_wait_hook(self.run.timers.waiting)
         result = self._step(self._watching.begin_step())
         self._watching.end_step(result, LR, self.run.batches.last)
         result.loss.item()

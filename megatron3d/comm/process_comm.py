@@ -51,6 +51,14 @@ def ready(x: Tensor) -> Pending:
     return Pending(lambda: x)
 
 
+# Makes the context in which a rank waits for a collective over these axes.
+WaitHook = Callable[[Axes], AbstractContextManager[None]]
+
+
+def _no_hook(axes: Axes) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class Objects(Protocol):
     """Small Python values over a mesh."""
 
@@ -148,13 +156,12 @@ class ProcessComm(ObjectComm):
     Attributes:
         begun: how many tensors have been sent on their way.
         last_begun: what was begun last, and over which axes.
-        waiting: entered with these axes while this rank waits for what it has begun.
     """
 
     def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = ()) -> None:
         super().__init__(mesh)
         self.begun, self.last_begun = 0, _NOTHING
-        self.waiting: Callable[[Axes], AbstractContextManager[None]] = lambda axes: nullcontext()
+        self._wait_hook: WaitHook = _no_hook
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
         self._orders: dict[Axes, list[int] | None] = {}
         self._lives: dict[Axes, Axes] = {}
@@ -191,6 +198,10 @@ class ProcessComm(ObjectComm):
         )
         return group
 
+    def set_wait_hook(self, hook: WaitHook | None) -> None:
+        """Enter `hook(axes)` while this rank waits for a collective over these axes; None: nothing."""
+        self._wait_hook = hook or _no_hook
+
     @property
     def axis_sets(self) -> tuple[Axes, ...]:
         """Everything that is communicated over, in one order on all ranks."""
@@ -203,7 +214,7 @@ class ProcessComm(ObjectComm):
         assert work is not None, "this rank is outside of its own group"
 
         def finish() -> Tensor:
-            with self.waiting(self._live(axes)):
+            with self._wait_hook(self._live(axes)):
                 work.wait()
             return result(x)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron3d.errors import UserError
-from megatron3d.ops.norm import Kernels
+from megatron3d.ops.norm import NormKernels
 
 ADAM_EXTENSION, NORM_EXTENSION = "amp_C", "fused_layer_norm_cuda"
 INSTALL = (
@@ -79,14 +79,14 @@ def adam_kernel(
     return kernel
 
 
-def fused_norms(devices: Iterable[torch.device], asked_by: str = "train.norm_implementation") -> Kernels:
+def fused_norms(devices: Iterable[torch.device], asked_by: str = "train.norm_implementation") -> NormKernels:
     """apex's LayerNorm and RMSNorm, whose weights have the type of x; raises UserError, naming the key `asked_by`,
     where they are not there.
     """
     _check(devices, f"{asked_by}=apex", f"{asked_by} torch")
     _load(NORM_EXTENSION, asked_by)
     functions: Any = _load("apex.normalization.fused_layer_norm", asked_by)
-    return Kernels(
+    return NormKernels(
         lambda x, weight, bias, eps: functions.fused_layer_norm_affine(x, weight, bias, weight.shape, eps),
         lambda x, weight, eps: functions.fused_rms_norm_affine(x, weight, weight.shape, eps),
     )

@@ -47,7 +47,7 @@ class Compiler:
         self, rank: int = 0, is_opaque: Callable[[nn.Module], bool] = lambda module: False, backend: Backend = inductor
     ) -> None:
         self._rank, self._is_opaque, self._compile = rank, is_opaque, backend
-        self._opaque_classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._opaque_classes: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
         self.num_graphs, self.failures = 0, list[str]()
 
     def block(self, block: nn.Module) -> nn.Module:
@@ -58,8 +58,7 @@ class Compiler:
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # where it would go on uncompiled with a mere warning
         for module in block.modules():
             _compute_cached(module)
-            if self._is_opaque(module):
-                self._keep_out(module)
+        self._replace_opaque(block)
         eager, compiled = block.forward, torch.compile(block.forward, backend=self._backend)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -73,13 +72,26 @@ class Compiler:
         block.forward = forward
         return block
 
-    def _keep_out(self, module: nn.Module) -> None:
-        """By its class, one for all modules alike: a function of its own would ask for a graph of its own."""
-        plain = type(module)
+    def _replace_opaque(self, parent: nn.Module) -> None:
+        """Replace each opaque child by its twin that the compiler leaves out of the graph."""
+        for name, child in parent.named_children():
+            self._replace_opaque(child)
+            if self._is_opaque(child):
+                parent.register_module(name, self._opaque_class(type(child))(child))
+
+    def _opaque_class(self, plain: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
+        """Return one class for all modules alike: a function per module would ask for a graph per module.
+
+        Its instances share parameters, children, hooks and all other state with the module they are made from.
+        """
         if plain not in self._opaque_classes:
-            members = {"forward": torch.compiler.disable(plain.forward)}
+
+            def __init__(self: nn.Module, module: nn.Module) -> None:
+                vars(self).update(vars(module))
+
+            members = {"__init__": __init__, "forward": torch.compiler.disable(plain.forward)}
             self._opaque_classes[plain] = type(plain.__name__, (plain,), members)
-        module.__class__ = self._opaque_classes[plain]
+        return self._opaque_classes[plain]
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
         kept = fx.GraphModule(graph, copy.deepcopy(graph.graph))

@@ -25,6 +25,7 @@ from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.kv_cache import Cache, Known
 from megatron3d.ops.main_grad import MainGrads
+from megatron3d.ops.norm import TORCH_NORMS, NormKernels
 from megatron3d.ops.recompute import offloaded, repeated
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
@@ -36,9 +37,7 @@ from megatron3d.parallel.p2p import Link
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 from megatron3d.zero import Block
 
-
-def unobserved(path: str, x_MH: Tensor) -> None:
-    """Nobody looks at what layers hand on."""
+ActivationHook = Callable[[str, Tensor], None]
 
 
 class GPT(nn.Module):
@@ -46,8 +45,6 @@ class GPT(nn.Module):
 
     Attributes:
         stage_specs: for each of my stages, the layout of its parameters by their path in the module tree.
-        observe: is given what the embedding and each layer hand on, by their path; once more where backward computes
-            it again.
     """
 
     def __init__(
@@ -60,6 +57,7 @@ class GPT(nn.Module):
         recompute: Recompute = KEEP_ALL,
         overlap: TPOverlap = OVERLAP_ALL,
         splits_backward: bool = False,
+        norm_kernels: NormKernels = TORCH_NORMS,
     ) -> None:
         super().__init__()
         self.arch, self.mode, self.comm = arch, mode, comm
@@ -70,7 +68,7 @@ class GPT(nn.Module):
         self.main_grads = MainGrads()
         needs_queue = splits_backward or overlaps_reduction
         self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
-        build = Build(arch, mode, comm, self.specs, self.main_grads, self.wgrads, recompute, overlap)
+        build = Build(arch, mode, comm, self.specs, self.main_grads, self.wgrads, recompute, overlap, norm_kernels)
         self.recompute = recompute
         if self.stages[0].has_embedding:
             self.embedding = Embedding("embedding", build)
@@ -82,7 +80,7 @@ class GPT(nn.Module):
             self.final_norm = Norm("final_norm", mode.residual[1], build)
             self.head = LossHead("head", loss_chunk_tokens, build)
         self._rotary: tuple[Tensor, Tensor] | None = None
-        self.observe: Callable[[str, Tensor], None] = unobserved
+        self._activation_hook: ActivationHook | None = None
 
     @property
     def specs(self) -> Mapping[str, ParamSpec]:
@@ -214,10 +212,18 @@ class GPT(nn.Module):
         cos, sin = self._rotary
         return cos[:seq_length], sin[:seq_length]
 
+    def set_activation_hook(self, hook: ActivationHook | None) -> None:
+        """Call `hook` with the path and output of the embedding and of each layer, during recomputation as well."""
+        self._activation_hook = hook
+
+    def _call_activation_hook(self, path: str, x_MH: Tensor) -> None:
+        if self._activation_hook is not None:
+            self._activation_hook(path, x_MH)
+
     def _layers(self, layers: range, x_MH: Tensor, at: Pass) -> Tensor:
         for index in layers:
             x_MH = self.layers[str(index)](x_MH, at)
-            self.observe(f"layers.{index}", x_MH)
+            self._call_activation_hook(f"layers.{index}", x_MH)
         return x_MH
 
     def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
@@ -227,7 +233,7 @@ class GPT(nn.Module):
         """
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at), at)
-            self.observe("embedding", x_MH)
+            self._call_activation_hook("embedding", x_MH)
         assert x_MH is not None, f"stage {stage.index} was given nothing"
         at = self._with_documents(at)
         for run in self.recompute.runs(stage.layers):

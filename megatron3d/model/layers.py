@@ -27,7 +27,7 @@ from megatron3d.ops.embedding import embedding
 from megatron3d.ops.gemm import uses_onednn
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
-from megatron3d.ops.norm import TORCH, norm
+from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
 from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
 from megatron3d.ops.recompute import kept_as, repeated
 from megatron3d.ops.weight_prefetch import PrefetchedWeight
@@ -67,6 +67,7 @@ class Build:
     wgrads: WgradQueue | None = None
     recompute: Recompute = KEEP_ALL
     overlap: TPOverlap = OVERLAP_ALL
+    norm_kernels: NormKernels = TORCH_NORMS
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """The plan without trivial axes."""
@@ -111,7 +112,7 @@ class Norm(nn.Module):
     def __init__(self, name: str, axes: Axes, build: Build) -> None:
         super().__init__()
         self.axes, self.comm, self.eps = build.live(axes), build.comm, build.arch.norm_epsilon
-        self.kernels = TORCH
+        self.kernels = build.norm_kernels
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
 
@@ -260,7 +261,7 @@ def is_opaque(module: nn.Module) -> bool:
 
 _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
     Linear: lambda m: not m.matmul.is_plain or uses_onednn(m.weight.device, m.weight.dtype),
-    Norm: lambda m: bool(m.axes) or m.kernels is not TORCH,
+    Norm: lambda m: bool(m.axes) or m.kernels is not TORCH_NORMS,
     HiddenDropout: lambda m: m.rate > 0,
     Attention: lambda m: m.dropout > 0 or m.repeats_core or bool(m.heads.gather_axes),
     MLP: lambda m: m.repeats_activation,

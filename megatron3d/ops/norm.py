@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm over features that may be split: statistics are combined over the axes that split them.
+"""LayerNorm and RMSNorm over features that may be sharded, with statistics combined over the axes that shard them.
 
-Means and centred squares of the shards are joined as Chan, Golub and LeVeque (1979) do, in fp32 or better and with one
-collective, so that nothing is lost to E[x^2] - E[x]^2.  Letters: M tokens, H features.
+Means and centred squares of the shards are combined as in Chan, Golub and LeVeque (1979), in fp32 or wider and with one
+collective, which avoids the cancellation in E[x^2] - E[x]^2.  Letters: M tokens, H features.
 """
 
 from __future__ import annotations
@@ -19,33 +19,39 @@ from megatron3d.parallel.mesh import Axes
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Normalizations of whole rows, with autograd: of (x, weight, bias, eps) and of (x, weight, eps)."""
+class NormKernels:
+    """Kernels for unsharded rows, with autograd: layer_norm(x, weight, bias, eps) and rms_norm(x, weight, eps)."""
 
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
 
 
-TORCH = Kernels(
+TORCH_NORMS = NormKernels(
     lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps),
     lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
 )
 
 
 def norm(
-    x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, axes: Axes, comm: Comm, kernels: Kernels = TORCH
+    x_MH: Tensor,
+    weight_H: Tensor,
+    bias_H: Tensor | None,
+    eps: float,
+    axes: Axes,
+    comm: Comm,
+    kernels: NormKernels = TORCH_NORMS,
 ) -> Tensor:
-    """LayerNorm where there is a bias, else RMSNorm; `axes` (none of size 1) split the features."""
+    """Return LayerNorm where there is a bias, else RMSNorm; `axes` (none of size 1) shard the features."""
     if axes:
-        y_MH: Tensor = _SplitNorm.apply(x_MH, weight_H, bias_H, eps, axes, comm)
+        y_MH: Tensor = _ShardedNorm.apply(x_MH, weight_H, bias_H, eps, axes, comm)
         return y_MH
     if bias_H is None:
         return kernels.rms_norm(x_MH, weight_H, eps)
     return kernels.layer_norm(x_MH, weight_H, bias_H, eps)
 
 
-def _moments(x_MH: Tensor, centred: bool, axes: Axes, comm: Comm) -> tuple[Tensor, Tensor]:
-    """Mean (0 where not centred) and mean square about it, each [M, 1], over the whole feature dimension."""
+def _statistics(x_MH: Tensor, centred: bool, axes: Axes, comm: Comm) -> tuple[Tensor, Tensor]:
+    """Return the mean (0 where not centred) and the mean square about it, each [M, 1], over all features."""
     ranks = comm.mesh.size(axes)
     if not centred:
         square = x_MH.square().mean(-1, keepdim=True) / ranks
@@ -57,13 +63,13 @@ def _moments(x_MH: Tensor, centred: bool, axes: Axes, comm: Comm) -> tuple[Tenso
     return mean, variances.mean(-1, keepdim=True) + spread
 
 
-class _SplitNorm(torch.autograd.Function):
+class _ShardedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, axes: Axes, comm: Comm
     ) -> Tensor:
         wide = x_MH.to(torch.promote_types(x_MH.dtype, torch.float32))
-        mean, square = _moments(wide, bias_H is not None, axes, comm)
+        mean, square = _statistics(wide, bias_H is not None, axes, comm)
         scale = torch.rsqrt(square + eps)
         ctx.axes, ctx.comm = axes, comm
         ctx.centred = bias_H is not None

@@ -81,7 +81,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         )
 
     timers = Timers(runtime.device, is_off=config.logging.timing_log_level == 0)
-    comm.waiting = timers.waiting
+    comm.set_wait_hook(timers.waiting)
     lock, metrics = open_outputs(resolved, comm, state)
     return Run(
         runtime,

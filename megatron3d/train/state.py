@@ -14,7 +14,8 @@ from megatron3d.hardware.apex import fused_norms
 from megatron3d.model.compile import Compiler
 from megatron3d.model.gpt import GPT, axis_sets, links
 from megatron3d.model.init import initialize
-from megatron3d.model.layers import Norm, is_opaque
+from megatron3d.model.layers import is_opaque
+from megatron3d.ops.norm import TORCH_NORMS
 from megatron3d.optim.optimizer import Optimizer
 from megatron3d.optim.precision import PRECISIONS, LossScale
 from megatron3d.pipeline.executor import PipelineExecutor
@@ -53,7 +54,8 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the host; use false, or a GPU")
     chunk, splits = config.train.loss_chunk_tokens, spec.pipeline.splits_backward
-    model = GPT(spec.arch, spec.mode, comm, spec.pipeline, chunk, spec.recompute, spec.overlap, splits)
+    norms = fused_norms([device]) if config.train.norm_implementation == "apex" else TORCH_NORMS
+    model = GPT(spec.arch, spec.mode, comm, spec.pipeline, chunk, spec.recompute, spec.overlap, splits, norms)
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,
@@ -67,10 +69,6 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
         blocks=model.blocks(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
     )
-    if config.train.norm_implementation == "apex":
-        kernels = fused_norms([device])
-        for norm in (module for module in model.modules() if isinstance(module, Norm)):
-            norm.kernels = kernels
     if config.train.compile:
         compiler = Compiler(comm.mesh.rank, is_opaque)
         for layer in model.layers.values():

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron3d.checkpoint.param_pieces import written
 from megatron3d.comm.process_comm import Comm
-from megatron3d.model.gpt import unobserved
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import DATA
@@ -76,7 +75,7 @@ class Moments:
         tokens, features = model.mode.residual
         self._copies = num_copies(((*DATA, *tokens), features), mesh, (*DATA, *dict(model.mode.axes)))
         self._activations = self._sums()
-        model.observe = self._see
+        model.set_activation_hook(self._see)
 
     def _sums(self) -> Sums:
         return Sums(self._state.model.arch.num_layers, self._device)
@@ -101,7 +100,7 @@ class Moments:
     def finish(self, result: StepResult, clip_grad: float) -> Mapping[str, Any]:
         """Moments of parameters after the step, of gradients and of activations, the same on every rank."""
         state, comm = self._state, self._state.model.comm
-        state.model.observe = unobserved
+        state.model.set_activation_hook(None)
         norm = result.grad_norm.item()
         clipped = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
         undone = 1 / clipped if clipped > 0 else math.nan

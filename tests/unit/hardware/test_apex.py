@@ -14,7 +14,7 @@ import torch
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import adam_kernel, describe_apex, find_apex, fused_norms
-from megatron3d.ops.norm import Kernels, norm
+from megatron3d.ops.norm import NormKernels, norm
 from megatron3d.parallel.mesh import Mesh
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -164,7 +164,7 @@ def test_norms_are_apexs_functions_over_the_last_dimension(folder: Path) -> None
 
 
 def test_norms_of_whole_rows_are_the_chosen_ones() -> None:
-    chosen = Kernels(lambda x, weight, bias, eps: x * weight + bias, lambda x, weight, eps: x * weight)
+    chosen = NormKernels(lambda x, weight, bias, eps: x * weight + bias, lambda x, weight, eps: x * weight)
     alone, x, weight, bias = ProcessComm(Mesh(()), []), torch.randn(2, 3), torch.full((3,), 2.0), torch.ones(3)
     assert torch.equal(norm(x, weight, bias, 1e-5, (), alone, chosen), 2 * x + 1)
     assert torch.equal(norm(x, weight, None, 1e-5, (), alone, chosen), 2 * x)

@@ -187,14 +187,14 @@ def test_transfers_begin_where_they_stand_and_only_what_is_needed_is_waited_for(
 
 @pytest.mark.parametrize("text", ["0F0", "0F0 0I0"])
 def test_what_is_left_is_an_error(text: str) -> None:
-    """A graph, or weight gradients that were put off."""
+    """Raise for a graph, or deferred weight gradients, that nothing has used."""
     pipeline = ToyPipeline(build_schedule("1f1b", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
     pipeline.engine._actions = tuple(map(parse_action, text.split()))
     with pytest.raises(AssertionError, match="a schedule schedule is incomplete"):
         pipeline.engine.run()
 
 
-def test_half_a_backward_needs_somewhere_to_put_the_other() -> None:
+def test_an_input_gradient_alone_needs_a_queue_for_the_weight_gradient() -> None:
     pipeline = ToyPipeline(build_schedule("zb-h1", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
     pipeline.engine._wgrads = None
     with pytest.raises(AssertionError, match="nothing defers weight gradients: 0I0"):
