@@ -31,7 +31,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.report import Row, show, write
 from megatron3d.checkpoint.async_saver import Saver
 from megatron3d.checkpoint.store import Piece, load, resolve
-from megatron3d.comm.process_comm import aside
+from megatron3d.comm.process_comm import background_comm
 from megatron3d.parallel.layout import Shape, box, box_shape
 from megatron3d.parallel.mesh import Mesh
 
@@ -163,7 +163,7 @@ def timed(action: Callable[[], object]) -> float:
 
 def measure(state: State, folder: Path, rounds: int, warmup: int) -> dict[str, list[float]]:
     """Seconds of every round, of the slowest rank, by what was done; contestants take turns in who begins."""
-    comm = aside(state.mesh)
+    comm = background_comm(state.mesh)
     group = dist.new_group(backend="gloo")
     stager = DefaultStager(StagingOptions(False, False, False, False))
     copies = {name: torch.empty_like(tensor) for name, tensor in state.memory.items()}

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron3d.comm.process_comm import Pending, ready
+from megatron3d.comm.interface import Pending, completed
 from megatron3d.comm.recording import Recorder
 from megatron3d.data.loader import Microbatch
 from megatron3d.parallel.mesh import Axes
@@ -44,14 +44,14 @@ Step = Callable[[Tensor], Tensor]
 class Patient(Recorder):
     """A communicator that begins nothing before the last thing is over: what overlap is measured against."""
 
-    def fill(self, whole: Tensor, axes: Axes) -> Pending:
-        return ready(super().fill(whole, axes).wait())
+    def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
+        return completed(super().all_gather_into(whole, axes).wait())
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        return ready(super().reduce_scatter(x, axes, dim).wait())
+        return completed(super().reduce_scatter(x, axes, dim).wait())
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
-        return ready(super().all_reduce(x, axes, op).wait())
+        return completed(super().all_reduce(x, axes, op).wait())
 
 
 def build_ours(size: Size, num_ranks: int, rank: int, zero_stage: int, wrap: type[Recorder] = Recorder) -> TrainState:

@@ -27,7 +27,7 @@ from tensor_parallel import slowest_rank
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from megatron3d.comm.process_comm import Comm, Pending
+from megatron3d.comm.interface import Comm, Pending
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check

@@ -22,7 +22,7 @@ from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.retention import Keep, drop_short_lived, prune
 from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import save
-from megatron3d.comm.process_comm import Objects
+from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
 
@@ -44,7 +44,7 @@ class Saver:
     def __init__(
         self,
         root: Path,
-        comm: Objects,
+        comm: ObjectCollectives,
         keep: Keep | None = None,
         in_background: bool = False,
         tell: Callable[[str], None] = lambda line: None,

@@ -26,7 +26,7 @@ from megatron3d.checkpoint.publish import (
 )
 from megatron3d.checkpoint.read import fill, load, read_meta
 from megatron3d.checkpoint.write import write_boxes
-from megatron3d.comm.process_comm import Objects
+from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.errors import UserError
 from megatron3d.runtime.files import write_text
@@ -34,7 +34,9 @@ from megatron3d.runtime.files import write_text
 __all__ = ["Index", "Piece", "fill", "latest", "load", "read_index", "read_meta", "resolve", "save"]
 
 
-def save(root: Path, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], comm: Objects) -> Path:
+def save(
+    root: Path, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], comm: ObjectCollectives
+) -> Path:
     """Write one checkpoint with all ranks and return its folder; the pieces of all ranks must make whole tensors.
 
     It is complete on disk, and the newest of the run, when this returns on any rank.  Where a rank fails all raise

@@ -9,7 +9,7 @@ from typing import TypeVar
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.publish import candidates
 from megatron3d.checkpoint.read import damages, refuse
-from megatron3d.comm.process_comm import Objects
+from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.errors import UserError
 
@@ -29,7 +29,7 @@ def verify(folder: Path, share: tuple[int, int] = WHOLE) -> tuple[str, ...]:
         return error.problems
 
 
-def check_whole(folder: Path, comm: Objects, prefix: str = "") -> None:
+def check_whole(folder: Path, comm: ObjectCollectives, prefix: str = "") -> None:
     """Read all bytes of the tensors whose names begin so, each rank a part of the files.
 
     Every rank raises UserError with all that is wrong.
@@ -38,7 +38,7 @@ def check_whole(folder: Path, comm: Objects, prefix: str = "") -> None:
     together(comm, lambda: refuse(folder, damages(folder, read_index(folder).only(prefix), share)))
 
 
-def newest_good(root: Path, comm: Objects | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_good(root: Path, comm: ObjectCollectives | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest complete and undamaged checkpoint of a run, and the newer ones that were passed over, with reasons.
 
     Never raises for what lies in the folder: None where nothing is good.  A checkpoint beyond the tracker is passed
@@ -56,12 +56,12 @@ def newest_good(root: Path, comm: Objects | None = None) -> tuple[Path | None, l
     return None, passed
 
 
-def _problems(folder: Path, comm: Objects | None) -> list[str]:
+def _problems(folder: Path, comm: ObjectCollectives | None) -> list[str]:
     parts = _everywhere(comm, lambda share: verify(folder, share))
     return list(dict.fromkeys(problem for part in parts for problem in part))
 
 
-def _everywhere(comm: Objects | None, action: Callable[[tuple[int, int]], T]) -> list[T]:
+def _everywhere(comm: ObjectCollectives | None, action: Callable[[tuple[int, int]], T]) -> list[T]:
     """What `action(my share)` gives on every rank, in rank order, on every rank."""
     if comm is None:
         return [action(WHOLE)]

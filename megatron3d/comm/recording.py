@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm, Pending
+from megatron3d.comm.interface import Comm, Pending
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
@@ -49,9 +49,9 @@ class Recorder:
         self._record("all_gather", axes, x, x.nbytes * self.mesh.size(axes))
         return self.comm.all_gather(x, axes, dim)
 
-    def fill(self, whole: Tensor, axes: Axes) -> Pending:
+    def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         self._record("all_gather", axes, whole, whole.nbytes)
-        return self.comm.fill(whole, axes)
+        return self.comm.all_gather_into(whole, axes)
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         self._record("reduce_scatter", axes, x, x.nbytes)
@@ -70,10 +70,10 @@ class Recorder:
         self._note("receive", link, out)
         return self.comm.receive(out, link)
 
-    def add(self, x: Tensor, link: Link) -> Pending:
+    def all_reduce_pair(self, x: Tensor, link: Link) -> Pending:
         self.calls.append(Traffic("add", (link.axis,), x.nbytes))
         self._note("add", link, x)
-        return self.comm.add(x, link)
+        return self.comm.all_reduce_pair(x, link)
 
     def barrier(self) -> None:
         self.comm.barrier()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from megatron3d.comm.process_comm import Objects
+from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.errors import UserError
 
 T = TypeVar("T")
 
 
-def together(comm: Objects, action: Callable[[], T]) -> list[T] | None:
+def together(comm: ObjectCollectives, action: Callable[[], T]) -> list[T] | None:
     """Every rank's result of `action`, in rank order, on rank 0 (None elsewhere); ends when all ranks are done.
 
     Raises UserError with the problems of all ranks, each once; RuntimeError, naming the ranks, where one crashed.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.layout import span

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm, Pending, ready
+from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
 
 X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}
@@ -19,7 +19,7 @@ def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: C
     """Begin to gather everything that the table says is stored split; what was split last is gathered first."""
     steps = moves(table)[::-1]
     if not steps:
-        return ready(t)
+        return completed(t)
     pending = comm.all_gather(t, steps[0].axes, dims[str(steps[0].dim)])
 
     def finish() -> Tensor:
@@ -34,7 +34,7 @@ def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: C
 def reduce(t: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int], comm: Comm) -> Pending:
     """Begin to reduce partial sums, scattering them where a step names a dimension."""
     if not steps:
-        return ready(t)
+        return completed(t)
 
     def begin(t: Tensor, step: Move) -> Pending:
         return comm.reduce_scatter(t, step.axes, dims[step.dim]) if step.dim else comm.all_reduce(t, step.axes)

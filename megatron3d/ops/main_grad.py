@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm, Pending
+from megatron3d.comm.interface import Comm, Pending
 from megatron3d.ops.collectives import W_DIMS, reduce
 from megatron3d.ops.gemm import add_product, product, put_product
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves

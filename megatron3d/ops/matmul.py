@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm, Pending, ready
+from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, reduce
 from megatron3d.ops.gemm import product, uses_onednn
 from megatron3d.ops.main_grad import MainGrads
@@ -78,7 +78,7 @@ class Matmul:
         dy = dy_pending.wait()
         dx = reduce(product(dy, w.wait().T), plan.dx_moves, X_DIMS, comm) if w else None
         if dx and not self.overlap.input_grad:
-            dx = ready(dx.wait())
+            dx = completed(dx.wait())
         operands = [dy]  # taken by the wgrad GEMM, so that a deferred dY is freed before dW is reduced
 
         def wgrad() -> Pending | None:

@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm, Pending
+from megatron3d.comm.interface import Comm, Pending
 from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS
 from megatron3d.ops.main_grad import MainGrads, WgradSum
 from megatron3d.ops.matmul import Grads, Matmul

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm, Pending
+from megatron3d.comm.interface import Comm, Pending
 from megatron3d.ops.collectives import gather, reduce
 from megatron3d.ops.gemm import add_product, product
 from megatron3d.parallel.matmul_plan import Move

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Comm, Pending, ready
+from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.ops.collectives import W_DIMS, gather
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.tp_overlap import Direction, TPOverlap
@@ -59,7 +59,7 @@ class PrefetchedWeight:
         keeps = self._keeps and backward_follows and not _in_backward()
         w, self._in_flight = self._in_flight, None
         if self._kept is not None:
-            w = ready(self._kept)
+            w = completed(self._kept)
         elif keeps:
             gathered = w or self._all_gather()
             w = Pending(lambda: self._keep(gathered.wait()))

@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Pending
+from megatron3d.comm.interface import Pending
 from megatron3d.ops.main_grad import MainGrads
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron3d.comm.process_comm import Comm, Pending, ready
+from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.p2p import Link
@@ -191,7 +191,7 @@ class Engine:
         if pair is not None:
             self._to_send[pair.send] = x
         else:
-            self._received[_matching_receive(action)] = ready(x)
+            self._received[_matching_receive(action)] = completed(x)
 
     def _link(self, action: Action) -> Link:
         rank, peer = self._owners[action.stage], peer_rank(action, self._owners)

@@ -13,7 +13,8 @@ from megatron3d.checkpoint.publish import is_short_lived
 from megatron3d.checkpoint.retention import Keep
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.checkpoint.verify import check_whole, newest_good
-from megatron3d.comm.process_comm import Comm, aside
+from megatron3d.comm.interface import Comm
+from megatron3d.comm.process_comm import background_comm
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
@@ -61,7 +62,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
         attention_line(state)  # every rank refuses what its kernels cannot do
         state.stream = corpus.train if isinstance(corpus.train, StreamedSamples) else None
     if runtime.watchdog is not None:
-        runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.begun, comm.last_begun))
+        runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.num_started, comm.last_started))
     identity = identity_of(config, tokenizer, corpus)
     with phases("checkpoint"):
         saver = make_saver(config, comm)
@@ -131,7 +132,7 @@ def make_saver(config: Config, comm: Comm) -> Saver | None:
         if comm.mesh.rank == 0:
             print(f"> {line}", flush=True)
 
-    objects = aside(comm.mesh) if checkpoint.async_save else comm
+    objects = background_comm(comm.mesh) if checkpoint.async_save else comm
     return Saver(Path(checkpoint.save), objects, Keep.of(checkpoint), checkpoint.async_save, tell)
 
 

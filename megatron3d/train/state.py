@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron3d.comm.process_comm import Comm, ProcessComm
+from megatron3d.comm.interface import Comm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.errors import UserError

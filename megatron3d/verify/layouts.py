@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.checkpoint.param_pieces import param_pieces, written
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
 from megatron3d.optim.optimizer import learning_rate

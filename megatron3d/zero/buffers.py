@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import DATA
@@ -119,7 +119,7 @@ class Buffers:
             self._advance()
         for flat in self.flats:
             if flat.kind.link is not None:
-                self.comm.add(flat.grad, flat.kind.link).wait()
+                self.comm.all_reduce_pair(flat.grad, flat.kind.link).wait()
 
     def square_norm(self) -> Tensor:
         """My part of the squared global gradient norm: local squares over the number of copies (the norm rule)."""
@@ -141,7 +141,7 @@ class Buffers:
 
     def _gather(self, flat: Flat) -> None:
         flat.remember()
-        flat.gathering = self.comm.fill(flat.raw, self.sharding.axes)
+        flat.gathering = self.comm.all_gather_into(flat.raw, self.sharding.axes)
 
     def _wait(self, flat: Flat) -> None:
         if flat.gathering is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm.process_comm import Pending
+from megatron3d.comm.interface import Pending
 from megatron3d.parallel.layout import ParamSpec, num_copies
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link

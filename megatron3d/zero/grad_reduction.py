@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.zero.flat_buffer import Flat
 
 

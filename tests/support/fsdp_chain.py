@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm.process_comm import Pending
+from megatron3d.comm.interface import Pending
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.zero import Block, Buffers, Sharding
@@ -45,7 +45,7 @@ class Echo:
         mine = x.chunk(ranks)[self.mesh.index(axes)] * ranks
         return self._pending("scatter", axes, x.numel(), lambda: mine)
 
-    def fill(self, whole: Tensor, axes: Axes) -> Pending:
+    def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         ranks = self.mesh.size(axes)
         mine = whole.chunk(ranks)[self.mesh.index(axes)].clone()
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm.process_comm import Comm, Pending, ProcessComm
+from megatron3d.comm.interface import Comm, Pending
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import linear
 from megatron3d.ops.wgrad_queue import WgradQueue

@@ -11,7 +11,7 @@ from megatron3d.analysis.memory_model.local_sizes import KERNELS
 from megatron3d.analysis.memory_model.step_spec import Job, make_job
 from megatron3d.analysis.memory_model.suggestions import cheaper
 from megatron3d.analysis.memory_model.table import memory_table
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 
 # What torch's allocator for the CPU says, in a RuntimeError.

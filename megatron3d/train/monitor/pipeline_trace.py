@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.comm.run_on_all_ranks import together
 from megatron3d.errors import UserError
 from megatron3d.metrics.timers import clock

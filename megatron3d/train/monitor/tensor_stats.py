@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.checkpoint.param_pieces import written
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import DATA

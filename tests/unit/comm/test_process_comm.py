@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron3d.comm.process_comm import ProcessComm, ready
+from megatron3d.comm.interface import completed
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link, matchings
 from tests.support.pool import Pool
@@ -48,7 +49,7 @@ def wrong_collectives(rank: int, world_size: int) -> list[str]:
         if axes == mesh.in_order(axes):
             whole = torch.zeros(ranks * SHAPE[0], *SHAPE[1:]).double()
             whole.chunk(ranks)[mesh.index(axes)].copy_(value(rank))
-            check(comm.fill(whole, axes).wait(), torch.cat(values), "fill", axes)
+            check(comm.all_gather_into(whole, axes).wait(), torch.cat(values), "fill", axes)
         check(comm.all_reduce(value(rank), ("one", *axes)).wait(), total, "sum", axes)
         check(comm.all_reduce(value(rank), axes, "max").wait(), torch.stack(values).amax(0), "max", axes)
     strided = value(rank).transpose(0, 1)
@@ -104,7 +105,7 @@ def test_one_process_needs_no_process_group() -> None:
         comm.all_gather(x, ("x",), 1),
         comm.reduce_scatter(x, ("x", "y"), 0),
         comm.all_reduce(x, ("y",)),
-        ready(x),
+        completed(x),
     ):
         assert pending.wait() is x
     comm.barrier()
@@ -138,7 +139,7 @@ def wrong_transfers(rank: int, world_size: int) -> list[str]:
     for link in mine:
         x = said(rank, 0).contiguous()
         expected = sum(said(other, 0) for other in link.ranks(mesh))
-        wrong += [f"sum over {link}"] if not torch.equal(comm.add(x, link).wait(), expected) else []
+        wrong += [f"sum over {link}"] if not torch.equal(comm.all_reduce_pair(x, link).wait(), expected) else []
         wrong += [f"sum over {link} is not in place"] if not torch.equal(x, expected) else []
     return wrong
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron3d.comm.process_comm import Comm, ProcessComm
+from megatron3d.comm.interface import Comm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh

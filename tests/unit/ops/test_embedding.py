@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron3d.comm.process_comm import Comm, ProcessComm
+from megatron3d.comm.interface import Comm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.embedding import embedding
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron3d.comm.process_comm import Comm, Pending
+from megatron3d.comm.interface import Comm, Pending
 from megatron3d.ops.matmul import Matmul, linear
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh

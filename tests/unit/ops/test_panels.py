@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.live import Live
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.comm.recording import Recorder
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm.process_comm import Pending
+from megatron3d.comm.interface import Pending
 from megatron3d.ops.recompute import repeated
 from megatron3d.parallel.mesh import Axes
 from megatron3d.zero import Block, Buffers

@@ -22,7 +22,7 @@ from megatron3d.analysis.memory_model.activations import (
     total,
 )
 from megatron3d.analysis.memory_model.local_sizes import Work
-from megatron3d.comm.process_comm import Comm
+from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.data.packing import Packing

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from torch import Tensor
 
-from megatron3d.comm.process_comm import Pending, ProcessComm
+from megatron3d.comm.interface import Pending
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.action_costs import Costs

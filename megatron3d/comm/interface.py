@@ -1,0 +1,92 @@
+"""The communicator that everything else sees: collectives over named mesh axes, and their pending results.
+
+Every tensor collective returns a `Pending`, so that computation can run until `wait`.  Axes of size 1 communicate
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link
+
+
+class Pending:
+    """Result of an asynchronous collective; after `wait` it no longer keeps the tensors alive."""
+
+    def __init__(self, finish: Callable[[], Tensor], is_done: Callable[[], bool] | None = None) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._is_done = is_done
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once; True where that is not known."""
+        return self._is_done is None or self._is_done()
+
+    def wait(self) -> Tensor:
+        """Wait for the result and return it; to be called once."""
+        finish = self._finish
+        assert finish is not None, "a collective is waited for twice"
+        self._finish = self._is_done = None
+        return finish()
+
+
+def completed(x: Tensor) -> Pending:
+    """Return a `Pending` for a tensor that needs no communication."""
+    return Pending(lambda: x)
+
+
+class ObjectCollectives(Protocol):
+    """Collectives of small Python values over all ranks of a mesh."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh, with this rank's coordinates."""
+        ...
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Return every rank's value, in rank order, on rank 0; None elsewhere."""
+        ...
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        ...
+
+
+class Comm(ObjectCollectives, Protocol):
+    """Collectives over the axes of a mesh, and transfers over point-to-point links."""
+
+    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        """Return the shards of all ranks along `axes`, concatenated along `dim`, the first axis slowest."""
+        ...
+
+    def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
+        """All-gather `whole` [ranks * n] in place; this rank's shard is in its place already."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        """Return this rank's shard along `dim` of the sum over `axes`."""
+        ...
+
+    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
+        """Return `x` reduced over `axes`, in place where it is contiguous."""
+        ...
+
+    def send(self, x: Tensor, link: Link) -> Pending:
+        """Send `x` to the other end of a link; `wait` returns it when its memory may change."""
+        ...
+
+    def receive(self, out: Tensor, link: Link) -> Pending:
+        """Receive into `out` what the other end of a link sends; the n-th receive matches the n-th send."""
+        ...
+
+    def all_reduce_pair(self, x: Tensor, link: Link) -> Pending:
+        """Sum `x` over both ends of a link, in place."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        ...
