@@ -1,8 +1,8 @@
-"""Makes a corpus of real text on any machine: the sources, with their documentation, of Python's standard library.
+"""Makes a corpus of real text on any machine: the sources of Python's standard library with their documentation.
 
     python tools/make_corpus.py --output data/stdlib.jsonl
 
-A line per module, {"name": ..., "text": ...}, in the order of names.
+One line per module, {"name": ..., "text": ...}, sorted by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.data.token_files.files import replacing
+from megatron3d.data.token_files.files import replace_output
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 
@@ -23,12 +23,12 @@ INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 def modules(folder: Path) -> list[Path]:
-    """Python files of the standard library without installed packages, in the order of names."""
+    """Return the Python files of the standard library without installed packages, sorted by name."""
     return sorted(path for path in folder.rglob("*.py") if INSTALLED.isdisjoint(path.relative_to(folder).parts))
 
 
 def read_source(path: Path) -> str | None:
-    """The text of a module in its declared encoding; None where it cannot be decoded (some are broken on purpose)."""
+    """Return the text of a module; None where it cannot be decoded (the library has such files as test data)."""
     try:
         with tokenize.open(path) as file:
             text = file.read()
@@ -39,14 +39,14 @@ def read_source(path: Path) -> str | None:
 
 
 def make_corpus(arguments: argparse.Namespace) -> None:
-    """Write the corpus and say what is in it."""
+    """Write the corpus, and print its counts."""
     folder = arguments.source
     paths = modules(folder)
     if not paths:
         raise UserError(f"--source {folder}: no Python files in it; name the folder of a standard library")
     limit = float("inf") if arguments.max_mb is None else arguments.max_mb * 1e6
     written = skipped = num_bytes = 0
-    with byte_progress() as progress, replacing(arguments.output) as file:
+    with byte_progress() as progress, replace_output(arguments.output) as file:
         task = progress.add_task("reading modules", total=sum(path.stat().st_size for path in paths))
         for path in paths:
             progress.advance(task, path.stat().st_size)
@@ -66,7 +66,7 @@ def make_corpus(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="make_corpus", description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to make")
     parser.add_argument("--max-mb", type=float, help="stop before the file is larger; default: everything")

@@ -1,8 +1,8 @@
-"""Joins token files, in the order in which they are named: the parts of `preprocess_data.py --shard i/n`, or any.
+"""Joins token files, in the order in which they are named: the shards of `preprocess_data.py --shard i/n`, or any.
 
     python tools/merge_datasets.py --input 'data/web_shard-*_text_document' --output-prefix data/web_text_document
 
-Parts of one job become the very bytes that one task would have made; with a part missing, they are refused.
+The shards of one job become the very bytes that one task would have written; they are refused if one is missing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from megatron3d.data.token_files.files import with_suffix
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.token_files.manifest import Manifest, read_manifest
-from megatron3d.data.token_files.writer import IndexedWriter, manifest_of, publish
+from megatron3d.data.token_files.writer import IndexedWriter, publish
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 
 
 def merge(arguments: argparse.Namespace) -> None:
-    """Join and say what came out."""
+    """Join the corpora, and print the counts of the result."""
     prefixes = find_prefixes(arguments.input)
     if arguments.output_prefix in prefixes:
         raise UserError(f"--output-prefix {arguments.output_prefix}: also an --input; name another")
@@ -42,16 +42,18 @@ def merge(arguments: argparse.Namespace) -> None:
         for part in parts:
             writer.copy(part)
             progress.advance(task, part.num_tokens * part.dtype.itemsize)
-        first = made[0]  # None where Megatron made them: nobody knows with which tokenizer
-        made_by = first and (first.tokenizer_type, first.vocab_size, first.fingerprint)
-        manifest = manifest_of(writer.written, *made_by) if made_by else None
-        publish(arguments.output_prefix, parts[0].dtype, writer.written, manifest)
-    counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens"
+        written = writer.written
+        counted = {name: getattr(written, name) for name in ("num_documents", "num_tokens", "max_token_id")}
+        unknown = dict.fromkeys(("bin_sha256", "idx_sha256", "job", "part"))
+        # No manifest where Megatron made the corpora: their tokenizer is not known.
+        manifest = made[0].model_copy(update=counted | unknown) if made[0] else None
+        publish(arguments.output_prefix, parts[0].dtype, written, manifest)
+    counts = f"{written.num_documents} documents, {written.num_tokens} tokens"
     print(f"{arguments.output_prefix}: {counts} of {len(parts)} corpora")
 
 
 def find_prefixes(patterns: Sequence[str]) -> list[Path]:
-    """Prefixes that names, globs and folders mean, those of a glob or a folder sorted; raises UserError."""
+    """Return the prefixes that names, globs and folders stand for, the latter two sorted; raises UserError."""
     found: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
@@ -67,7 +69,7 @@ def find_prefixes(patterns: Sequence[str]) -> list[Path]:
 
 
 def manifest_problems(prefixes: Sequence[Path], made: Sequence[Manifest | None]) -> Iterator[str]:
-    """What is wrong with joining these: other tokenizers, other jobs, parts out of order or missing."""
+    """Yield what prevents joining: different tokenizers, different jobs, parts missing or out of order."""
     first = made[0]
     for prefix, manifest in zip(prefixes, made, strict=True):
         if (manifest and manifest.fingerprint) != (first and first.fingerprint):
@@ -84,7 +86,7 @@ def manifest_problems(prefixes: Sequence[Path], made: Sequence[Manifest | None])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="merge_datasets", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--input", nargs="+", required=True, help="prefixes of .bin and .idx, globs of them, or folders"

@@ -3,9 +3,9 @@
     python tools/preprocess_data.py --input data/stdlib.jsonl --output-prefix data/stdlib \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/stdlib.model --append-eod --workers 2
 
-A line of a .jsonl file is a document, and so is a row of a .parquet file or a dataset, and a whole .txt file.  The
-bytes depend neither on the number of workers, nor on how often the tool was killed (the same command goes on), nor on
-the number of tasks that share the work with --shard i/n (tools/merge_datasets.py joins what they wrote).
+A document is a line of a .jsonl file, a row of a .parquet file or a dataset, or a whole .txt file.  The bytes depend
+neither on the number of workers, nor on how often the tool was killed (the same command resumes), nor on the number of
+tasks among which --shard i/n divides the input (tools/merge_datasets.py joins their files).
 """
 
 from __future__ import annotations
@@ -31,41 +31,39 @@ from megatron3d.data.preprocess.input_chunks import (
     shuffle,
     split_files,
 )
-from megatron3d.data.preprocess.pipeline import PreprocessJob, Watch, run
+from megatron3d.data.preprocess.pipeline import OnProgress, PreprocessJob, run
 from megatron3d.data.preprocess.readers import ReadOptions
 from megatron3d.data.preprocess.records import TEXT_KEY
 from megatron3d.data.preprocess.resume_log import ResumePoint
-from megatron3d.data.preprocess.split_text import cutter
-from megatron3d.data.token_files.indexed import token_dtype
+from megatron3d.data.preprocess.split_text import exact_split
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.process import num_cores
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 
-TOLD_FAULTS = 10
+MAX_FAULTS = 10
 
 
 def preprocess(arguments: argparse.Namespace) -> None:
-    """Encode every document, publish the token files of every key, and say what they hold."""
+    """Encode every document, publish the token files of every key, and print what they hold."""
     job = make_job(arguments)
     if job.is_done:
         print(f"{job.stem}: this part is done already")
         return
-    total = sum(piece.num_bytes for piece in job.pieces)
-    with reported(total, arguments.log_interval) as watch:
+    total = sum(chunk.num_bytes for chunk in job.chunks)
+    with progress_report(total, arguments.log_interval) as on_progress:
         try:
-            done = run(job, arguments.workers, arguments.ledger_interval, arguments.restart, watch)
+            done = run(job, arguments.workers, arguments.ledger_interval, arguments.restart, on_progress)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on where it was, or anew where nothing was kept") from None
-    dtype = token_dtype(job.tokenizer.vocab_size)
     for prefix, counts in zip(job.prefixes, done.written, strict=True):
         lost = (done.num_documents - counts.num_documents, "empty"), (done.num_bad, "bad")
         left_out = "".join(f", {number} {kind} ones left out" for number, kind in lost if number)
-        print(f"{prefix}: {counts.num_documents} documents{left_out}, {counts.num_tokens} tokens, {dtype.name}")
+        print(f"{prefix}: {counts.num_documents} documents{left_out}, {counts.num_tokens} tokens, {job.dtype.name}")
 
 
 def make_job(arguments: argparse.Namespace) -> PreprocessJob:
-    """The job that the arguments mean; raises UserError."""
+    """Return the job that the arguments describe; raises UserError."""
     UserError.collect(
         f"{flag} {value:g}: must be {least:g} or more"
         for flag, value, least in (
@@ -83,8 +81,8 @@ def make_job(arguments: argparse.Namespace) -> PreprocessJob:
             f"--append-eod: {arguments.tokenizer_type} {arguments.tokenizer_model or ''} has no end-of-document token; "
             "leave --append-eod out, or use a tokenizer that has one"
         )
-    part = parse_shard(arguments.shard) if arguments.shard else None
-    pieces = shuffle(find_pieces(arguments), arguments.shuffle_seed)
+    shard = parse_shard(arguments.shard) if arguments.shard else None
+    chunks = shuffle(find_chunks(arguments), arguments.shuffle_seed)
     keys = tuple(arguments.json_keys)
     return PreprocessJob(
         encoder=EncoderSpec(
@@ -98,35 +96,35 @@ def make_job(arguments: argparse.Namespace) -> PreprocessJob:
             ", or leave such out with --on-bad-record skip",
         ),
         tokenizer=tokenizer,
-        reading=ReadOptions(keys, cutter(tokenizer.encode), int(arguments.max_record_mb * 1e6)),
-        pieces=tuple(select_shard(pieces, part) if part else pieces),
+        read_options=ReadOptions(keys, exact_split(tokenizer.encode), int(arguments.max_record_mb * 1e6)),
+        chunks=tuple(select_shard(chunks, shard) if shard else chunks),
         output_prefix=arguments.output_prefix,
-        identity=identity(arguments, tokenizer.fingerprint, pieces),
-        part=part,
+        identity=identity(arguments, tokenizer.fingerprint, chunks),
+        shard=shard,
     )
 
 
-def find_pieces(arguments: argparse.Namespace) -> list[InputChunk]:
-    """All of the input, in the order of the arguments."""
-    pieces: list[InputChunk] = []
+def find_chunks(arguments: argparse.Namespace) -> list[InputChunk]:
+    """Return the chunks of the whole input, in the order of the arguments."""
+    chunks: list[InputChunk] = []
     for name in arguments.input:
         if name.startswith(HF_PREFIX):
             count = num_shards(name)
-            pieces += [InputChunk("dataset", name, number, count, 0) for number in range(count)]
+            chunks += [InputChunk("dataset", name, number, count, 0) for number in range(count)]
         else:
             files = find_inputs([name])
             empty = [str(file) for file in files if not file.stat().st_size]
             if empty:
                 print(f"WARNING: --input: {len(empty)} empty files, such as {empty[0]}", file=sys.stderr)
-            pieces += split_files(files, max(1, int(arguments.piece_mb * 2**20)))
-    return pieces
+            chunks += split_files(files, max(1, int(arguments.piece_mb * 2**20)))
+    return chunks
 
 
-def identity(arguments: argparse.Namespace, fingerprint: str, pieces: Sequence[InputChunk]) -> dict[str, JsonValue]:
-    """What decides the bytes: the same for a command that goes on."""
-    files = sorted({piece.path for piece in pieces if piece.kind != "dataset"})
+def identity(arguments: argparse.Namespace, fingerprint: str, chunks: Sequence[InputChunk]) -> dict[str, JsonValue]:
+    """Return the values that determine the bytes, by which a command recognizes an unfinished job as its own."""
+    files = sorted({chunk.path for chunk in chunks if chunk.kind != "dataset"})
     return {
-        "--input": hashlib.sha256("\n".join(chunk.identity for chunk in pieces).encode()).hexdigest(),
+        "--input": hashlib.sha256("\n".join(chunk.identity for chunk in chunks).encode()).hexdigest(),
         "content of --input": hashlib.sha256("\n".join(map(stamp, files)).encode(errors="surrogateescape")).hexdigest(),
         "--tokenizer-model": fingerprint,
         "--json-keys": list(arguments.json_keys),
@@ -137,39 +135,40 @@ def identity(arguments: argparse.Namespace, fingerprint: str, pieces: Sequence[I
 
 
 def stamp(path: str) -> str:
-    """What changes with a file."""
+    """Return a text that changes with a file."""
     status = Path(path).stat()
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 @contextmanager
-def reported(num_bytes: int, log_interval: int) -> Iterator[Watch]:
-    """What to tell of each batch: a bar on a terminal, elsewhere a line every `log_interval` documents."""
-    began, first, reports, told = time.monotonic(), None, 0, 0
+def progress_report(num_bytes: int, log_interval: int) -> Iterator[OnProgress]:
+    """Yield a callback that updates a bar on a terminal, and elsewhere prints a line every `log_interval` documents."""
+    began, first = time.monotonic(), None
+    num_reports = num_faults = 0
     with byte_progress("{task.fields[speed]}") as progress:
         task = progress.add_task("encoding", total=num_bytes or None, speed="")
 
-        def watch(entry: ResumePoint, faults: tuple[str, ...]) -> None:
-            nonlocal first, reports, told
-            for fault in faults[: max(0, TOLD_FAULTS - told)]:
+        def on_progress(point: ResumePoint, faults: tuple[str, ...]) -> None:
+            nonlocal first, num_reports, num_faults
+            for fault in faults[: max(0, MAX_FAULTS - num_faults)]:
                 progress.console.print(f"left out: {fault}", soft_wrap=True, markup=False, highlight=False)
-                told += 1
-            tokens = sum(written.num_tokens for written in entry.written)
-            first = (tokens, entry.num_bytes) if first is None else first
+                num_faults += 1
+            tokens = sum(written.num_tokens for written in point.written)
+            first = (tokens, point.num_bytes) if first is None else first
             seconds = max(time.monotonic() - began, 1e-9)
             speed = f"{(tokens - first[0]) / seconds:,.0f} tokens/s"
-            progress.update(task, completed=entry.num_bytes, speed=speed)
-            if not progress.console.is_terminal and entry.num_documents // log_interval > reports:
-                reports = entry.num_documents // log_interval
-                rate = (entry.num_bytes - first[1]) / 1e6 / seconds
-                left = (num_bytes - entry.num_bytes) / 1e6 / max(rate, 1e-9)
+            progress.update(task, completed=point.num_bytes, speed=speed)
+            if not progress.console.is_terminal and point.num_documents // log_interval > num_reports:
+                num_reports = point.num_documents // log_interval
+                rate = (point.num_bytes - first[1]) / 1e6 / seconds
+                left = (num_bytes - point.num_bytes) / 1e6 / max(rate, 1e-9)
                 print(
-                    f"{entry.num_documents} documents ({entry.num_bad} left out), {entry.num_bytes / 1e6:.1f} of "
+                    f"{point.num_documents} documents ({point.num_bad} left out), {point.num_bytes / 1e6:.1f} of "
                     f"{num_bytes / 1e6:.1f} MB, {rate:.1f} MB/s, {speed}, {max(left, 0):.0f} s left",
                     flush=True,
                 )
 
-        yield watch
+        yield on_progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,15 +185,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output-prefix", type=Path, required=True)
     add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
     add("--tokenizer-model", help="model file; none for ByteTokenizer")
-    add("--append-eod", action="store_true", help="end every document with the tokenizer's token for it")
+    add("--append-eod", action="store_true", help="append the tokenizer's end-of-document token to every document")
     add("--split-sentences", action="store_true", help="make every sentence a sequence of its document")
     add("--workers", type=int, default=num_cores(), help="processes; default: every core")
-    add("--shard", help="i/n: do the i-th of n parts, i from 0, as one task of a SLURM array")
-    add("--shuffle-seed", type=int, help="shuffle pieces of the input (files, ranges, row groups); default: in order")
-    add("--piece-mb", type=float, default=64.0, help="size of the pieces that plain .jsonl files are cut into")
+    add("--shard", help="i/n: process the i-th of n shards, i from 0, as one task of a SLURM array")
+    add(
+        "--shuffle-seed",
+        type=int,
+        help="shuffle files, byte ranges and row groups; default: in order",
+    )
+    add("--piece-mb", type=float, default=64.0, help="size of the byte ranges into which plain .jsonl files are split")
     add("--max-record-mb", type=float, default=64.0, help="longest line of JSON, or text of a row")
     add("--on-bad-record", choices=("stop", "skip"), default="stop", help="skip: leave it out, and count it")
-    add("--restart", action="store_true", help="drop what an unfinished job has done")
+    add("--restart", action="store_true", help="discard what an unfinished job has done")
     add("--ledger-interval", type=float, default=5.0, help="seconds of work that a kill may cost")
     add("--log-interval", type=int, default=1000, help="documents between lines where there is no terminal")
     return run_tool(preprocess, parser, argv)

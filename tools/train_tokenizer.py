@@ -1,4 +1,4 @@
-"""Learns a tokenizer from text: SentencePiece pieces, byte-level BPE of Hugging Face, or the list of characters.
+"""Trains a tokenizer on text: SentencePiece pieces, byte-level BPE of Hugging Face, or the list of characters.
 
 python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output-prefix data/stdlib
 
@@ -23,16 +23,16 @@ from megatron3d.data.preprocess.records import TEXT_KEY
 from megatron3d.data.preprocess.tokenizer_training import (
     TrainingText,
     collect_characters,
-    select,
+    select_text,
     train_byte_level,
     train_sentencepiece,
 )
-from megatron3d.data.token_files.files import replacing, with_suffix
+from megatron3d.data.token_files.files import replace_output, with_suffix
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import positive, run_tool, waiting
 
-# The tokenizer that a type is for, and the suffix of its file.
+# By --type, the tokenizer that reads the model and the suffix of its file.
 OUTPUTS = {
     "bpe": ("SentencePieceTokenizer", ".model"),
     "unigram": ("SentencePieceTokenizer", ".model"),
@@ -41,22 +41,22 @@ OUTPUTS = {
 }
 
 
-def learn(source: TrainingText, kind: str, vocab_size: int) -> bytes:
-    """The model of a type."""
+def train(text: TrainingText, kind: str, vocab_size: int) -> bytes:
+    """Return the trained model of a --type."""
     if kind == "char":
-        return collect_characters(source)
-    return train_byte_level(source, vocab_size) if kind == "byte-bpe" else train_sentencepiece(source, kind, vocab_size)
+        return collect_characters(text)
+    return train_byte_level(text, vocab_size) if kind == "byte-bpe" else train_sentencepiece(text, kind, vocab_size)
 
 
-def in_child(source: TrainingText, kind: str, vocab_size: int) -> bytes:
-    """Learn in a process of its own: the libraries neither let a spinner turn nor listen to Ctrl-C."""
+def train_in_child(text: TrainingText, kind: str, vocab_size: int) -> bytes:
+    """Train in a child process: the libraries block the progress display and Ctrl-C."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
-        return pool.submit(learn, source, kind, vocab_size).result()
+        return pool.submit(train, text, kind, vocab_size).result()
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> None:
-    """Learn the model, write it, and say what it is."""
+    """Train the model, write it, and print what it is."""
     characters = arguments.type == "char"
     if characters and arguments.vocab_size is not None:
         raise UserError(f"--vocab-size {arguments.vocab_size}: --type char takes every character; remove --vocab-size")
@@ -67,16 +67,16 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     paths = find_inputs(arguments.input)
     tokenizer_type, suffix = OUTPUTS[arguments.type]
     output = with_suffix(arguments.output_prefix, suffix)
-    source = select(paths, arguments.json_keys, None if characters else arguments.max_mb * 1e6)
+    text = select_text(paths, arguments.json_keys, None if characters else arguments.max_mb * 1e6)
     began = time.monotonic()
-    with replacing(output) as file, waiting(f"learning {arguments.type} from {len(paths)} files"):
-        file.write(learn(source, "char", 0) if characters else in_child(source, arguments.type, arguments.vocab_size))
+    with replace_output(output) as file, waiting(f"learning {arguments.type} from {len(paths)} files"):
+        file.write(train(text, "char", 0) if characters else train_in_child(text, arguments.type, arguments.vocab_size))
     vocab_size = build_tokenizer(tokenizer_type, str(output)).vocab_size
     print(f"{output}: {tokenizer_type} of {vocab_size} tokens, learnt in {time.monotonic() - began:.1f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="train_tokenizer", description=__doc__.partition("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, help="files, folders or globs")
     parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a .jsonl line that hold text")
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--vocab-size", type=positive, help="number of tokens, with the end of a document and the bytes"
     )
-    parser.add_argument("--max-mb", type=float, default=20.0, help="learn from so much, evenly spread; char reads all")
+    parser.add_argument("--max-mb", type=float, default=20.0, help="train on this much, evenly spread; char reads all")
     return run_tool(train_tokenizer, parser, argv)
 
 

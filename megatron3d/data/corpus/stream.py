@@ -1,14 +1,14 @@
-"""Samples of a Hugging Face dataset as it is: its texts are encoded while they are read, without token files.
+"""Samples of a Hugging Face dataset without token files: its texts are encoded while they are read.
 
     sample i = tokens [w S, w S + S] of lane i mod K,   w = i div K
     lane k   = the documents of its rows, each with its end token, epoch after epoch
-    rows     = of n shards every K-th one from k on; where there are fewer than lanes, every c-th row of shard k mod n,
-               which c lanes share.  In each epoch shards come in another order, and so do the rows of each block
+    rows     = every K-th of the n shards, from k on; if n < K, every c-th row of shard k mod n, which c lanes read.
+               Each epoch shuffles the shards of a lane, and the rows within each block, in another order
 
-A sample is a function of (seed, dataset, i), as one of a token file is, so that layouts and restarts change nothing.
-Finding where a window begins takes reading all before it; a Cursor, kept for the last windows and in checkpoints, is
-such a place, so that reading goes on there at once.  Records that are left out count in it, so that their number, too,
-is a function of the samples that are used up.
+Like those of token files, a sample is a function of (seed, dataset, i): layouts and restarts change nothing.  To find
+the start of a window, everything before it must be read; a Cursor stores such a place.  Cursors are kept for the last
+windows and in checkpoints.  They count the records that were left out, so that this number, too, is a function of the
+consumed samples.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron3d.data.permutation import Indices, permutation_keys, permute
-from megatron3d.data.preprocess.encode import KEPT_FAULTS, EncodedBatch, EncoderSpec, encode_batch
+from megatron3d.data.preprocess.encode import MAX_FAULTS, EncodedBatch, EncoderSpec, encode_batch
 from megatron3d.data.preprocess.hub_datasets import num_shards, open_shard
 from megatron3d.data.preprocess.input_chunks import InputChunk
 from megatron3d.data.preprocess.records import Record
 from megatron3d.data.token_files.indexed import Tokens
 from megatron3d.errors import UserError
 
-KEPT_READS = 3
-"""Cursors of so many batches are kept: the one that is read ahead, this one, and the one before."""
+KEPT_BATCHES = 3
+"""Number of batches whose cursors are kept: the prefetched one, the current one and the one before."""
 
 
 class Cursor(NamedTuple):
-    """Where a window begins in its lane.
+    """The place in a lane where a window begins.
 
     Attributes:
-        shard: how many of the lane's shards are used up in this epoch, `row` the first of the lane's rows of the block
-            in this one, `place` the documents used up of the block, and `token` the tokens used up of the next one.
-        check: a checksum of these tokens.
-        num_bad: records of the lane that were left out before this document.
+        shard: number of the lane's shards that are consumed in this epoch.
+        row: first of the lane's rows of the current block in that shard.
+        place: number of consumed documents of the block.
+        token: number of consumed tokens of the next document; `check` is their checksum.
+        num_bad: number of the lane's records that were left out before this document.
     """
 
     epoch: int = 0
@@ -57,13 +58,13 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedDataset:
-    """The documents of a dataset, as lanes.
+    """The documents of a dataset, divided into lanes.
 
     Attributes:
         name: as hub.HubName reads it.
-        shuffle_rows: rows of a block.
-        seed: of the order; None keeps that of the dataset.
-        faults: what is wrong with the first records that were left out.
+        shuffle_rows: number of rows that are shuffled together, a block.
+        seed: of the shuffle; None keeps the order of the dataset.
+        faults: descriptions of the first records that were left out.
     """
 
     name: str
@@ -75,18 +76,18 @@ class StreamedDataset:
     faults: list[str] = field(default_factory=list)
 
     def documents(self, lane: int, at: Cursor) -> Iterator[tuple[Cursor, Tokens]]:
-        """The documents of a lane without end, from a place on, with their places; raises UserError without any."""
+        """Yield the documents of a lane without end, from a place on, with their places; raises UserError if none."""
         num_bad = at.num_bad
         while True:
             is_empty = at == Cursor(at.epoch, num_bad=at.num_bad)
             for number, shard in islice(enumerate(self._shards(lane, at.epoch)), at.shard, None):
                 here = at if number == at.shard else Cursor(at.epoch, number)
-                for place, encoded in self._of_shard(lane, shard, here):
+                for place, encoded in self._shard_documents(lane, shard, here):
                     if encoded.columns[0][0].size:
                         is_empty = False
                         yield place._replace(num_bad=num_bad), encoded.columns[0][0]
                     num_bad += encoded.num_bad
-                    if encoded.faults and len(self.faults) < KEPT_FAULTS:  # met again in later epochs
+                    if encoded.faults and len(self.faults) < MAX_FAULTS:  # later epochs meet them again
                         self.faults.extend(fault for fault in encoded.faults if fault not in self.faults)
             if is_empty:
                 raise UserError(
@@ -99,7 +100,7 @@ class StreamedDataset:
         shards = range(lane % self.num_shards, self.num_shards, self.num_lanes)
         return [shards[place] for place in self._order(len(shards), f"shards of lane {lane}", epoch)]
 
-    def _of_shard(self, lane: int, shard: int, at: Cursor) -> Iterator[tuple[Cursor, EncodedBatch]]:
+    def _shard_documents(self, lane: int, shard: int, at: Cursor) -> Iterator[tuple[Cursor, EncodedBatch]]:
         sharing = len(range(shard, self.num_lanes, self.num_shards)) or 1
         mine, done = lane // self.num_shards, at.place
         rows = enumerate(open_shard(self.name, shard, self.num_shards, at.row * sharing), at.row * sharing)
@@ -123,7 +124,7 @@ class StreamedDataset:
         return [int(place) for place in permute(np.arange(size), size, keys)]
 
     def first_text(self, shard: int) -> str:
-        """The first text of a shard; raises UserError where its first row, or none that may stand for it, has one."""
+        """Return the first text of a shard; raises UserError if its first row, or with skip_bad any, has none."""
         fault: UserError | None = None
         for row, fields in islice(enumerate(open_shard(self.name, shard, self.num_shards, 0)), self.shuffle_rows):
             try:
@@ -141,10 +142,10 @@ class StreamedDataset:
 
 
 class Lane:
-    """The windows of one lane; one after another they are read on, others from the nearest cursor before.
+    """The windows of one lane: reads on for the next one, and from the nearest earlier cursor for any other.
 
     Attributes:
-        cursors: where some windows begin.
+        cursors: the start of some windows, by number.
     """
 
     def __init__(self, rows: StreamedDataset, number: int, seq_length: int) -> None:
@@ -153,7 +154,7 @@ class Lane:
         self._at = -1
 
     def window(self, wanted: int) -> Tokens:
-        """Tokens [w S, w S + S]; raises UserError where the dataset is no longer what a cursor was made of."""
+        """Return tokens [w S, w S + S]; raises UserError where the dataset has changed since a cursor was made."""
         if wanted != self._at:
             self._go_to(max(window for window in self.cursors if window <= wanted))
         while True:
@@ -162,7 +163,7 @@ class Lane:
                 return tokens
 
     def forget_before(self, window: int) -> None:
-        """Give up cursors, but the first and the last one."""
+        """Drop the cursors before a window, except the first and the last one."""
         for old in [old for old in sorted(self.cursors)[1:-1] if old < window]:
             del self.cursors[old]
 
@@ -176,7 +177,7 @@ class Lane:
             if place != at._replace(token=0, check=0) or zlib.crc32(tokens[: at.token].tobytes()) != at.check:
                 raise UserError(
                     f"{self._rows.name}: has changed since the run began, in shard {at.shard} of lane {self._number}; "
-                    "go on with the dataset as it was, or begin anew in another checkpoint.save"
+                    "go on with the dataset as it was, or start from scratch in another checkpoint.save"
                 )
             self._hold(at, tokens[at.token :])
 
@@ -186,7 +187,7 @@ class Lane:
             self._num_held += len(tokens)
 
     def _advance(self) -> Tokens:
-        """The next window; all but its last token are used up."""
+        """Return the next window, and consume all of its tokens but the last."""
         while self._num_held <= self._seq_length:
             self._hold(*next(self._documents))
         parts, rest = [], self._seq_length
@@ -204,28 +205,28 @@ class Lane:
 
 
 class StreamedSamples:
-    """Samples 0, 1, ... of a dataset without end."""
+    """Samples 0, 1, ... of a streamed dataset, without end."""
 
     def __init__(self, rows: StreamedDataset, seq_length: int) -> None:
         self.rows, self._seq_length = rows, seq_length
         self._lanes = [Lane(rows, number, seq_length) for number in range(rows.num_lanes)]
-        self._lows: deque[int] = deque(maxlen=KEPT_READS)
+        self._lows: deque[int] = deque(maxlen=KEPT_BATCHES)
 
     @property
     def sources(self) -> tuple[Any, ...]:
-        """Token files: none."""
+        """The token files that are read: none."""
         return ()
 
     @property
     def contents(self) -> list[list[object]]:
-        """What decides the samples, as far as it is looked at: the first rows; raises UserError if they are no text."""
+        """Values that identify the samples, from the first rows; raises UserError if these have no text."""
         rows = self.rows
         values: list[object] = [rows.num_shards, rows.num_lanes, rows.shuffle_rows, rows.encoder.keys]
         values += [rows.first_text(shard) for shard in sorted({0, rows.num_shards - 1})]
         return [[hashlib.sha256(str(values).encode()).hexdigest(), 1]]
 
     def read(self, samples: Indices) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens; raises UserError for a row that is no text, unless such are left out."""
+        """Return [samples, seq_length + 1] tokens; raises UserError for a row without text unless such are left out."""
         windows, lanes = np.divmod(samples, self.rows.num_lanes)
         self._lows.append(int(windows.min()))
         tokens = np.empty((len(samples), self._seq_length + 1), np.int64)
@@ -236,22 +237,22 @@ class StreamedSamples:
         return tokens
 
     def place(self, sample: int) -> str:
-        """Where a sample comes from, for a person."""
+        """Return where a sample comes from, for a message."""
         window, lane = divmod(sample, self.rows.num_lanes)
         return f"{self.rows.name}, window {window} of lane {lane}"
 
     def cursors(self, consumed_samples: int) -> dict[str, tuple[int, ...]]:
-        """By lane where its first sample from so many on begins, as far as this rank knows."""
+        """Return by lane the start of its next window after the consumed samples, where this rank knows it."""
         found = {str(lane): self._lanes[lane].cursors.get(w) for lane, w in self._next_windows(consumed_samples) if w}
         return {lane: tuple(cursor) for lane, cursor in found.items() if cursor is not None}
 
     def num_bad(self, consumed_samples: int) -> tuple[int, ...]:
-        """By lane the records that were left out in so many samples, 0 where this rank does not know."""
+        """Return by lane the number of records left out among the consumed samples, 0 where this rank does not know."""
         found = (self._lanes[lane].cursors.get(window) for lane, window in self._next_windows(consumed_samples))
         return tuple(cursor.num_bad if cursor else 0 for cursor in found)
 
     def go_on(self, consumed_samples: int, cursors: Mapping[str, Sequence[int]]) -> None:
-        """Know where samples from so many on begin."""
+        """Restore the starts of the next windows after the consumed samples."""
         for lane, window in self._next_windows(consumed_samples):
             if str(lane) in cursors:
                 self._lanes[lane].cursors[window] = Cursor(*cursors[str(lane)])
@@ -261,20 +262,18 @@ class StreamedSamples:
         return ((lane, max(-(-(consumed_samples - lane) // lanes), 0)) for lane in range(lanes))
 
     def consumed_tokens(self, spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
-        """Nothing: there is only one dataset."""
+        """Return nothing: there is only one dataset."""
         return {}
 
     def describe(self) -> str:
-        """For the start of a run."""
+        """Return a line for the start of a run."""
         rows = self.rows
-        return (
-            f"{rows.name}: read as a stream of {rows.num_shards} shards in {rows.num_lanes} lanes; how often is not "
-            "known before"
-        )
+        shards = f"{rows.num_shards} shards in {rows.num_lanes} lanes"
+        return f"{rows.name}: read as a stream of {shards}; how often is not known before"
 
 
 def open_stream(
     name: str, num_lanes: int, shuffle_rows: int, seed: int | None, encoder: EncoderSpec
 ) -> StreamedDataset:
-    """The lanes of a dataset; raises UserError where it cannot be opened."""
+    """Open a dataset in lanes; raises UserError where that fails."""
     return StreamedDataset(name, num_shards(name), num_lanes, shuffle_rows, seed, encoder)

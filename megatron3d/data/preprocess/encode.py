@@ -1,4 +1,4 @@
-"""Documents to token ids on several processes, in order and with bounded memory: the result is that of one process."""
+"""Encode documents on several processes, in order and in bounded memory: the result is that of one process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron3d.data.preprocess.records import Record
-from megatron3d.data.preprocess.split_text import Cut, cutter, parts, sentence_splitter
+from megatron3d.data.preprocess.split_text import Split, exact_split, sections, sentence_splitter
 from megatron3d.data.token_files.indexed import Tokens, token_dtype
 from megatron3d.data.token_files.writer import CONTINUES, ENDS_DOCUMENT, ENDS_SEQUENCE
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -28,18 +28,18 @@ from megatron3d.errors import UserError
 BATCH_BYTES = 1 << 18
 """Text per task: large against the cost of sending it, small against memory."""
 TASKS_PER_WORKER = 3
-KEPT_FAULTS = 5
-"""Bad records of a batch that are told of one by one; finding their lines takes time."""
+MAX_FAULTS = 5
+"""Bad records of a batch that are described; finding the line of one takes time."""
 Ints = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """What a worker needs to turn documents into tokens.
+    """Everything a worker process needs to encode documents.
 
     Attributes:
-        fingerprint: of the tokenizer.
-        remedy: what else than to correct it can be done about a bad record.
+        fingerprint: of the tokenizer; a worker that reads another one raises.
+        remedy: end of the error about a bad record: what can be done other than correcting it.
     """
 
     tokenizer_type: str
@@ -54,11 +54,11 @@ class EncoderSpec:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch of documents.
+    """The tokens of a batch of documents.
 
     Attributes:
-        columns: per key all tokens, the length of each run of tokens, and how it ends; empty texts are left out.
-        num_bad: records that were left out, and `faults` of some.
+        columns: per key, all tokens, the length of each run of tokens, and how the run ends; empty texts have none.
+        num_bad: number of records that were left out; `faults` describes some of them.
     """
 
     num_documents: int
@@ -68,37 +68,48 @@ class EncodedBatch:
     faults: tuple[str, ...]
 
 
-Batch = tuple[EncodedBatch, int, int]
-"""What was encoded, the number of the piece that its last record is of, and where in it the next one begins."""
+class BatchResult(NamedTuple):
+    """A batch, the number of the chunk that holds its last record, and the position after that record."""
+
+    encoded: EncodedBatch
+    chunk: int
+    after: int
+
+
+class _Task(NamedTuple):
+    future: Future[EncodedBatch]
+    chunk: int
+    after: int
+    num_bytes: int
 
 
 def encode(
-    encoder: EncoderSpec, records: Iterable[tuple[int, Record]], num_workers: int
-) -> Generator[Batch, None, None]:
-    """Batches of encoded documents in the order of `records`, each with the number of its piece.
+    spec: EncoderSpec, records: Iterable[tuple[int, Record]], num_workers: int
+) -> Generator[BatchResult, None, None]:
+    """Yield batches of encoded documents in the order of `records`, which come with the numbers of their chunks.
 
     Raises UserError that names a bad document.
     """
     if num_workers == 1:
-        for number, batch in _batches(records):
-            yield encode_batch(encoder, batch), number, batch[-1].after
+        for chunk, batch in _batches(records):
+            yield BatchResult(encode_batch(spec, batch), chunk, batch[-1].after)
         return
     with ExitStack() as stack:
-        pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
+        pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _exit_with_parent)
         stack.callback(pool.shutdown, cancel_futures=True)
-        pending: deque[tuple[Future[EncodedBatch], int, int, int]] = deque()
-        for number, batch in _batches(records):
-            with _deferred_interrupts():  # a task may start a worker
-                future = pool.submit(encode_batch, encoder, batch)
-            pending.append((future, number, batch[-1].after, sum(map(_size, batch))))
+        pending: deque[_Task] = deque()
+        for chunk, batch in _batches(records):
+            with _deferred_interrupts():  # submit may start a worker
+                future = pool.submit(encode_batch, spec, batch)
+            pending.append(_Task(future, chunk, batch[-1].after, sum(map(_size, batch))))
             while len(pending) > 1 and _is_full(pending, num_workers):
-                yield _result(pending)
+                yield _result(pending.popleft())
         while pending:
-            yield _result(pending)
+            yield _result(pending.popleft())
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent is killed would wait for its next task for ever."""
+def _exit_with_parent() -> None:
+    """End this worker when its parent is killed, instead of waiting for the next task."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
 
@@ -109,15 +120,14 @@ def _end_with_parent() -> None:
     Thread(target=wait, daemon=True).start()
 
 
-def _is_full(pending: Sequence[tuple[Future[EncodedBatch], int, int, int]], num_workers: int) -> bool:
-    tasks = TASKS_PER_WORKER * num_workers
-    return len(pending) >= tasks or sum(size for *_, size in pending) > 2 * tasks * BATCH_BYTES
+def _is_full(pending: Sequence[_Task], num_workers: int) -> bool:
+    max_tasks = TASKS_PER_WORKER * num_workers
+    return len(pending) >= max_tasks or sum(task.num_bytes for task in pending) > 2 * max_tasks * BATCH_BYTES
 
 
-def _result(pending: deque[tuple[Future[EncodedBatch], int, int, int]]) -> Batch:
-    future, number, after, _ = pending.popleft()
+def _result(task: _Task) -> BatchResult:
     try:
-        return future.result(), number, after
+        return BatchResult(task.future.result(), task.chunk, task.after)
     except BrokenProcessPool as error:
         raise UserError(
             "--workers: a worker process was killed, by the system where memory ran out; use fewer, or a smaller "
@@ -127,19 +137,19 @@ def _result(pending: deque[tuple[Future[EncodedBatch], int, int, int]]) -> Batch
 
 @contextmanager
 def _deferred_interrupts() -> Iterator[None]:
-    """Processes started in here never see Ctrl-C, so that none prints a traceback; this one sees it afterwards.
+    """Start processes that ignore Ctrl-C, so that none prints a traceback; this process handles it afterwards.
 
-    They inherit the blocked signal; here another thread may still take it, hence the handler that only notes it.
+    Children inherit the blocked signal; another thread of this process may still receive it, so a handler records it.
     """
-    noted: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGINT, handler)
-        if noted:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -151,69 +161,67 @@ def _size(record: Record) -> int:
 
 
 def _batches(records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, list[Record]]]:
-    """Records of about BATCH_BYTES, all of one piece or of neighbours, with the number of the last one's."""
+    """Yield records in batches of about BATCH_BYTES, each with the number of its last record's chunk."""
     batch: list[Record] = []
-    num_bytes, last = 0, 0
-    for last, record in records:
+    num_bytes = chunk = 0
+    for chunk, record in records:
         batch.append(record)
         num_bytes += _size(record) + 256
         if num_bytes >= BATCH_BYTES:
-            yield last, batch
+            yield chunk, batch
             batch, num_bytes = [], 0
     if batch:
-        yield last, batch
+        yield chunk, batch
 
 
-@dataclass
-class _Tools:
-    """What a worker makes once."""
-
+class _Tools(NamedTuple):
     tokenizer: Tokenizer
-    cut: Cut
-    split: Callable[[str], Sequence[str]]
+    split: Split
+    sentences: Callable[[str], Sequence[str]]
 
 
 @lru_cache(maxsize=1)
-def _tools(encoder: EncoderSpec) -> _Tools:
-    tokenizer = build_tokenizer(encoder.tokenizer_type, encoder.tokenizer_model)
-    if tokenizer.fingerprint != encoder.fingerprint:
-        raise UserError(f"--tokenizer-model {encoder.tokenizer_model}: changed while it was in use; start again")
-    split = sentence_splitter() if encoder.split_sentences else lambda text: (text,)
-    return _Tools(tokenizer, cutter(tokenizer.encode), split)
+def _tools(spec: EncoderSpec) -> _Tools:
+    """Load what this process encodes with, once."""
+    tokenizer = build_tokenizer(spec.tokenizer_type, spec.tokenizer_model)
+    if tokenizer.fingerprint != spec.fingerprint:
+        raise UserError(f"--tokenizer-model {spec.tokenizer_model}: changed while it was in use; start again")
+    sentences = sentence_splitter() if spec.split_sentences else lambda text: (text,)
+    return _Tools(tokenizer, exact_split(tokenizer.encode), sentences)
 
 
 @dataclass
 class _Column:
-    """The runs of tokens of one key."""
+    """The runs of tokens of one key, and how each run ends."""
 
     runs: list[Tokens] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
 
     def packed(self, dtype: np.dtype[Any]) -> tuple[Tokens, Ints, Ints]:
-        """All tokens, lengths, marks."""
+        """Return all tokens, the lengths of the runs, and their marks."""
         lengths = np.array([len(run) for run in self.runs], np.int64)
         return np.concatenate([np.empty(0, dtype), *self.runs]), lengths, np.array(self.marks, np.int8)
 
 
-def encode_batch(encoder: EncoderSpec, batch: list[Record]) -> EncodedBatch:
-    """The tokens of records, in this process; raises UserError that names a bad one."""
-    tools = _tools(encoder)
-    columns = tuple(_Column() for _ in encoder.keys)
+def encode_batch(spec: EncoderSpec, batch: list[Record]) -> EncodedBatch:
+    """Encode records in this process; raises UserError that names a bad one."""
+    tools = _tools(spec)
+    columns = tuple(_Column() for _ in spec.keys)
     faults: list[str] = []
     num_bad = 0
     for record in batch:
         try:
-            texts = record.texts(encoder.keys)
-            runs = [_encode_text(encoder, tools, record, text) for text in texts]
+            texts = record.texts(spec.keys)
+            encoded = [_encode_text(spec, tools, record, text) for text in texts]
         except UserError as error:
-            if not encoder.skip_bad or not record.is_whole:
-                raise UserError(f"{error}{encoder.remedy}") from error
+            if not spec.skip_bad or not record.is_whole:
+                raise UserError(f"{error}{spec.remedy}") from error
             num_bad += 1
-            faults += [str(error)] if len(faults) < KEPT_FAULTS else []
+            faults += [str(error)] if len(faults) < MAX_FAULTS else []
             continue
-        for column, (arrays, marks) in zip(columns, runs, strict=True):
-            column.runs += arrays
-            column.marks += marks
+        for column, added in zip(columns, encoded, strict=True):
+            column.runs += added.runs
+            column.marks += added.marks
     return EncodedBatch(
         num_documents=sum(record.ends for record in batch) - num_bad,
         num_bytes=sum(record.num_bytes for record in batch),
@@ -223,24 +231,23 @@ def encode_batch(encoder: EncoderSpec, batch: list[Record]) -> EncodedBatch:
     )
 
 
-def _encode_text(encoder: EncoderSpec, tools: _Tools, record: Record, text: str) -> tuple[list[Tokens], list[int]]:
-    """Runs of tokens and how each ends; an empty text has none."""
-    arrays: list[Tokens] = []
-    marks: list[int] = []
-    for part in parts(text, tools.cut) if text else ():
-        for sentence in tools.split(part):
-            arrays.append(_ids(tools.tokenizer, record, sentence))
-            marks.append(ENDS_SEQUENCE)
-        marks[-1] = CONTINUES
-    if arrays and record.ends:
-        marks[-1] = ENDS_DOCUMENT
-        if encoder.append_eod:
+def _encode_text(spec: EncoderSpec, tools: _Tools, record: Record, text: str) -> _Column:
+    """Encode one text; an empty text has no runs."""
+    column = _Column()
+    for section in sections(text, tools.split) if text else ():
+        for sentence in tools.sentences(section):
+            column.runs.append(_token_ids(tools.tokenizer, record, sentence))
+            column.marks.append(ENDS_SEQUENCE)
+        column.marks[-1] = CONTINUES
+    if column.runs and record.ends:
+        column.marks[-1] = ENDS_DOCUMENT
+        if spec.append_eod:
             assert tools.tokenizer.eod is not None, "--append-eod was accepted for a tokenizer without such a token"
-            arrays[-1] = np.append(arrays[-1], arrays[-1].dtype.type(tools.tokenizer.eod))
-    return arrays, marks
+            column.runs[-1] = np.append(column.runs[-1], column.runs[-1].dtype.type(tools.tokenizer.eod))
+    return column
 
 
-def _ids(tokenizer: Tokenizer, record: Record, text: str) -> Tokens:
+def _token_ids(tokenizer: Tokenizer, record: Record, text: str) -> Tokens:
     dtype = token_dtype(tokenizer.vocab_size)
     try:
         ids = np.array(tokenizer.encode(text), np.int64)

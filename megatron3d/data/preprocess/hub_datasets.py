@@ -1,4 +1,4 @@
-"""Hugging Face datasets, by name or in a local folder, read as streams: rows of one shard from any row on."""
+"""Hugging Face datasets, by name or in a local folder, read as streams: the rows of one shard from any row on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HF_PREFIX = "hf:"
 
 @dataclass(frozen=True)
 class DatasetName:
-    """`hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]`; the split is `train` where none is given."""
+    """The parts of `hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]`; the default split is `train`."""
 
     name: str
     config: str | None
@@ -24,9 +24,9 @@ class DatasetName:
 
     @classmethod
     def parse(cls, text: str) -> DatasetName:
-        """The parts of a name; raises UserError."""
+        """Parse a name; raises UserError."""
         whole = text.removeprefix(HF_PREFIX)
-        is_folder = bool(whole) and Path(whole).is_dir()  # then : and @ are of its name
+        is_folder = bool(whole) and Path(whole).is_dir()  # then : and @ belong to the folder's name
         name, _, split = (whole, "", "") if is_folder else whole.partition(":")
         name, _, config = (name, "", "") if is_folder else name.partition("@")
         if not text.startswith(HF_PREFIX) or not name:
@@ -38,7 +38,7 @@ class DatasetName:
 
 @lru_cache(maxsize=4)
 def open_dataset(text: str) -> Any:
-    """The stream of a dataset that is downloaded, in a folder, or on the hub; raises UserError."""
+    """Open a dataset of a folder, of the download cache, or of the hub as a stream; raises UserError."""
     try:
         import datasets
     except ImportError as error:
@@ -60,16 +60,16 @@ def _first_line(error: Exception) -> str:
 
 
 def num_shards(text: str) -> int:
-    """How many pieces a dataset comes in."""
+    """Return the number of shards of a dataset."""
     return int(open_dataset(text).num_shards)
 
 
 def open_shard(text: str, number: int, count: int, first_row: int) -> Iterator[Mapping[str, Any]]:
-    """Rows of a shard from `first_row` on; several may be read by turns.  Raises UserError for a damaged file."""
+    """Yield the rows of a shard from `first_row` on; several may be open.  Raises UserError for a damaged file."""
     shard = open_dataset(text).shard(count, number)
     try:
         yield from shard.skip(first_row) if first_row else shard
-    except Exception as error:  # of any kind: those of pyarrow, of decompressors, of the file system
+    except Exception as error:  # of any type: those of pyarrow, of decompressors, of the file system
         raise UserError(
             f"{text}: shard {number} of {count} cannot be read ({_first_line(error)}); correct or remove its file: "
             "tools/preprocess_data.py --input with the files themselves names the line"

@@ -1,8 +1,8 @@
-"""A job of preprocessing: pieces of input to token files, killed and resumed at any moment, with the same bytes.
+"""A preprocessing job: input chunks to token files, killed and resumed at any moment, with the same bytes.
 
 {prefix}_{key}_document       with --split-sentences {prefix}_{key}_sentence
-{prefix}_shard-00002-of-00008_{key}_document      one part of eight
-{prefix}.ledger.jsonl         while it is not finished
+{prefix}_shard-00002-of-00008_{key}_document      one shard of eight
+{prefix}.ledger.jsonl         while the job is not finished
 """
 
 from __future__ import annotations
@@ -14,172 +14,184 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from pydantic import JsonValue
 
-from megatron3d.data.preprocess.encode import Batch, EncoderSpec, encode
+from megatron3d.data.preprocess.encode import BatchResult, EncoderSpec, encode
 from megatron3d.data.preprocess.input_chunks import InputChunk
-from megatron3d.data.preprocess.readers import ReadOptions, read_piece
+from megatron3d.data.preprocess.readers import ReadOptions, read_chunk
 from megatron3d.data.preprocess.records import Record
 from megatron3d.data.preprocess.resume_log import ResumeLog, ResumePoint
 from megatron3d.data.token_files.files import with_suffix
 from megatron3d.data.token_files.indexed import token_dtype
 from megatron3d.data.token_files.manifest import read_manifest
-from megatron3d.data.token_files.writer import IndexedWriter, WrittenCounts, can_publish, manifest_of, publish, reaches
+from megatron3d.data.token_files.writer import (
+    IndexedWriter,
+    WrittenCounts,
+    can_publish,
+    is_on_disk,
+    make_manifest,
+    publish,
+)
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
-Watch = Callable[[ResumePoint, tuple[str, ...]], None]
-"""Told after each batch how far the job is, and what is wrong with records that were left out."""
+OnProgress = Callable[[ResumePoint, tuple[str, ...]], None]
+"""Called after each batch with how far the job is, and descriptions of records that were left out."""
 
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """What is to be done.
+    """A job, or one shard of it.
 
     Attributes:
-        pieces: those of this part, in order.
-        identity: what an unfinished job must share to be gone on with.
-        part: (i, n) of a part, None for everything.
+        chunks: input chunks of this shard, in order.
+        identity: values that an unfinished job must share to be resumed.
+        shard: (i, n) of a shard, None for a whole job.
     """
 
     encoder: EncoderSpec
     tokenizer: Tokenizer
-    reading: ReadOptions
-    pieces: tuple[InputChunk, ...]
+    read_options: ReadOptions
+    chunks: tuple[InputChunk, ...]
     output_prefix: Path
     identity: dict[str, JsonValue]
-    part: tuple[int, int] | None = None
+    shard: tuple[int, int] | None = None
 
     @property
     def stem(self) -> Path:
-        """What all its files begin with."""
-        return with_suffix(self.output_prefix, "_shard-{:05}-of-{:05}".format(*self.part) if self.part else "")
+        """Prefix of all files of the job."""
+        return with_suffix(self.output_prefix, "_shard-{:05}-of-{:05}".format(*self.shard) if self.shard else "")
 
     @property
     def prefixes(self) -> tuple[Path, ...]:
-        """Of the token files of each key."""
+        """Prefixes of the token files, one per key."""
         level = "sentence" if self.encoder.split_sentences else "document"
         return tuple(with_suffix(self.stem, f"_{key}_{level}") for key in self.encoder.keys)
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the token files."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    @property
     def stamps(self) -> dict[str, str | None]:
-        """What the manifests of a part say of it."""
+        """Fields of the manifests that identify a shard."""
         digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
-        return {"job": digest, "part": "{}/{}".format(*self.part)} if self.part else {"job": None, "part": None}
+        return {"job": digest, "part": "{}/{}".format(*self.shard)} if self.shard else {"job": None, "part": None}
 
     @property
     def is_done(self) -> bool:
-        """Whether this part of this very job is there already."""
+        """Whether this shard of this very job is published already."""
         manifests = [read_manifest(prefix) for prefix in self.prefixes if with_suffix(prefix, ".idx").exists()]
         stamps = [{"job": m.job, "part": m.part} for m in manifests if m is not None]
-        return self.part is not None and stamps == [self.stamps] * len(self.prefixes)
+        return self.shard is not None and stamps == [self.stamps] * len(self.prefixes)
 
-    def records(self, entry: ResumePoint) -> Iterator[tuple[int, Record]]:
-        """All records from a point on, with the numbers of their pieces."""
-        for number, piece in enumerate(self.pieces[entry.piece :], entry.piece):
-            position = entry.position if number == entry.piece else None
-            for record in read_piece(piece, self.reading, position):
+    def records(self, point: ResumePoint) -> Iterator[tuple[int, Record]]:
+        """Yield all records from a point on, with the numbers of their chunks."""
+        for number, chunk in enumerate(self.chunks[point.piece :], point.piece):
+            position = point.position if number == point.piece else None
+            for record in read_chunk(chunk, self.read_options, position):
                 yield number, record
 
 
-def run(job: PreprocessJob, num_workers: int, interval_s: float, restart: bool, watch: Watch) -> ResumePoint:
-    """Do a job, or what is left of it; returns what was read and written.
+def run(job: PreprocessJob, num_workers: int, interval_s: float, restart: bool, on_progress: OnProgress) -> ResumePoint:
+    """Run a job, or what is left of it, and return its counts; a resume point is logged every `interval_s`.
 
-    Raises UserError for bad input, and KeyboardInterrupt; what is done by then stays if a ledger line counts it.
+    Raises UserError for bad input, and KeyboardInterrupt; what the log counts by then is kept.
     """
-    ledger = ResumeLog(with_suffix(job.stem, ".ledger.jsonl"), job.identity | {"shard": list(job.part or ())}, restart)
+    log = ResumeLog(with_suffix(job.stem, ".ledger.jsonl"), job.identity | {"shard": list(job.shard or ())}, restart)
     try:
-        entry = _last_sound(ledger, job)
-        if not entry.is_done:
-            entry = _encode_rest(job, ledger, entry, (num_workers, interval_s), watch)
-        _publish(job, entry)
+        point = _resume_point(log, job)
+        if not point.is_done:
+            point = _encode_rest(job, log, point, num_workers, interval_s, on_progress)
+        _publish(job, point)
     except BaseException:
-        if ledger.entries:
-            ledger.close()
+        if log.points:
+            log.close()
         else:
-            ledger.remove()
+            log.remove()
         raise
-    ledger.remove()
-    return entry
+    log.remove()
+    return point
 
 
-def _last_sound(ledger: ResumeLog, job: PreprocessJob) -> ResumePoint:
-    """The last point that all files reach."""
-    dtype = token_dtype(job.tokenizer.vocab_size)
+def _resume_point(log: ResumeLog, job: PreprocessJob) -> ResumePoint:
+    """Return the last point whose data is on disk in all files, and drop later ones."""
 
-    def is_there(entry: ResumePoint) -> bool:
-        is_enough = can_publish if entry.is_done else reaches
-        return all(
-            is_enough(prefix, written, dtype) for prefix, written in zip(job.prefixes, entry.written, strict=True)
-        )
+    def is_reached(point: ResumePoint) -> bool:
+        is_reached_by = can_publish if point.is_done else is_on_disk
+        pairs = zip(job.prefixes, point.written, strict=True)
+        return all(is_reached_by(prefix, written, job.dtype) for prefix, written in pairs)
 
-    start = ResumePoint(written=tuple(WrittenCounts() for _ in job.prefixes))
-    while ledger.entries and not is_there(ledger.entries[-1]):
-        ledger.entries.pop()
-    return ledger.entries[-1] if ledger.entries else start
+    while log.points and not is_reached(log.points[-1]):
+        log.points.pop()
+    return log.points[-1] if log.points else ResumePoint(written=tuple(WrittenCounts() for _ in job.prefixes))
 
 
 def _encode_rest(
-    job: PreprocessJob, ledger: ResumeLog, entry: ResumePoint, how: tuple[int, float], watch: Watch
+    job: PreprocessJob,
+    log: ResumeLog,
+    point: ResumePoint,
+    num_workers: int,
+    interval_s: float,
+    on_progress: OnProgress,
 ) -> ResumePoint:
-    (num_workers, interval_s), kept_at = how, time.monotonic()
-    dtype = token_dtype(job.tokenizer.vocab_size)
-    writers = [
-        IndexedWriter(prefix, dtype, written) for prefix, written in zip(job.prefixes, entry.written, strict=True)
-    ]
+    pairs = zip(job.prefixes, point.written, strict=True)
+    writers = [IndexedWriter(prefix, job.dtype, written) for prefix, written in pairs]
+    logged_at = time.monotonic()
     try:
-        with closing(encode(job.encoder, job.records(entry), num_workers)) as batches:
+        with closing(encode(job.encoder, job.records(point), num_workers)) as batches:
             for batch in batches:
-                entry = _write(writers, entry, batch)
-                watch(entry, batch[0].faults)
-                if time.monotonic() - kept_at >= interval_s:
-                    _keep(writers, ledger, entry)
-                    kept_at = time.monotonic()
-        _require_text(job, entry)
-        entry = replace(entry, is_done=True)
-        _keep(writers, ledger, entry)
+                point = _write(writers, point, batch)
+                on_progress(point, batch.encoded.faults)
+                if time.monotonic() - logged_at >= interval_s:
+                    _log(writers, log, point)
+                    logged_at = time.monotonic()
+        _require_text(job, point)
+        point = replace(point, is_done=True)
+        _log(writers, log, point)
     except BaseException:
         for writer in writers:
-            writer.close() if ledger.entries else writer.discard()
+            writer.close() if log.points else writer.discard()
         raise
     for writer in writers:
         writer.close()
-    return entry
+    return point
 
 
-def _write(writers: list[IndexedWriter], entry: ResumePoint, batch: Batch) -> ResumePoint:
-    encoded, piece, after = batch
-    for writer, (tokens, lengths, marks) in zip(writers, encoded.columns, strict=True):
+def _write(writers: list[IndexedWriter], point: ResumePoint, batch: BatchResult) -> ResumePoint:
+    for writer, (tokens, lengths, marks) in zip(writers, batch.encoded.columns, strict=True):
         writer.add(tokens, lengths, marks)
     return ResumePoint(
-        piece=piece,
-        position=after,
-        num_documents=entry.num_documents + encoded.num_documents,
-        num_bytes=entry.num_bytes + encoded.num_bytes,
-        num_bad=entry.num_bad + encoded.num_bad,
+        piece=batch.chunk,
+        position=batch.after,
+        num_documents=point.num_documents + batch.encoded.num_documents,
+        num_bytes=point.num_bytes + batch.encoded.num_bytes,
+        num_bad=point.num_bad + batch.encoded.num_bad,
         written=tuple(writer.written for writer in writers),
     )
 
 
-def _keep(writers: list[IndexedWriter], ledger: ResumeLog, entry: ResumePoint) -> None:
+def _log(writers: list[IndexedWriter], log: ResumeLog, point: ResumePoint) -> None:
     for writer in writers:
         writer.sync()
-    ledger.write(entry)
+    log.write(point)
 
 
-def _require_text(job: PreprocessJob, entry: ResumePoint) -> None:
-    """A part may be empty, a corpus not."""
-    if job.part is None and not all(written.num_tokens for written in entry.written):
-        empty = next(key for key, w in zip(job.encoder.keys, entry.written, strict=True) if not w.num_tokens)
+def _require_text(job: PreprocessJob, point: ResumePoint) -> None:
+    """Refuse an empty corpus; a shard may be empty."""
+    empty = [key for key, counts in zip(job.encoder.keys, point.written, strict=True) if not counts.num_tokens]
+    if job.shard is None and empty:
         raise UserError(
-            f"--input: no text under the key {empty!r} in {entry.num_documents} documents ({entry.num_bad} more left "
-            "out); name other files, or other --json-keys"
+            f"--input: no text under the key {empty[0]!r} in {point.num_documents} documents ({point.num_bad} more "
+            "left out); name other files, or other --json-keys"
         )
 
 
-def _publish(job: PreprocessJob, entry: ResumePoint) -> None:
-    tokenizer = job.tokenizer
-    for prefix, written in zip(job.prefixes, entry.written, strict=True):
-        manifest = manifest_of(written, type(tokenizer).__name__, tokenizer.vocab_size, tokenizer.fingerprint)
-        publish(prefix, token_dtype(tokenizer.vocab_size), written, manifest.model_copy(update=job.stamps))
+def _publish(job: PreprocessJob, point: ResumePoint) -> None:
+    for prefix, written in zip(job.prefixes, point.written, strict=True):
+        manifest = make_manifest(written, job.tokenizer).model_copy(update=job.stamps)
+        publish(prefix, job.dtype, written, manifest)

@@ -1,4 +1,4 @@
-"""A document as it was read: a line of JSON, a row, or a part of a text; what is wrong is said with its place."""
+"""One document as it was read: a line of JSON, a row, or a section of a text file; errors name its place."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from megatron3d.errors import UserError
 
 TEXT_KEY = "text"
 BYTE_ORDER_MARK = "\ufeff"
-"""What some programs of Windows begin a file with; it is no text."""
+"""First character of files that some Windows programs write; it is not text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An undecoded document, or a part of one.
+    """A document that is not decoded yet, or a section of one.
 
     Attributes:
-        position: where in its piece it begins: a byte, or the number of a row.
-        after: where the one behind it begins.
-        content: a line of JSON, a text, or the fields of a row; what is wrong where it could not be read.
-        num_bytes: how much of the input it is.
-        ends: whether its document ends here.
+        chunk: input chunk that holds it.
+        position: where it begins in the chunk: a byte, or the number of a row.
+        after: position of the next record.
+        content: a line of JSON, a text, the fields of a row, or the error where it could not be read.
+        num_bytes: its size in the input.
+        ends: whether its document ends with it.
     """
 
-    piece: InputChunk
+    chunk: InputChunk
     position: int
     after: int
     content: bytes | str | Mapping[str, object] | UserError
@@ -35,47 +36,47 @@ class Record:
 
     @property
     def place(self) -> str:
-        """File and line, or row; lines are counted now, since that is needed for errors only."""
-        return self.piece.describe(self.position)
+        """File and line, or row.  Lines are counted on demand, since only errors need them."""
+        return self.chunk.describe(self.position)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a document by itself; a part of one cannot be left out."""
-        return self.ends and (self.position == 0 or self.piece.kind != "text")
+        """Whether it is a whole document; a section of one cannot be left out."""
+        return self.ends and (self.position == 0 or self.chunk.kind != "text")
 
     def texts(self, keys: Sequence[str]) -> list[str]:
-        """The text under each key; raises UserError that names file and line."""
+        """Return the text under each key; raises UserError that names file and line."""
         if isinstance(self.content, UserError):
-            raise self._wrong(str(self.content))
+            raise self._error(str(self.content))
         if isinstance(self.content, bytes):
-            fields = self._parsed(self.content)
+            fields = self._parse(self.content)
         else:
             fields = {TEXT_KEY: self.content} if isinstance(self.content, str) else self.content
         return [self._text(fields, key) for key in keys]
 
-    def _parsed(self, line: bytes) -> Mapping[str, object]:
+    def _parse(self, line: bytes) -> Mapping[str, object]:
         try:
             fields: object = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK))
         except (ValueError, RecursionError) as error:
-            raise self._wrong(f"not JSON, of which a line is to hold a document ({error})") from error
+            raise self._error(f"not JSON, of which a line is to hold a document ({error})") from error
         if not isinstance(fields, dict):
-            raise self._wrong(f"a JSON {type(fields).__name__}, not an object with a text under a key")
+            raise self._error(f"a JSON {type(fields).__name__}, not an object with a text under a key")
         return fields
 
     def _text(self, fields: Mapping[str, object], key: str) -> str:
         if key not in fields:
             names = ", ".join(map(repr, fields)) or "none"
-            raise self._wrong(f"no key {key!r}; it has {names}, see --json-keys, or data.stream_key of a run")
+            raise self._error(f"no key {key!r}; it has {names}, see --json-keys, or data.stream_key of a run")
         text = fields[key]
         if not isinstance(text, str):
-            raise self._wrong(f"{key!r} holds a {type(text).__name__}, not a string")
-        if not text.isascii():
-            try:
+            raise self._error(f"{key!r} holds a {type(text).__name__}, not a string")
+        try:
+            if not text.isascii():
                 text.encode()
-            except UnicodeEncodeError as error:
-                why = f"{error.reason} at character {error.start}"
-                raise self._wrong(f"{key!r} is not valid Unicode ({why})") from error
+        except UnicodeEncodeError as error:
+            why = f"{error.reason} at character {error.start}"
+            raise self._error(f"{key!r} is not valid Unicode ({why})") from error
         return text
 
-    def _wrong(self, problem: str) -> UserError:
+    def _error(self, problem: str) -> UserError:
         return UserError(f"{self.place}: {problem}; correct it or remove it")

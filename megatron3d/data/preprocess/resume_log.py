@@ -1,7 +1,7 @@
-"""The ledger of a job: a line of JSON for what the job is, then one for each point from which it can go on.
+"""The log from which a killed preprocessing job resumes: a line of JSON identifies the job, each further line a point.
 
-Data is written before the line that counts it; after a kill at any moment everything behind the last whole line is cut
-off and done again.  The ledger is locked while a process works on it.
+Data is written before the line that counts it.  After a kill, everything behind the last complete line is truncated and
+done again.  The file, PREFIX.ledger.jsonl, is locked while a process works on it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from megatron3d.data.token_files.files import cut, hold, write_all, writing
+from megatron3d.data.token_files.files import lock_output, truncate, user_errors, write_all
 from megatron3d.data.token_files.writer import WrittenCounts
 from megatron3d.errors import UserError
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A point to go on from.
+    """A point from which a job can resume; the names of its fields are those in the file.
 
     Attributes:
-        piece: number of the piece, and `position` in it, of the next record; None for its start.
-        written: how far each key's corpus is.
-        is_done: whether all input is read, so that only names are missing.
+        piece: number of the input chunk of the next record, and `position` in it; None for its start.
+        written: counts of each key's token file.
+        is_done: whether all input is read, so that only publishing is left.
     """
 
     piece: int = 0
@@ -40,18 +40,21 @@ class ResumePoint:
 
 
 class ResumeLog:
-    """Opens or begins the ledger of a job.
+    """Opens the log of a job, or begins it.
+
+    Attributes:
+        points: the points in the file, oldest first.
 
     Raises:
-        UserError: it is of another job, another process works on it, or it cannot be written.
+        UserError: it is the log of another job, another process works on it, or it cannot be written.
     """
 
     def __init__(self, path: Path, job: Mapping[str, JsonValue], restart: bool = False) -> None:
-        self.path, self._file = path, hold(path)
-        found, self.entries, size = _sound(b"" if restart else self._file.readall())
+        self.path, self._file = path, lock_output(path)
+        found, self.points, size = _parse(b"" if restart else self._file.readall())
         if found is not None:
             self._require_same(found, job)
-        cut(self._file, size)
+        truncate(self._file, size)
         if found is None:
             self._begin(job)
 
@@ -62,22 +65,22 @@ class ResumeLog:
             self.remove()
             raise
 
-    def write(self, entry: ResumePoint) -> None:
-        """Add a point to go on from."""
-        self._append(asdict(entry))
-        self.entries.append(entry)
+    def write(self, point: ResumePoint) -> None:
+        """Append a point durably."""
+        self._append(asdict(point))
+        self.points.append(point)
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the log to other processes."""
         self._file.close()
 
     def remove(self) -> None:
-        """The job is done, or there is nothing to go on from."""
+        """Delete the log: the job is done, or there is nothing to resume from."""
         self.path.unlink(missing_ok=True)
         self.close()
 
     def _append(self, values: Mapping[str, Any]) -> None:
-        with writing(self.path):
+        with user_errors(self.path):
             write_all(self._file, (json.dumps(values) + "\n").encode())
             os.fsync(self._file.fileno())
 
@@ -91,10 +94,10 @@ class ResumeLog:
             )
 
 
-def _sound(content: bytes) -> tuple[dict[str, Any] | None, list[ResumePoint], int]:
-    """The job, if any, and its entries up to the first line that is not whole, with the bytes up to there."""
+def _parse(content: bytes) -> tuple[dict[str, Any] | None, list[ResumePoint], int]:
+    """Return the job, if any, its points up to the first incomplete line, and the number of bytes up to there."""
     job: dict[str, Any] | None = None
-    entries: list[ResumePoint] = []
+    points: list[ResumePoint] = []
     size = 0
     for line in content.splitlines(keepends=True):
         try:
@@ -104,13 +107,9 @@ def _sound(content: bytes) -> tuple[dict[str, Any] | None, list[ResumePoint], in
             if job is None:
                 job = values
             else:
-                entries.append(_entry(values))
+                written = tuple(WrittenCounts(**counts) for counts in values["written"])
+                points.append(ResumePoint(**{**values, "written": written}))
         except (ValueError, TypeError, KeyError):
             break
         size += len(line)
-    return job, entries, size
-
-
-def _entry(values: Mapping[str, Any]) -> ResumePoint:
-    written = tuple(WrittenCounts(**counts) for counts in values["written"])
-    return ResumePoint(**{**values, "written": written})
+    return job, points, size

@@ -1,8 +1,7 @@
-"""Cuts long texts into parts that are encoded one by one to the tokens of the whole, and texts into sentences.
+"""Split long texts into sections whose tokens, joined, are those of the whole text, and texts into sentences.
 
-A place is good where the tokens around it are those of both sides: encode(left right) = encode(left) encode(right),
-tried on the neighbourhood.  A SentencePiece model that puts a space before each text passes where `right` begins with
-a space, without that space.
+A split is exact where encode(left + right) = encode(left) + encode(right), tried on the characters around it.  For a
+SentencePiece model that puts a space before each text, the same holds where `right` begins with a space and loses it.
 """
 
 from __future__ import annotations
@@ -13,62 +12,61 @@ from typing import Any
 
 from megatron3d.errors import UserError
 
-LONG = 1 << 20
-"""Characters of the longest text that is encoded in one go, and of the longest piece that is looked at."""
-PART = 1 << 18
-SEARCH = 1 << 13
-AROUND = 256
+MAX_TEXT = 1 << 20
+"""Characters of the longest text that is encoded in one call."""
+SECTION, SEARCH, CONTEXT = 1 << 18, 1 << 13, 256
+"""Characters of a section, of the range at its end that is searched for a split, and of each side that is tried."""
 
-Cut = Callable[[str], tuple[int, int]]
-"""End of the first part of a long text, and begin of the rest (a space between may be part of neither)."""
+Split = Callable[[str], tuple[int, int]]
+"""From a long text to the end of its first section and the start of the rest; a space between may be in neither."""
 Encode = Callable[[str], list[int]]
 
 
-def cut_at_newline(text: str) -> tuple[int, int]:
-    """After the last newline, else space, of the first part."""
-    end = next((found + 1 for mark in "\n " if (found := text.rfind(mark, PART - SEARCH, PART)) >= 0), PART)
+def split_at_newline(text: str) -> tuple[int, int]:
+    """Split after the last newline, else the last space, of the first section."""
+    end = next((i + 1 for mark in "\n " if (i := text.rfind(mark, SECTION - SEARCH, SECTION)) >= 0), SECTION)
     return end, end
 
 
-def cutter(encode: Encode) -> Cut:
-    """Cuts where no token changes, as near to the end of the first part as there is such a place."""
+def exact_split(encode: Encode) -> Split:
+    """Return a function that splits where no token changes, as near to the end of the first section as possible."""
 
-    def cut(text: str) -> tuple[int, int]:
+    def split(text: str) -> tuple[int, int]:
         for end in _candidates(text):
-            left, right = text[end - AROUND : end], text[end : end + AROUND]
+            left, right = text[end - CONTEXT : end], text[end : end + CONTEXT]
             try:
                 whole, left_ids = encode(left + right), encode(left)
                 if whole == left_ids + encode(right):
                     return end, end
                 if right.startswith(" ") and whole == left_ids + encode(right[1:]):
                     return end, end + 1
-            except UserError:  # a character that the tokenizer lacks: said with its place when the part is encoded
+            except UserError:  # the tokenizer lacks a character; encoding the section raises that with its place
                 break
-        return cut_at_newline(text)
+        return split_at_newline(text)
 
-    return cut
+    return split
 
 
 def _candidates(text: str) -> Iterator[int]:
-    """Places to try: before a space that follows something else, after a newline; from the back."""
-    for end in range(PART, PART - SEARCH, -1):
+    """Yield the positions after a newline, and before a space that follows something else, from the back."""
+    for end in range(SECTION, SECTION - SEARCH, -1):
         before, after = text[end - 1], text[end]
         if before == "\n" or (after.isspace() and not before.isspace()):
             yield end
 
 
-def parts(text: str, cut: Cut) -> Iterator[str]:
-    """A text in pieces of bounded length; one that is not long is one."""
+def sections(text: str, split: Split) -> Iterator[str]:
+    """Yield a text in sections of bounded length; a text that is not long is one section."""
     start = 0
-    while len(text) - start > LONG:
-        end, following = cut(text[start : start + PART + AROUND])
+    while len(text) - start > MAX_TEXT:
+        end, following = split(text[start : start + SECTION + CONTEXT])
         yield text[start : start + end]
         start += following
     yield text[start:]
 
 
 def sentence_splitter() -> Callable[[str], Sequence[str]]:
-    """Cuts a text before each sentence with nltk's Punkt, untrained; the sentences joined are the text."""
+    """Return a function that splits a text into sentences with nltk's untrained Punkt; joined they are the text."""
     try:
         from nltk.tokenize import PunktSentenceTokenizer
     except ImportError as error:

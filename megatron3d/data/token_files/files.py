@@ -1,6 +1,6 @@
-"""A file appears under its final name only when it is complete; one that grows is cut back to where it was sound.
+"""Output files of preprocessing: replaced when complete, or appended to and truncated to where they were sound.
 
-What is being written is locked: of two processes that want to write the same file the second one is refused.
+What is being written is locked: of two processes that write the same file the second one is refused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ BLOCK_BYTES = 1 << 24
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """`prefix` with `suffix` appended; dots inside the prefix are kept.  Raises UserError where it has no name."""
+    """Append `suffix` to `prefix`, whose dots are kept; raises UserError where it has no file name."""
     if not prefix.name:
         raise UserError(f"{prefix}: no name of a file; use such as {prefix / 'corpus'}")
     return prefix.with_name(prefix.name + suffix)
 
 
-def hold(path: Path) -> io.FileIO:
-    """`path` as it is, or new, its folder made if needed: of this process alone until it is closed.
+def lock_output(path: Path) -> io.FileIO:
+    """Open `path` as it is, or new in a folder that is made if needed, and lock it until it is closed.
 
     Raises UserError where another process holds it, or it cannot be written.
     """
@@ -42,14 +42,14 @@ def hold(path: Path) -> io.FileIO:
             f"{path}: cannot be written ({error.strerror}); name a folder that you may write to, on a file system "
             "with flock"
         ) from error
-    if is_named(file, path):
+    if has_name(file, path):
         return file
     file.close()  # the other process renamed it between opening and locking
     raise UserError(f"{path}: another process was at work on this; start again, or give another name")
 
 
-def is_named(file: io.FileIO, path: Path) -> bool:
-    """Whether an open file still has this name."""
+def has_name(file: io.FileIO, path: Path) -> bool:
+    """Return whether an open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -57,8 +57,8 @@ def is_named(file: io.FileIO, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def writing(path: Path | str) -> Iterator[None]:
-    """Turns a failure to write, such as a full disk, into a UserError."""
+def user_errors(path: Path | str) -> Iterator[None]:
+    """Turn a failure to write, such as a full disk, into a UserError."""
     try:
         yield
     except OSError as error:
@@ -68,29 +68,29 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces `path` when the block ends well, and is deleted when it does not."""
+def replace_output(path: Path) -> Iterator[BinaryIO]:
+    """Open a locked file that replaces `path` when the block succeeds, and is deleted when it raises."""
     partial = with_suffix(path, PARTIAL)
-    with hold(partial), writing(path), replace_file(path, partial) as file:
+    with lock_output(partial), user_errors(path), replace_file(path, partial) as file:
         yield file
 
 
 class AppendOnlyFile:
-    """A file that is only appended to, from `size` bytes on: what an interrupted run left behind that is cut off."""
+    """A locked file that grows from `size` bytes on; what an interrupted run wrote behind them is truncated."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
-        self.path, self._file = path, hold(path)
+        self.path, self._file = path, lock_output(path)
         assert os.fstat(self._file.fileno()).st_size >= size, f"{path} is shorter than the {size} bytes to go on from"
-        cut(self._file, size)
+        truncate(self._file, size)
 
     def append(self, data: bytes) -> None:
-        """Write all of it; raises UserError where there is no room."""
-        with writing(self.path):
+        """Write all of `data`; raises UserError where the disk is full."""
+        with user_errors(self.path):
             write_all(self._file, data)
 
     def sync(self) -> None:
         """Make what was appended survive a crash of the machine."""
-        with writing(self.path):
+        with user_errors(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -98,35 +98,35 @@ class AppendOnlyFile:
         self._file.close()
 
     def discard(self) -> None:
-        """Close, and delete unless it has another name by now."""
-        if not self._file.closed and is_named(self._file, self.path):
+        """Close, and delete the file unless it has been renamed."""
+        if not self._file.closed and has_name(self._file, self.path):
             self.path.unlink()
         self.close()
 
 
-def cut(file: io.FileIO, size: int) -> None:
-    """Make a file shorter, and go to its end."""
+def truncate(file: io.FileIO, size: int) -> None:
+    """Truncate a file, and go to its end."""
     file.truncate(size)
     file.seek(size)
 
 
 def write_all(file: io.FileIO, data: bytes) -> None:
-    """Write all of it, of which the system may take a part at one time; raises OSError where there is no room."""
+    """Write all of `data`, of which one system call may take only a part; raises OSError where the disk is full."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """All bytes of a file, some at a time."""
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file in blocks."""
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             yield block
 
 
-def checksum(path: Path) -> str:
-    """sha256 of a file, as sha256sum prints it."""
+def sha256(path: Path) -> str:
+    """Return the sha256 of a file, as sha256sum prints it."""
     digest = hashlib.sha256()
-    for block in blocks(path):
+    for block in read_blocks(path):
         digest.update(block)
     return digest.hexdigest()

@@ -1,10 +1,10 @@
-"""Megatron's token files: `prefix.bin` is all tokens one after another, `prefix.idx` says where documents begin.
+"""Read Megatron's token files: `prefix.bin` holds all tokens, `prefix.idx` says where documents begin.
 
     .idx   magic (9 bytes) | version u64 = 1 | dtype code u8 | sequences u64 | documents + 1 u64
            length of each sequence i32 | its byte offset i64 | documents as ranges of sequences i64 | [mode i8 each]
 
-Everything little endian, from Megatron-LM's megatron/core/datasets/indexed_dataset.py.  `prefix.manifest.json` is ours.
-Opening takes the same time for any size: of a large index some runs of entries are checked, all of them by `verify`.
+All little endian, as in Megatron-LM's megatron/core/datasets/indexed_dataset.py.  `prefix.manifest.json` is our own.
+Opening takes the same time for any size: of a large index only some runs of entries are checked; `verify` checks all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.token_files.files import checksum, with_suffix
+from megatron3d.data.token_files.files import sha256, with_suffix
 from megatron3d.data.token_files.manifest import Manifest, read_manifest
 from megatron3d.errors import UserError
 
@@ -25,9 +25,9 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 BLOCK = 1 << 20
-"""Entries of the index handled at one time."""
+"""Entries of the index that are handled together."""
 RUNS, RUN = 64, 1024
-"""Of an index with more entries than these runs hold, so many are checked on opening."""
+"""Number and length of the runs of entries that are checked on opening; a smaller index is checked whole."""
 
 Tokens = npt.NDArray[Any]
 
@@ -52,31 +52,31 @@ class IndexedDataset:
         self._offsets = self._map("<i8", HEADER.size + 4 * num_sequences, num_sequences)
         self._documents = self._map("<i8", HEADER.size + 12 * num_sequences, document_entries)
         self.num_tokens = self._count_tokens()
-        for start in _sample(num_sequences):
+        for start in _run_starts(num_sequences):
             self._check_sequences(start, min(start + RUN, num_sequences))
-        for start in _sample(document_entries):
+        for start in _run_starts(document_entries):
             self._check_documents(start, min(start + RUN, document_entries))
         self.manifest: Manifest | None = read_manifest(self.prefix)
         self._check_manifest()
-        self._stamp = self._stamped()
+        self._opened_state = self._file_state()
         self._tokens: Tokens = np.asarray(np.memmap(self._bin, self.dtype, "r"))
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) of the whole corpus, as stored; a view of the file."""
+        """Return tokens [start, stop) of the whole corpus as stored, a view of the file."""
         assert 0 <= start <= stop <= self.num_tokens, f"[{start}, {stop}) is outside {self.num_tokens} tokens"
         return self._tokens[start:stop]
 
     def windows(self, offsets: npt.NDArray[np.int64], length: int) -> Tokens:
-        """[offsets, length]: a window of tokens from each offset; raises UserError if the file has changed."""
-        if self._stamped() != self._stamp:
-            raise self._fail(self._bin, "the file has changed since it was opened")
+        """Return [offsets, length], the tokens from each offset on; raises UserError if the file has changed."""
+        if self._file_state() != self._opened_state:
+            raise self._damaged(self._bin, "the file has changed since it was opened")
         size, count = self.dtype.itemsize, self.num_tokens - length + 1
         assert count > 0, f"windows of {length} of {self.num_tokens} tokens"
         every: Tokens = np.ndarray((count, length), self.dtype, self._tokens, strides=(size, size))
         return every[offsets]
 
     def sequences(self, document: int) -> list[Tokens]:
-        """The sequences (sentences, or one) of a document."""
+        """Return the sequences of a document: its sentences, or one."""
         assert 0 <= document < self.num_documents, f"document {document} of {self.num_documents}"
         first, last = int(self._documents[document]), int(self._documents[document + 1])
         starts = (int(offset) // self.dtype.itemsize for offset in self._offsets[first:last])
@@ -84,17 +84,17 @@ class IndexedDataset:
         return [self.tokens(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
     def length_blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Lengths of all sequences, some at a time."""
+        """Yield the lengths of all sequences in blocks."""
         for start in range(0, self.num_sequences, BLOCK):
             yield self._lengths[start : start + BLOCK].astype(np.int64)
 
     def document_blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Sequences up to the end of each document, some at a time."""
+        """Yield, in blocks, the number of sequences up to the end of each document."""
         for start in range(1, self.num_documents + 1, BLOCK):
             yield self._documents[start : start + BLOCK].astype(np.int64)
 
     def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Tokens of all documents, some at a time."""
+        """Yield the number of tokens of all documents in blocks."""
         size, end, before = self.dtype.itemsize, self.num_tokens, 0
         for ends in self.document_blocks():
             inside = np.minimum(ends, self.num_sequences - 1)
@@ -110,18 +110,18 @@ class IndexedDataset:
             self._check_documents(start, min(start + BLOCK, len(self._documents)))
         made = self.manifest
         for path, promised in ((self._bin, made and made.bin_sha256), (self._idx, made and made.idx_sha256)):
-            if promised and (found := checksum(path)) != promised:
-                raise self._fail(path, f"its sha256 is {found[:16]}..., but its manifest says {promised[:16]}...")
+            if promised and (found := sha256(path)) != promised:
+                raise self._damaged(path, f"its sha256 is {found[:16]}..., but its manifest says {promised[:16]}...")
 
-    def _stamped(self) -> tuple[int, int] | None:
-        """What changes with the file, None where it is gone."""
+    def _file_state(self) -> tuple[int, int] | None:
+        """Size and modification time of the token file, None where it is gone."""
         try:
             status = self._bin.stat()
         except OSError:
             return None
         return status.st_size, status.st_mtime_ns
 
-    def _fail(self, path: Path, problem: str) -> UserError:
+    def _damaged(self, path: Path, problem: str) -> UserError:
         return UserError(f"{path}: {problem}; make the corpus again with tools/preprocess_data.py")
 
     def _require_content(self, path: Path) -> None:
@@ -134,23 +134,23 @@ class IndexedDataset:
                 "give the prefix of a .bin/.idx pair that tools/preprocess_data.py made, without the suffix"
             ) from error
         if not content:
-            raise self._fail(path, "the file is empty")
+            raise self._damaged(path, "the file is empty")
 
     def _read_header(self) -> tuple[str, int, int]:
         with self._idx.open("rb") as file:
             header = file.read(HEADER.size)
         if len(header) < HEADER.size:
-            raise self._fail(self._idx, f"cut short, {len(header)} bytes where the header has {HEADER.size}")
+            raise self._damaged(self._idx, f"cut short, {len(header)} bytes where the header has {HEADER.size}")
         magic, version, code, num_sequences, document_entries = HEADER.unpack(header)
         if magic != MAGIC:
-            raise self._fail(self._idx, f"not a Megatron index, it begins with {magic!r} instead of {MAGIC!r}")
+            raise self._damaged(self._idx, f"not a Megatron index, it begins with {magic!r} instead of {MAGIC!r}")
         if version != 1:
-            raise self._fail(self._idx, f"version {version} of the index, only version 1 is known")
+            raise self._damaged(self._idx, f"version {version} of the index, only version 1 is known")
         if code not in DTYPES:
             known = ", ".join(f"{key} ({np.dtype(name).name})" for key, name in DTYPES.items())
-            raise self._fail(self._idx, f"dtype code {code} is no integer type of tokens; known are {known}")
+            raise self._damaged(self._idx, f"dtype code {code} is no integer type of tokens; known are {known}")
         if not num_sequences or document_entries < 2:
-            raise self._fail(
+            raise self._damaged(
                 self._idx, f"no documents ({num_sequences} sequences, {document_entries} document entries)"
             )
         return DTYPES[code], num_sequences, document_entries
@@ -159,7 +159,7 @@ class IndexedDataset:
         size = self._idx.stat().st_size
         wanted = HEADER.size + 12 * num_sequences + 8 * document_entries
         if size not in (wanted, wanted + num_sequences):
-            raise self._fail(
+            raise self._damaged(
                 self._idx, f"{size} bytes where {num_sequences} sequences need {wanted}, cut short or damaged"
             )
 
@@ -170,14 +170,14 @@ class IndexedDataset:
         size, bin_bytes = self.dtype.itemsize, self._bin.stat().st_size
         end = int(self._offsets[-1]) + int(self._lengths[-1]) * size
         if end != bin_bytes:
-            raise self._fail(
+            raise self._damaged(
                 self._bin,
                 f"{bin_bytes} bytes where the index counts {end // size} tokens of {size} bytes, cut short or foreign",
             )
         return end // size
 
     def _check_sequences(self, start: int, stop: int) -> None:
-        """Each sequence begins where the one before ends."""
+        """Require that each sequence begins where the one before ends."""
         lengths, places = self._lengths[start:stop].astype(np.int64), self._offsets[start:stop].astype(np.int64)
         after = np.append(places[1:], self._offsets[stop] if stop < self.num_sequences else self._bin.stat().st_size)
         wrong = (lengths < 0) | (places + lengths * self.dtype.itemsize != after)
@@ -185,15 +185,15 @@ class IndexedDataset:
             wrong[0] = True
         if wrong.any():
             first = start + int(wrong.argmax())
-            raise self._fail(self._idx, f"sequence {first} does not end where the next one, or the file, does")
+            raise self._damaged(self._idx, f"sequence {first} does not end where the next one, or the file, does")
 
     def _check_documents(self, start: int, stop: int) -> None:
-        """Documents are ranges of sequences that follow each other."""
+        """Require that documents are consecutive ranges of sequences."""
         block = self._documents[max(start - 1, 0) : stop].astype(np.int64)
         if (np.diff(block, prepend=0 if start == 0 else block[0]) < 0).any() or (start == 0 and block[0] != 0):
-            raise self._fail(self._idx, "the document array decreases, or does not begin at 0")
+            raise self._damaged(self._idx, "the document array decreases, or does not begin at 0")
         if stop == self.num_documents + 1 and block[-1] != self.num_sequences:
-            raise self._fail(self._idx, f"the document array ends at sequence {block[-1]} of {self.num_sequences}")
+            raise self._damaged(self._idx, f"the document array ends at sequence {block[-1]} of {self.num_sequences}")
 
     def _check_manifest(self) -> None:
         if self.manifest is None:
@@ -201,19 +201,19 @@ class IndexedDataset:
         counted = (self.num_documents, self.num_tokens)
         promised = (self.manifest.num_documents, self.manifest.num_tokens)
         if counted != promised:
-            raise self._fail(
+            raise self._damaged(
                 self._idx,
                 f"{counted} documents and tokens, but its manifest says {promised}",
             )
 
 
-def _sample(count: int) -> list[int]:
-    """Where the runs of entries begin that are checked on opening: all of a small index, the ends of any."""
+def _run_starts(count: int) -> list[int]:
+    """Return the starts of the runs of entries to check on opening: all of a small index, always first and last."""
     if count <= RUNS * RUN:
         return list(range(0, count, RUN))
     return [int(start) for start in np.linspace(0, count - RUN, RUNS)]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that Megatron stores tokens of a vocabulary in."""
+    """Return the dtype in which Megatron stores the tokens of a vocabulary."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")

@@ -1,4 +1,4 @@
-"""What made a corpus: a small JSON file beside .bin and .idx, absent for files that Megatron wrote."""
+"""How a corpus was made: a JSON file next to .bin and .idx, absent for token files that Megatron wrote."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron3d.data.token_files.files import replacing, with_suffix
+from megatron3d.data.token_files.files import replace_output, with_suffix
 from megatron3d.errors import UserError
 
 SUFFIX = ".manifest.json"
@@ -17,9 +17,9 @@ class Manifest(BaseModel):
     """The tokenizer, the counts and the checksums of a corpus.
 
     Attributes:
-        bin_sha256: of the token file, None in corpora made before there were checksums; so is `idx_sha256`.
-        job: what a part of a corpus is a part of; None for whole ones.
-        part: which part it is, such as "2/3".
+        bin_sha256: of the token file, None in corpora older than checksums; `idx_sha256` likewise.
+        job: identifies the job that a shard belongs to; None for a whole corpus.
+        part: which shard it is, such as "2/3".
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -37,16 +37,16 @@ class Manifest(BaseModel):
 
 
 def write_manifest(prefix: Path, manifest: Manifest | None) -> None:
-    """Write it beside the token files; None: there is none, an older one neither."""
+    """Write the manifest of a corpus, or for None delete an older one."""
     if manifest is None:
         with_suffix(prefix, SUFFIX).unlink(missing_ok=True)
         return
-    with replacing(with_suffix(prefix, SUFFIX)) as file:
+    with replace_output(with_suffix(prefix, SUFFIX)) as file:
         file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
 
 
 def read_manifest(prefix: Path) -> Manifest | None:
-    """The manifest of a corpus, None if there is none; raises UserError if it is damaged."""
+    """Return the manifest of a corpus, None if there is none; raises UserError if it is damaged."""
     path = with_suffix(prefix, SUFFIX)
     try:
         return Manifest.model_validate_json(path.read_bytes())

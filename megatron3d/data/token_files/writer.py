@@ -1,6 +1,6 @@
-"""Writes token files with bounded memory, resumably, and joins them; the format is in indexed.py.
+"""Write token files in bounded memory, resumably, and join them; indexed.py describes the format.
 
-prefix.bin.partial         tokens, as they will be
+prefix.bin.partial         tokens, in their final form
 prefix.lengths.partial     i32 per finished sequence
 prefix.documents.partial   i64 per finished document: the number of sequences up to its end
 """
@@ -15,24 +15,24 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.token_files.files import PARTIAL, AppendOnlyFile, blocks, checksum, replacing, with_suffix
+from megatron3d.data.token_files.files import PARTIAL, AppendOnlyFile, read_blocks, replace_output, sha256, with_suffix
 from megatron3d.data.token_files.indexed import BLOCK, DTYPES, HEADER, MAGIC, IndexedDataset, Tokens
 from megatron3d.data.token_files.manifest import Manifest, read_manifest, write_manifest
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
 CONTINUES, ENDS_SEQUENCE, ENDS_DOCUMENT = 0, 1, 2
-"""How a run of tokens ends: not at all, its sequence (a sentence) does, or its document too."""
+"""What ends with a run of tokens: nothing, its sequence (a sentence), or its document too."""
 MAX_SEQUENCE = 2**31 - 1
 Ints = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class WrittenCounts:
-    """How far a corpus is written: all that is needed to go on from there.
+    """How far a corpus is written: everything that a writer needs to resume.
 
     Attributes:
-        open_tokens: tokens at the end of the file whose sequence goes on.
+        open_tokens: tokens at the end of the file whose sequence is not finished.
     """
 
     num_tokens: int = 0
@@ -43,7 +43,7 @@ class WrittenCounts:
 
 
 class IndexedWriter:
-    """Appends documents to a corpus; nothing has its final name before `finish`, nothing is left without it."""
+    """Appends documents to a corpus; as a context manager it deletes what `finish` or `publish` has not published."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any], written: WrittenCounts | None = None) -> None:
         self.prefix, self._dtype, self.written = Path(prefix), dtype, written or WrittenCounts()
@@ -61,18 +61,8 @@ class IndexedWriter:
     def __exit__(self, *_: object) -> None:
         self.discard()
 
-    @property
-    def num_documents(self) -> int:
-        """Finished documents."""
-        return self.written.num_documents
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
-        return self.written.num_tokens
-
     def add(self, tokens: Tokens, lengths: Ints, marks: Ints | None = None) -> None:
-        """Append runs of tokens: all their tokens, the length of each, and how each ends; default: a document."""
+        """Append runs of tokens: all their tokens, the length and mark of each; by default each is a document."""
         assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
         assert int(lengths.sum()) == len(tokens), f"lengths add up to {lengths.sum()}, not to {len(tokens)} tokens"
         if not len(lengths):
@@ -92,12 +82,12 @@ class IndexedWriter:
         )
 
     def _sequences(self, lengths: Ints, marks: Ints) -> tuple[Ints, Ints, int]:
-        """Lengths and marks of the sequences that end here, and the length of the one that does not."""
+        """Join runs to sequences: the lengths and marks of finished ones, and the length of the unfinished one."""
         last = np.flatnonzero(marks != CONTINUES)
         ends = self.written.open_tokens + np.cumsum(lengths)
         sequences, marks = np.diff(ends[last], prepend=0), marks[last]
         open_tokens = int(ends[-1] - (ends[last[-1]] if len(last) else 0))
-        while (sequences > MAX_SEQUENCE).any():  # an i32 holds no more: such a document becomes several sequences
+        while (sequences > MAX_SEQUENCE).any():  # beyond the index's i32: such a document becomes several sequences
             index = int(np.argmax(sequences > MAX_SEQUENCE))
             rest = sequences[index] - MAX_SEQUENCE
             sequences = np.concatenate((sequences[:index], [MAX_SEQUENCE, rest], sequences[index + 1 :]))
@@ -108,9 +98,9 @@ class IndexedWriter:
         """Append all documents of another corpus."""
         assert self.written.open_tokens == 0, "a corpus is appended after a whole document"
         assert data.dtype == self._dtype, f"{data.dtype} tokens for a file of {self._dtype}"
-        written, top = self.written, self.written.max_token_id
-        for block in blocks(with_suffix(data.prefix, ".bin")):
-            top = max(top, int(np.frombuffer(block, self._dtype).max()))
+        written, max_token_id = self.written, self.written.max_token_id
+        for block in read_blocks(with_suffix(data.prefix, ".bin")):
+            max_token_id = max(max_token_id, int(np.frombuffer(block, self._dtype).max()))
             self._files["bin"].append(block)
         for lengths in data.length_blocks():
             self._files["lengths"].append(lengths.astype("<i4").tobytes())
@@ -121,38 +111,38 @@ class IndexedWriter:
             written.num_sequences + data.num_sequences,
             written.num_documents + data.num_documents,
             0,
-            top,
+            max_token_id,
         )
 
     def sync(self) -> None:
-        """Make everything so far survive a crash of the machine."""
+        """Make everything written so far survive a crash of the machine."""
         for file in self._files.values():
             file.sync()
 
     def close(self) -> None:
-        """Close the files and keep them, to go on later."""
+        """Close the files and keep them, to resume later."""
         for file in self._files.values():
             file.close()
 
     def discard(self) -> None:
-        """Close and delete what has no final name yet."""
+        """Close the files, and delete those that are not published."""
         for file in self._files.values():
             file.discard()
 
     def finish(self, tokenizer: Tokenizer, **more: str | None) -> None:
-        """Publish the corpus, as `publish` does."""
-        manifest = manifest_of(self.written, type(tokenizer).__name__, tokenizer.vocab_size, tokenizer.fingerprint)
-        publish(self.prefix, self._dtype, self.written, manifest.model_copy(update=more))
+        """Publish the corpus, as `publish` does; `more` are further fields of its manifest."""
+        manifest = make_manifest(self.written, tokenizer).model_copy(update=more)
+        publish(self.prefix, self._dtype, self.written, manifest)
         self.close()
 
 
 def part_path(prefix: Path, name: str) -> Path:
-    """Where one of the three growing files lies."""
+    """Return the path of one of the three growing files."""
     return with_suffix(prefix, f".{name}{PARTIAL}")
 
 
 def file_sizes(written: WrittenCounts, dtype: np.dtype[Any]) -> Mapping[str, int]:
-    """Bytes of each growing file."""
+    """Return the size in bytes of each growing file."""
     return {
         "bin": written.num_tokens * dtype.itemsize,
         "lengths": written.num_sequences * 4,
@@ -160,14 +150,15 @@ def file_sizes(written: WrittenCounts, dtype: np.dtype[Any]) -> Mapping[str, int
     }
 
 
-def reaches(prefix: Path, written: WrittenCounts, dtype: np.dtype[Any]) -> bool:
-    """Whether the growing files hold at least so much."""
+def is_on_disk(prefix: Path, written: WrittenCounts, dtype: np.dtype[Any]) -> bool:
+    """Return whether the growing files hold at least what the counts say."""
     sizes = file_sizes(written, dtype)
     return all(_size(part_path(prefix, name)) >= size for name, size in sizes.items())
 
 
 def can_publish(prefix: Path, written: WrittenCounts, dtype: np.dtype[Any]) -> bool:
-    """Whether the growing files hold just so much, the tokens perhaps under their name, or all is done already."""
+    """Return whether the growing files hold exactly what the counts say (the tokens perhaps under their final name),
+    or the corpus is published already."""
     wanted = file_sizes(written, dtype)
     found = {name: _size(part_path(prefix, name)) for name in wanted}
     if found["lengths"] < 0 and with_suffix(prefix, ".idx").exists():
@@ -179,16 +170,15 @@ def can_publish(prefix: Path, written: WrittenCounts, dtype: np.dtype[Any]) -> b
 
 
 def _size(path: Path) -> int:
-    """Bytes; -1 where there is no such file."""
     return path.stat().st_size if path.exists() else -1
 
 
-def manifest_of(written: WrittenCounts, tokenizer_type: str, vocab_size: int, fingerprint: str) -> Manifest:
-    """The manifest of what is written, without checksums yet."""
+def make_manifest(written: WrittenCounts, tokenizer: Tokenizer) -> Manifest:
+    """Return the manifest of what is written, without checksums."""
     return Manifest(
-        tokenizer_type=tokenizer_type,
-        vocab_size=vocab_size,
-        fingerprint=fingerprint,
+        tokenizer_type=type(tokenizer).__name__,
+        vocab_size=tokenizer.vocab_size,
+        fingerprint=tokenizer.fingerprint,
         num_documents=written.num_documents,
         num_tokens=written.num_tokens,
         max_token_id=written.max_token_id,
@@ -196,22 +186,22 @@ def manifest_of(written: WrittenCounts, tokenizer_type: str, vocab_size: int, fi
 
 
 def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest: Manifest | None) -> None:
-    """Give the files of a corpus their names; may be repeated after it was killed at any point.
+    """Rename the files of a corpus to their final names; may be repeated after a kill at any point.
 
-    The index comes last, so that a reader never sees a mixture with an older corpus.  Without a manifest it is as if
-    Megatron had made it.
+    The index comes last, so that a reader never sees a mixture with an older corpus.  A manifest of None stands for a
+    corpus that Megatron made.
     """
     assert written.open_tokens == 0, "the last document has no end"
     idx, tokens, partial = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin"), part_path(prefix, "bin")
     if part_path(prefix, "lengths").exists():  # else this was done before
-        with replacing(idx) as file:
+        with replace_output(idx) as file:
             _write_index(file, prefix, dtype, written)
             file.flush()
             if partial.exists():
                 idx.unlink(missing_ok=True)
                 partial.replace(tokens)
             if manifest is not None:
-                sums = {"bin_sha256": checksum(tokens), "idx_sha256": checksum(with_suffix(idx, PARTIAL))}
+                sums = {"bin_sha256": sha256(tokens), "idx_sha256": sha256(with_suffix(idx, PARTIAL))}
                 manifest = manifest.model_copy(update=sums)
             write_manifest(prefix, manifest)
     for name in ("lengths", "documents"):

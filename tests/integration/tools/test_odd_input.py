@@ -93,9 +93,9 @@ def test_parts_are_all_pieces_once_in_order(sizes: list[int], count: int, seed: 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, mark: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LONG", 100), ("PART", 30), ("SEARCH", 10), ("AROUND", 4)):
+    for name, value in (("MAX_TEXT", 100), ("SECTION", 30), ("SEARCH", 10), ("CONTEXT", 4)):
         monkeypatch.setattr(f"megatron3d.data.preprocess.split_text.{name}", value)
-    monkeypatch.setattr("megatron3d.data.preprocess.readers.LONG", 100)
+    monkeypatch.setattr("megatron3d.data.preprocess.readers.MAX_TEXT", 100)
     text = "".join(f"line {number} é\n" for number in range(40))
     (tmp_path / "a.txt").write_bytes(mark + text.encode())
     (tmp_path / "b.jsonl").write_bytes(mark + b'{"text": "b"}\n' + mark + b'{"text": "c"}\n')

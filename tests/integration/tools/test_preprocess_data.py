@@ -100,9 +100,9 @@ def test_a_folder_is_a_streamed_dataset(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_long_texts_are_cut_into_parts_of_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LONG", 1000), ("PART", 300), ("SEARCH", 50), ("AROUND", 20)):
+    for name, value in (("MAX_TEXT", 1000), ("SECTION", 300), ("SEARCH", 50), ("CONTEXT", 20)):
         monkeypatch.setattr(split_text, name, value)
-        monkeypatch.setattr("megatron3d.data.preprocess.readers.LONG", 1000)
+        monkeypatch.setattr("megatron3d.data.preprocess.readers.MAX_TEXT", 1000)
     text = "".join(str(row["text"]) for row in documents(100))
     (tmp_path / "a.txt").write_text(text)
     write_jsonl(tmp_path / "a.jsonl", [{"text": text}])

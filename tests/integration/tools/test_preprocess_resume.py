@@ -110,7 +110,7 @@ def test_another_job_does_not_go_on_from_a_ledger(
     assert corpus(tmp_path / "x") == expected
 
 
-@pytest.mark.parametrize("moment", ["checksum", "write_manifest", "_write_index"])
+@pytest.mark.parametrize("moment", ["sha256", "write_manifest", "_write_index"])
 def test_a_kill_between_two_names_is_gone_on_from(
     moment: str, source: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.data.preprocess import split_text
-from megatron3d.data.preprocess.split_text import cutter, parts, sentence_splitter
+from megatron3d.data.preprocess.split_text import exact_split, sections, sentence_splitter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 TEXT = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")
@@ -49,11 +49,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
 def test_parts_give_the_tokens_of_the_whole(
     models: dict[str, Tokenizer], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for constant, value in (("LONG", 900), ("PART", 500), ("SEARCH", 200), ("AROUND", 100)):
+    for constant, value in (("MAX_TEXT", 900), ("SECTION", 500), ("SEARCH", 200), ("CONTEXT", 100)):
         monkeypatch.setattr(split_text, constant, value)
     encode = models[name].encode
     text = " ".join(TEXT.split())  # with runs of spaces only few places would do for a model with a space in front
-    pieces = list(parts(text, cutter(encode)))
+    pieces = list(sections(text, exact_split(encode)))
     assert len(pieces) > 10 and max(map(len, pieces)) <= 900
     assert [token for piece in pieces for token in encode(piece)] == encode(text)
 
@@ -64,8 +64,8 @@ def test_sentences_joined_are_the_text(text: str) -> None:
 
 
 def test_a_text_without_any_good_place_is_cut_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_text, "LONG", 2 * split_text.SEARCH)
-    monkeypatch.setattr(split_text, "PART", split_text.SEARCH)
+    monkeypatch.setattr(split_text, "MAX_TEXT", 2 * split_text.SEARCH)
+    monkeypatch.setattr(split_text, "SECTION", split_text.SEARCH)
     text = "x" * (5 * split_text.SEARCH)
-    pieces = list(parts(text, cutter(lambda text: [0])))
+    pieces = list(sections(text, exact_split(lambda text: [0])))
     assert "".join(pieces) == text and len(pieces) == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron3d.data.token_files.files import AppendOnlyFile, replacing, with_suffix
+from megatron3d.data.token_files.files import AppendOnlyFile, replace_output, with_suffix
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.errors import UserError
 
@@ -19,10 +19,10 @@ def names(folder: Path) -> list[str]:
 
 def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "x"
-    with replacing(path) as file:
+    with replace_output(path) as file:
         file.write(b"old")
         assert not path.exists()
-    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+    with pytest.raises(KeyboardInterrupt), replace_output(path) as file:
         file.write(b"new")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old" and names(path.parent) == ["x"]
@@ -34,7 +34,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
-        with pytest.raises(UserError, match=r"x: cannot be written \(File too large\)"), replacing(path) as file:
+        with pytest.raises(UserError, match=r"x: cannot be written \(File too large\)"), replace_output(path) as file:
             file.write(b"newer")
             file.write(b"!")
     finally:
@@ -44,9 +44,9 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
 
 def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    with replacing(path) as first:
+    with replace_output(path) as first:
         first.write(b"first")
-        with pytest.raises(UserError, match="another process is at work"), replacing(path):
+        with pytest.raises(UserError, match="another process is at work"), replace_output(path):
             pass
     assert path.read_bytes() == b"first"
     growing = AppendOnlyFile(path)
