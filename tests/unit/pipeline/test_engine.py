@@ -190,7 +190,7 @@ def test_what_is_left_is_an_error(text: str) -> None:
     """Raise for a graph, or deferred weight gradients, that nothing has used."""
     pipeline = ToyPipeline(build_schedule("1f1b", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
     pipeline.engine._actions = tuple(map(parse_action, text.split()))
-    with pytest.raises(AssertionError, match="a schedule schedule is incomplete"):
+    with pytest.raises(AssertionError, match="the schedule is incomplete"):
         pipeline.engine.run()
 
 

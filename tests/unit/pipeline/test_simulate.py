@@ -176,7 +176,7 @@ def test_the_documents_table_is_the_simulators() -> None:
 
 def test_costs_are_read() -> None:
     assert parse_costs("F=1,B=2.5, comm=0.1") == Costs(F=1, B=2.5, comm=0.1)
-    assert parse_costs("F=2,I=3").of(Action(ActionKind.B, 0, 0), 2) == 2
+    assert parse_costs("F=2,I=3").duration(Action(ActionKind.B, 0, 0), 2) == 2
 
 
 @pytest.mark.parametrize(
