@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.report import Row, show, write
-from megatron3d.checkpoint.async_saver import Saver
+from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.store import Piece, load, resolve
 from megatron3d.comm.process_comm import background_comm
 from megatron3d.parallel.layout import Shape, box, box_shape
@@ -100,8 +100,8 @@ class Bench:
 
     state: State
     folder: Path
-    ours: Saver
-    ours_now: Saver
+    ours: CheckpointSaver
+    ours_now: CheckpointSaver
     stager: DefaultStager
     aside: dist.ProcessGroup
     copies: dict[str, Tensor]
@@ -167,7 +167,7 @@ def measure(state: State, folder: Path, rounds: int, warmup: int) -> dict[str, l
     group = dist.new_group(backend="gloo")
     stager = DefaultStager(StagingOptions(False, False, False, False))
     copies = {name: torch.empty_like(tensor) for name, tensor in state.memory.items()}
-    savers = [Saver(folder / name, comm, in_background=name == "async") for name in ("async", "now")]
+    savers = [CheckpointSaver(folder / name, comm, in_background=name == "async") for name in ("async", "now")]
     bench = Bench(state, folder, savers[0], savers[1], stager, cast("dist.ProcessGroup", group), copies)
     pairs: list[list[Callable[[], Mapping[str, float]]]] = [
         [bench.copy, bench.save_ours, bench.save_torch],

@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Thread
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
 
 from megatron3d.checkpoint.piece import Piece
-from megatron3d.checkpoint.retention import Keep, drop_short_lived, prune
-from megatron3d.checkpoint.snapshot import Snapshot
+from megatron3d.checkpoint.retention import RetentionPolicy, prune, remove_non_persistent
 from megatron3d.checkpoint.store import save
 from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
 
 # What a rank writes, with every tensor passed through a function first.
-Source = Callable[[Callable[[Tensor], Tensor]], Iterable[Piece]]
+PieceSource = Callable[[Callable[[Tensor], Tensor]], Iterable[Piece]]
 
 
-class Saver:
+class CheckpointSaver:
     """The checkpoints of one run.
 
     Args:
@@ -45,18 +45,18 @@ class Saver:
         self,
         root: Path,
         comm: ObjectCollectives,
-        keep: Keep | None = None,
+        keep: RetentionPolicy | None = None,
         in_background: bool = False,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.root, self.comm, self.in_background = root, comm, in_background
-        self._keep, self._tell = keep or Keep(), tell
+        self._keep, self._tell = keep or RetentionPolicy(), tell
         self.saved_at: int | None = None
         self._snapshot = Snapshot()
         self._thread: Thread | None = None
         self._crash: Exception | None = None
 
-    def save(self, iteration: int, source: Source, meta: Mapping[str, JsonValue], permanent: bool = True) -> None:
+    def save(self, iteration: int, source: PieceSource, meta: Mapping[str, JsonValue], permanent: bool = True) -> None:
         """Write a checkpoint, or begin to; one at a time, so that this waits for the one before.
 
         In the foreground a UserError says why it cannot be written, on all ranks.  In the background that is told at
@@ -81,7 +81,7 @@ class Saver:
             crash, self._crash = self._crash, None
             raise crash
 
-    def finish(self, iteration: int, source: Source, meta: Mapping[str, JsonValue]) -> None:
+    def finish(self, iteration: int, source: PieceSource, meta: Mapping[str, JsonValue]) -> None:
         """Leave with a checkpoint of this iteration, which is now written in the foreground unless it is there."""
         self.wait()
         if self.saved_at != iteration:
@@ -108,8 +108,45 @@ class Saver:
 
     def _clear(self, folder: Path, iteration: int, permanent: bool) -> None:
         try:
-            prune(folder.parent, self._keep if permanent else Keep(latest=1))
+            prune(folder.parent, self._keep if permanent else RetentionPolicy(latest=1))
             if permanent:
-                drop_short_lived(self.root, iteration)
+                remove_non_persistent(self.root, iteration)
         except (OSError, UserError) as error:
             self._tell(f"checkpoint.save={self.root}: older checkpoints cannot be removed: {error}")
+
+
+class Snapshot:
+    """Memory that the next snapshot uses again: pinned where the tensors are on an accelerator."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+        self._num_used = 0
+        self._device: torch.device | None = None
+
+    def begin(self) -> None:
+        """What was copied so far may be overwritten."""
+        self._num_used = 0
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A copy, complete after `settle`."""
+        is_on_host = x.device.type == "cpu"
+        if self._num_used == len(self._held):
+            self._held.append(x.new_empty(0))
+        into = self._held[self._num_used]
+        if (into.shape, into.dtype) != (x.shape, x.dtype) or into.device.type != "cpu":
+            into = torch.empty(x.shape, dtype=x.dtype, pin_memory=not is_on_host)
+            self._held[self._num_used] = into
+        self._num_used += 1
+        into.copy_(x.detach(), non_blocking=True)
+        self._device = None if is_on_host else x.device
+        return into
+
+    def settle(self) -> None:
+        """Wait until everything is copied."""
+        if self._device is not None:
+            torch.accelerator.synchronize(self._device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that is held."""
+        return sum(tensor.nbytes for tensor in self._held)

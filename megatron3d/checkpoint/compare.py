@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron3d.checkpoint.index import Index, StoredTensor, read_index
 from megatron3d.checkpoint.piece import Piece
-from megatron3d.checkpoint.read import fill
+from megatron3d.checkpoint.read import load_with_index
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, Shape, box_shape
 
@@ -74,7 +74,7 @@ def read_box(path: Path, index: Index, name: str, box: Box) -> Tensor:
     shape: Shape = index.tensors[name].shape
     _check_sizes(path, index, name)
     values = torch.empty(box_shape(box), dtype=torch.float64)
-    fill(path, index, [Piece(name, shape, box, values)])
+    load_with_index(path, index, [Piece(name, shape, box, values)])
     return values
 
 

@@ -12,14 +12,15 @@ of the folder, or has memory taken for it before it agrees with what is there.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from megatron3d.checkpoint.boxes import flaw
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, Shape
 
@@ -33,11 +34,11 @@ CHECKSUM = "^[0-9a-f]{16}$"
 Name = Annotated[str, Field(pattern="^[!-~]{1,500}$")]
 
 
-class _Record(BaseModel):
+class _IndexModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants")
 
 
-class StoredBox(_Record):
+class StoredBox(_IndexModel):
     """One box in a file beside the index; `file` cannot lead out of the checkpoint's folder."""
 
     box: Box
@@ -46,16 +47,16 @@ class StoredBox(_Record):
     checksum: str = Field(pattern=CHECKSUM)
 
 
-class StoredTensor(_Record):
+class StoredTensor(_IndexModel):
     """A logical tensor and where its boxes are."""
 
     shape: Shape
     dtype: str
     boxes: tuple[StoredBox, ...]
 
-    def flaw(self) -> str | None:
+    def coverage_error(self) -> str | None:
         """What keeps the boxes from covering the tensor exactly once."""
-        return flaw(self.shape, (stored.box for stored in self.boxes))
+        return coverage_error(self.shape, (stored.box for stored in self.boxes))
 
 
 class _Header(BaseModel):
@@ -65,7 +66,7 @@ class _Header(BaseModel):
     version: int
 
 
-class Index(_Record):
+class Index(_IndexModel):
     """A whole checkpoint without its numbers."""
 
     format: str = FORMAT
@@ -75,18 +76,18 @@ class Index(_Record):
     tensors: dict[Name, StoredTensor]
     checksum: str | None = Field(None, pattern=CHECKSUM)
 
-    def only(self, prefix: str) -> Index:
+    def with_prefix(self, prefix: str) -> Index:
         """The same with only the tensors whose names begin so."""
         tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         return self.model_copy(update={"tensors": tensors})
 
-    def sealed(self) -> Index:
+    def with_checksum(self) -> Index:
         """The same with its checksum."""
         content = self.model_dump_json(exclude={"checksum"}).encode()
         return self.model_copy(update={"checksum": xxhash.xxh3_64_hexdigest(content)})
 
 
-def merge(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """The tensors of all ranks' files; every element of each must have been written exactly once."""
     merged: dict[str, StoredTensor] = {}
     boxes: dict[str, list[StoredBox]] = {}
@@ -100,7 +101,7 @@ def merge(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor
         name: StoredTensor(shape=tensor.shape, dtype=tensor.dtype, boxes=tuple(boxes[name]))
         for name, tensor in sorted(merged.items())
     }
-    flaws = [f"{name}: {found}" for name, tensor in merged.items() if (found := tensor.flaw())]
+    flaws = [f"{name}: {found}" for name, tensor in merged.items() if (found := tensor.coverage_error())]
     assert not flaws, f"the ranks' pieces do not make whole tensors: {'; '.join(flaws)}"
     return merged
 
@@ -118,7 +119,7 @@ def read_index(folder: Path) -> Index:
         index = Index.model_validate_json(content)
     except ValidationError as error:
         raise UserError(*(f"checkpoint {folder}: {FILE_NAME} is damaged: {text}" for text in _causes(error))) from error
-    if index.sealed().checksum != index.checksum:
+    if index.with_checksum().checksum != index.checksum:
         raise UserError(f"checkpoint {folder}: {FILE_NAME} is damaged: it is not what its checksum was taken of")
     return index
 
@@ -143,3 +144,50 @@ def _causes(error: ValidationError) -> list[str]:
     faults = error.errors(include_url=False, include_context=False)
     sentences = [" ".join((".".join(map(str, fault["loc"])), fault["msg"])).strip() for fault in faults[:5]]
     return sentences + ([f"and {len(faults) - 5} more faults"] if len(faults) > 5 else [])
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The box that both hold; None where there is no element in both."""
+    common = tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(a, b, strict=True))
+    return common if all(low < high for low, high in common) else None
+
+
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where `inner` lies in a tensor that holds `outer`."""
+    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(inner, outer, strict=True))
+
+
+def box_text(box: Box) -> str:
+    """A box as it is written after a tensor's name, `[0:2,4:8]`."""
+    return "[" + ",".join(f"{low}:{high}" for low, high in box) + "]"
+
+
+def coverage_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
+    """The first region of a tensor that the boxes do not cover exactly once, in words; None where there is none."""
+    boxes = list(boxes)
+    for box in boxes:
+        inside = len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+        if not inside:
+            return f"box {box_text(box)} is not inside a tensor of {list(shape)}"
+    uneven = _uneven(shape, boxes)
+    if uneven is None:
+        return None
+    region, times = uneven
+    return f"elements {box_text(region)} are in {times} boxes instead of one"
+
+
+def _uneven(shape: Shape, boxes: list[Box]) -> tuple[Box, int] | None:
+    """Cut the first dim at every edge; each slab must be covered once by what the boxes that cross it hold there."""
+    if not shape:
+        return None if len(boxes) == 1 else ((), len(boxes))
+    cuts = sorted({0, shape[0], *(edge for box in boxes for edge in box[0])})
+    slabs: dict[int, list[Box]] = {cut: [] for cut in cuts}
+    for (low, high), *others in boxes:
+        for cut in cuts[bisect_left(cuts, low) : bisect_left(cuts, high)]:
+            slabs[cut].append(tuple(others))
+    for low, high in pairwise(cuts):
+        uneven = _uneven(shape[1:], slabs[low])
+        if uneven:
+            region, times = uneven
+            return ((low, high), *region), times
+    return None

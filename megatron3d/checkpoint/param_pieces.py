@@ -18,7 +18,7 @@ from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.zero import Buffers
 
 
-class Held(NamedTuple):
+class ParamRange(NamedTuple):
     """Elements [start, stop) of the local tensor of a parameter."""
 
     name: str
@@ -36,13 +36,16 @@ def param_pieces(prefix: str, spec: ParamSpec, local: Tensor, mesh: Mesh, start:
     return [Piece(f"{prefix}.{part.name}", part.shape, box, view) for part, box, view in views]
 
 
-def written(buffers: Buffers) -> dict[str, Held]:
+def ranges_to_write(buffers: Buffers) -> dict[str, ParamRange]:
     """What this rank writes of each parameter that it holds, weights and moments alike: see `shares`."""
-    held = [Held(name, buffers.specs[name], start, start + len(values)) for name, start, values in buffers.held("main")]
-    return {each.name: each for each in shares(held, buffers.comm.mesh, buffers.sharding.axes)}
+    held = [
+        ParamRange(name, buffers.specs[name], start, start + len(values))
+        for name, start, values in buffers.held("main")
+    ]
+    return {each.name: each for each in split_among_replicas(held, buffers.comm.mesh, buffers.sharding.axes)}
 
 
-def shares(held: Iterable[Held], mesh: Mesh, shared_out: Axes = ()) -> Iterator[Held]:
+def split_among_replicas(held: Iterable[ParamRange], mesh: Mesh, shared_out: Axes = ()) -> Iterator[ParamRange]:
     """Save rule: the ranks that hold the same elements each write an equal part of these, counted in elements.
 
         rank 0 of 3   | a a a a a b |
@@ -53,7 +56,7 @@ def shares(held: Iterable[Held], mesh: Mesh, shared_out: Axes = ()) -> Iterator[
     parameter after another, is cut in as many parts as there are ranks, at the start of a row.  Where two ranks of the
     pipeline hold a parameter, each does this with its half.  Every rank finds its part by arithmetic.
     """
-    groups: dict[Axes, list[Held]] = {}
+    groups: dict[Axes, list[ParamRange]] = {}
     for each in held:
         split = layout_axes(each.spec.layout) | {"pipeline", *shared_out}
         copies = tuple(axis for axis in mesh.names if axis not in split)
@@ -62,7 +65,7 @@ def shares(held: Iterable[Held], mesh: Mesh, shared_out: Axes = ()) -> Iterator[
         yield from _part(group, mesh.index(copies), mesh.size(copies), mesh)
 
 
-def _without_padding(held: Held, mesh: Mesh) -> Held:
+def _without_padding(held: ParamRange, mesh: Mesh) -> ParamRange:
     """Without the rows at the end that are padding of a parameter's only part, as the vocabulary's are."""
     spec = held.spec
     if len(spec.parts) > 1 or spec.blocks > 1:
@@ -72,7 +75,7 @@ def _without_padding(held: Held, mesh: Mesh) -> Held:
     return held._replace(start=min(held.start, real), stop=min(held.stop, real))
 
 
-def _of_holder(held: Held, mesh: Mesh) -> Held:
+def _of_holder(held: ParamRange, mesh: Mesh) -> ParamRange:
     """The part of it that is mine among the ranks of the pipeline that hold the parameter."""
     holders = held.spec.holders
     if len(holders) == 1:
@@ -83,7 +86,7 @@ def _of_holder(held: Held, mesh: Mesh) -> Held:
     return held._replace(start=start, stop=stop)
 
 
-def _part(group: list[Held], index: int, ranks: int, mesh: Mesh) -> Iterator[Held]:
+def _part(group: list[ParamRange], index: int, ranks: int, mesh: Mesh) -> Iterator[ParamRange]:
     """Part `index` of equally many elements."""
     total = sum(each.stop - each.start for each in group)
     low, high = (total * edge // ranks for edge in (index, index + 1))
@@ -94,7 +97,7 @@ def _part(group: list[Held], index: int, ranks: int, mesh: Mesh) -> Iterator[Hel
         passed += each.stop - each.start
 
 
-def _cut(held: Held, element: int, mesh: Mesh) -> int:
+def _cut(held: ParamRange, element: int, mesh: Mesh) -> int:
     """The edge of a range, or the start of a row inside of it, that is nearest below an element."""
     if element >= held.stop:
         return held.stop

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron3d.checkpoint.boxes import text
+from megatron3d.checkpoint.index import box_text
 from megatron3d.parallel.layout import Box, Shape, box_shape
 
 # safetensors' names, largest elements first, which is how a file orders them: then every box begins aligned.
@@ -44,12 +44,12 @@ class Piece:
 
     def __post_init__(self) -> None:
         held, wanted = tuple(self.tensor.shape), box_shape(self.box)
-        assert held == wanted, f"{self.name}: the tensor is {held}, its box {text(self.box)} is {wanted}"
+        assert held == wanted, f"{self.name}: the tensor is {held}, its box {box_text(self.box)} is {wanted}"
 
     @property
     def key(self) -> str:
         """Its name in a file: the tensor's, and the box."""
-        return self.name + text(self.box)
+        return self.name + box_text(self.box)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -26,7 +26,7 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def temporary(folder: Path) -> Path:
+def temporary_folder(folder: Path) -> Path:
     """Where the checkpoint `folder` is while it is written."""
     return hidden(folder)
 
@@ -35,12 +35,12 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 
-def removed(folder: Path) -> Path:
+def removal_folder(folder: Path) -> Path:
     """Where a checkpoint is while it is removed."""
     return folder.with_name(f".{folder.name}.gone")
 
 
-def begin(folder: Path) -> None:
+def make_temporary_folder(folder: Path) -> None:
     """Make the temporary folder, after clearing away what a killed run left."""
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ def begin(folder: Path) -> None:
             old.rename(whole)
     for leftover in [*root.glob(".iter_*.tmp"), *root.glob(".*.gone")]:
         shutil.rmtree(leftover)
-    temporary(folder).mkdir()
+    temporary_folder(folder).mkdir()
 
 
-def abandon(folder: Path) -> None:
+def remove_temporary_folder(folder: Path) -> None:
     """Give back the space of a checkpoint that could not be written."""
-    shutil.rmtree(temporary(folder), ignore_errors=True)
+    shutil.rmtree(temporary_folder(folder), ignore_errors=True)
 
 
 def publish(folder: Path, iteration: int) -> None:
@@ -65,7 +65,7 @@ def publish(folder: Path, iteration: int) -> None:
     old = _replaced(folder)
     if folder.exists():
         folder.rename(old)
-    publish_folder(temporary(folder), folder)
+    publish_folder(temporary_folder(folder), folder)
     _track(folder.parent, iteration)
     if old.exists():
         shutil.rmtree(old)
@@ -75,19 +75,19 @@ def _track(root: Path, iteration: int) -> None:
     write_text(root / TRACKER, f"{iteration}\n")
 
 
-def go_back(root: Path, iteration: int) -> None:
+def move_tracker_back(root: Path, iteration: int) -> None:
     """Have a run continue from an earlier permanent checkpoint, also if it is killed before it saves again.
 
     Later checkpoints stay, but are passed over, until they are saved anew.
     """
-    assert iteration in finished(root), f"{root} has no checkpoint of iteration {iteration}"
-    if (tracked(root / NON_PERSISTENT) or 0) > iteration:
+    assert iteration in finished_checkpoints(root), f"{root} has no checkpoint of iteration {iteration}"
+    if (read_tracker(root / NON_PERSISTENT) or 0) > iteration:
         (root / NON_PERSISTENT / TRACKER).unlink()
     _track(root, iteration)
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def explain_write_errors(folder: Path) -> Iterator[None]:
     """Turn a failure to write into a message that names the run's folder."""
     try:
         yield
@@ -105,7 +105,9 @@ def latest(root: Path) -> Path | None:
     Raises UserError where a tracker is damaged or names a checkpoint that is not there.
     """
     found = [
-        (iteration, _named(place, iteration)) for place in _places(root) if (iteration := tracked(place)) is not None
+        (iteration, _named(place, iteration))
+        for place in _places(root)
+        if (iteration := read_tracker(place)) is not None
     ]
     return max(found, key=lambda each: each[0])[1] if found else None
 
@@ -115,12 +117,12 @@ def _places(root: Path) -> tuple[Path, Path]:
     return root, root / NON_PERSISTENT
 
 
-def is_short_lived(folder: Path) -> bool:
+def is_non_persistent(folder: Path) -> bool:
     """Whether a checkpoint is not one of the permanent ones of its run."""
     return folder.parent.name == NON_PERSISTENT
 
 
-def tracked(root: Path) -> int | None:
+def read_tracker(root: Path) -> int | None:
     """The iteration that the tracker names; None without a tracker, UserError where it is damaged."""
     tracker = root / TRACKER
     try:
@@ -151,19 +153,19 @@ def candidates(root: Path) -> list[tuple[Path, str | None]]:
     found: list[tuple[int, int, Path, str | None]] = []
     for place, order in zip(_places(root), (1, 0), strict=True):
         try:
-            last = tracked(place)
+            last = read_tracker(place)
         except UserError:
             last = None
         if last is None and place != root and (root / TRACKER).exists():
             continue
-        for iteration, folder in finished(place).items():
+        for iteration, folder in finished_checkpoints(place).items():
             beyond = last is not None and iteration > last
             refusal = f"{TRACKER} names {last}: a later save was not finished, or the run went back" if beyond else None
             found.append((iteration, order, folder, refusal))
     return [(folder, refusal) for _, _, folder, refusal in sorted(found, key=lambda each: each[:2], reverse=True)]
 
 
-def finished(root: Path) -> dict[int, Path]:
+def finished_checkpoints(root: Path) -> dict[int, Path]:
     """The folders of a run's checkpoints by iteration, also one that another was about to replace."""
     patterns = (r"\.iter_([0-9]{7,})\.old", r"iter_([0-9]{7,})")
     names = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []

@@ -16,8 +16,15 @@ from pydantic import JsonValue
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron3d.checkpoint.boxes import overlap, within
-from megatron3d.checkpoint.index import FILE_NAME, Index, StoredBox, StoredTensor, read_index
+from megatron3d.checkpoint.index import (
+    FILE_NAME,
+    Index,
+    StoredBox,
+    StoredTensor,
+    intersection,
+    read_index,
+    slices_within,
+)
 from megatron3d.checkpoint.piece import Piece, checksum, dtype_name
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, box_shape
@@ -36,57 +43,59 @@ def load(path: Path, pieces: Iterable[Piece]) -> None:
     Reads only what the pieces need, one box at a time.  Raises UserError with all differences between the pieces
     and the checkpoint, before anything is filled, or with all files that are damaged.
     """
-    fill(path, read_index(path), pieces)
+    load_with_index(path, read_index(path), pieces)
 
 
-def fill(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
+def load_with_index(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
     """`load` with an index that was read before."""
     wanted = [piece for piece in pieces if piece.tensor.numel() > 0]
     UserError.collect(f"checkpoint {path}: {difference}" for difference in _differences(index, wanted))
-    refuse(path, (found for file, boxes in _by_file(index, wanted) for found in _fill(path / file, index, boxes)))
+    raise_if_damaged(
+        path, (found for file, boxes in _by_file(index, wanted) for found in _fill(path / file, index, boxes))
+    )
 
 
-def refuse(path: Path, damages: Iterable[str]) -> None:
+def raise_if_damaged(path: Path, damages: Iterable[str]) -> None:
     """Raise UserError with all that is damaged, if anything is."""
     UserError.collect(f"checkpoint {path}: {damage}; load another checkpoint of the run" for damage in damages)
 
 
-def damages(path: Path, index: Index, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+def find_damage(path: Path, index: Index, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
     """What is wrong with the numbers of a checkpoint, a sentence each; all of them are read, box by box.
 
     Args:
         share: (i, n) reads every n-th file from the i-th on, so that n ranks together read all.
     """
     for name, tensor in index.tensors.items() if share[0] == 0 else ():
-        if found := tensor.flaw():
+        if found := tensor.coverage_error():
             yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
     files: dict[str, list[tuple[str, StoredBox]]] = {}
     for name, tensor in index.tensors.items():
         for stored in tensor.boxes:
             files.setdefault(stored.file, []).append((name, stored))
     for file in sorted(files)[share[0] :: share[1]]:
-        with Boxes(path / file) as boxes:
+        with BoxFile(path / file) as boxes:
             for name, stored in files[file]:
                 box = boxes.read(stored, index.tensors[name])
                 if box is not None and checksum(box) != stored.checksum:
-                    boxes.flaws.append(_flipped(path / file, stored))
-        yield from boxes.flaws
+                    boxes.problems.append(_flipped(path / file, stored))
+        yield from boxes.problems
 
 
-class Boxes:
+class BoxFile:
     """One file, while entered; what is wrong with it is collected in `flaws` instead of raised."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.flaws = path, list[str]()
+        self._path, self.problems = path, list[str]()
         self._file: Any = None
 
-    def __enter__(self) -> Boxes:
+    def __enter__(self) -> BoxFile:
         try:
             if not stat.S_ISREG(self._path.stat().st_mode):
                 raise OSError("not a file")
             self._file = safe_open(self._path, framework="pt").__enter__()
         except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
-            self.flaws.append(f"{self._path.name} is missing or damaged: {error}")
+            self.problems.append(f"{self._path.name} is missing or damaged: {error}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,14 +110,14 @@ class Boxes:
             view = self._file.get_slice(stored.key)
             found, wanted = list(view.get_shape()), list(box_shape(stored.box))
             if found != wanted:
-                self.flaws.append(f"{self._path.name}: {stored.key} is {found}, not {wanted}")
+                self.problems.append(f"{self._path.name}: {stored.key} is {found}, not {wanted}")
                 return None
             box: Tensor = self._file.get_tensor(stored.key)
         except SafetensorError as error:
-            self.flaws.append(f"{self._path.name} is missing or damaged: {error}")
+            self.problems.append(f"{self._path.name} is missing or damaged: {error}")
             return None
         if dtype_name(box.dtype) != tensor.dtype:
-            self.flaws.append(f"{self._path.name}: {stored.key} is {dtype_name(box.dtype)}, not {tensor.dtype}")
+            self.problems.append(f"{self._path.name}: {stored.key} is {dtype_name(box.dtype)}, not {tensor.dtype}")
             return None
         return box
 
@@ -125,7 +134,7 @@ def _differences(index: Index, pieces: Iterable[Piece]) -> Iterator[str]:
             yield f"tensor {name} is not in it; this run needs it with shape {list(shape)}"
         elif stored.shape != shape:
             yield f"tensor {name} has shape {list(stored.shape)}, this run needs {list(shape)}"
-        elif found := stored.flaw():
+        elif found := stored.coverage_error():
             yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
 
 
@@ -134,7 +143,7 @@ def _by_file(index: Index, pieces: Sequence[Piece]) -> list[tuple[str, Mapping[S
     files: dict[str, dict[StoredBox, list[Wanted]]] = {}
     for piece in pieces:
         for stored in index.tensors[piece.name].boxes:
-            common = overlap(stored.box, piece.box)
+            common = intersection(stored.box, piece.box)
             if common is not None:
                 files.setdefault(stored.file, {}).setdefault(stored, []).append((common, piece))
     return sorted(files.items())
@@ -142,15 +151,15 @@ def _by_file(index: Index, pieces: Sequence[Piece]) -> list[tuple[str, Mapping[S
 
 def _fill(path: Path, index: Index, parts: Mapping[StoredBox, Sequence[Wanted]]) -> list[str]:
     """Fill the pieces from one file; a sentence for each damage."""
-    with Boxes(path) as boxes:
+    with BoxFile(path) as boxes:
         for stored, wanted in parts.items():
             box = boxes.read(stored, index.tensors[wanted[0][1].name])
             if box is None:
                 continue
             is_whole = sum(math.prod(box_shape(common)) for common, _ in wanted) >= box.numel()
             if is_whole and checksum(box) != stored.checksum:
-                boxes.flaws.append(_flipped(path, stored))
+                boxes.problems.append(_flipped(path, stored))
                 continue
             for common, piece in wanted:
-                piece.tensor.detach()[within(common, piece.box)].copy_(box[within(common, stored.box)])
-    return boxes.flaws
+                piece.tensor.detach()[slices_within(common, piece.box)].copy_(box[slices_within(common, stored.box)])
+    return boxes.problems

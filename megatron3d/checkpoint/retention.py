@@ -1,6 +1,6 @@
 """Which checkpoints stay: the newest k, every n-th iteration for ever, and short-lived ones until there is a newer one.
 
-run/iter_0000100 ...                  permanent, as far as `Keep` says
+run/iter_0000100 ...                  permanent, as far as `RetentionPolicy` says
 run/non_persistent/iter_0000130       of the short-lived ones only the newest, until a permanent one is newer
 """
 
@@ -10,23 +10,23 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron3d.checkpoint.publish import finished, removed, tracked
+from megatron3d.checkpoint.publish import finished_checkpoints, read_tracker, removal_folder
 from megatron3d.config.schema import CheckpointConfig
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """The newest `latest` checkpoints (None: all), and those of iterations that `interval` divides."""
 
     latest: int | None = None
     interval: int | None = None
 
     @staticmethod
-    def of(config: CheckpointConfig) -> Keep:
+    def of(config: CheckpointConfig) -> RetentionPolicy:
         """`save_retain_interval` alone keeps the newest one beside, as Megatron's does."""
         alone = 1 if config.save_retain_interval else None
-        return Keep(config.keep_latest_k or alone, config.save_retain_interval)
+        return RetentionPolicy(config.keep_latest_k or alone, config.save_retain_interval)
 
     def has(self, iteration: int, newer: int) -> bool:
         """Whether a checkpoint stays when there are so many newer ones."""
@@ -34,23 +34,23 @@ class Keep:
         return is_kept or self.latest is None or newer < self.latest
 
 
-def prune(root: Path, keep: Keep) -> None:
+def prune(root: Path, keep: RetentionPolicy) -> None:
     """Remove what need not stay, now that the checkpoint that the tracker names is complete.
 
     What lies beyond the tracker is left alone: nobody has said that it is older.
     """
-    last = tracked(root)
+    last = read_tracker(root)
     assert last is not None, f"{root} has a checkpoint, but no tracker"
-    past = sorted((iteration for iteration in finished(root) if iteration <= last), reverse=True)
+    past = sorted((iteration for iteration in finished_checkpoints(root) if iteration <= last), reverse=True)
     for newer, iteration in enumerate(past):
         if not keep.has(iteration, newer):
-            _remove(finished(root)[iteration])
+            _remove(finished_checkpoints(root)[iteration])
 
 
-def drop_short_lived(root: Path, iteration: int) -> None:
+def remove_non_persistent(root: Path, iteration: int) -> None:
     """Remove short-lived checkpoints that are not newer than the permanent one of this iteration."""
     place = root / NON_PERSISTENT
-    last = tracked(place)
+    last = read_tracker(place)
     if last is not None and last <= iteration:
         (place / TRACKER).unlink()
         _remove(place)
@@ -58,6 +58,6 @@ def drop_short_lived(root: Path, iteration: int) -> None:
 
 def _remove(folder: Path) -> None:
     """Under another name first, so that at no moment a part of it looks like a checkpoint."""
-    gone = removed(folder)
+    gone = removal_folder(folder)
     folder.rename(gone)
     shutil.rmtree(gone)

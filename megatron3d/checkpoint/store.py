@@ -12,26 +12,26 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.index import FILE_NAME, Index, StoredTensor, merge, read_index
+from megatron3d.checkpoint.index import FILE_NAME, Index, StoredTensor, merge_tensors, read_index
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.publish import (
-    abandon,
-    begin,
+    explain_write_errors,
     iteration_folder,
     latest,
+    make_temporary_folder,
     publish,
+    remove_temporary_folder,
     resolve,
-    temporary,
-    writing,
+    temporary_folder,
 )
-from megatron3d.checkpoint.read import fill, load, read_meta
+from megatron3d.checkpoint.read import load, load_with_index, read_meta
 from megatron3d.checkpoint.write import write_boxes
 from megatron3d.comm.interface import ObjectCollectives
-from megatron3d.comm.run_on_all_ranks import together
+from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.errors import UserError
 from megatron3d.runtime.files import write_text
 
-__all__ = ["Index", "Piece", "fill", "latest", "load", "read_index", "read_meta", "resolve", "save"]
+__all__ = ["Index", "Piece", "latest", "load", "load_with_index", "read_index", "read_meta", "resolve", "save"]
 
 
 def save(
@@ -45,34 +45,34 @@ def save(
     folder = iteration_folder(root, iteration)
     is_first = comm.mesh.rank == 0
     try:
-        together(comm, lambda: _begin(folder) if is_first else None)
-        written = together(comm, lambda: _write(folder, comm.mesh.rank, pieces))
-        together(comm, lambda: _finish(folder, iteration, meta, written) if written else None)
+        run_on_all_ranks(comm, lambda: _begin(folder) if is_first else None)
+        written = run_on_all_ranks(comm, lambda: _write(folder, comm.mesh.rank, pieces))
+        run_on_all_ranks(comm, lambda: _finish(folder, iteration, meta, written) if written else None)
     except Exception:
         if is_first:
-            abandon(folder)
+            remove_temporary_folder(folder)
         raise
     return folder
 
 
 def _begin(folder: Path) -> None:
-    with writing(folder):
-        begin(folder)
+    with explain_write_errors(folder):
+        make_temporary_folder(folder)
 
 
 def _write(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
     """Write this rank's file; what is in it, by tensor."""
-    if not temporary(folder).is_dir():
+    if not temporary_folder(folder).is_dir():
         unseen = f"checkpoint.save={folder.parent}: some ranks do not see the folder that rank 0 made there"
         raise UserError(f"{unseen}; save to a file system that all nodes share")
-    with writing(folder):
-        return write_boxes(temporary(folder) / f"rank_{rank:05d}.safetensors", pieces)
+    with explain_write_errors(folder):
+        return write_boxes(temporary_folder(folder) / f"rank_{rank:05d}.safetensors", pieces)
 
 
 def _finish(
     folder: Path, iteration: int, meta: Mapping[str, JsonValue], written: list[dict[str, StoredTensor]]
 ) -> None:
-    index = Index(iteration=iteration, meta=dict(meta), tensors=merge(written)).sealed()
-    with writing(folder):
-        write_text(temporary(folder) / FILE_NAME, index.model_dump_json())
+    index = Index(iteration=iteration, meta=dict(meta), tensors=merge_tensors(written)).with_checksum()
+    with explain_write_errors(folder):
+        write_text(temporary_folder(folder) / FILE_NAME, index.model_dump_json())
         publish(folder, iteration)

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.publish import candidates
-from megatron3d.checkpoint.read import damages, refuse
+from megatron3d.checkpoint.read import find_damage, raise_if_damaged
 from megatron3d.comm.interface import ObjectCollectives
-from megatron3d.comm.run_on_all_ranks import together
+from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.errors import UserError
 
 T = TypeVar("T")
@@ -24,21 +24,23 @@ def verify(folder: Path, share: tuple[int, int] = WHOLE) -> tuple[str, ...]:
         share: (i, n) reads only the i-th of n parts of the files.
     """
     try:
-        return tuple(damages(folder, read_index(folder), share))
+        return tuple(find_damage(folder, read_index(folder), share))
     except UserError as error:
         return error.problems
 
 
-def check_whole(folder: Path, comm: ObjectCollectives, prefix: str = "") -> None:
+def verify_on_all_ranks(folder: Path, comm: ObjectCollectives, prefix: str = "") -> None:
     """Read all bytes of the tensors whose names begin so, each rank a part of the files.
 
     Every rank raises UserError with all that is wrong.
     """
     share = comm.mesh.rank, comm.mesh.world_size
-    together(comm, lambda: refuse(folder, damages(folder, read_index(folder).only(prefix), share)))
+    run_on_all_ranks(
+        comm, lambda: raise_if_damaged(folder, find_damage(folder, read_index(folder).with_prefix(prefix), share))
+    )
 
 
-def newest_good(root: Path, comm: ObjectCollectives | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_intact(root: Path, comm: ObjectCollectives | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest complete and undamaged checkpoint of a run, and the newer ones that were passed over, with reasons.
 
     Never raises for what lies in the folder: None where nothing is good.  A checkpoint beyond the tracker is passed
@@ -66,5 +68,5 @@ def _everywhere(comm: ObjectCollectives | None, action: Callable[[tuple[int, int
     if comm is None:
         return [action(WHOLE)]
     mesh = comm.mesh
-    results: list[T] = comm.broadcast_object(together(comm, lambda: action((mesh.rank, mesh.world_size))))
+    results: list[T] = comm.broadcast_object(run_on_all_ranks(comm, lambda: action((mesh.rank, mesh.world_size))))
     return results

@@ -11,7 +11,7 @@ from megatron3d.errors import UserError
 T = TypeVar("T")
 
 
-def together(comm: ObjectCollectives, action: Callable[[], T]) -> list[T] | None:
+def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T] | None:
     """Every rank's result of `action`, in rank order, on rank 0 (None elsewhere); ends when all ranks are done.
 
     Raises UserError with the problems of all ranks, each once; RuntimeError, naming the ranks, where one crashed.

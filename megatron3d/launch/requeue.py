@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from megatron3d.checkpoint.publish import candidates, finished
+from megatron3d.checkpoint.publish import candidates, finished_checkpoints
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.config.validate.files import NON_PERSISTENT
@@ -112,7 +112,11 @@ def begun_at(root: Path, allocation: Allocation) -> list[int]:
 
 def newest_iteration(root: Path) -> int:
     """Of the newest finished checkpoint, which the next start would try first; 0 without any."""
-    numbers = {folder: number for place in (root, root / NON_PERSISTENT) for number, folder in finished(place).items()}
+    numbers = {
+        folder: number
+        for place in (root, root / NON_PERSISTENT)
+        for number, folder in finished_checkpoints(place).items()
+    }
     return max((numbers[folder] for folder, refusal in candidates(root) if refusal is None), default=0)
 
 

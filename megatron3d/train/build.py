@@ -7,15 +7,15 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.async_saver import Saver
+from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.lock import FolderLock
-from megatron3d.checkpoint.publish import is_short_lived
-from megatron3d.checkpoint.retention import Keep
+from megatron3d.checkpoint.publish import is_non_persistent
+from megatron3d.checkpoint.retention import RetentionPolicy
 from megatron3d.checkpoint.store import latest, resolve
-from megatron3d.checkpoint.verify import check_whole, newest_good
+from megatron3d.checkpoint.verify import newest_intact, verify_on_all_ranks
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import background_comm
-from megatron3d.comm.run_on_all_ranks import together
+from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.run_spec import RunSpec
@@ -122,7 +122,7 @@ def packing_identity(config: Config) -> str | None:
     return ", ".join(f"{key}={value}" for key, value in values.items() if value != getattr(defaults, key)) or None
 
 
-def make_saver(config: Config, comm: Comm) -> Saver | None:
+def make_saver(config: Config, comm: Comm) -> CheckpointSaver | None:
     """What writes checkpoints; in the background with connections of its own."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:
@@ -133,22 +133,22 @@ def make_saver(config: Config, comm: Comm) -> Saver | None:
             print(f"> {line}", flush=True)
 
     objects = background_comm(comm.mesh) if checkpoint.async_save else comm
-    return Saver(Path(checkpoint.save), objects, Keep.of(checkpoint), checkpoint.async_save, tell)
+    return CheckpointSaver(Path(checkpoint.save), objects, RetentionPolicy.of(checkpoint), checkpoint.async_save, tell)
 
 
 def resume(
-    config: Config, state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: Saver | None = None
+    config: Config, state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: CheckpointSaver | None = None
 ) -> None:
     """Continue from `checkpoint.load`; only where it is the folder of this very run may there be nothing yet."""
     load = config.checkpoint.load
     if load is None:
         return
-    folder, passed = newest_good(Path(load), comm) if is_own(config) else (named_by(config, comm), [])
+    folder, passed = newest_intact(Path(load), comm) if is_own(config) else (named_by(config, comm), [])
     if folder is None:
-        together(comm, lambda: check_is_new(Path(load), passed))
+        run_on_all_ranks(comm, lambda: check_is_new(Path(load), passed))
     if folder is not None:
         load_state(folder, state, identity, Loading.of(config.checkpoint))
-    if folder is not None and saver is not None and not is_short_lived(folder):
+    if folder is not None and saver is not None and not is_non_persistent(folder):
         saver.saved_at = state.iteration
     if comm.mesh.rank == 0:
         for refused, why in passed:
@@ -159,9 +159,9 @@ def resume(
 
 def named_by(config: Config, comm: Comm) -> Path:
     """The checkpoint that `checkpoint.load` means, as rank 0 sees it; raises UserError where it is damaged."""
-    found = together(comm, lambda: resolve(Path(str(config.checkpoint.load))))
+    found = run_on_all_ranks(comm, lambda: resolve(Path(str(config.checkpoint.load))))
     folder: Path = comm.broadcast_object(found and found[0])
-    check_whole(folder, comm, "" if Loading.of(config.checkpoint).optimizer else "model.")
+    verify_on_all_ranks(folder, comm, "" if Loading.of(config.checkpoint).optimizer else "model.")
     return folder
 
 
@@ -218,7 +218,7 @@ def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[Fol
             write_resolved(resolved, save / "config.yaml", state.model.arch.vocab_size)
 
     try:
-        together(comm, lambda: write() if comm.mesh.rank == 0 else None)
+        run_on_all_ranks(comm, lambda: write() if comm.mesh.rank == 0 else None)
     except Exception:
         for lock in locks:
             lock.release()

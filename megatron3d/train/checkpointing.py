@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron3d import __version__
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.async_saver import Source
-from megatron3d.checkpoint.param_pieces import param_pieces, written
-from megatron3d.comm.run_on_all_ranks import together
+from megatron3d.checkpoint.async_saver import PieceSource
+from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
+from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.config.schema import CheckpointConfig, Config
 from megatron3d.errors import UserError
 from megatron3d.optim.optimizer import MOMENTS
@@ -65,7 +65,7 @@ EXACT, WEIGHTS = Loading(), Loading(progress=False, optimizer=False)
 ORDER_OF_SAMPLES = frozenset({"corpus", "data.split", "train.seed"})
 
 
-def source_of(state: TrainState) -> Source:
+def source_of(state: TrainState) -> PieceSource:
     """What this rank writes of a state, every tensor passed through a function first."""
     return lambda copy: _pieces(state, copy)
 
@@ -116,7 +116,7 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
         state.buffers.settle()
         for flat in state.buffers.flats:
             flat.main.zero_()  # padding, which no checkpoint has, must not stay what a run gone wrong has left
-        store.fill(folder, index, _pieces(state, None, None if loading.optimizer else "model"))
+        store.load_with_index(folder, index, _pieces(state, None, None if loading.optimizer else "model"))
         state.buffers.publish()
         if loading.progress:
             state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
@@ -126,7 +126,7 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
             state.optimizer.set_num_steps(meta.optimizer_steps)
             state.loss_scale.load(meta.loss_scale)
 
-    together(state.model.comm, load)
+    run_on_all_ranks(state.model.comm, load)
 
 
 def read_meta(folder: Path) -> Meta:
@@ -183,7 +183,7 @@ def _pieces(
 ) -> Iterator[store.Piece]:
     """Every piece of weights and moments that this rank holds; with `copy`, of copies of those that it writes."""
     buffers, mesh = state.buffers, state.model.comm.mesh
-    shares = written(buffers)
+    shares = ranges_to_write(buffers)
     flats = [("model", flat, flat.main) for flat in buffers.flats] + [
         (f"optimizer.{moment}", flat, state.optimizer.moment(flat, moment))
         for moment in MOMENTS

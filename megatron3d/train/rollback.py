@@ -19,9 +19,9 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.publish import finished, go_back
-from megatron3d.checkpoint.verify import newest_good
-from megatron3d.comm.run_on_all_ranks import together
+from megatron3d.checkpoint.publish import finished_checkpoints, move_tracker_back
+from megatron3d.checkpoint.verify import newest_intact
+from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.config.schema import TrainConfig
 from megatron3d.train.checkpointing import load_state
 from megatron3d.train.state import TrainState
@@ -79,13 +79,13 @@ def roll_back(root: Path | None, state: TrainState, identity: Mapping[str, JsonV
     comm, (steps, reason), here, next_sample = state.model.comm, wrong, state.iteration, state.consumed_samples
 
     def choose() -> bool:
-        earlier = [iteration for iteration in (finished(root) if root else ()) if iteration <= here - steps]
+        earlier = [iteration for iteration in (finished_checkpoints(root) if root else ()) if iteration <= here - steps]
         if root and earlier:
-            go_back(root, max(earlier))
+            move_tracker_back(root, max(earlier))
         return bool(earlier)
 
-    found = together(comm, lambda: choose() if comm.mesh.rank == 0 else False)
-    folder = newest_good(root, comm)[0] if root and comm.broadcast_object(found and found[0]) else None
+    found = run_on_all_ranks(comm, lambda: choose() if comm.mesh.rank == 0 else False)
+    folder = newest_intact(root, comm)[0] if root and comm.broadcast_object(found and found[0]) else None
     if folder is None:
         where = f"{root} holds no good checkpoint from before" if root else "checkpoint.save names no folder"
         raise RuntimeError(f"iteration {here}: {reason}, and {where} to go back to")

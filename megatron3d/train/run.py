@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.async_saver import Saver
+from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
@@ -46,7 +46,7 @@ class Run:
     train_data: PrefetchingLoader
     valid_data: BatchLoader | None
     metrics: MetricsWriter | None
-    saver: Saver | None
+    saver: CheckpointSaver | None
     lock: FolderLock | None
     identity: Mapping[str, JsonValue]
     comm: ProcessComm

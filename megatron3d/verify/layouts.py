@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.param_pieces import param_pieces, written
+from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
@@ -68,7 +68,7 @@ def trace(spec: RunSpec, comm: Comm, num_steps: int) -> Trace | None:
 def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, Tensor]:
     """Whole tensors on rank 0, put together from the pieces that the save rule selects."""
     prefix = {"grad": "gradient", "main": "parameter"}[which]
-    mine = written(state.buffers)
+    mine = ranges_to_write(state.buffers)
     pieces = [
         piece
         for name, start, values in state.buffers.held(which)

@@ -17,7 +17,7 @@ import pytest
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import StoredTensor
 from megatron3d.checkpoint.piece import Piece
-from megatron3d.checkpoint.verify import newest_good, verify
+from megatron3d.checkpoint.verify import newest_intact, verify
 from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.tiny_run import Words, cut, in_run, launch, refuse, run, steps, tree, write_config
 
@@ -235,9 +235,9 @@ def test_a_disk_that_fails_in_a_save(config: Path, trained: Path, code: int, in_
     else:
         assert outcome.code == ExitCode.USER_ERROR and outcome.err.startswith(words)
         assert len(outcome.err.splitlines()) == 1 and names == {"iter_0000008"}
-        assert newest_good(there) == (there / "iter_0000008", [])
+        assert newest_intact(there) == (there / "iter_0000008", [])
     assert run(config, *ANOTHER_STEP).code == ExitCode.DONE
-    assert newest_good(there) == (there / "iter_0000010", [])
+    assert newest_intact(there) == (there / "iter_0000010", [])
 
 
 def test_a_disk_that_is_really_full(config: Path, trained: Path) -> None:
@@ -251,5 +251,5 @@ def test_a_disk_that_is_really_full(config: Path, trained: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert outcome.code == ExitCode.USER_ERROR and "iter_0000009 cannot be written: File too large" in outcome.err
-    assert newest_good(there) == (there / "iter_0000008", [])
+    assert newest_intact(there) == (there / "iter_0000008", [])
     assert not [path.name for path in there.iterdir() if path.name.startswith(".iter")]

@@ -11,7 +11,7 @@ import torch
 
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.lock import FolderLock
-from megatron3d.checkpoint.publish import finished
+from megatron3d.checkpoint.publish import finished_checkpoints
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.checkpointing import read_meta
 from tests.support.pool import Pool
@@ -69,7 +69,7 @@ def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None
     asked = ["checkpoint.save_interval=3", "checkpoint.keep_latest_k=1", "checkpoint.non_persistent_save_interval=1"]
     settings = [*in_run(f"{tmp_path}/run"), *FP64, *asked]
     assert run(config, *settings, "train.exit_interval=4").code == ExitCode.STOPPED
-    assert finished(tmp_path / "run").keys() == {4} and not (tmp_path / "run/non_persistent").exists()
+    assert finished_checkpoints(tmp_path / "run").keys() == {4} and not (tmp_path / "run/non_persistent").exists()
     # What a kill would have left: iteration 4 as a short-lived checkpoint only.
     short = tmp_path / "run/non_persistent"
     short.mkdir()
@@ -80,7 +80,7 @@ def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None
     assert outcome.code == ExitCode.DONE
     assert f"> continuing from {short}/iter_0000004" in outcome.out
     assert steps(tmp_path / "run") == steps(whole) and same(stored(tmp_path / "run", 8), stored(whole, 8))
-    assert finished(tmp_path / "run").keys() == {8} and not short.exists()
+    assert finished_checkpoints(tmp_path / "run").keys() == {8} and not short.exists()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron3d.comm.interface import Comm
-from megatron3d.comm.run_on_all_ranks import together
+from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.errors import UserError
 from megatron3d.metrics.timers import clock
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, Schedule
@@ -65,7 +65,7 @@ def gather(recording: Recording, comm: Comm) -> Timeline | None:
 def report(recording: Recording, comm: Comm, schedule: Schedule, save: Path, iteration: int) -> None:
     """Write the trace of an iteration, and tell its bubble on rank 0; raises UserError on all ranks where it cannot."""
     measured = gather(recording, comm)
-    together(comm, lambda: _write(measured, schedule, save, iteration) if measured else None)
+    run_on_all_ranks(comm, lambda: _write(measured, schedule, save, iteration) if measured else None)
 
 
 def _write(measured: Timeline, schedule: Schedule, save: Path, iteration: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron3d.analysis.cost_model.forecast import forecast
 from megatron3d.analysis.memory_model.table import memory_table, stage_table
-from megatron3d.checkpoint.param_pieces import written
+from megatron3d.checkpoint.param_pieces import ranges_to_write
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.peaks import Peak, describe_peak
 from megatron3d.hardware.sdpa_backends import describe_attention
@@ -21,7 +21,7 @@ from megatron3d.train.state import TrainState
 def check_built(state: TrainState) -> None:
     """Count layers and parameters over the world; raises RuntimeError where they are not the configuration's."""
     model, mesh = state.model, state.model.comm.mesh
-    mine = written(state.buffers)
+    mine = ranges_to_write(state.buffers)
     held = sum(
         view.numel()
         for name, start, values in state.buffers.held("main")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.param_pieces import written
+from megatron3d.checkpoint.param_pieces import ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.logical_views import part_views
@@ -113,7 +113,7 @@ class Moments:
     def _held(self, which: str) -> Sums:
         """Of the elements of parameters or gradients that the save rule gives to this rank."""
         buffers, sums = self._state.buffers, self._sums()
-        mine, mesh = written(buffers), buffers.comm.mesh
+        mine, mesh = ranges_to_write(buffers), buffers.comm.mesh
         for name, start, values in buffers.held(which):
             _, spec, low, high = mine[name]
             for part, _, view in part_views(spec, values[low - start : high - start], mesh, low):

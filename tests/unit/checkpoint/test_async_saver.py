@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from megatron3d.checkpoint import write
-from megatron3d.checkpoint.async_saver import Saver
-from megatron3d.checkpoint.retention import Keep
-from megatron3d.checkpoint.snapshot import Snapshot
+from megatron3d.checkpoint.async_saver import CheckpointSaver, Snapshot
+from megatron3d.checkpoint.retention import RetentionPolicy
 from megatron3d.checkpoint.store import Piece, latest, load
-from megatron3d.checkpoint.verify import newest_good, verify
+from megatron3d.checkpoint.verify import newest_intact, verify
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 
@@ -58,7 +57,7 @@ def gate(monkeypatch):
 
 def test_training_goes_on_under_it(tmp_path, run_ranks, gate):
     def train(comm):
-        weights, saver = Weights(comm), Saver(tmp_path, comm, in_background=True)
+        weights, saver = Weights(comm), CheckpointSaver(tmp_path, comm, in_background=True)
         weights.values.fill_(1)
         saver.save(1, weights.source, {})
         weights.values.fill_(2)
@@ -88,7 +87,10 @@ def test_a_failure_is_told_at_once_and_the_next_save_is_the_next_try(tmp_path, r
 
     def train(comm):
         tell = told.append if comm.mesh.rank == 0 else lambda line: None
-        weights, saver = Weights(comm), Saver(tmp_path, comm, Keep(1), in_background=True, tell=tell)
+        weights, saver = (
+            Weights(comm),
+            CheckpointSaver(tmp_path, comm, RetentionPolicy(1), in_background=True, tell=tell),
+        )
         found = []
         for iteration in (1, 2):
             weights.values.fill_(iteration)
@@ -108,13 +110,13 @@ def test_the_previous_one_stays_until_the_new_one_is_complete(tmp_path, run_rank
     """Also where only one is kept."""
 
     def train(comm):
-        weights, saver = Weights(comm), Saver(tmp_path, comm, Keep(1), in_background=True)
+        weights, saver = Weights(comm), CheckpointSaver(tmp_path, comm, RetentionPolicy(1), in_background=True)
         gate.opened.set()
         saver.save(1, weights.source, {})
         saver.wait()
         comm.broadcast_object(gate.opened.clear() if comm.mesh.rank == 0 else None)
         saver.save(2, weights.source, {})
-        before = newest_good(tmp_path)
+        before = newest_intact(tmp_path)
         comm.meeting.wait(20)
         gate.opened.set()
         saver.wait()
@@ -127,7 +129,7 @@ def test_the_previous_one_stays_until_the_new_one_is_complete(tmp_path, run_rank
         return train(comm)
 
     assert run_ranks(TWO, run) == [(tmp_path / "iter_0000001", [])] * 2
-    assert newest_good(tmp_path) == (tmp_path / "iter_0000002", [])
+    assert newest_intact(tmp_path) == (tmp_path / "iter_0000002", [])
     assert not (tmp_path / "iter_0000001").exists()
 
 
@@ -138,7 +140,7 @@ def test_leaving(tmp_path, run_ranks, gate, in_background):
     gate.failures.append(OSError(28, "No space left on device"))
 
     def train(comm):
-        weights, saver = Weights(comm), Saver(tmp_path, comm, in_background=in_background)
+        weights, saver = Weights(comm), CheckpointSaver(tmp_path, comm, in_background=in_background)
         try:
             saver.save(1, weights.source, {})
             saver.wait()
@@ -160,7 +162,7 @@ def test_a_crash_in_the_background_is_raised_at_the_next_turn(tmp_path, run_rank
     gate.failures.append(KeyError("w"))
 
     def train(comm):
-        weights, saver = Weights(comm), Saver(tmp_path, comm, in_background=True)
+        weights, saver = Weights(comm), CheckpointSaver(tmp_path, comm, in_background=True)
         saver.save(1, weights.source, {})
         saver.save(2, weights.source, {})
 

@@ -17,7 +17,7 @@ from megatron3d.checkpoint.compare import describe_differences, mean_pieces
 from megatron3d.checkpoint.index import MAX_BYTES, Index, read_index
 from megatron3d.checkpoint.read import load
 from megatron3d.checkpoint.store import Piece, save
-from megatron3d.checkpoint.verify import newest_good, verify
+from megatron3d.checkpoint.verify import newest_intact, verify
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 
@@ -81,7 +81,7 @@ def refusals(checkpoint):
             action()
         said += caught.value.problems
     assert bool(w.isnan().all()), "something was loaded"
-    good, passed = newest_good(checkpoint.parent)
+    good, passed = newest_intact(checkpoint.parent)
     assert good is None and len(passed) == 1
     return said
 
@@ -138,7 +138,7 @@ def test_hostile_indexes(checkpoint, name):
     index = json.loads(path.read_text())
     INDEXES[name](index)
     try:
-        path.write_text(Index.model_validate_json(json.dumps(index)).sealed().model_dump_json())
+        path.write_text(Index.model_validate_json(json.dumps(index)).with_checksum().model_dump_json())
     except ValueError:
         path.write_text(json.dumps(index))
     tracemalloc.start()
@@ -147,7 +147,7 @@ def test_hostile_indexes(checkpoint, name):
         w = torch.zeros(3, 2)
         with pytest.raises(UserError):
             load(checkpoint, [Piece("model.w", (3, 2), ((0, 3), (0, 2)), w)])
-        assert newest_good(checkpoint.parent)[0] is None and not w.any()
+        assert newest_intact(checkpoint.parent)[0] is None and not w.any()
         for action in (describe_differences, lambda *paths: (p.make() for p in mean_pieces(paths) if p.make)):
             try:
                 done = list(action(checkpoint, checkpoint))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.checkpoint.param_pieces import Held, param_pieces, shares
+from megatron3d.checkpoint.param_pieces import ParamRange, param_pieces, split_among_replicas
 from megatron3d.checkpoint.store import load, save
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.logical_views import part_views
@@ -61,7 +61,7 @@ def test_any_layout_to_any_other(run_ranks, rows, columns, source, target):
         local = torch.full(spec.local_shape(mesh), float("nan"), dtype=torch.float64)
         for part, box, view in part_views(spec, local, mesh):
             view.copy_(logical(part.name, part.shape)[tuple(slice(*ends) for ends in box)])
-        ((_, _, low, high),) = shares([Held("w", spec, 0, local.numel())], mesh)
+        ((_, _, low, high),) = split_among_replicas([ParamRange("w", spec, 0, local.numel())], mesh)
         pieces = param_pieces("model", spec, local.view(-1)[low:high], mesh, low)
         return save(root, 7, pieces, {}, comm)
 
@@ -107,8 +107,8 @@ def test_every_element_has_one_writer_and_the_holders_write_equally_much(holders
             numel = torch.Size(spec.local_shape(here)).numel()
             edges = (0, numel // 2 - 1, numel) if shared_out else (0, numel)
             at = here.coord("data") if shared_out else 0
-            held.append(Held(f"w{i}", spec, edges[at], edges[at + 1]))
-        mine = list(shares(held, here, shared_out))
+            held.append(ParamRange(f"w{i}", spec, edges[at], edges[at + 1]))
+        mine = list(split_among_replicas(held, here, shared_out))
         assert [each.name for each in sorted(mine)] == [f"w{i}" for i in range(len(specs))]
         for _, spec, start, stop in mine:
             for piece in param_pieces("m", spec, torch.zeros(stop - start), here, start):
@@ -123,5 +123,5 @@ def test_who_writes_less_than_a_row():
     """More ranks than rows: some write nothing, none writes a part of a row."""
     mesh = Mesh((("pipeline", 1), ("data", 5)))
     spec = ParamSpec((Part("w", (3, 4), (3, 4)),), ((), ()), token_axes=())
-    found = [next(shares([Held("w", spec, 0, 12)], mesh.at(rank))) for rank in range(5)]
+    found = [next(split_among_replicas([ParamRange("w", spec, 0, 12)], mesh.at(rank))) for rank in range(5)]
     assert [(low, high) for _, _, low, high in found] == [(0, 0), (0, 4), (4, 4), (4, 8), (8, 12)]

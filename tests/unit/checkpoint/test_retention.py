@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.checkpoint.async_saver import Saver
-from megatron3d.checkpoint.publish import finished
-from megatron3d.checkpoint.retention import Keep, drop_short_lived, prune
+from megatron3d.checkpoint.async_saver import CheckpointSaver
+from megatron3d.checkpoint.publish import finished_checkpoints
+from megatron3d.checkpoint.retention import RetentionPolicy, prune, remove_non_persistent
 from megatron3d.checkpoint.store import Piece, latest
-from megatron3d.checkpoint.verify import newest_good
+from megatron3d.checkpoint.verify import newest_intact
 from megatron3d.config.schema import CheckpointConfig
 from megatron3d.parallel.mesh import Mesh
 
@@ -30,7 +30,7 @@ def run_saves(run_ranks, root, keep, *saves):
     """Iterations, negative where they are short-lived, saved one after another."""
 
     def save(comm):
-        saver = Saver(root, comm, keep)
+        saver = CheckpointSaver(root, comm, keep)
         for iteration in saves:
             saver.save(abs(iteration), source, {}, permanent=iteration > 0)
 
@@ -50,9 +50,9 @@ def run_saves(run_ranks, root, keep, *saves):
     ],
 )
 def test_what_stays(tmp_path, run_ranks, checkpoint, left):
-    run_saves(run_ranks, tmp_path, Keep.of(CheckpointConfig(save="here", **checkpoint)), *range(10, 70, 10))
-    assert finished(tmp_path).keys() == left
-    assert newest_good(tmp_path) == (tmp_path / "iter_0000060", [])
+    run_saves(run_ranks, tmp_path, RetentionPolicy.of(CheckpointConfig(save="here", **checkpoint)), *range(10, 70, 10))
+    assert finished_checkpoints(tmp_path).keys() == left
+    assert newest_intact(tmp_path) == (tmp_path / "iter_0000060", [])
     assert {path.name for path in tmp_path.iterdir()} == {TRACKER, *(f"iter_{i:07d}" for i in left)}
 
 
@@ -66,22 +66,22 @@ def test_pruning(tmp_path_factory, iterations, k, n):
     for iteration in iterations:
         (root / f"iter_{iteration:07d}").mkdir()
     (root / TRACKER).write_text(str(last))
-    prune(root, Keep(k, n))
+    prune(root, RetentionPolicy(k, n))
     past = sorted(i for i in iterations if i <= last)
     stays = set(past if k is None else past[-k:]) | {i for i in past if n and i % n == 0}
-    assert finished(root).keys() == stays | {i for i in iterations if i > last}
+    assert finished_checkpoints(root).keys() == stays | {i for i in iterations if i > last}
     assert last in stays and not list(root.glob(".*"))
 
 
 def test_short_lived_ones(tmp_path, run_ranks):
-    run_saves(run_ranks, tmp_path, Keep(), 10, -12, -14)
+    run_saves(run_ranks, tmp_path, RetentionPolicy(), 10, -12, -14)
     short = tmp_path / "non_persistent"
-    assert finished(short).keys() == {14} and finished(tmp_path).keys() == {10}
+    assert finished_checkpoints(short).keys() == {14} and finished_checkpoints(tmp_path).keys() == {10}
     assert latest(tmp_path) == short / "iter_0000014"
-    run_saves(run_ranks, tmp_path, Keep(), 20)
+    run_saves(run_ranks, tmp_path, RetentionPolicy(), 20)
     assert not short.exists() and latest(tmp_path) == tmp_path / "iter_0000020"
-    run_saves(run_ranks, tmp_path, Keep(), -23)
-    drop_short_lived(tmp_path, 22)
+    run_saves(run_ranks, tmp_path, RetentionPolicy(), -23)
+    remove_non_persistent(tmp_path, 22)
     assert latest(tmp_path) == short / "iter_0000023", "it is newer than iteration 22"
 
 
@@ -95,7 +95,7 @@ def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, run_r
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", fail)
-        run_saves(run_ranks, tmp_path, Keep(1), 1, 2)
-    assert (tmp_path / ".iter_0000001.gone").exists() and finished(tmp_path).keys() == {2}
-    run_saves(run_ranks, tmp_path, Keep(1), 3)
+        run_saves(run_ranks, tmp_path, RetentionPolicy(1), 1, 2)
+    assert (tmp_path / ".iter_0000001.gone").exists() and finished_checkpoints(tmp_path).keys() == {2}
+    run_saves(run_ranks, tmp_path, RetentionPolicy(1), 3)
     assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000003"}

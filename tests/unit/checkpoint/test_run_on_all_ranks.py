@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.comm.run_on_all_ranks import together
+from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 
@@ -12,7 +12,12 @@ FOUR = Mesh((("x", 4),))
 
 
 def test_results_in_rank_order(run_ranks):
-    assert run_ranks(FOUR, lambda comm: together(comm, lambda: comm.mesh.rank)) == [[0, 1, 2, 3], None, None, None]
+    assert run_ranks(FOUR, lambda comm: run_on_all_ranks(comm, lambda: comm.mesh.rank)) == [
+        [0, 1, 2, 3],
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("failing", [0, 3])
@@ -21,7 +26,7 @@ def test_problems_are_told_once_on_every_rank(run_ranks, failing):
         if rank >= failing:
             raise UserError("disk full", f"rank {failing} is sad")
 
-    errors = run_ranks(FOUR, lambda comm: together(comm, lambda: action(comm.mesh.rank)))
+    errors = run_ranks(FOUR, lambda comm: run_on_all_ranks(comm, lambda: action(comm.mesh.rank)))
     assert [type(error) for error in errors] == [UserError] * 4
     assert {error.problems for error in errors} == {("disk full", f"rank {failing} is sad")}
 
@@ -31,6 +36,6 @@ def test_a_crash_keeps_its_cause(run_ranks):
         if rank == 2:
             raise KeyError("w")
 
-    errors = run_ranks(FOUR, lambda comm: together(comm, lambda: action(comm.mesh.rank)))
+    errors = run_ranks(FOUR, lambda comm: run_on_all_ranks(comm, lambda: action(comm.mesh.rank)))
     assert {(type(error), str(error)) for error in errors} == {(RuntimeError, "rank 2: KeyError('w')")}
     assert [type(error.__cause__) for error in errors] == [type(None), type(None), KeyError, type(None)]

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from megatron3d.checkpoint.publish import go_back
+from megatron3d.checkpoint.publish import move_tracker_back
 from megatron3d.checkpoint.store import Piece, latest, load, save
-from megatron3d.checkpoint.verify import check_whole, newest_good, verify
+from megatron3d.checkpoint.verify import newest_intact, verify, verify_on_all_ranks
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 
@@ -76,12 +76,12 @@ def test_ranks_refuse_together_what_they_would_load(saved, run_ranks):
 
     def problems(comm):
         with pytest.raises(UserError) as caught:
-            check_whole(saved, comm)
+            verify_on_all_ranks(saved, comm)
         return caught.value.problems
 
     first, second = run_ranks(TWO, problems)
     assert first == second and "rank_00001.safetensors: w[1:3,0:2] is damaged" in first[0]
-    run_ranks(TWO, lambda comm: check_whole(saved, comm, "another"))
+    run_ranks(TWO, lambda comm: verify_on_all_ranks(saved, comm, "another"))
 
 
 @pytest.fixture
@@ -97,16 +97,16 @@ def test_the_newest_good_one(run, run_ranks):
     flip(folders[3] / "rank_00000.safetensors", -3)
     (folders[2] / "index.json").unlink()
     (run / ".iter_0000005.tmp").mkdir()
-    good, passed = newest_good(run)
+    good, passed = newest_intact(run)
     assert good == folders[1]
     assert [folder for folder, _ in passed] == [folders[3], folders[2]]
     assert "rank_00000.safetensors: w[0:1,0:2] is damaged" in passed[0][1] and "no index.json" in passed[1][1]
-    assert run_ranks(TWO, lambda comm: newest_good(run, comm)) == [(good, passed)] * 2
+    assert run_ranks(TWO, lambda comm: newest_intact(run, comm)) == [(good, passed)] * 2
 
 
 def test_what_the_tracker_has_not_reached_is_passed_over(run):
     (run / TRACKER).write_text("3")
-    good, passed = newest_good(run)
+    good, passed = newest_intact(run)
     assert good == run / "iter_0000003"
     ((folder, why),) = passed
     assert folder == run / "iter_0000004" and "latest_checkpointed_iteration.txt names 3" in why
@@ -115,47 +115,47 @@ def test_what_the_tracker_has_not_reached_is_passed_over(run):
 @pytest.mark.parametrize("tracker", ["", "release", None])
 def test_without_a_tracker_every_checkpoint_may_be_good(run, tracker):
     (run / TRACKER).unlink() if tracker is None else (run / TRACKER).write_text(tracker)
-    assert newest_good(run) == (run / "iter_0000004", [])
+    assert newest_intact(run) == (run / "iter_0000004", [])
 
 
 def test_nothing_good(run, tmp_path):
-    assert newest_good(tmp_path / "absent") == (None, [])
-    assert newest_good(run / TRACKER) == (None, [])
+    assert newest_intact(tmp_path / "absent") == (None, [])
+    assert newest_intact(run / TRACKER) == (None, [])
     for folder in run.glob("iter_*"):
         (folder / "rank_00001.safetensors").unlink()
-    good, passed = newest_good(run)
+    good, passed = newest_intact(run)
     assert good is None and len(passed) == 4
 
 
 def test_what_a_killed_save_was_replacing(run):
     """A run that saves an iteration again is killed between two renames."""
     (run / "iter_0000004").rename(run / ".iter_0000004.old")
-    assert newest_good(run) == (run / ".iter_0000004.old", [])
+    assert newest_intact(run) == (run / ".iter_0000004.old", [])
     shutil.copytree(run / ".iter_0000004.old", run / "iter_0000004")
-    assert newest_good(run) == (run / "iter_0000004", [])
+    assert newest_intact(run) == (run / "iter_0000004", [])
 
 
 def test_the_newer_of_permanent_and_short_lived(run, run_ranks):
     save_rows(run_ranks, run / "non_persistent", 6)
-    assert newest_good(run) == (run / "non_persistent" / "iter_0000006", [])
+    assert newest_intact(run) == (run / "non_persistent" / "iter_0000006", [])
     save_rows(run_ranks, run, 6)
-    assert newest_good(run) == (run / "iter_0000006", [])
+    assert newest_intact(run) == (run / "iter_0000006", [])
     flip(run / "iter_0000006/rank_00000.safetensors", -1)
-    assert newest_good(run)[0] == run / "non_persistent" / "iter_0000006"
+    assert newest_intact(run)[0] == run / "non_persistent" / "iter_0000006"
 
 
 def test_a_run_that_goes_back(run, run_ranks):
     """Whatever is later is passed over, until it is saved again."""
     save_rows(run_ranks, run / "non_persistent", 5)
-    go_back(run, 2)
+    move_tracker_back(run, 2)
     assert latest(run) == run / "iter_0000002"
-    good, passed = newest_good(run)
+    good, passed = newest_intact(run)
     assert good == run / "iter_0000002"
     assert [folder for folder, _ in passed] == [run / "iter_0000004", run / "iter_0000003"]
     save_rows(run_ranks, run, 3, 9.0)
-    assert latest(run) == newest_good(run)[0] == run / "iter_0000003"
+    assert latest(run) == newest_intact(run)[0] == run / "iter_0000003"
     w = torch.zeros(3, 2)
     load(run / "iter_0000003", [Piece("w", (3, 2), ((0, 3), (0, 2)), w)])
     assert (w == 9).all()
     with pytest.raises(AssertionError, match="has no checkpoint of iteration 8"):
-        go_back(run, 8)
+        move_tracker_back(run, 8)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.checkpoint.boxes import flaw, overlap, within
+from megatron3d.checkpoint.index import coverage_error, intersection, slices_within
 
 SHAPE = (4, 3)
 edges = [st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True).map(sorted).map(tuple) for size in SHAPE]
@@ -35,32 +35,32 @@ def tilings(draw, box=tuple((0, size) for size in SHAPE)):
 
 @given(tilings())
 def test_a_tiling_has_no_flaw(pieces):
-    assert flaw(SHAPE, pieces) is None
-    assert flaw(SHAPE, pieces[1:]) is not None
-    assert flaw(SHAPE, [*pieces, pieces[-1]]) is not None
+    assert coverage_error(SHAPE, pieces) is None
+    assert coverage_error(SHAPE, pieces[1:]) is not None
+    assert coverage_error(SHAPE, [*pieces, pieces[-1]]) is not None
 
 
 @given(st.lists(boxes, max_size=4))
 def test_any_boxes(found):
-    assert (flaw(SHAPE, found) is None) == bool((count(found) == 1).all())
+    assert (coverage_error(SHAPE, found) is None) == bool((count(found) == 1).all())
 
 
 @given(boxes, boxes)
 def test_overlap(a, b):
-    common = overlap(a, b)
+    common = intersection(a, b)
     both = (count([a]) + count([b])) == 2
     assert bool(both.any()) == (common is not None)
     if common:
         assert torch.equal(count([common]) == 1, both)
         numbers = torch.arange(12).reshape(SHAPE)
         held = numbers[tuple(slice(*ends) for ends in a)]
-        assert torch.equal(held[within(common, a)], numbers[tuple(slice(*ends) for ends in common)])
+        assert torch.equal(held[slices_within(common, a)], numbers[tuple(slice(*ends) for ends in common)])
 
 
 def test_words():
-    assert flaw((), [()]) is None
-    assert flaw((), []) == "elements [] are in 0 boxes instead of one"
-    assert flaw((4, 2), [((0, 2), (0, 2))]) == "elements [2:4,0:2] are in 0 boxes instead of one"
-    assert flaw((4,), [((0, 3),), ((2, 4),)]) == "elements [2:3] are in 2 boxes instead of one"
-    assert flaw((4,), [((0, 5),)]) == "box [0:5] is not inside a tensor of [4]"
-    assert flaw((4, 2), [((0, 4),)]) == "box [0:4] is not inside a tensor of [4, 2]"
+    assert coverage_error((), [()]) is None
+    assert coverage_error((), []) == "elements [] are in 0 boxes instead of one"
+    assert coverage_error((4, 2), [((0, 2), (0, 2))]) == "elements [2:4,0:2] are in 0 boxes instead of one"
+    assert coverage_error((4,), [((0, 3),), ((2, 4),)]) == "elements [2:3] are in 2 boxes instead of one"
+    assert coverage_error((4,), [((0, 5),)]) == "box [0:5] is not inside a tensor of [4]"
+    assert coverage_error((4, 2), [((0, 4),)]) == "box [0:4] is not inside a tensor of [4, 2]"
