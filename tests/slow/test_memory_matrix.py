@@ -1,61 +1,53 @@
-"""Whatever saves memory or hides communication computes what one process computes, within 1e-10 in float64: every pair
-of what ZeRO shares out, what is computed again, how matmuls are carried out, schedules, modes and forms.  In each of
-them a gradient that is not finite skips one update, everywhere.
+"""What saves memory or hides communication computes what one process computes, within 1e-10 in float64 (pytest --full).
+
+Tried is every pair of ZeRO stage, HSDP, activation recomputation, overlap of tensor-parallel communication, schedule,
+mode and form on eight ranks.  In each configuration a gradient that is not finite skips one update, on all ranks.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import cache
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
-from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.data.loader import BatchLoader
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import SCHEDULES
-from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
-from megatron3d.verify.layouts import RandomSamples, Trace, trace
-from tests.integration.test_equality import MODELS, NUM_RANKS, NUM_STEPS, VOCAB_SIZE, configure, describe, shapes, wrong
+from tests.support.equality import (
+    FORMS,
+    MODELS,
+    NUM_RANKS,
+    OVERLAPS,
+    RECOMPUTATIONS,
+    VOCAB_SIZE,
+    configure,
+    describe,
+    run_trace_and_skip,
+    shapes,
+    wrong,
+)
 from tests.support.pool import Pool
 
 NAMES = ("gpt2, tied, dropout", "fewer key/value heads than ranks, QK-norm, tied")
 BATCH = 8
 NUM_TURNS = 4
-CPU = torch.device("cpu")
 
-Keys = dict[str, Any]
+pytestmark = pytest.mark.full
+
+Keys = Mapping[str, Any]
 
 ZERO: list[Keys] = [{"zero_stage": stage} for stage in range(4)]
 GROUPED: list[Keys] = [{}, {"num_distributed_optimizer_instances": 2}]
-RECOMPUTED: list[Keys] = [
-    {},
-    {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp_act"]},
-    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-]
-WAITING: Keys = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
-EXECUTED: list[Keys] = [
-    {},
-    {"tp_keep_gathered_weights": True},
-    {"tp_num_panels": 3},
-    {"tp_num_panels": 2, "tp_keep_gathered_weights": True, **WAITING},
-]
-FORMS: list[Keys] = [
-    {"tensor_parallel_mode": mode, "tensor_parallel_form": form}
-    for mode, entry in MODES.items()
-    for form in entry.forms
-]
+RECOMPUTED = list(RECOMPUTATIONS.values())
+EXECUTED = list(OVERLAPS.values())
+MODE_FORMS: list[Keys] = [{"tensor_parallel_mode": mode, "tensor_parallel_form": form} for mode, form in FORMS]
 PIPELINES: list[Keys] = [{}, *({"pipeline_model_parallel_size": 2, "pipeline_schedule": name} for name in SCHEDULES)]
 
 
@@ -75,7 +67,7 @@ class Choice(NamedTuple):
         return {pair for pair in met if {place for place, _ in pair} != {4, 5}}
 
 
-SIZES = (len(ZERO), len(GROUPED), len(RECOMPUTED), len(EXECUTED), len(FORMS), len(PIPELINES))
+SIZES = (len(ZERO), len(GROUPED), len(RECOMPUTED), len(EXECUTED), len(MODE_FORMS), len(PIPELINES))
 
 
 def build(choice: Choice) -> Config | None:
@@ -83,7 +75,7 @@ def build(choice: Choice) -> Config | None:
     zero, pipeline, form = (
         {**ZERO[choice.zero], **GROUPED[choice.groups]},
         PIPELINES[choice.pipeline],
-        FORMS[choice.form],
+        MODE_FORMS[choice.form],
     )
     ranks = 2 if pipeline or choice.groups else 4
     model = {**MODELS[NAMES[sum(choice) % len(NAMES)]], "num_layers": 4}
@@ -110,43 +102,10 @@ def configurations() -> list[tuple[str, Config]]:
     return found
 
 
-def run(rank: int, world_size: int, config: Config) -> tuple[Trace | None, list[str]]:
-    """The trace, and what was wrong where a gradient was not finite."""
-    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
-    comm = connect(spec)
-    return trace(spec, comm, NUM_STEPS), list(not_skipped(spec, comm))
-
-
-def not_skipped(spec: RunSpec, comm: Comm) -> Iterator[str]:
-    """Two steps, in the first of which the last rank's first parameter has an infinite gradient."""
-    state, train, mesh, arch = build_state(spec, comm, CPU), spec.config.train, comm.mesh, spec.arch
-    samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
-    loader = BatchLoader(samples, mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, CPU)
-    settings, values = Settings(train.seed, BATCH * arch.seq_length, BATCH), [held(state)]
-    for injects in (True, False):
-        if injects and mesh.rank == mesh.world_size - 1:
-            hook = next(state.model.parameters()).register_hook(lambda grad: grad / 0)
-        result = train_step(state, loader.step(state.consumed_samples), 1e-2, settings)
-        values.append(held(state))
-        if bool(result.skipped) != injects:
-            yield f"rank {mesh.rank}, gradient infinite: {injects}, skipped: {result.skipped.item()}"
-        if torch.equal(*values[-2:]) != (injects or not len(values[-1])):
-            yield f"rank {mesh.rank}, gradient infinite: {injects}, but parameters {'changed' if injects else 'stayed'}"
-        if injects and mesh.rank == mesh.world_size - 1:
-            hook.remove()
-    if state.optimizer.num_steps != 1:
-        yield f"rank {mesh.rank}: {state.optimizer.num_steps.item()} updates were counted"
-
-
-def held(state: TrainState) -> torch.Tensor:
-    """All parameters that a rank updates, one after another."""
-    return torch.cat([values.flatten().clone() for _, _, values in state.buffers.held("main")])
-
-
 @pytest.mark.parametrize("turn", range(NUM_TURNS))
 def test_every_way_to_save_memory_equals_one_process(pool: Pool, turn: int) -> None:
     cases = configurations()[turn::NUM_TURNS]
-    results = [pool.run(run, NUM_RANKS, config) for _, config in cases]
+    results = [pool.run(run_trace_and_skip, NUM_RANKS, config) for _, config in cases]
     problems = [
         f"{describe(config)}: {text}"
         for (_, config), ranks in zip(cases, results, strict=True)
@@ -161,7 +120,7 @@ def test_the_pairs_are_many() -> None:
     """Each value of each factor is tried, and data parallelism in groups with and without a pipeline."""
     configs = [config for _, config in configurations()]
     tried = [config.parallel.model_dump() | config.train.model_dump() for config in configs]
-    for keys in (*ZERO, *GROUPED, *RECOMPUTED, *EXECUTED, *FORMS, *PIPELINES):
+    for keys in (*ZERO, *GROUPED, *RECOMPUTED, *EXECUTED, *MODE_FORMS, *PIPELINES):
         wanted = {name: tuple(value) if isinstance(value, list) else value for name, value in keys.items()}
         assert any(wanted.items() <= each.items() for each in tried), keys
     sizes = [RunSpec(config, NUM_RANKS).mesh.sizes for config in configs]

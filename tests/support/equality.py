@@ -1,0 +1,239 @@
+"""Run a configuration on several ranks and compare it with one process, in float64.
+
+Compared are losses, gradient norms, gradients, parameters and the validation loss of two steps.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron3d.comm.interface import Comm
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.data.loader import BatchLoader
+from megatron3d.parallel.modes import MODES
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
+from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.step import Settings, train_step
+from megatron3d.verify.layouts import RandomSamples, Trace, differences, trace
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 61
+TOLERANCE = 1e-10
+NUM_STEPS = 2
+NUM_RANKS = 8
+# Global batches of sequences: powers of 2, and those that are no multiple of four pipeline ranks.
+BATCHES = ((4, 8, 16), (6, 12))
+
+TRAIN = {"precision": "fp64", "loss_chunk_tokens": 12, "bucket_mb": 0.01}
+OPTIMIZER = {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1}
+SMALL = {"num_layers": 2, "hidden_size": 48, "seq_length": 8, "kv_channels": 8, "make_vocab_size_divisible_by": 1}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2, tied, dropout": {
+        **SMALL,
+        "family": "gpt2",
+        "num_attention_heads": 8,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
+    "llama, untied, grouped queries": {
+        **SMALL,
+        "family": "llama",
+        "num_attention_heads": 16,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 40,
+    },
+    "fewer key/value heads than ranks, QK-norm, tied": {
+        **SMALL,
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 40,
+        "qk_layernorm": True,
+        "tie_embeddings": True,
+    },
+    "uneven groups, each default of the family reversed": {
+        **SMALL,
+        "family": "gpt2",
+        "num_attention_heads": 24,
+        "num_query_groups": 3,
+        "ffn_hidden_size": 24,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "geglu",
+        "tie_embeddings": False,
+        "qk_layernorm": True,
+        "hidden_dropout": 0.2,
+    },
+}
+RECOMPUTATIONS: Mapping[str, Mapping[str, Any]] = {
+    "nothing": {},
+    "attention core": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "attention core and activation": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp_act"],
+    },
+    "every two layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    },
+    "first layer": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+}
+NO_OVERLAP = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
+OVERLAPS: Mapping[str, Mapping[str, Any]] = {
+    "all": {},
+    "gathered weights kept": {"tp_keep_gathered_weights": True},
+    "3 panels": {"tp_num_panels": 3},
+    "2 panels, gathered weights kept, nothing else": {
+        "tp_num_panels": 2,
+        "tp_keep_gathered_weights": True,
+        **NO_OVERLAP,
+    },
+}
+FORMS = [(mode, form) for mode, entry in MODES.items() for form in entry.forms]
+# Every schedule with one to three stages per rank where it takes them, and one from a file.
+SCHEDULES_WITH_STAGES: list[tuple[str, int | None]] = [
+    *((name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.supports(v)),
+    (FROM_FILE, None),
+]
+
+
+def shapes(num_axes: int, num_ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to write a power of 2 as a product of axes of which at most one, or as few as can be, are 1."""
+    num_ones = max(1, num_axes - num_ranks.bit_length() + 1)
+    for shape in product(*[[n for n in range(1, num_ranks + 1) if num_ranks % n == 0]] * num_axes):
+        if math.prod(shape) == num_ranks and shape.count(1) <= num_ones:
+            yield shape
+
+
+def tensor_keys(form: tuple[str, str], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the keys of section `parallel` for a mode and form with the sizes of its axes."""
+    return {"tensor_parallel_mode": form[0], "tensor_parallel_form": form[1], "tensor_parallel_shape": shape}
+
+
+def configure(model: Mapping[str, Any], parallel: Mapping[str, Any], **train: Any) -> Config:
+    """Return a configuration in float64 with the settings that all comparisons have in common."""
+    return Config.model_validate({"model": model, "parallel": parallel, "train": TRAIN | train, "optimizer": OPTIMIZER})
+
+
+def small_batches(name: str, parallel: Mapping[str, Any], num_ranks: int, batches: Sequence[int], least: int) -> Config:
+    """Return the configuration with the smallest microbatch that the rules allow, and the first global batch that has
+    at least `least` of them.  Raises AssertionError where none fits."""
+    for micro, batch in product((1, 2, 4, 8), batches):
+        config = configure(MODELS[name], parallel, micro_batch_size=micro, global_batch_size=batch)
+        enough = RunSpec(config, num_ranks).num_microbatches >= least
+        if enough and not check(config, num_ranks, VOCAB_SIZE):
+            return config
+    raise AssertionError(f"no batch of {batches} fits {parallel}")
+
+
+@cache
+def smallest_microbatch(form: tuple[str, str], shape: tuple[int, ...]) -> int:
+    """Return the fewest sequences of which the tensor axes split whole ones as the rules demand."""
+    for micro in (1, 2, 4, 8):
+        train = {"micro_batch_size": micro, "global_batch_size": micro}
+        config = configure(next(iter(MODELS.values())), tensor_keys(form, shape), **train)
+        if not check(config, math.prod(shape), VOCAB_SIZE):
+            return micro
+    raise AssertionError(f"no microbatch fits {form} {shape}")
+
+
+def run_trace(rank: int, world_size: int, config: Config) -> Trace | None:
+    """Return the trace of a configuration on rank 0, None elsewhere."""
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    return trace(spec, connect(spec), NUM_STEPS)
+
+
+def run_trace_and_skip(rank: int, world_size: int, config: Config) -> tuple[Trace | None, list[str]]:
+    """Return the trace, and what went wrong on this rank where a gradient was not finite."""
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    comm = connect(spec)
+    return trace(spec, comm, NUM_STEPS), list(skip_problems(spec, comm))
+
+
+def skip_problems(spec: RunSpec, comm: Comm) -> Iterator[str]:
+    """Train two steps, the first with an infinite gradient on the last rank; yield what is not as it must be."""
+    state, train, mesh, arch = build_state(spec, comm, CPU), spec.config.train, comm.mesh, spec.arch
+    samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
+    batch = train.global_batch_size
+    loader = BatchLoader(samples, mesh, spec.mode.batch_axes, train.micro_batch_size, batch, CPU)
+    settings, values = Settings(train.seed, batch * arch.seq_length, batch), [updated_values(state)]
+    for injects in (True, False):
+        if injects and mesh.rank == mesh.world_size - 1:
+            hook = next(state.model.parameters()).register_hook(lambda grad: grad / 0)
+        result = train_step(state, loader.step(state.consumed_samples), 1e-2, settings)
+        values.append(updated_values(state))
+        if bool(result.skipped) != injects:
+            yield f"rank {mesh.rank}, gradient infinite: {injects}, skipped: {result.skipped.item()}"
+        if torch.equal(*values[-2:]) != (injects or not len(values[-1])):
+            yield f"rank {mesh.rank}, gradient infinite: {injects}, but parameters {'changed' if injects else 'stayed'}"
+        if injects and mesh.rank == mesh.world_size - 1:
+            hook.remove()
+    if state.optimizer.num_steps != 1:
+        yield f"rank {mesh.rank}: {state.optimizer.num_steps.item()} updates were counted"
+
+
+def updated_values(state: TrainState) -> Tensor:
+    """Return all parameters that a rank updates, one after another."""
+    return torch.cat([values.flatten().clone() for _, _, values in state.buffers.held("main")])
+
+
+@cache
+def reference(name: str, num_layers: int, batch: int) -> Trace:
+    """Return the trace of one process that computes the global batch in one microbatch."""
+    model = {**MODELS[name], "num_layers": num_layers}
+    values = run_trace(0, 1, configure(model, {}, micro_batch_size=batch, global_batch_size=batch))
+    assert values is not None, "one process is rank 0"
+    return values
+
+
+def wrong(cases: Sequence[tuple[str, Config]], traces: Sequence[Trace]) -> str:
+    """Return the first differences of each model and configuration from one process, a line each."""
+    lines = []
+    for (name, config), got in zip(cases, traces, strict=True):
+        expected = reference(name, config.model.num_layers, config.train.global_batch_size)
+        lines += [f"{describe(config)}: {line}" for line in list(differences(expected, got, TOLERANCE))[:3]]
+    return "\n".join(lines)
+
+
+def describe(config: Config) -> str:
+    """Return the tensor axes of a configuration, then everything else that it chooses."""
+    tensor = [f"tensor_parallel_{key}" for key in ("mode", "form", "shape")]
+    given = config.parallel.model_dump(exclude_defaults=True, exclude={*tensor})
+    mode = " ".join(str(getattr(config.parallel, key)) for key in tensor)
+    return f"{mode} {given or ''} micro-batch {config.train.micro_batch_size}"
+
+
+def divisions(where: Sequence[int], num_layers: int, choose: random.Random) -> dict[str, list[int] | None]:
+    """Return ways to divide the layers among stages that lie on the ranks `where`; None divides them by cost."""
+    stages = range(len(where))
+
+    def random_division(stages: Sequence[int]) -> list[int]:
+        inner = set(where) - {where[0], where[-1]}  # ranks that would hold no parameter without a layer
+        chosen = [choose.choice([stage for stage in stages if where[stage] == rank]) for rank in inner]
+        chosen += choose.choices(stages, k=num_layers - len(chosen))
+        return [chosen.count(stage) for stage in range(len(where))]
+
+    return {
+        "by cost": None if len(where) <= num_layers else random_division(stages),
+        "none on the first stage": random_division(stages[1:]),
+        "random": random_division(stages),
+        "none on the last stage": random_division(stages[:-1]),
+    }
+
+
+def random_owners(ranks: int, choose: random.Random) -> list[int]:
+    """Return the ranks of two stages more than there are ranks, in random order."""
+    where = [*range(ranks), *choose.choices(range(ranks), k=2)]
+    choose.shuffle(where)
+    return where
