@@ -28,7 +28,7 @@ def main() -> int:
 def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train it to its end."""
     resolved = resolve(arguments.config, arguments.overrides, world_size)
-    phases = process.Phases(printing=process.placement().rank == 0)
+    phases = process.StartupPhases(printing=process.placement().rank == 0)
     with phases("importing torch"):
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train

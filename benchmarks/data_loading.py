@@ -33,7 +33,7 @@ from megatron3d.data.corpus.samples import Split
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.token_files.indexed import HEADER, MAGIC, IndexedDataset
 from megatron3d.train.state import build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 
 VOCAB_SIZE, SEQ_LENGTH, BATCH = 4096, 1024, 32
 BLOCK = 1 << 22
@@ -197,7 +197,10 @@ def share(folder: Path, num_steps: int) -> Row:
     data, sizes = IndexedDataset(folder / "random"), (config.train.micro_batch_size, config.train.global_batch_size)
     samples = TokenFileSamples(data, Split(0, data.num_tokens), spec.arch.seq_length, VOCAB_SIZE, 1)
     loader = BatchLoader(samples, spec.mesh, spec.mode.batch_axes, *sizes, cpu)
-    ahead, settings = PrefetchingLoader(loader, batches), Settings(1, batches.last.num_tokens, batches.last.num_samples)
+    ahead, settings = (
+        PrefetchingLoader(loader, batches),
+        StepSettings(1, batches.last.num_tokens, batches.last.num_samples),
+    )
     reads, waits, steps = [], [], []
     for _ in range(num_steps + 2):
         begin = time.perf_counter()

@@ -36,7 +36,7 @@ from megatron3d.comm.recording import Recorder
 from megatron3d.data.loader import Microbatch
 from megatron3d.parallel.mesh import Axes
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 
 Step = Callable[[Tensor], Tensor]
 
@@ -64,7 +64,7 @@ def build_ours(size: Size, num_ranks: int, rank: int, zero_stage: int, wrap: typ
 def ours(size: Size, num_ranks: int, rank: int, zero_stage: int = 0, wrap: type[Recorder] = Recorder) -> Step:
     """Our training step on all of a batch's rows that are this rank's."""
     state = build_ours(size, num_ranks, rank, zero_stage, wrap)
-    settings = Settings(SEED, num_ranks * size.num_tokens, num_ranks * size.batch_size)
+    settings = StepSettings(SEED, num_ranks * size.num_tokens, num_ranks * size.batch_size)
 
     def step(tokens: Tensor) -> Tensor:
         return train_step(state, [Microbatch(tokens, rank * size.batch_size)], LR, settings).loss

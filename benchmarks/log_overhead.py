@@ -32,7 +32,7 @@ from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime import process
 from megatron3d.train.build import build_run
-from megatron3d.train.monitor.monitor import Watching
+from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.oom_report import job_of
 from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult, train_step
@@ -88,7 +88,7 @@ class Contest:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._watching = Watching(run, job_of(run.spec, run.runtime.device))
+        self._monitor = Monitor(run, job_of(run.spec, run.runtime.device))
         self._entered: list[Action | str] = []
         self._waited: list[Axes] = []
         self._result = self._step(self._note)
@@ -124,15 +124,15 @@ class Contest:
     def logged(self) -> None:
         """The same step as the loop makes it."""
         self.run.comm.set_wait_hook(self.run.timers.waiting)
-        result = self._step(self._watching.begin_step())
-        self._watching.end_step(result, LR, self.run.batches.last)
+        result = self._step(self._monitor.begin_step())
+        self._monitor.end_step(result, LR, self.run.batches.last)
         result.loss.item()
 
     def logging_alone(self) -> None:
         """All that they do beside training."""
         timers = self.run.timers
         for _ in range(INTERVAL):
-            watch = self._watching.begin_step()
+            watch = self._monitor.begin_step()
             for what in self._entered:
                 with watch(what):
                     pass
@@ -140,7 +140,7 @@ class Contest:
                 with timers.waiting(axes):
                     pass
             self.run.state.iteration += 1
-            self._watching.end_step(self._result, LR, self.run.batches.last)
+            self._monitor.end_step(self._result, LR, self.run.batches.last)
 
 
 def measure(name: str, config: Path, rounds: int) -> Row:
@@ -148,7 +148,7 @@ def measure(name: str, config: Path, rounds: int) -> Row:
     with process.start(on_cpu=True) as here, contextlib.redirect_stdout(io.StringIO()):
         torch.set_num_threads(1)
         save = f"checkpoint.save={config.parent / name.replace(' ', '-')}"
-        run = build_run(resolve(config, [*CASES[name], save], here.world_size), here, process.Phases(False))
+        run = build_run(resolve(config, [*CASES[name], save], here.world_size), here, process.StartupPhases(False))
         contest = Contest(run)
         steps = {"bare": contest.bare, "logged": contest.logged}
         turns = interleaved(steps, rounds * INTERVAL, INTERVAL, run.comm.barrier)

@@ -37,7 +37,7 @@ from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.state import build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 
 NOTHING = "no overlap"
 OFF = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
@@ -126,7 +126,7 @@ class Contestant:
         self.state = build_state(spec, self.comm, CPU)
         rows = slice(*span(size.batch_size, spec.mode.batch_axes, comm.mesh))
         self.batch = [Microbatch(size.tokens()[rows], 0)]
-        self.settings = Settings(SEED, size.num_tokens, size.batch_size)
+        self.settings = StepSettings(SEED, size.num_tokens, size.batch_size)
         self.steps_ms: list[list[float]] = []
 
     def clocks(self) -> list[float]:

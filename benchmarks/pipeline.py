@@ -27,7 +27,7 @@ from torch_executor import PEERS, TorchExecutor
 from megatron3d.pipeline.actions import Schedule
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.pipeline.simulate import num_virtual_stages, peak_activations, simulate_mean_durations
-from megatron3d.train.monitor.pipeline_trace import Recording, gather
+from megatron3d.train.monitor.pipeline_trace import TraceRecorder, gather_timeline
 
 NUM_RANKS = 2
 FIRST = "1f1b"
@@ -108,9 +108,9 @@ def bubbles(ours: list[Contestant], tokens: Tensor, options: argparse.Namespace)
     found: dict[str, list[tuple[float, float]]] = {each.name: [] for each in ours}
 
     def step(each: Contestant) -> None:
-        recording = Recording(each.run.recorder, CPU)
+        recording = TraceRecorder(each.run.recorder, CPU)
         each.run.step(tokens, recording.watch)
-        measured = gather(recording, each.run.recorder)
+        measured = gather_timeline(recording, each.run.recorder)
         if measured is not None:
             found[each.name].append((measured.idle_rate, simulate_mean_durations(each.order, measured).idle_rate))
 

@@ -26,7 +26,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.runtime import process
 from megatron3d.train.state import build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
 
 MODEL = {
@@ -89,7 +89,7 @@ def measure(configs: list[str], num_steps: int) -> list[float]:
             for _ in range(num_steps):
                 comm.barrier()
                 begin = time.perf_counter()
-                train_step(state, batch, 1e-4, Settings(0, BATCH * spec.arch.seq_length, BATCH)).loss.item()
+                train_step(state, batch, 1e-4, StepSettings(0, BATCH * spec.arch.seq_length, BATCH)).loss.item()
                 comm.barrier()
                 seconds.append(time.perf_counter() - begin)
             best.append(min(seconds[1:]))

@@ -16,7 +16,7 @@ from megatron3d.data.loader import Microbatch
 from megatron3d.parallel.layout import span
 from megatron3d.pipeline.engine import no_observer
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, Watch, train_step
+from megatron3d.train.step import StepSettings, Watch, train_step
 
 CPU = torch.device("cpu")
 LR, SEED = 1e-4, 1234
@@ -78,7 +78,7 @@ class Ours:
         spec = size.spec(config, world_size, rank)
         self.recorder = Recorder(connect(spec))
         self.state: TrainState = build_state(spec, self.recorder, CPU)
-        self.settings = Settings(SEED, size.num_tokens, size.batch_size)
+        self.settings = StepSettings(SEED, size.num_tokens, size.batch_size)
         self.parts = [
             (slice(first + low, first + high), first)
             for first in range(0, size.batch_size, config.train.micro_batch_size)

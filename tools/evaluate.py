@@ -28,7 +28,7 @@ from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.evaluate import evaluate
-from megatron3d.train.step import Settings
+from megatron3d.train.step import StepSettings
 
 WHOLE, SPLITS = "whole", ("train", "valid", "test")
 
@@ -96,7 +96,7 @@ def mean_loss(executor: PipelineExecutor, config: Config, samples: EvaluationWin
         samples, model.comm.mesh, model.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
     )
     steps = (loader.step(first) for first in range(0, samples.num_samples, train.global_batch_size))
-    return evaluate(executor, steps, Settings(0, samples.num_tokens, train.global_batch_size)).item()
+    return evaluate(executor, steps, StepSettings(0, samples.num_tokens, train.global_batch_size)).item()
 
 
 def describe(config: Config, samples: EvaluationWindows, loss: float) -> Mapping[str, object]:

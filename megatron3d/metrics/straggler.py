@@ -1,8 +1,7 @@
-"""Who is slower than the others that do the same: a rank whose own time (without waiting for anybody) is more than a
-factor above the median in several logged steps in a row.
+"""Detector of slow ranks: those whose own time exceeds the median of their peers by a factor, several times in a row.
 
-Ranks are compared with those of the same part of the pipeline.  Where each part has one rank only, all are compared by
-their time per operation.
+A rank's own time is its step time without waiting for other ranks.  The peers of a rank are the ranks of the same
+pipeline rank.  If each pipeline rank is a single rank, all ranks are compared by their time per FLOP.
 """
 
 from __future__ import annotations
@@ -16,50 +15,53 @@ from megatron3d.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Peers:
-    """With whom each rank is compared, and by how many operations of a step its time is divided."""
+class PeerGroups:
+    """Ranks that are compared with each other, and the FLOPs of each rank by which its time is divided."""
 
     groups: tuple[tuple[int, ...], ...]
-    operations: tuple[float, ...]
+    flops: tuple[float, ...]
 
     @staticmethod
-    def of(mesh: Mesh, operations: Sequence[float]) -> Peers:
-        """Of a mesh whose ranks of each part of the pipeline do so many operations in a step."""
+    def of(mesh: Mesh, flops: Sequence[float]) -> PeerGroups:
+        """Return the groups of a mesh, given the FLOPs of a step on one rank of each pipeline rank."""
         size = mesh.world_size // mesh.sizes["pipeline"]
         coords = [mesh.at(rank).coord("pipeline") for rank in range(mesh.world_size)]
-        alone = [tuple(rank for rank, coord in enumerate(coords) if operations[coord] > 0)]
-        together = [tuple(rank for rank, at in enumerate(coords) if at == coord) for coord in range(len(operations))]
-        return Peers(tuple(alone if size == 1 else together), tuple(max(1.0, operations[coord]) for coord in coords))
+        if size == 1:
+            groups = [tuple(rank for rank, coord in enumerate(coords) if flops[coord] > 0)]
+        else:
+            groups = [tuple(rank for rank, at in enumerate(coords) if at == coord) for coord in range(len(flops))]
+        return PeerGroups(tuple(groups), tuple(max(1.0, flops[coord]) for coord in coords))
 
 
-class Slow(NamedTuple):
-    """A rank, and how many times the median its own time is."""
+class Straggler(NamedTuple):
+    """A slow rank, and its own time divided by the median of its peers."""
 
     rank: int
     ratio: float
 
 
-class Stragglers:
-    """Counts in how many logged steps in a row each rank was slow.
+class StragglerDetector:
+    """Counts how many logged steps in a row each rank was slow.
 
     Args:
-        factor: above the median, from which a rank is slow.
-        num_steps: in a row, after which it is named, once until it is no longer slow.
+        factor: ratio to the median above which a rank is slow.
+        num_steps: logged steps in a row after which a slow rank is reported, once until it recovers.
     """
 
-    def __init__(self, peers: Peers, factor: float, num_steps: int) -> None:
-        self._peers, self._factor, self._num_steps = peers, factor, num_steps
-        self._counts = [0] * len(peers.operations)
+    def __init__(self, peers: PeerGroups, factor: float, num_steps: int) -> None:
+        self._peers, self._factor = peers, factor
+        self._num_steps = num_steps
+        self._counts = [0] * len(peers.flops)
 
-    def see(self, own_ms: Sequence[float]) -> list[Slow]:
-        """Who is to be named now, from the own times of all ranks in a step."""
-        each = [ms / count for ms, count in zip(own_ms, self._peers.operations, strict=True)]
+    def check(self, own_ms: Sequence[float]) -> list[Straggler]:
+        """Return the ranks to report now, given the own time of every rank in a step."""
+        scaled = [ms / flops for ms, flops in zip(own_ms, self._peers.flops, strict=True)]
         found = []
         for group in self._peers.groups:
-            median = median_low(each[rank] for rank in group)
+            median = median_low(scaled[rank] for rank in group)
             for rank in group:
-                is_slow = each[rank] > self._factor * median
+                is_slow = scaled[rank] > self._factor * median
                 self._counts[rank] = self._counts[rank] + 1 if is_slow else 0
                 if self._counts[rank] == self._num_steps:
-                    found.append(Slow(rank, each[rank] / median if median > 0 else float("inf")))
+                    found.append(Straggler(rank, scaled[rank] / median if median > 0 else float("inf")))
         return found

@@ -1,7 +1,7 @@
-"""How fast a run trains, and what part of its devices' peak that is.
+"""Throughput of a run, and its fraction of the devices' peak.
 
 MFU = model FLOPs of a step / (time * ranks * peak)          Chowdhery et al. 2022 (arXiv:2204.02311, appendix B)
-HFU = the same with what is really multiplied: what is computed again, and padding, included
+HFU = the same with all FLOPs of the hardware: activation recomputation and padding included
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of one step; shares of the peak are None where that is not known."""
+class Throughput:
+    """Throughput of a step; `mfu` and `hfu` are None if the peak is unknown."""
 
     tokens_per_s: float
     tokens_per_s_per_rank: float
@@ -21,14 +21,14 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step is.
+class StepWork:
+    """Work of a training step.
 
     Attributes:
-        num_tokens: of the global batch.
-        flops_per_token: of the model, forward and backward.
-        rank_flops: what a rank multiplies in a step, the mean over ranks.
-        peak_flops: of one device, None where unknown.
+        num_tokens: tokens of the global batch.
+        flops_per_token: FLOPs of the model, forward and backward.
+        rank_flops: FLOPs of a rank in a step, the mean over ranks.
+        peak_flops: peak FLOP/s of one device, None if unknown.
     """
 
     num_tokens: int
@@ -37,16 +37,16 @@ class Work:
     rank_flops: float
     peak_flops: float | None
 
-    def speed(self, step_s: float) -> Speed:
-        """Of a step that takes so long."""
+    def throughput(self, step_s: float) -> Throughput:
+        """Return the throughput of a step that takes `step_s` seconds."""
         tokens_per_s = self.num_tokens / step_s
         per_rank = tokens_per_s / self.num_ranks
-        flops, peak = per_rank * self.flops_per_token, self.peak_flops
+        model_flops = per_rank * self.flops_per_token
         hardware_flops = self.rank_flops / step_s
-        return Speed(
+        return Throughput(
             tokens_per_s,
             per_rank,
-            flops / 1e12,
-            flops / peak if peak else None,
-            hardware_flops / peak if peak else None,
+            model_flops / 1e12,
+            model_flops / self.peak_flops if self.peak_flops else None,
+            hardware_flops / self.peak_flops if self.peak_flops else None,
         )

@@ -1,4 +1,4 @@
-"""The one place where rank 0 reports a step: console, metrics.jsonl and whatever sinks are asked for."""
+"""Writer of all metrics, on rank 0: console, metrics.jsonl, tensorboard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron3d.metrics.step_record import StepRecord, evaluation_line, step_lin
 
 
 class MetricsWriter:
-    """Reports a run that has done `start_iteration` iterations; without a folder there is no metrics.jsonl."""
+    """Reports a run that has done `start_iteration` iterations; without a folder it writes no metrics.jsonl."""
 
     def __init__(self, folder: Path | None, config: Config, start_iteration: int = 0) -> None:
         self._config = config
@@ -23,12 +23,12 @@ class MetricsWriter:
         self._journal = None if folder is None else Journal(folder, start_iteration)
         self._start: Mapping[str, Any] | None = None
 
-    def start(self, iteration: int, facts: Mapping[str, Any]) -> None:
-        """Report what begins after an iteration; a start that reports nothing else leaves nothing behind."""
-        self._start = {"iteration": iteration, "start": facts}
+    def start(self, iteration: int, metadata: Mapping[str, Any]) -> None:
+        """Set the metadata of this launch, which are written in front of the first other row."""
+        self._start = {"iteration": iteration, "start": metadata}
 
     def step(self, record: StepRecord, more: Mapping[str, Any] | None = None) -> None:
-        """Report one step, and `more` of it, of which the console shows `timers` where that is asked for."""
+        """Report one step with further values `more`, whose `timers` the console shows at `timing_log_level` 2."""
         more = dict(more or {})
         print(step_line(record, self._config.train.train_iters, datetime.now()), flush=True)
         if self._config.logging.timing_log_level == 2:
@@ -40,34 +40,33 @@ class MetricsWriter:
         print(evaluation_line(iteration, validation_loss), flush=True)
         self._write({"iteration": iteration, "validation_loss": validation_loss})
 
-    def rollback(self, iteration: int, what: str) -> None:
-        """Report that the run has gone back to an iteration: what was written after it will be written again."""
-        print(f"> {what}", flush=True)
+    def rollback(self, iteration: int, message: str) -> None:
+        """Report a rollback to an iteration, and drop the rows after it, which will be written again."""
+        print(f"> {message}", flush=True)
         if self._journal is not None:
             self._journal.drop_after(iteration)
-            self._journal.append({"iteration": iteration, "rollback": what})
+            self._journal.append({"iteration": iteration, "rollback": message})
         for sink in self._sinks:
             sink.go_back(iteration)
 
     def first_step(self, iteration: int, memory_bytes: Sequence[int]) -> None:
-        """Report what the first step of a start has needed, the most of each part of the pipeline."""
+        """Report the peak memory of the first step of this launch, the largest of each pipeline rank."""
         self._write({"iteration": iteration, "first_step": {"memory_bytes": list(memory_bytes)}})
 
-    def straggler(self, iteration: int, rank: int, name: str, ratio: float) -> None:
-        """Report that a rank has been slow for as long as `logging.straggler_steps` says."""
+    def straggler(self, iteration: int, rank: int, device: str, ratio: float) -> None:
+        """Report that a rank has been slow in `logging.straggler_steps` logged steps in a row."""
         count = self._config.logging.straggler_steps
-        what = (
-            f"rank {rank} ({name}) is slow: {ratio:.2f} times its peers' median own time, {count} logged steps in a row"
-        )
-        print(f"> straggler: {what}", flush=True)
-        self._write({"iteration": iteration, "straggler": what, "straggler_rank": rank})
+        times = f"{ratio:.2f} times its peers' median own time"
+        message = f"rank {rank} ({device}) is slow: {times}, {count} logged steps in a row"
+        print(f"> straggler: {message}", flush=True)
+        self._write({"iteration": iteration, "straggler": message, "straggler_rank": rank})
 
-    def moments(self, iteration: int, moments: Mapping[str, Any]) -> None:
-        """Report what each layer's numbers are like, which the console does not show."""
-        self._write({"iteration": iteration, "moments": moments})
+    def tensor_statistics(self, iteration: int, statistics: Mapping[str, Any]) -> None:
+        """Report the tensor statistics of each layer, which the console does not show."""
+        self._write({"iteration": iteration, "moments": statistics})
 
     def close(self) -> None:
-        """Finish writing everywhere."""
+        """Close every output."""
         if self._journal is not None:
             self._journal.close()
         for sink in self._sinks:
@@ -75,7 +74,8 @@ class MetricsWriter:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         if self._start is not None:
-            start, self._start = self._start, None
+            start = self._start
+            self._start = None
             if self._journal is not None:
                 self._journal.append(start)
             for sink in self._sinks:
@@ -88,7 +88,7 @@ class MetricsWriter:
 
 
 def numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a row by its path, `timers/optimizer/max`."""
+    """Yield every number of a row with its path, such as `timers/optimizer/max`."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from numbers(value, f"{prefix}{name}/")

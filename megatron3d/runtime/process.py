@@ -218,8 +218,8 @@ class StopSignal:
             self.requested, self._since_s = signal.Signals(number).name, time.monotonic()
 
 
-class Phases:
-    """Names and durations of the phases of a start, each printed when it is over."""
+class StartupPhases:
+    """Names and durations of the startup phases, each printed when it ends."""
 
     def __init__(self, printing: bool) -> None:
         self.durations: list[tuple[str, float]] = []

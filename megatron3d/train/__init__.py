@@ -1,1 +1,1 @@
-"""Training: the state, one step, evaluation and the loop."""
+"""Training: state, step, loop, evaluation, checkpointing and rollback."""

@@ -1,8 +1,9 @@
-"""From a resolved configuration to a run that is ready to train; each phase is stamped."""
+"""Build of a run from a resolved configuration; each phase of the start is timed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -14,7 +15,7 @@ from megatron3d.checkpoint.retention import RetentionPolicy
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.checkpoint.verify import newest_intact, verify_on_all_ranks
 from megatron3d.comm.interface import Comm
-from megatron3d.comm.process_comm import background_comm
+from megatron3d.comm.process_comm import ProcessComm, background_comm
 from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
@@ -31,38 +32,25 @@ from megatron3d.errors import UserError
 from megatron3d.hardware.peaks import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
-from megatron3d.runtime.process import Phases, Runtime
-from megatron3d.train.checkpointing import Loading, load_state
+from megatron3d.runtime.process import Runtime, StartupPhases
+from megatron3d.train.checkpointing import LoadOptions, load_state
 from megatron3d.train.monitor.pipeline_trace import trace_folder
-from megatron3d.train.monitor.profiling import check_history, profile_folder
-from megatron3d.train.monitor.startup_report import attention_line, check_built, startup_report
+from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
+from megatron3d.train.monitor.startup_report import check_built, describe_attention_kernel, startup_report
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
 
 
-def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
-    """Read the corpus, connect the ranks, build the model, load a checkpoint, and open the output folder last."""
-    config, is_first = resolved.config, runtime.rank == 0
-    check_history(config.logging, runtime.device)
-    with phases("tokenizer and corpus"):
-        tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
-        spec = RunSpec(config, runtime.world_size, tokenizer.vocab_size, runtime.rank)
-        packing = spec.packing(tokenizer.eod)
-        corpus = open_corpus(spec.corpus, tokenizer, packing)
-    if is_first:
-        arithmetic = batch_arithmetic(spec)
-        plan = describe_plan(corpus, spec.batches.consumed_samples(config.train.train_iters), config.data.max_epochs)
-        print("> " + "\n".join((arithmetic, *plan)).replace("\n", "\n> "), flush=True)
+def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Run:
+    """Open the data, build the training state, load a checkpoint, and last open the output folder."""
+    config = resolved.config
+    check_memory_history(config.logging, runtime.device)
+    spec, tokenizer, corpus = open_data(config, runtime, phases)
+    if runtime.rank == 0:
+        print_data_plan(spec, corpus)
+    timers = Timers(runtime.device, is_off=config.logging.timing_log_level == 0)
     baseline_bytes = peak_memory_bytes(runtime.device)
-    with phases("process groups"):
-        comm = connect(spec)
-    with phases("model and optimizer"):
-        state = build_state(spec, comm, runtime.device)
-        check_built(state)
-        attention_line(state)  # every rank refuses what its kernels cannot do
-        state.stream = corpus.train if isinstance(corpus.train, StreamedSamples) else None
-    if runtime.watchdog is not None:
-        runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.num_started, comm.last_started))
+    state, comm = build_model(spec, corpus, runtime, timers, phases)
     identity = identity_of(config, tokenizer, corpus)
     with phases("checkpoint"):
         saver = make_saver(config, comm)
@@ -72,39 +60,70 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: Phases) -> Run:
             check_token_ids(corpus, state)
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
-    if is_first:
+    if runtime.rank == 0:
         print(startup_report(state, peak), flush=True)
-
-    def loader(samples: BlendedSamples | StreamedSamples) -> BatchLoader:
-        train, batch_axes = config.train, spec.mode.batch_axes
-        return BatchLoader(
-            samples, comm.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device
-        )
-
-    timers = Timers(runtime.device, is_off=config.logging.timing_log_level == 0)
-    comm.set_wait_hook(timers.waiting)
     lock, metrics = open_outputs(resolved, comm, state)
     return Run(
-        runtime,
-        state,
-        PrefetchingLoader(loader(corpus.train), spec.batches),
-        loader(corpus.valid) if corpus.valid else None,
-        metrics,
-        saver,
-        lock,
-        identity,
-        comm,
-        timers,
-        peak,
-        baseline_bytes,
-        packing,
-        lambda num_samples: corpus.train.consumed_tokens(spec.batches.spans(num_samples)),
-        lambda: corpus.faults,
+        runtime=runtime,
+        state=state,
+        train_data=PrefetchingLoader(make_loader(corpus.train, spec, runtime), spec.batches),
+        valid_data=make_loader(corpus.valid, spec, runtime) if corpus.valid else None,
+        metrics=metrics,
+        saver=saver,
+        lock=lock,
+        identity=identity,
+        comm=comm,
+        timers=timers,
+        peak=peak,
+        baseline_bytes=baseline_bytes,
+        packing=spec.packing(tokenizer.eod),
+        consumed_tokens=lambda num_samples: corpus.train.consumed_tokens(spec.batches.spans(num_samples)),
+        faults=lambda: corpus.faults,
     )
 
 
+def open_data(config: Config, runtime: Runtime, phases: StartupPhases) -> tuple[RunSpec, Tokenizer, Corpus]:
+    """Load the tokenizer, resolve the run with its vocabulary, and open the corpus."""
+    with phases("tokenizer and corpus"):
+        tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+        spec = RunSpec(config, runtime.world_size, tokenizer.vocab_size, runtime.rank)
+        corpus = open_corpus(spec.corpus, tokenizer, spec.packing(tokenizer.eod))
+    return spec, tokenizer, corpus
+
+
+def print_data_plan(spec: RunSpec, corpus: Corpus) -> None:
+    """Print the batch arithmetic, and how often the corpus is read."""
+    train, data = spec.config.train, spec.config.data
+    plan = describe_plan(corpus, spec.batches.consumed_samples(train.train_iters), data.max_epochs)
+    print("> " + "\n".join((batch_arithmetic(spec), *plan)).replace("\n", "\n> "), flush=True)
+
+
+def build_model(
+    spec: RunSpec, corpus: Corpus, runtime: Runtime, timers: Timers, phases: StartupPhases
+) -> tuple[TrainState, ProcessComm]:
+    """Create the process groups, the model and the optimizer, and check that they are as configured."""
+    with phases("process groups"):
+        comm = connect(spec)
+        comm.set_wait_hook(timers.waiting)
+    with phases("model and optimizer"):
+        state = build_state(spec, comm, runtime.device)
+        check_built(state)
+        describe_attention_kernel(state)  # raises on every rank whose kernels cannot take the mask
+        state = replace(state, stream=corpus.train if isinstance(corpus.train, StreamedSamples) else None)
+    if runtime.watchdog is not None:
+        runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.num_started, comm.last_started))
+    return state, comm
+
+
+def make_loader(samples: BlendedSamples | StreamedSamples, spec: RunSpec, runtime: Runtime) -> BatchLoader:
+    """Return the loader of this rank's microbatches of `samples`."""
+    train, batch_axes = spec.config.train, spec.mode.batch_axes
+    sizes = train.micro_batch_size, train.global_batch_size
+    return BatchLoader(samples, spec.mesh, batch_axes, *sizes, runtime.device)
+
+
 def identity_of(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, JsonValue]:
-    """What must not change when a run is continued, since the samples would be others."""
+    """Return what must stay the same when a run is continued, since other samples would follow."""
     return {
         "tokenizer": tokenizer.fingerprint,
         "corpus": corpus.fingerprint,
@@ -115,7 +134,7 @@ def identity_of(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[st
 
 
 def packing_identity(config: Config) -> str | None:
-    """The options that change what a sample means, None where all are as usual."""
+    """Return the options that change the meaning of a sample; None if all have their defaults."""
     defaults = type(config.data)()
     keys = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "pad_token_id", "goldfish_k", "goldfish_h")
     values = {key: getattr(config.data, key) for key in keys}
@@ -123,60 +142,64 @@ def packing_identity(config: Config) -> str | None:
 
 
 def make_saver(config: Config, comm: Comm) -> CheckpointSaver | None:
-    """What writes checkpoints; in the background with connections of its own."""
+    """Return the writer of checkpoints, None without a folder; in the background it has a process group of its own."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         return None
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         if comm.mesh.rank == 0:
             print(f"> {line}", flush=True)
 
     objects = background_comm(comm.mesh) if checkpoint.async_save else comm
-    return CheckpointSaver(Path(checkpoint.save), objects, RetentionPolicy.of(checkpoint), checkpoint.async_save, tell)
+    return CheckpointSaver(
+        Path(checkpoint.save), objects, RetentionPolicy.of(checkpoint), checkpoint.async_save, report
+    )
 
 
 def resume(
     config: Config, state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: CheckpointSaver | None = None
 ) -> None:
-    """Continue from `checkpoint.load`; only where it is the folder of this very run may there be nothing yet."""
+    """Load the checkpoint that `checkpoint.load` names; it may be missing only in the folder of this run itself."""
     load = config.checkpoint.load
     if load is None:
         return
-    folder, passed = newest_intact(Path(load), comm) if is_own(config) else (named_by(config, comm), [])
+    folder, damaged = newest_intact(Path(load), comm) if is_own(config) else (named_checkpoint(config, comm), [])
     if folder is None:
-        run_on_all_ranks(comm, lambda: check_is_new(Path(load), passed))
-    if folder is not None:
-        load_state(folder, state, identity, Loading.of(config.checkpoint))
-    if folder is not None and saver is not None and not is_non_persistent(folder):
-        saver.saved_at = state.iteration
+        run_on_all_ranks(comm, lambda: check_nothing_lost(Path(load), damaged))
+    else:
+        load_state(folder, state, identity, LoadOptions.of(config.checkpoint))
+        if saver is not None and not is_non_persistent(folder):
+            saver.saved_at = state.iteration
     if comm.mesh.rank == 0:
-        for refused, why in passed:
-            print(f"> passing over {refused}: {why}", flush=True)
-        how = "continuing from" if not config.checkpoint.finetune else "beginning with the weights of"
-        print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting anew", flush=True)
+        for refused, reason in damaged:
+            print(f"> skipping checkpoint {refused}: {reason}", flush=True)
+        how = "continuing from" if not config.checkpoint.finetune else "starting with the weights of"
+        print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting from scratch", flush=True)
 
 
-def named_by(config: Config, comm: Comm) -> Path:
-    """The checkpoint that `checkpoint.load` means, as rank 0 sees it; raises UserError where it is damaged."""
+def named_checkpoint(config: Config, comm: Comm) -> Path:
+    """Return the checkpoint that `checkpoint.load` names, found by rank 0; raises UserError if it is damaged."""
     found = run_on_all_ranks(comm, lambda: resolve(Path(str(config.checkpoint.load))))
     folder: Path = comm.broadcast_object(found and found[0])
-    verify_on_all_ranks(folder, comm, "" if Loading.of(config.checkpoint).optimizer else "model.")
+    verify_on_all_ranks(folder, comm, "" if LoadOptions.of(config.checkpoint).optimizer else "model.")
     return folder
 
 
-def check_is_new(root: Path, passed: Sequence[tuple[Path, str]]) -> None:
-    """Nothing good was found in a run's folder; raises UserError unless that is because nothing was ever saved."""
-    lost = [f"checkpoint.load={root}: {folder.name}: {why}" for folder, why in passed]
+def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:
+    """Raise UserError if a run's folder has damaged checkpoints only: nothing starts over on top of a lost run."""
+    lost = [f"checkpoint.load={root}: {folder.name}: {reason}" for folder, reason in damaged]
     if lost:
-        raise UserError(*lost[:-1], f"{lost[-1]}; load another checkpoint, or save to a new folder to begin anew")
+        raise UserError(
+            *lost[:-1], f"{lost[-1]}; load another checkpoint, or save to a new folder to start from scratch"
+        )
     latest(root)
 
 
 def check_token_ids(corpus: Corpus, state: TrainState) -> None:
-    """Read all token files without a manifest, which would tell: those that Megatron made, each rank a part.
+    """Read every token of the files without a manifest (made by Megatron), partitioned over the ranks.
 
-    Raises UserError where a token is outside the vocabulary.
+    Raises UserError if a token is outside the vocabulary.
     """
     for data in (dataset for dataset in corpus.datasets if dataset.manifest is None):
         _check_token_ids(data, state)
@@ -197,9 +220,9 @@ def _check_token_ids(data: IndexedDataset, state: TrainState) -> None:
 
 
 def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[FolderLock | None, MetricsWriter | None]:
-    """Rank 0's hold on the folder, and its metrics, beside the resolved configuration; None on other ranks.
+    """Lock the folder, open the metrics and write the resolved configuration, on rank 0.
 
-    All ranks raise where that fails.
+    Returns the lock and the metrics on rank 0, None elsewhere; all ranks raise if rank 0 fails.
     """
     config = resolved.config
     save = Path(config.checkpoint.save) if config.checkpoint.save else None
@@ -227,9 +250,9 @@ def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[Fol
 
 
 def make_folder(key: str, folder: str | None) -> None:
-    """Make the folder of a key if it has one."""
+    """Create the folder of a key, if one is given."""
     try:
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{key}={folder}: cannot be made ({error.strerror}); use a folder that you own") from error
+        raise UserError(f"{key}={folder}: cannot be created ({error.strerror}); use a folder that you own") from error

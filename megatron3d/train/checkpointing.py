@@ -1,4 +1,4 @@
-"""A training state to and from the logical store: every tensor by name, and what makes continuing exact."""
+"""Saving and loading of a training state: every tensor by its name, and what exact continuation needs besides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
 
 
 class Meta(BaseModel):
-    """What a checkpoint says beside its tensors; `config` and `mesh` are those of the run that wrote it."""
+    """Metadata of a checkpoint; `config` and `mesh` are those of the run that wrote it."""
 
     model: dict[str, JsonValue]
     identity: dict[str, JsonValue]
@@ -40,12 +40,12 @@ class Meta(BaseModel):
 
 
 @dataclass(frozen=True)
-class Loading:
-    """How much of a checkpoint is loaded: everything, or less.
+class LoadOptions:
+    """Which parts of a checkpoint are loaded, besides the weights.
 
     Attributes:
         progress: iteration and position in the data.
-        optimizer: moments, count of updates and loss scale.
+        optimizer: first and second moments, number of updates, loss scale.
         accept: parts of the run's identity that may differ.
     """
 
@@ -54,24 +54,24 @@ class Loading:
     accept: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(config: CheckpointConfig) -> Loading:
-        """What a configuration asks for."""
-        whole = not config.finetune
-        return Loading(whole, whole and not config.no_load_optim, frozenset(config.accept_changed))
+    def of(config: CheckpointConfig) -> LoadOptions:
+        """Return the options of a configuration."""
+        continues = not config.finetune
+        return LoadOptions(continues, continues and not config.no_load_optim, frozenset(config.accept_changed))
 
 
-EXACT, WEIGHTS = Loading(), Loading(progress=False, optimizer=False)
-# What only the order of samples depends on, which who begins anew may change.
+EVERYTHING, WEIGHTS = LoadOptions(), LoadOptions(progress=False, optimizer=False)
+# Parts of the identity that decide the order of samples only: free to change if the data start from the first sample.
 ORDER_OF_SAMPLES = frozenset({"corpus", "data.split", "train.seed"})
 
 
 def source_of(state: TrainState) -> PieceSource:
-    """What this rank writes of a state, every tensor passed through a function first."""
+    """Return a function that yields the pieces this rank writes, each tensor copied by the function it is given."""
     return lambda copy: _pieces(state, copy)
 
 
 def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Config | None = None) -> Mapping[str, Any]:
-    """What a checkpoint of this state says beside its tensors; `identity` names what who continues it must share."""
+    """Return the metadata of a checkpoint; a run that continues it must have the same `identity`."""
     return Meta(
         model=_architecture(state),
         identity=dict(identity),
@@ -87,7 +87,7 @@ def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Confi
 
 
 def _cursors(state: TrainState) -> dict[str, list[int]]:
-    """Where a stream is to be read on, as all ranks together know; on rank 0."""
+    """Return the position in each lane of a streamed dataset, on rank 0; empty elsewhere or without a stream."""
     if state.stream is None:
         return {}
     known = state.model.comm.gather_object(state.stream.cursors(state.consumed_samples)) or []
@@ -95,34 +95,36 @@ def _cursors(state: TrainState) -> dict[str, list[int]]:
 
 
 def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Path:
-    """Write a checkpoint with all ranks, now."""
-    return store.save(root, state.iteration, _pieces(state, _as_it_is), describe(state, identity), state.model.comm)
+    """Write a checkpoint, synchronously, on all ranks."""
+    return store.save(root, state.iteration, _pieces(state, _uncopied), describe(state, identity), state.model.comm)
 
 
-def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue], loading: Loading = EXACT) -> None:
-    """Fill the state from a checkpoint of any layout, as much of it as is asked for.
+def load_state(
+    folder: Path, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions = EVERYTHING
+) -> None:
+    """Load a checkpoint of any layout into the state.
 
-    Raises UserError where the checkpoint is of another model, or differs from `identity` (tokenizer, corpus, seed).
+    Raises UserError if the checkpoint is of another model or has another `identity` (tokenizer, corpus, seed).
     """
 
     def load() -> None:
         index = store.read_index(folder)
-        meta = _same(folder, index, state, identity, loading)
-        if loading.optimizer and not any(name.startswith("optimizer.") for name in index.tensors):
+        meta = _check_compatible(folder, index, state, identity, options)
+        if options.optimizer and not any(name.startswith("optimizer.") for name in index.tensors):
             raise UserError(
-                f"{folder}: holds weights only; set checkpoint.finetune=true to begin with them, or "
-                "checkpoint.no_load_optim=true to go on without the optimizer's moments"
+                f"{folder}: holds weights only; set checkpoint.finetune=true to start with them, or "
+                "checkpoint.no_load_optim=true to continue without the optimizer's state"
             )
         state.buffers.settle()
         for flat in state.buffers.flats:
-            flat.main.zero_()  # padding, which no checkpoint has, must not stay what a run gone wrong has left
-        store.load_with_index(folder, index, _pieces(state, None, None if loading.optimizer else "model"))
+            flat.main.zero_()  # no checkpoint has the padding, which must not keep non-finite values after a rollback
+        store.load_with_index(folder, index, _pieces(state, None, None if options.optimizer else "model"))
         state.buffers.publish()
-        if loading.progress:
+        if options.progress:
             state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
             if state.stream is not None:
                 state.stream.go_on(meta.consumed_samples, meta.cursors)
-        if loading.optimizer:
+        if options.optimizer:
             state.optimizer.set_num_steps(meta.optimizer_steps)
             state.loss_scale.load(meta.loss_scale)
 
@@ -130,7 +132,7 @@ def load_state(folder: Path, state: TrainState, identity: Mapping[str, JsonValue
 
 
 def read_meta(folder: Path) -> Meta:
-    """What a checkpoint says beside its tensors; raises UserError where that is not a training run's."""
+    """Return the metadata of a checkpoint; raises UserError if it is not one of a training run."""
     return _meta(folder, store.read_index(folder))
 
 
@@ -139,27 +141,27 @@ def _meta(folder: Path, index: store.Index) -> Meta:
         return Meta.model_validate(index.meta)
     except ValidationError as error:
         places = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
-        raise UserError(f"{folder}: its index is not of a training run ({places}); load another checkpoint") from error
+        raise UserError(f"{folder}: its index is of no training run ({places}); load another checkpoint") from error
 
 
 def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:
-    """Fill the parameters alone, for sampling and evaluation; raises as load_state."""
+    """Load the parameters only, for sampling and evaluation; raises as `load_state`."""
     load_state(folder, state, identity, WEIGHTS)
 
 
-def _same(
-    folder: Path, index: store.Index, state: TrainState, identity: Mapping[str, JsonValue], loading: Loading
+def _check_compatible(
+    folder: Path, index: store.Index, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions
 ) -> Meta:
-    """What the checkpoint says, after it agreed with the model and `identity`, as far as that matters."""
+    """Return the metadata after comparing it with the model and, unless accepted, with `identity`."""
     meta = _meta(folder, index)
-    accepted = loading.accept | (frozenset() if loading.progress else ORDER_OF_SAMPLES)
+    accepted = options.accept | (frozenset() if options.progress else ORDER_OF_SAMPLES)
     model = {f"model.{name}": value for name, value in _architecture(state).items()}
     found = {f"model.{name}": value for name, value in meta.model.items()} | meta.identity
     names = [*dict.fromkeys((*model, *(f"model.{name}" for name in meta.model)))]
     differing = [name for name in names if found.get(name) != model.get(name)]
     different = [name for name in identity if found.get(name) != identity[name] and name not in accepted]
     said = f"{folder}: saved with {{}}={{}}, but this run has {{}}; continue with the saved one"
-    anyway = ", or set checkpoint.accept_changed=[{}] to go on with other samples"
+    anyway = ", or set checkpoint.accept_changed=[{}] to continue with other samples"
     UserError.collect(
         [
             *(said.format(name, found.get(name), model.get(name)) for name in differing),
@@ -170,18 +172,18 @@ def _same(
 
 
 def _architecture(state: TrainState) -> dict[str, JsonValue]:
-    """What the model is, without what depends on the layout."""
+    """Return the architecture without the fields that depend on the layout."""
     return {name: value for name, value in asdict(state.model.arch).items() if name not in LAYOUT_FIELDS}
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _uncopied(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def _pieces(
     state: TrainState, copy: Callable[[Tensor], Tensor] | None = None, only: str | None = None
 ) -> Iterator[store.Piece]:
-    """Every piece of weights and moments that this rank holds; with `copy`, of copies of those that it writes."""
+    """Yield the pieces of weights and optimizer state that this rank holds; with `copy`, copies of those it writes."""
     buffers, mesh = state.buffers, state.model.comm.mesh
     shares = ranges_to_write(buffers)
     flats = [("model", flat, flat.main) for flat in buffers.flats] + [

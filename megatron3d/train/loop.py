@@ -1,4 +1,4 @@
-"""The training loop, in time order: read, step, report, evaluate, save, stop."""
+"""The training loop in time order: read a batch, step, report, evaluate, detect spikes, save, stop."""
 
 from __future__ import annotations
 
@@ -13,129 +13,127 @@ from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.process import StopSignal
 from megatron3d.train.checkpointing import describe, source_of
 from megatron3d.train.evaluate import evaluate
-from megatron3d.train.monitor.monitor import Watching
-from megatron3d.train.monitor.oom_report import explained, job_of
+from megatron3d.train.monitor.monitor import Monitor
+from megatron3d.train.monitor.oom_report import job_of, oom_report
 from megatron3d.train.replica_check import check_replicas
-from megatron3d.train.rollback import Judge, roll_back
+from megatron3d.train.rollback import SpikeDetector, roll_back
 from megatron3d.train.run import Run
-from megatron3d.train.step import train_step
+from megatron3d.train.step import StepResult, train_step
 
 STOP_FILE = "stop"
 
 
 def train(run: Run, stop: StopSignal) -> int:
-    """Train to the end, or until something asks to stop; saves before it returns the exit code."""
-    config, state = run.config, run.state
+    """Train to the last iteration, or until something asks for a stop; save, and return the exit code."""
+    config, state = run.config.train, run.state
     job = job_of(run.spec, run.runtime.device)
-    watching, clock, timers = Watching(run, job), Clock(config), run.timers
-    judge, previous = Judge(config.train), None
+    monitor = Monitor(run, job)
+    limits = ExitLimits(run.config)
+    detector = SpikeDetector(config)
+    num_rollbacks = 0
+    previous: StepResult | None = None
     stopping = False
-    while state.iteration < config.train.train_iters and not stopping:
-        if pass_over(run):
+
+    while state.iteration < config.train_iters and not stopping:
+        if state.iteration + 1 in config.iterations_to_skip:
+            skip_iteration(run)
             continue
-        size = run.batches.at(state.consumed_samples)
-        with timers.watch(BATCH):
-            batch = run.train_data.step(state.consumed_samples)
-        lr = learning_rate(config.optimizer, state.iteration + 1, config.train.train_iters)
-        stop_requested = stop.requested is not None or clock.is_over or has_stop_file(run)
-        with explained(job):
-            result = train_step(state, batch, lr, run.settings(size), stop_requested, watching.begin_step())
-        watching.end_step(result, lr, size)
-        if _due(state.iteration, config.train.eval_interval):
-            with watching.aside(EVALUATE):
-                validate(run)
-        if _due(state.iteration, config.train.check_weight_hash_across_dp_replicas_interval):
+
+        batch = run.batches.at(state.consumed_samples)
+        with run.timers.watch(BATCH):
+            microbatches = run.train_data.step(state.consumed_samples)
+        lr = learning_rate(run.config.optimizer, state.iteration + 1, config.train_iters)
+        stop_requested = stop.requested is not None or limits.is_time_up or consume_stop_file(run)
+        with oom_report(job):
+            settings, watch = run.step_settings(batch), monitor.begin_step()
+            result = train_step(state, microbatches, lr, settings, stop_requested, watch)
+        monitor.end_step(result, lr, batch)
+
+        if is_due(state.iteration, config.eval_interval):
+            with monitor.between_steps(EVALUATE):
+                report_validation_loss(run)
+        if is_due(state.iteration, config.check_weight_hash_across_dp_replicas_interval):
             check_replicas(state)
-        stopping = clock.leaves_after(state.iteration) or (previous is not None and bool(previous.stop_requests > 0))
-        if previous is not None and judge.is_watching:
-            wrong = judge.see(previous.loss.item(), bool(previous.skipped))
-            if wrong is not None:
-                set_back(run, (wrong[0] + 1, wrong[1]), judge)
-                watching.restart()
+
+        # A step's numbers are read one step later, so that the host never waits for the device.
+        stopping = limits.is_exit_iteration(state.iteration) or (
+            previous is not None and bool(previous.stop_requests > 0)
+        )
+        if previous is not None and detector.is_enabled:
+            spike = detector.check(previous.loss.item(), bool(previous.skipped))
+            if spike is not None:
+                num_rollbacks += 1
+                roll_back(run, replace(spike, num_steps=spike.num_steps + 1), num_rollbacks)
+                monitor.restart()
                 previous = None
                 continue
         previous = result
+
         if is_save_due(run):
-            with watching.aside(SAVE):
+            with monitor.between_steps(SAVE):
                 save(run)
+
     if run.saver:
-        run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, config))
-    return ExitCode.STOPPED if state.iteration < config.train.train_iters else ExitCode.DONE
+        run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, run.config))
+    return ExitCode.STOPPED if state.iteration < config.train_iters else ExitCode.DONE
 
 
-def has_stop_file(run: Run) -> bool:
-    """Whether somebody has put a file `stop` into the run's folder, which is removed: it asks once."""
+def skip_iteration(run: Run) -> None:
+    """Consume the samples of the next iteration without training on them (`train.iterations_to_skip`)."""
+    state = run.state
+    state.iteration += 1
+    state.consumed_samples += run.batches.at(state.consumed_samples).num_samples
+    if run.runtime.rank == 0:
+        print(f"> iteration {state.iteration} is skipped, as train.iterations_to_skip says", flush=True)
+
+
+def consume_stop_file(run: Run) -> bool:
+    """Remove the file `stop` from the run's folder if it is there, and return whether it was; rank 0 looks for it."""
     if run.metrics is None or run.config.checkpoint.save is None:
         return False
     path = Path(run.config.checkpoint.save, STOP_FILE)
     if not path.exists():
         return False
-    print(f"> stopping: {path} is there", flush=True)
+    print(f"> stopping: found {path}", flush=True)
     path.unlink(missing_ok=True)
     return True
 
 
-def set_back(run: Run, wrong: tuple[int, str], judge: Judge) -> None:
-    """Go back to a good checkpoint; raises RuntimeError where that has been done too often."""
-    most, root = run.config.train.max_rollbacks, run.config.checkpoint.save
-    judge.num_rollbacks += 1
-    if judge.num_rollbacks > most:
-        raise RuntimeError(f"iteration {run.state.iteration}: {wrong[1]}, after train.max_rollbacks={most} rollbacks")
-    if run.saver:
-        run.saver.wait()
-    said = roll_back(Path(root) if root else None, run.state, run.identity, wrong)
-    if run.saver:
-        run.saver.saved_at = run.state.iteration
-    if run.metrics:
-        run.metrics.rollback(run.state.iteration, said)
-
-
-def pass_over(run: Run) -> bool:
-    """Whether the next iteration is one of `train.iterations_to_skip`: its samples are used up, and nothing is done."""
-    state = run.state
-    if state.iteration + 1 not in run.config.train.iterations_to_skip:
-        return False
-    state.iteration += 1
-    state.consumed_samples += run.batches.at(state.consumed_samples).num_samples
-    if run.runtime.rank == 0:
-        print(f"> iteration {state.iteration} is skipped, as train.iterations_to_skip says", flush=True)
-    return True
-
-
-def validate(run: Run) -> None:
-    """Report the loss on the validation split."""
+def report_validation_loss(run: Run) -> None:
+    """Evaluate on `train.eval_iters` batches of the validation split and report the mean loss."""
     if run.valid_data is None:
         return
-    size, num_steps = run.config.train.global_batch_size, run.config.train.eval_iters
-    steps = (run.valid_data.step(index * size) for index in range(num_steps))
-    settings = run.settings(run.batches.last)
-    settings = replace(settings, num_tokens=settings.num_tokens * num_steps)
-    loss = evaluate(run.state.executor, steps, settings).item()
+    batch_size, num_batches = run.config.train.global_batch_size, run.config.train.eval_iters
+    batches = (run.valid_data.step(index * batch_size) for index in range(num_batches))
+    settings = run.step_settings(run.batches.last)
+    settings = replace(settings, num_tokens=settings.num_tokens * num_batches)
+    loss = evaluate(run.state.executor, batches, settings).item()
     if run.metrics:
         run.metrics.evaluation(run.state.iteration, loss)
 
 
 def is_save_due(run: Run) -> bool:
-    """Whether a checkpoint is due after this iteration, permanent or not."""
+    """Return whether a checkpoint, persistent or not, is due after this iteration."""
     checkpoint = run.config.checkpoint
     intervals = checkpoint.save_interval, checkpoint.non_persistent_save_interval
-    return any(_due(run.state.iteration, interval) for interval in intervals)
+    return any(is_due(run.state.iteration, interval) for interval in intervals)
 
 
 def save(run: Run) -> None:
-    """Save, or begin to."""
+    """Save a checkpoint; with `checkpoint.async_save` only start to."""
     state = run.state
     if run.saver:
-        is_permanent = _due(state.iteration, run.config.checkpoint.save_interval)
-        run.saver.save(state.iteration, source_of(state), describe(state, run.identity, run.config), is_permanent)
+        is_persistent = is_due(state.iteration, run.config.checkpoint.save_interval)
+        run.saver.save(state.iteration, source_of(state), describe(state, run.identity, run.config), is_persistent)
 
 
-def _due(iteration: int, interval: int | None) -> bool:
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Return whether `iteration` is a multiple of `interval`; never without an interval."""
     return interval is not None and iteration % interval == 0
 
 
-class Clock:
-    """The limits of a run: `train.exit_interval` and `train.exit_duration_in_mins`."""
+class ExitLimits:
+    """The two limits of one launch: `train.exit_interval` and `train.exit_duration_in_mins`."""
 
     def __init__(self, config: Config) -> None:
         minutes = config.train.exit_duration_in_mins
@@ -143,10 +141,10 @@ class Clock:
         self._end_s = time.monotonic() + minutes * 60 if minutes else float("inf")
 
     @property
-    def is_over(self) -> bool:
-        """Whether the time is up, as this rank's clock says."""
+    def is_time_up(self) -> bool:
+        """Whether the time limit has passed on this rank's clock."""
         return time.monotonic() > self._end_s
 
-    def leaves_after(self, iteration: int) -> bool:
-        """Whether to leave after this iteration, the same on every rank."""
-        return _due(iteration, self._exit_interval)
+    def is_exit_iteration(self, iteration: int) -> bool:
+        """Return whether to stop after this iteration; the same on every rank."""
+        return is_due(iteration, self._exit_interval)

@@ -1,11 +1,11 @@
-"""When training has gone wrong: back to the last good checkpoint, and past the data of that window.
+"""Rollback of a run whose training went wrong: load the last good checkpoint, and skip the data of that window.
 
-What counts as wrong is configured: so many steps in a row without an update, or a loss that is far from its neighbours,
+Training went wrong after a number of steps in a row without an update, or with a loss far above the recent ones,
 
     (loss - median) / (1.4826 * median absolute deviation)  >  rollback_loss_spike_score
 
-over the last `rollback_window` losses, which for normal losses is in standard deviations.  Going back to a checkpoint
-from before and skipping some hundred batches is what PaLM's authors did by hand (Chowdhery et al. 2022,
+over the last `rollback_window` losses; for normally distributed losses the left side is in standard deviations.
+PaLM's authors restarted from an earlier checkpoint and skipped some hundred batches by hand (Chowdhery et al. 2022,
 arXiv:2204.02311, section 5.1).
 """
 
@@ -14,72 +14,112 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-from pydantic import JsonValue
 
 from megatron3d.checkpoint.publish import finished_checkpoints, move_tracker_back
 from megatron3d.checkpoint.verify import newest_intact
 from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.config.schema import TrainConfig
 from megatron3d.train.checkpointing import load_state
-from megatron3d.train.state import TrainState
+from megatron3d.train.run import Run
 
-LEAST = 16
-NORMAL = 1.4826
+MIN_LOSSES = 16
+"""Losses that are seen before one can be a spike."""
+DEVIATIONS_PER_MAD = 1.4826
+"""Standard deviations of a normal distribution in its median absolute deviation."""
 
 
-class Judge:
-    """Watches losses; every rank comes to the same judgement, since all see the same numbers.
+@dataclass(frozen=True)
+class Spike:
+    """Steps that went wrong.
 
     Attributes:
-        num_rollbacks: since the start.
+        num_steps: how many, counted back from the last one.
+        reason: what was wrong, in words.
     """
 
+    num_steps: int
+    reason: str
+
+
+class SpikeDetector:
+    """Finds non-finite steps and loss spikes; every rank reads the same losses and so finds the same."""
+
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config
+        self._max_nonfinite = config.rollback_nonfinite_steps
+        self._max_score = config.rollback_loss_spike_score
         self._losses: deque[float] = deque(maxlen=config.rollback_window)
-        self._skipped = 0
-        self.num_rollbacks = 0
+        self._num_nonfinite = 0
 
     @property
-    def is_watching(self) -> bool:
-        """Whether anything would be judged: only then has a step's loss to be waited for."""
-        return bool(self._config.rollback_nonfinite_steps or self._config.rollback_loss_spike_score)
+    def is_enabled(self) -> bool:
+        """Whether the configuration asks for rollbacks; only then does the host read each step's loss."""
+        return bool(self._max_nonfinite or self._max_score)
 
-    def see(self, loss: float, skipped: bool) -> tuple[int, str] | None:
-        """For how many steps it has gone wrong, this one included, and in what way; None where all is well."""
-        most, score = self._config.rollback_nonfinite_steps, self._config.rollback_loss_spike_score
+    def check(self, loss: float, skipped: bool) -> Spike | None:
+        """Return what went wrong up to this step, given its loss and whether its update was skipped, or None."""
         if skipped or not math.isfinite(loss):
-            self._skipped += 1
-            if self._skipped != most:
+            self._num_nonfinite += 1
+            if self._num_nonfinite != self._max_nonfinite:
                 return None
-            self._skipped = 0
-            return most, f"{most} steps in a row had a loss or gradients that are not finite"
-        self._skipped = 0
-        found = self._score(loss)
-        if score is not None and found > score:
-            return 1, f"a loss of {loss:.6g} is {found:.1f} deviations above the last {len(self._losses)} ones"
+            self._num_nonfinite = 0
+            return Spike(self._max_nonfinite, f"{self._max_nonfinite} steps in a row had a non-finite loss or gradient")
+        self._num_nonfinite = 0
+        score = self._score(loss)
+        if self._max_score is not None and score > self._max_score:
+            return Spike(1, f"loss {loss:.6g} is {score:.1f} deviations above the last {len(self._losses)} losses")
         self._losses.append(loss)
         return None
 
     def _score(self, loss: float) -> float:
-        if len(self._losses) < LEAST:
+        if len(self._losses) < MIN_LOSSES:
             return 0.0
         median = statistics.median(self._losses)
-        deviation = NORMAL * statistics.median(abs(each - median) for each in self._losses)
+        deviation = DEVIATIONS_PER_MAD * statistics.median(abs(each - median) for each in self._losses)
         return (loss - median) / deviation if deviation else 0.0
 
 
-def roll_back(root: Path | None, state: TrainState, identity: Mapping[str, JsonValue], wrong: tuple[int, str]) -> str:
-    """Load the newest good checkpoint from before it went wrong, but go on with the samples after; what was done, in
-    words.  Raises RuntimeError, on all ranks, where there is no such checkpoint.
+def roll_back(run: Run, spike: Spike, num_rollbacks: int) -> None:
+    """Load the newest good checkpoint from before the spike, skip the samples since then, and report it.
+
+    Args:
+        num_rollbacks: of this launch, this one included.
+
+    Raises:
+        RuntimeError: on all ranks, after `train.max_rollbacks` rollbacks, or if no such checkpoint exists.
     """
-    comm, (steps, reason), here, next_sample = state.model.comm, wrong, state.iteration, state.consumed_samples
+    state, max_rollbacks = run.state, run.config.train.max_rollbacks
+    iteration, next_sample = state.iteration, state.consumed_samples
+    if num_rollbacks > max_rollbacks:
+        raise RuntimeError(
+            f"iteration {iteration}: {spike.reason}, after train.max_rollbacks={max_rollbacks} rollbacks"
+        )
+    if run.saver:
+        run.saver.wait()
+    load_state(find_checkpoint(run, spike), state, run.identity)
+    first_skipped, state.consumed_samples = state.consumed_samples, next_sample
+    if run.saver:
+        run.saver.saved_at = state.iteration
+    if run.metrics:
+        run.metrics.rollback(
+            state.iteration,
+            f"{spike.reason}: rolled back from iteration {iteration} to {state.iteration}, "
+            f"skipping samples {first_skipped} to {next_sample - 1}",
+        )
+
+
+def find_checkpoint(run: Run, spike: Spike) -> Path:
+    """Return the newest good checkpoint from before the spike; later ones are no longer the run's newest.
+
+    Raises RuntimeError on all ranks if there is none.
+    """
+    comm, iteration = run.comm, run.state.iteration
+    root = Path(run.config.checkpoint.save) if run.config.checkpoint.save else None
 
     def choose() -> bool:
-        earlier = [iteration for iteration in (finished_checkpoints(root) if root else ()) if iteration <= here - steps]
+        last_good = iteration - spike.num_steps
+        earlier = [saved for saved in (finished_checkpoints(root) if root else ()) if saved <= last_good]
         if root and earlier:
             move_tracker_back(root, max(earlier))
         return bool(earlier)
@@ -88,7 +128,5 @@ def roll_back(root: Path | None, state: TrainState, identity: Mapping[str, JsonV
     folder = newest_intact(root, comm)[0] if root and comm.broadcast_object(found and found[0]) else None
     if folder is None:
         where = f"{root} holds no good checkpoint from before" if root else "checkpoint.save names no folder"
-        raise RuntimeError(f"iteration {here}: {reason}, and {where} to go back to")
-    load_state(folder, state, identity)
-    first, state.consumed_samples = state.consumed_samples, next_sample
-    return f"{reason}: back from iteration {here} to {state.iteration}, skipping samples {first} to {next_sample - 1}"
+        raise RuntimeError(f"iteration {iteration}: {spike.reason}, and {where} to roll back to")
+    return folder

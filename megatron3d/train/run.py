@@ -20,25 +20,27 @@ from megatron3d.metrics import MetricsWriter
 from megatron3d.metrics.timers import Timers
 from megatron3d.runtime.process import Runtime
 from megatron3d.train.state import TrainState
-from megatron3d.train.step import Settings
+from megatron3d.train.step import StepSettings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that a run consists of.
+    """Everything that a run consists of on one rank.
 
     Attributes:
-        metrics: on rank 0, None elsewhere.
-        saver: writes checkpoints; None where the run has no folder.
-        lock: of that folder, on rank 0.
-        identity: what a later run must share to continue this one.
-        comm: the state's, to and from every rank.
-        timers: are told what the step does, and what the ranks wait for.
-        peak: of one device, None where unknown.
+        train_data: global batches of the training split, prefetched.
+        valid_data: the validation split; None without one.
+        metrics: writer of the metrics on rank 0; None elsewhere.
+        saver: writer of checkpoints; None if the run has no folder.
+        lock: lock of that folder on rank 0; None elsewhere.
+        identity: what a later launch must share to continue this run.
+        comm: the communicator of `state`.
+        timers: timers of a step's phases and of waiting for other ranks.
+        peak: peak FLOP/s of one device; None if unknown.
         baseline_bytes: peak memory before the model was built.
-        packing: what documents in samples mean.
-        consumed_tokens: of each corpus of a blend in the first samples, to be logged.
-        faults: what is wrong with the first records that this rank has left out so far.
+        packing: what documents within a sample mean.
+        consumed_tokens: returns the logged tokens of each corpus of a blend within the first n samples.
+        faults: returns what is wrong with the first records that this rank has skipped so far.
     """
 
     runtime: Runtime
@@ -59,7 +61,7 @@ class Run:
 
     @property
     def spec(self) -> RunSpec:
-        """Everything that is derived from the configuration."""
+        """Everything that follows from the configuration."""
         return self.state.spec
 
     @property
@@ -72,12 +74,12 @@ class Run:
         """The global batch of every iteration."""
         return self.spec.batches
 
-    def settings(self, batch: Batch) -> Settings:
-        """Constants of a step."""
-        return Settings(self.config.train.seed, batch.num_tokens, batch.num_samples, self.packing)
+    def step_settings(self, batch: Batch) -> StepSettings:
+        """Return the constants of a step on `batch`."""
+        return StepSettings(self.config.train.seed, batch.num_tokens, batch.num_samples, self.packing)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the metrics and release the folder."""
         if self.metrics:
             self.metrics.close()
         if self.lock:

@@ -1,4 +1,4 @@
-"""Everything that training changes, built from a configuration on any mesh."""
+"""Training state: everything that training changes, built from a configuration on any mesh."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron3d.zero import Buffers
 
 @dataclass
 class TrainState:
-    """Model, buffers and optimizer; `iteration` steps are done, and `consumed_samples` sequences are used up.
+    """Model, buffers and optimizer after `iteration` steps, in which `consumed_samples` sequences were consumed.
 
     Attributes:
         spec: the run that this is the state of.
-        stream: what is trained on where that is a dataset as it is; checkpoints remember where it is read on.
+        stream: the streamed dataset if one is trained on; checkpoints store the position in it.
     """
 
     spec: RunSpec
@@ -53,7 +53,7 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
     `has_values`."""
     config = spec.config
     if config.train.cpu_offloading and device.type == "cpu":
-        raise UserError("train.cpu_offloading=true: this run computes on the host; use false, or a GPU")
+        raise UserError("train.cpu_offloading=true: this run computes on the CPU; use false, or a GPU")
     chunk, splits = config.train.loss_chunk_tokens, spec.pipeline.splits_backward
     norms = fused_norms([device]) if config.train.norm_implementation == "apex" else TORCH_NORMS
     model = GPT(spec.arch, spec.mode, comm, spec.pipeline, chunk, spec.recompute, spec.overlap, splits, norms)

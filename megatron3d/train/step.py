@@ -1,4 +1,4 @@
-"""One training step: pure tensor code, without a clock, a print or a branch on a value."""
+"""One training step: pure tensor code without a clock, a print or a host branch on a value."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Watch = Callable[[Action | str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is the same in every step; `num_tokens` are the tokens of a global batch, all of which count by default."""
+class StepSettings:
+    """Constants of a step; `num_tokens` of a global batch include those that `packing` masks in the loss."""
 
     seed: int
     num_tokens: int
@@ -35,13 +35,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of the whole world, on every rank.
+    """Result of a step over all ranks, the same on every rank.
 
     Attributes:
         loss: mean over the tokens of the global batch.
         grad_norm: before clipping.
         skipped: 1.0 if a gradient was not finite and nothing was updated, else 0.0.
-        stop_requests: ranks that were asked to stop before this step.
+        stop_requests: number of ranks that were asked to stop before this step.
     """
 
     loss: Tensor
@@ -54,13 +54,14 @@ def train_step(
     state: TrainState,
     microbatches: Sequence[Microbatch],
     lr: float,
-    settings: Settings,
+    settings: StepSettings,
     stop_requested: bool = False,
     watch: Watch = no_observer,
 ) -> StepResult:
-    """Forward and backward over the microbatches, reduce, clip, update; the state moves on by one iteration."""
-    model, buffers, key, scale = state.model, state.buffers, (settings.seed, state.iteration), state.loss_scale
-    packing = settings.packing
+    """Run forward and backward over the microbatches, reduce the gradients, clip and update; advance the state."""
+    model, buffers = state.model, state.buffers
+    packing, scale = settings.packing, state.loss_scale
+    key = (settings.seed, state.iteration)
     with watch(BATCH):
         num_tokens = valid_tokens(model, microbatches, settings)
     passes = [
@@ -68,11 +69,11 @@ def train_step(
     ]
     buffers.begin_step(len(passes))
     with watch(SCHEDULE):
-        share = state.executor.train(passes, buffers.check_stage, watch) / loss_copies(model)
+        local_loss = state.executor.train(passes, buffers.check_stage, watch) / loss_copies(model)
     with watch(GRADS):
         buffers.reduce_grads()
-        shares = torch.stack((share, buffers.square_norm(), torch.full_like(share, stop_requested)))
-        loss, square, stop_requests = model.comm.all_reduce(shares, model.comm.mesh.names).wait()
+        local = torch.stack((local_loss, buffers.square_norm(), torch.full_like(local_loss, stop_requested)))
+        loss, square, stop_requests = model.comm.all_reduce(local, model.comm.mesh.names).wait()
     grad_norm = scale.unscale(square.sqrt())
     with watch(UPDATE):
         skipped = state.optimizer.step(grad_norm, lr)
@@ -81,16 +82,17 @@ def train_step(
     return StepResult(loss, grad_norm, skipped, stop_requests)
 
 
-def valid_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: Settings) -> int | Tensor:
-    """Tokens of the global batch that count in the loss: a constant, or where some do not counted by all ranks."""
+def valid_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: StepSettings) -> int | Tensor:
+    """Return the tokens of the global batch that count in the loss; an all-reduced count if `packing` masks some."""
     if not settings.packing.masks_loss:
         return settings.num_tokens
-    mesh, counts = model.comm.mesh, [(settings.packing.labels(batch.tokens) >= 0).sum() for batch in microbatches]
+    mesh = model.comm.mesh
+    counts = [(settings.packing.labels(batch.tokens) >= 0).sum() for batch in microbatches]
     readers = num_copies((DATA + model.mode.batch_axes,), mesh, mesh.names)
     count = torch.stack(counts).sum().to(model.zeros().dtype) / readers
     return model.comm.all_reduce(count, mesh.names).wait().clamp(min=1)
 
 
 def loss_copies(model: GPT) -> int:
-    """How many ranks hold the same share of the loss."""
+    """Return the number of ranks that compute the same part of the loss."""
     return num_copies((DATA + model.mode.inner[0],), model.comm.mesh, (*DATA, *dict(model.mode.axes)))

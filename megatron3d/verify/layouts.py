@@ -17,7 +17,7 @@ from megatron3d.data.loader import BatchLoader
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 
 Trace = Mapping[str, Tensor]
 
@@ -53,7 +53,7 @@ def trace(spec: RunSpec, comm: Comm, num_steps: int) -> Trace | None:
         samples, spec.mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
     )
     assert len(loader.step(0)) == spec.num_microbatches, "the loader disagrees with the batch arithmetic"
-    settings = Settings(train.seed, num_tokens, train.global_batch_size, spec.packing(0))
+    settings = StepSettings(train.seed, num_tokens, train.global_batch_size, spec.packing(0))
     values: dict[str, Tensor] = {}
     for step in range(1, num_steps + 1):
         batch = loader.step(state.consumed_samples)

@@ -167,7 +167,7 @@ def test_a_run_continues_from_the_newest_good_one(config: Path, trained: Path, n
     assert outcome.code == ExitCode.DONE, outcome.err
     assert f"> continuing from {there}/iter_000000{8 if name in NO_TRACKER else 4}" in outcome.out
     if name not in NO_TRACKER:
-        (line,) = [line for line in outcome.out.splitlines() if line.startswith("> passing over")]
+        (line,) = [line for line in outcome.out.splitlines() if line.startswith("> skipping checkpoint")]
         told = line.replace(f"{there}/iter_0000008: ", "")
         assert any(word in told for word in problems[0]), line
     assert steps(there) == steps(trained)

@@ -104,7 +104,7 @@ def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) ->
     asked = [f"checkpoint.save={tmp_path}/tuned", f"checkpoint.load={whole}", "checkpoint.finetune=true", *FP64]
     outcome = run(config, *asked, f"data.data_path={other}", "train.train_iters=2", "optimizer.lr=1e-300")
     assert outcome.code == ExitCode.DONE, outcome
-    assert f"> beginning with the weights of {whole}/iter_0000008" in outcome.out
+    assert f"> starting with the weights of {whole}/iter_0000008" in outcome.out
     assert [iteration for iteration, *_ in steps(tmp_path / "tuned")] == [1, 2]
     before, after = stored(whole, 8), stored(tmp_path / "tuned", 2)
     weights = [name for name in before if name.startswith("model.")]

@@ -136,7 +136,7 @@ def test_bad_records_of_a_stream_are_counted_on_any_ranks_and_over_a_stop(
     keys.append("data.on_bad_record=skip")
     whole = run(config, *in_run(f"{tmp_path}/whole"), *keys)
     assert whole.code == ExitCode.DONE, whole.err
-    assert f"> rank 0 leaves out a record: hf:{tmp_path}/data, shard " in whole.out
+    assert f"> rank 0 skips a record: hf:{tmp_path}/data, shard " in whole.out
     counts = [row["skipped_records"] for row in read_journal(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" in row]
     assert counts == sorted(counts) and counts[-1] > 0 and f"skipped records: {counts[-1]:3d} |" in whole.out
     parts = [*in_run(f"{tmp_path}/parts"), *keys]

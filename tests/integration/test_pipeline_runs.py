@@ -109,7 +109,7 @@ def save_again(rank: int, world_size: int, config: Path, asked: list[list[str]],
     """Read a checkpoint in each layout, and write it to a folder."""
     for overrides, folder in zip(asked, folders, strict=True):
         here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
-        built = build_run(resolve(config, overrides, world_size), here, process.Phases(printing=False))
+        built = build_run(resolve(config, overrides, world_size), here, process.StartupPhases(printing=False))
         save_state(folder, built.state, built.identity)
 
 

@@ -21,7 +21,7 @@ from megatron3d.optim.optimizer import learning_rate
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.checkpointing import load_state, save_state, source_of
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
 from tests.support.pool import Pool
 from tests.support.tiny_run import stored
@@ -84,7 +84,7 @@ def advance(config: Config, state: TrainState) -> list[float]:
     samples = RandomSamples(train.seed, VOCAB_SIZE, arch.seq_length)
     axes, device = state.spec.mode.batch_axes, torch.device("cpu")
     loader = BatchLoader(samples, mesh, axes, train.micro_batch_size, train.global_batch_size, device)
-    settings = Settings(train.seed, train.global_batch_size * arch.seq_length, train.global_batch_size)
+    settings = StepSettings(train.seed, train.global_batch_size * arch.seq_length, train.global_batch_size)
     numbers: list[float] = []
     for _ in range(NUM_STEPS):
         lr = learning_rate(config.optimizer, state.iteration + 1, train.train_iters)

@@ -1,4 +1,4 @@
-"""Fact: a run gone wrong goes back to a good checkpoint from before, past the samples of that window, and says so."""
+"""A run gone wrong rolls back to a good checkpoint from before, skips the samples of that window, and reports it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron3d.config.schema import TrainConfig
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train import loop
-from megatron3d.train.rollback import LEAST, Judge
+from megatron3d.train.rollback import MIN_LOSSES, Spike, SpikeDetector
 from megatron3d.train.state import TrainState
 from tests.support.tiny_run import in_run, run, steps, write_config
 
@@ -22,27 +22,30 @@ SAMPLES = 16
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("setback"))
+    return write_config(tmp_path_factory.mktemp("rollback"))
 
 
-def test_so_many_in_a_row() -> None:
-    judge = Judge(TrainConfig(rollback_nonfinite_steps=3))
-    assert judge.is_watching and not Judge(TrainConfig()).is_watching
-    seen = [judge.see(loss, skipped) for loss, skipped in [(1, True), (math.nan, False), (1, False), (1, True)]]
+def test_nonfinite_steps_in_a_row() -> None:
+    detector = SpikeDetector(TrainConfig(rollback_nonfinite_steps=3))
+    assert detector.is_enabled and not SpikeDetector(TrainConfig()).is_enabled
+    seen = [detector.check(loss, skipped) for loss, skipped in [(1, True), (math.nan, False), (1, False), (1, True)]]
     assert seen == [None] * 4
-    assert judge.see(math.inf, True) is None
-    assert judge.see(2.0, True) == (3, "3 steps in a row had a loss or gradients that are not finite")
-    assert judge.see(2.0, True) is None, "the count begins anew"
+    assert detector.check(math.inf, True) is None
+    assert detector.check(2.0, True) == Spike(3, "3 steps in a row had a non-finite loss or gradient")
+    assert detector.check(2.0, True) is None, "the count restarts"
 
 
 def test_a_spike_is_far_from_the_others() -> None:
-    judge = Judge(TrainConfig(rollback_loss_spike_score=6.0, rollback_window=16))
-    wave = [5 + 0.1 * math.sin(i) for i in range(LEAST)]
-    assert [judge.see(loss, False) for loss in [9.0, *wave]] == [None] * (LEAST + 1), "the first are not judged"
-    assert judge.see(5.3, False) is None and judge.see(4.0, False) is None
-    steps_, said = judge.see(6.5, False) or (0, "")
-    assert steps_ == 1 and said.startswith("a loss of 6.5 is ") and said.endswith("deviations above the last 16 ones")
-    assert judge.see(6.5, False) is not None, "it is not one of the last"
+    detector = SpikeDetector(TrainConfig(rollback_loss_spike_score=6.0, rollback_window=16))
+    wave = [5 + 0.1 * math.sin(i) for i in range(MIN_LOSSES)]
+    assert [detector.check(loss, False) for loss in [9.0, *wave]] == [None] * (MIN_LOSSES + 1), (
+        "the first are not judged"
+    )
+    assert detector.check(5.3, False) is None and detector.check(4.0, False) is None
+    spike = detector.check(6.5, False)
+    assert spike is not None and spike.num_steps == 1 and spike.reason.startswith("loss 6.5 is ")
+    assert spike.reason.endswith("deviations above the last 16 losses")
+    assert detector.check(6.5, False) is not None, "it is not one of the last"
 
 
 def spoiled(monkeypatch: pytest.MonkeyPatch, at: Callable[[TrainState], bool], value: float) -> None:
@@ -64,7 +67,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, at: Callable[[TrainState], bool], v
     ("key", "value", "first"),
     [("rollback_nonfinite_steps=2", math.nan, 25), ("rollback_loss_spike_score=30.0", 30.0, 24)],
 )
-def test_a_run_goes_back_and_past_the_samples(
+def test_a_rollback_skips_the_samples(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: float, first: int
 ) -> None:
     """Step 23 is spoiled; it is seen to be wrong a step after the last bad one.  Checkpoints are of 10 and 20."""
@@ -88,12 +91,12 @@ def test_a_run_goes_back_and_past_the_samples(
     assert steps(tmp_path / "plain")[20] != steps(tmp_path / "run")[20], "other samples"
 
 
-def test_what_cannot_be_mended_is_a_failure(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_rollbacks_fail(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoiled(monkeypatch, lambda s: s.iteration == 5, math.nan)
     typed = ["train.rollback_nonfinite_steps=2", "train.max_rollbacks=2", "train.train_iters=20"]
     with pytest.raises(RuntimeError, match=r"iteration 8: .*, after train.max_rollbacks=2 rollbacks"):
         run(config, *typed, *in_run(f"{tmp_path}/run"), "checkpoint.save_interval=5")
-    with pytest.raises(RuntimeError, match=r"iteration 8: .* holds no good checkpoint from before to go back to"):
+    with pytest.raises(RuntimeError, match=r"iteration 8: .* holds no good checkpoint from before to roll back to"):
         run(config, *typed, *in_run(f"{tmp_path}/other"))
 
 
@@ -102,7 +105,7 @@ def test_a_stop_file_saves_and_stops_once(config: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/stop").touch()
     outcome = run(config, *typed)
-    assert outcome.code == ExitCode.STOPPED and f"> stopping: {tmp_path}/run/stop is there" in outcome.out
+    assert outcome.code == ExitCode.STOPPED and f"> stopping: found {tmp_path}/run/stop" in outcome.out
     assert not (tmp_path / "run/stop").exists() and len(steps(tmp_path / "run")) == 2
     assert run(config, *typed).code == ExitCode.DONE
     assert [iteration for iteration, _, _ in steps(tmp_path / "run")] == list(range(1, 9))

@@ -23,7 +23,7 @@ from megatron3d.data.loader import BatchLoader
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples, Trace, differences, trace
 
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def skip_problems(spec: RunSpec, comm: Comm) -> Iterator[str]:
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
     batch = train.global_batch_size
     loader = BatchLoader(samples, mesh, spec.mode.batch_axes, train.micro_batch_size, batch, CPU)
-    settings, values = Settings(train.seed, batch * arch.seq_length, batch), [updated_values(state)]
+    settings, values = StepSettings(train.seed, batch * arch.seq_length, batch), [updated_values(state)]
     for injects in (True, False):
         if injects and mesh.rank == mesh.world_size - 1:
             hook = next(state.model.parameters()).register_hook(lambda grad: grad / 0)

@@ -95,7 +95,7 @@ def run_as_rank(rank: int, world_size: int, config: Path, overrides: list[list[s
 
 
 def _train(here: process.Runtime, config: Path, overrides: list[str]) -> int:
-    built = build_run(resolve(config, overrides, here.world_size), here, process.Phases(printing=False))
+    built = build_run(resolve(config, overrides, here.world_size), here, process.StartupPhases(printing=False))
     try:
         return train(built, process.StopSignal())
     finally:

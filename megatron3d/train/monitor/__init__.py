@@ -1,1 +1,1 @@
-"""What is observed of a run while it trains."""
+"""Observation of a training run: timing, memory, tensor statistics, traces, and comparison with predictions."""

@@ -1,7 +1,7 @@
-"""What the pipeline did in one iteration, and when: `traces/iter_0000010` as .json, .png and .svg in the output folder.
+"""Trace of one iteration of the pipeline: `traces/iter_0000010` as .json, .png and .svg in the run's folder.
 
-barrier | F B F B ...      every rank notes begin and end of each computation, without what it waited for before
-gather  | rank 0 lays the measured times beside those of the schedule, simulated with their means, and draws both
+barrier | F B F B ...      every rank records start and end of each computation, without the waiting before it
+gather  | rank 0 simulates the schedule with the mean measured times, and draws measurement and simulation
 """
 
 from __future__ import annotations
@@ -22,49 +22,54 @@ from megatron3d.pipeline.actions import COMPUTATIONS, Action, Schedule
 from megatron3d.pipeline.simulate import Span, Timeline, simulate_mean_durations
 
 FOLDER = "traces"
-PREDICTED = "predicted (the schedule with each stage's mean measured times, transfers taking none)"
+PREDICTED = "predicted (the schedule with each stage's mean measured times, and no time for transfers)"
 
 
-class Recording:
-    """When each computation of a step began and ended on this rank; starts with a barrier, so that clocks agree.
+class TraceRecorder:
+    """Recorder of the start and end of each computation of a step on this rank; a barrier aligns the ranks' clocks.
 
-    On a GPU the times are those of the device, noted by events in its stream: nothing waits before `spans`.
+    On a GPU the times are those of events in the device's stream: nothing waits for the device before `spans`.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._stamp, self._since = clock(device)
+        self._clock = clock(device)
         self._marks: list[tuple[Action, Any, Any]] = []
         self._rank = comm.mesh.coord("pipeline")
-        self._counts = all(comm.mesh.coord(axis) == 0 for axis in comm.mesh.names if axis != "pipeline")
+        self._is_first_of_stage = all(comm.mesh.coord(axis) == 0 for axis in comm.mesh.names if axis != "pipeline")
         comm.barrier()
-        self._begin = self._stamp()
+        self._origin = self._clock.stamp()
 
     @contextlib.contextmanager
     def watch(self, what: Action | str) -> Iterator[None]:
-        """Note when the body begins and ends, if it is a computation."""
+        """Record start and end of the body if it is a computation."""
         if isinstance(what, str) or what.kind not in COMPUTATIONS:
             yield
             return
-        begin = self._stamp()
+        begin = self._clock.stamp()
         yield
-        self._marks.append((what, begin, self._stamp()))
+        self._marks.append((what, begin, self._clock.stamp()))
 
     def spans(self) -> list[Span]:
-        """Milliseconds since the barrier; nothing on ranks that do the same as another one of the pipeline rank."""
-        since, origin = self._since, self._begin
-        marks = self._marks if self._counts else []
-        return [Span(self._rank, action, since(origin, begin), since(origin, end)) for action, begin, end in marks]
+        """Return each computation in milliseconds since the barrier; only on the first rank of each pipeline rank."""
+        elapsed_ms, origin = self._clock.elapsed_ms, self._origin
+        marks = self._marks if self._is_first_of_stage else []
+        return [
+            Span(self._rank, action, elapsed_ms(origin, begin), elapsed_ms(origin, end)) for action, begin, end in marks
+        ]
 
 
-def gather(recording: Recording, comm: Comm) -> Timeline | None:
-    """What all ranks of the pipeline recorded, on rank 0; None elsewhere."""
-    ranks = comm.gather_object(recording.spans())
+def gather_timeline(trace: TraceRecorder, comm: Comm) -> Timeline | None:
+    """Return the spans of all pipeline ranks, on rank 0; None elsewhere."""
+    ranks = comm.gather_object(trace.spans())
     return None if ranks is None else Timeline(tuple(span for spans in ranks for span in spans))
 
 
-def report(recording: Recording, comm: Comm, schedule: Schedule, save: Path, iteration: int) -> None:
-    """Write the trace of an iteration, and tell its bubble on rank 0; raises UserError on all ranks where it cannot."""
-    measured = gather(recording, comm)
+def write_trace(trace: TraceRecorder, comm: Comm, schedule: Schedule, save: Path, iteration: int) -> None:
+    """Write the files of a traced iteration and print its bubble, on rank 0.
+
+    Raises UserError on all ranks if a file cannot be written.
+    """
+    measured = gather_timeline(trace, comm)
     run_on_all_ranks(comm, lambda: _write(measured, schedule, save, iteration) if measured else None)
 
 
@@ -82,12 +87,12 @@ def _write(measured: Timeline, schedule: Schedule, save: Path, iteration: int) -
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f"logging.trace_iterations: {path} cannot be written ({reason}); make room, or leave the key out"
+            f"logging.trace_iterations: {path} cannot be written ({reason}); free some space, or leave the key out"
         ) from error
     bubbles = f"measured {100 * measured.idle_rate:.1f} %, predicted {100 * expected.idle_rate:.1f} %"
     print(f"> trace of iteration {iteration}: bubble {bubbles}", flush=True)
 
 
 def trace_folder(save: Path) -> Path:
-    """Where the traces of a run are."""
+    """Return the folder of a run's traces."""
     return save / FOLDER

@@ -1,4 +1,4 @@
-"""What a run expects of its steps, and once, after 20 of them, what each part took instead."""
+"""Prediction of the step time, compared once with the measured parts of a step, after 20 steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from megatron3d.metrics.timers import Spread
 from megatron3d.train.run import Run
 
 
-class Expected:
-    """Says once what was predicted, when enough steps after the first were measured."""
+class PredictionCheck:
+    """Compares the predicted with the measured step time, once, after enough steps.
+
+    Attributes:
+        forecast: the prediction, or the reason for having none.
+    """
 
     def __init__(self, run: Run) -> None:
         on_cpu = run.runtime.device.type == "cpu"
         self.forecast = forecast(run.spec, on_cpu)
-        self._num_steps, self._sum_s, self._parts = 0, 0.0, Times()
+        self._num_steps, self._sum_s = 0, 0.0
+        self._parts = Times()
 
-    def see(self, step_s: float, num_steps: int, phases_ms: Mapping[str, Spread]) -> None:
-        """Add some steps: seconds of one, and milliseconds of its phases over all ranks."""
+    def add(self, step_s: float, num_steps: int, phases_ms: Mapping[str, Spread]) -> None:
+        """Add `num_steps` measured steps: mean seconds of one, and milliseconds of its phases over all ranks."""
         if self._num_steps >= STEPS or not isinstance(self.forecast, Forecast):
             return
         self._sum_s += step_s * num_steps
@@ -33,9 +38,9 @@ class Expected:
 
 
 def parts_of(phases: Mapping[str, float]) -> Times:
-    """Seconds of timed phases as the parts that are predicted; none where phases were not timed.
+    """Convert seconds by timed phase to seconds by predicted part; empty if phases were not timed.
 
-    What waits for the pipeline's neighbours is a part of the bubble, all that is between computations.
+    Waiting for pipeline neighbours counts as bubble, which is all the time of the schedule outside computations.
     """
     if timers.SCHEDULE not in phases:
         return Times()

@@ -1,4 +1,4 @@
-"""The numbers of all ranks, in one gather: times of phases, memory."""
+"""Statistics over all ranks, collected by one all-gather: phase times, memory, skipped records."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ Table = Mapping[str, Spread]
 TIMERS, MEMORY = "timers", "memory"
 
 
-class Everyone:
-    """Numbers by name, which are the same on all ranks.
+class RankStatistics:
+    """Collector of each rank's numbers on rank 0; every rank has the same list of labels.
 
     Args:
-        num_lanes: of a streamed dataset whose bad records are left out; else 0.
+        num_lanes: lanes of a streamed dataset whose bad records are skipped; 0 without one.
 
     Attributes:
-        names: host and device of each rank, on rank 0; empty elsewhere.
+        devices: host and device of each rank, on rank 0; empty elsewhere.
     """
 
     def __init__(self, comm: ProcessComm, device: torch.device, num_lanes: int = 0) -> None:
         self._comm, self._device = comm, device
-        self._lanes = tuple(f"records left out of lane {lane}" for lane in range(num_lanes))
+        self._lanes = tuple(f"skipped records of lane {lane}" for lane in range(num_lanes))
         self._timers = (*PHASES, *map(along, comm.axis_sets))
         self._memory = tuple(memory_bytes(device))
-        self.names: Sequence[str] = comm.gather_object(f"host {socket.gethostname()}, {device_name(device)}") or ()
+        self.devices: Sequence[str] = comm.gather_object(f"host {socket.gethostname()}, {device_name(device)}") or ()
 
-    def gather(self, times_ms: Mapping[str, float], left_out: Sequence[int] = ()) -> list[dict[str, float]]:
-        """Times, bytes and records left out by lane of every rank, in rank order, on rank 0; empty elsewhere."""
+    def gather(self, times_ms: Mapping[str, float], skipped_records: Sequence[int] = ()) -> list[dict[str, float]]:
+        """Return times, bytes and skipped records by lane of every rank, in rank order, on rank 0; empty elsewhere."""
         labels = *self._timers, *self._memory, *self._lanes
-        mine = {**times_ms, **memory_bytes(self._device), **dict(zip(self._lanes, left_out, strict=True))}
-        assert mine.keys() <= set(labels), f"{mine.keys() - set(labels)} are not known to the other ranks"
+        mine = {**times_ms, **memory_bytes(self._device), **dict(zip(self._lanes, skipped_records, strict=True))}
+        assert mine.keys() <= set(labels), f"{mine.keys() - set(labels)} are no labels of the other ranks"
         row = torch.tensor([[mine.get(label, 0.0) for label in labels]], dtype=torch.float64, device=self._device)
         rows = self._comm.all_gather(row, self._comm.mesh.names, dim=0).wait()
         if self._comm.mesh.rank > 0:
             return []
         return [dict(zip(labels, values, strict=True)) for values in rows.tolist()]
 
-    def left_out(self, ranks: Sequence[Mapping[str, float]]) -> int | None:
-        """Records of all lanes, of each as who has read it knows; None without lanes."""
+    def skipped_records(self, ranks: Sequence[Mapping[str, float]]) -> int | None:
+        """Return the skipped records of all lanes, each as counted by the ranks that read it; None without lanes."""
         return sum(int(max(each[lane] for each in ranks)) for lane in self._lanes) if self._lanes else None
 
     def tables(self, ranks: Sequence[Mapping[str, float]]) -> dict[str, Table]:
-        """Least, most, mean and the rank with most: milliseconds of phases that took any, and bytes."""
+        """Return the spread over ranks of the milliseconds of each phase that took any, and of the bytes."""
         wanted = {TIMERS: self._timers, MEMORY: self._memory}
         return {
-            name: {label: over for label in labels if (over := spread([each[label] for each in ranks])).max > 0}
+            name: {
+                label: over_ranks for label in labels if (over_ranks := spread([each[label] for each in ranks])).max > 0
+            }
             for name, labels in wanted.items()
         }

@@ -1,4 +1,4 @@
-"""What a start of a run is, in numbers that programs read: the first line of its part of metrics.jsonl."""
+"""Metadata of one launch of a run: the `start` line of metrics.jsonl, which programs read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from megatron3d.analysis.cost_model.forecast import Forecast
 from megatron3d.analysis.memory_model.rank import rank_memory
 from megatron3d.analysis.memory_model.step_spec import Job
 from megatron3d.analysis.memory_model.table import stage_facts
-from megatron3d.metrics.throughput import Work
+from megatron3d.metrics.throughput import StepWork
 from megatron3d.model.flops import num_parameters
 from megatron3d.train.run import Run
 
 
-def describe_start(run: Run, job: Job, work: Work, names: Sequence[str], expected: Forecast | str) -> Mapping[str, Any]:
-    """Everything that is known before the first step.
+def run_metadata(
+    run: Run, job: Job, work: StepWork, devices: Sequence[str], forecast: Forecast | str
+) -> Mapping[str, Any]:
+    """Return versions, mesh, devices, model, work per step, and the estimated memory and step time.
 
     Args:
-        names: host and device of each rank.
+        devices: host and device of each rank.
+        forecast: the predicted step, or the reason for having none.
     """
     arch, peak = run.state.model.arch, run.peak
     ranks = [job.on_pipeline_rank(coord) for coord in range(job.pipeline.num_ranks)]
@@ -37,19 +40,19 @@ def describe_start(run: Run, job: Job, work: Work, names: Sequence[str], expecte
         },
         "world_size": run.runtime.world_size,
         "mesh": run.comm.mesh.sizes,
-        "ranks": {name: [rank for rank, at in enumerate(names) if at == name] for name in dict.fromkeys(names)},
+        "ranks": {name: [rank for rank, at in enumerate(devices) if at == name] for name in dict.fromkeys(devices)},
         "train_iters": run.config.train.train_iters,
         "model": {**asdict(arch), "num_parameters": num_parameters(arch)},
         "work": asdict(work),
         "peak": None if peak is None else asdict(peak),
         "stages": [asdict(stage) for stage in stage_facts(job)],
         "memory_bytes": [rank_memory(rank).categories for rank in ranks],
-        "step_s": _expected(expected),
+        "step_s": _predicted_step(forecast),
     }
 
 
-def _expected(forecast: Forecast | str) -> Mapping[str, Any]:
-    """The predicted step by parts, or why it is not known."""
+def _predicted_step(forecast: Forecast | str) -> Mapping[str, Any]:
+    """Return the predicted step time by parts, or why it is unknown."""
     if isinstance(forecast, str):
         return {"unknown": forecast}
     return {"cluster": forecast.cluster, "total": forecast.step.step_s, "parts": dict(forecast.parts)}

@@ -1,4 +1,4 @@
-"""What is said before training, and the count that refuses to train another model than the configured one."""
+"""Startup report, and the check that the built model has the configured number of layers and parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron3d.train.state import TrainState
 
 
 def check_built(state: TrainState) -> None:
-    """Count layers and parameters over the world; raises RuntimeError where they are not the configuration's."""
+    """Count layers and parameters over all ranks; raise RuntimeError if the configuration has other numbers."""
     model, mesh = state.model, state.model.comm.mesh
     mine = ranges_to_write(state.buffers)
     held = sum(
@@ -35,23 +35,21 @@ def check_built(state: TrainState) -> None:
     if found and found != expected:
         raise RuntimeError(
             f"the built model has {found[0]:,} parameters in {found[1]} layers, "
-            f"the configuration means {expected[0]:,} in {expected[1]}"
+            f"the configuration has {expected[0]:,} in {expected[1]}"
         )
 
 
-def attention_line(state: TrainState) -> str:
-    """Which attention kernel this rank takes; raises UserError where a mask is needed that none takes."""
+def describe_attention_kernel(state: TrainState) -> str:
+    """Describe the attention kernel of this rank; raises UserError if no kernel takes the mask that is needed."""
     arch, whole = state.model.arch, state.buffers.flats[0].whole
     work = job_of(state.spec, whole.device).work
-    heads, is_masked = (
-        (work.num_queries, work.num_groups, arch.kv_channels),
-        state.spec.config.data.reset_attention_mask,
-    )
+    heads = work.num_queries, work.num_groups, arch.kv_channels
+    is_masked = state.spec.config.data.reset_attention_mask
     return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)
 
 
 def startup_report(state: TrainState, peak: Peak | None) -> str:
-    """Model, kernels, stages and memory of the ranks, and the denominator of MFU."""
+    """Return lines on the model, its kernels, stages, estimated memory and step time, and the peak used for MFU."""
     return "\n".join(f"> {line}" for line in _lines(state, peak))
 
 
@@ -67,20 +65,20 @@ def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
         f"padded to {arch.padded_vocab_size}"
     )
     local = sum(high - low for flat in flats for low, high in flat.spans.values())
-    yield f"parameters: {num_parameters(arch):,} in the model, as counted over the world; {local:,} on rank 0"
+    yield f"parameters: {num_parameters(arch):,} in the model, counted over all ranks; {local:,} on rank 0"
     parts = {name: sum(flat.nbytes[name] for flat in flats) for name in ("weights", "gradients")}
     parts["optimizer"] = state.optimizer.num_bytes
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
     yield f"memory of rank 0 before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
     if uses_onednn(whole.device, whole.dtype):
-        yield "matrix products: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
-    yield attention_line(state)
+        yield "GEMMs: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
+    yield describe_attention_kernel(state)
     if "apex" in (config.optimizer.adam_implementation, config.train.norm_implementation):
         yield describe_apex()
     if job.pipeline.num_ranks > 1:
-        yield from ("stages of the pipeline:", *stage_table(job))
-    yield from ("memory by arithmetic:", *memory_table(job))
+        yield from ("pipeline stages:", *stage_table(job))
+    yield from ("estimated memory:", *memory_table(job))
     expected = forecast(spec, whole.device.type == "cpu")
     yield expected if isinstance(expected, str) else expected.line()
     yield describe_peak(peak, whole.device, config.train.precision)

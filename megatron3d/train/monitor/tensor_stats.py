@@ -1,7 +1,7 @@
-"""Mean, root mean square and largest magnitude of each layer's parameters, gradients and activations, the same numbers
-in every layout: each element counts once, whoever holds copies of it.
+"""Tensor statistics by layer: mean, rms and largest magnitude of parameters, gradients and activations.
 
-An activation is what a layer hands on, of all tokens of the global batch.  Gradients are those before clipping.
+The numbers are the same in every layout: each element counts once, however many ranks hold a copy.  An activation is
+a layer's output for all tokens of the global batch.  Gradients are those before clipping.
 """
 
 from __future__ import annotations
@@ -27,66 +27,67 @@ Table = Mapping[str, Mapping[str, float]]
 
 
 def layer_of(name: str) -> str:
-    """`layers.3` of `layers.3.mlp.fc1.weight`, `embedding` of `embedding.position`: of a logical tensor."""
+    """Return the layer of a logical tensor: `layers.3` of `layers.3.mlp.fc1.weight`."""
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if first == "layers" else first
 
 
-class Sums:
-    """Of what this rank has seen of each layer: sum, sum of squares, number of elements, and the largest magnitude."""
+class TensorStatistics:
+    """Accumulator by layer on this rank: sum, sum of squares, number of elements, and largest magnitude."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         names = "embedding", *(f"layers.{index}" for index in range(num_layers)), "final_norm", "head"
-        self._places = {name: place for place, name in enumerate(names)}
+        self._rows = {name: row for row, name in enumerate(names)}
         self._sums = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
         self._largest = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, layer: str, x: Tensor, copies: int = 1) -> None:
-        """Count the elements of `x`, of which so many ranks hold copies."""
+        """Add the elements of `x`, of which `copies` ranks hold the same."""
         if x.numel() == 0:
             return
-        place, wide = self._places[layer], torch.float64
+        row, wide = self._rows[layer], torch.float64
         square = torch.linalg.vector_norm(x, dtype=wide).square()
-        self._sums[place] += torch.stack((x.sum(dtype=wide), square, square.new_tensor(x.numel()))) / copies
-        self._largest[place] = torch.maximum(self._largest[place], torch.linalg.vector_norm(x, torch.inf).to(wide))
+        self._sums[row] += torch.stack((x.sum(dtype=wide), square, square.new_tensor(x.numel()))) / copies
+        self._largest[row] = torch.maximum(self._largest[row], torch.linalg.vector_norm(x, torch.inf).to(wide))
 
-    def over_all(self, comm: Comm, factor: float = 1.0) -> Table:
-        """Moments of each layer that anybody has seen, of its elements times `factor`; the same on every rank."""
+    def reduce(self, comm: Comm, factor: float = 1.0) -> Table:
+        """Return the statistics over all ranks, the elements multiplied by `factor`; the same on every rank."""
         sums = comm.all_reduce(self._sums, comm.mesh.names).wait().tolist()
         largest = comm.all_reduce(self._largest, comm.mesh.names, "max").wait().tolist()
         return {
             name: {
-                "mean": factor * sums[place][0] / count,
-                "rms": factor * (sums[place][1] / count) ** 0.5,
-                "max": factor * largest[place],
+                "mean": factor * sums[row][0] / count,
+                "rms": factor * (sums[row][1] / count) ** 0.5,
+                "max": factor * largest[row],
             }
-            for name, place in self._places.items()
-            if (count := sums[place][2]) > 0
+            for name, row in self._rows.items()
+            if (count := sums[row][2]) > 0
         }
 
 
-class Moments:
-    """Sees one step of a state.  Every rank makes one for the same steps."""
+class StepTensorStatistics:
+    """Tensor statistics of one step; every rank creates one for the same steps, since `finish` communicates."""
 
     def __init__(self, state: TrainState, device: torch.device) -> None:
         model, mesh = state.model, state.model.comm.mesh
-        self._state, self._device, self._is_forward = state, device, False
+        self._state, self._device = state, device
+        self._is_forward = False
         tokens, features = model.mode.residual
         self._copies = num_copies(((*DATA, *tokens), features), mesh, (*DATA, *dict(model.mode.axes)))
-        self._activations = self._sums()
-        model.set_activation_hook(self._see)
+        self._activations = self._new()
+        model.set_activation_hook(self._add_activation)
 
-    def _sums(self) -> Sums:
-        return Sums(self._state.model.arch.num_layers, self._device)
+    def _new(self) -> TensorStatistics:
+        return TensorStatistics(self._state.model.arch.num_layers, self._device)
 
-    def _see(self, layer: str, x_MH: Tensor) -> None:
-        """Layers that backward computes again were seen in forward."""
+    def _add_activation(self, layer: str, x_MH: Tensor) -> None:
+        """Add a layer's output, unless backward recomputes it, which forward has added."""
         if self._is_forward:
             self._activations.add(layer, x_MH.detach(), self._copies)
 
     def watch(self, inner: Watch) -> Watch:
-        """`inner`, which also tells what is a forward."""
+        """Return `inner`, which also keeps track of whether a forward runs."""
 
         @contextlib.contextmanager
         def watch(what: Action | str) -> Iterator[None]:
@@ -98,24 +99,24 @@ class Moments:
         return watch
 
     def finish(self, result: StepResult, clip_grad: float) -> Mapping[str, Any]:
-        """Moments of parameters after the step, of gradients and of activations, the same on every rank."""
+        """Return statistics of parameters after the step, gradients and activations, the same on every rank."""
         state, comm = self._state, self._state.model.comm
         state.model.set_activation_hook(None)
         norm = result.grad_norm.item()
-        clipped = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
-        undone = 1 / clipped if clipped > 0 else math.nan
+        clip_factor = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
+        unclip_factor = 1 / clip_factor if clip_factor > 0 else math.nan
         return {
-            "params": self._held("main").over_all(comm),
-            "grads": self._held("grad").over_all(comm, undone),
-            "activations": self._activations.over_all(comm),
+            "params": self._of_buffers("main").reduce(comm),
+            "grads": self._of_buffers("grad").reduce(comm, unclip_factor),
+            "activations": self._activations.reduce(comm),
         }
 
-    def _held(self, which: str) -> Sums:
-        """Of the elements of parameters or gradients that the save rule gives to this rank."""
-        buffers, sums = self._state.buffers, self._sums()
+    def _of_buffers(self, which: str) -> TensorStatistics:
+        """Accumulate the parameters or gradients that this rank writes to checkpoints, so that each counts once."""
+        buffers, statistics = self._state.buffers, self._new()
         mine, mesh = ranges_to_write(buffers), buffers.comm.mesh
         for name, start, values in buffers.held(which):
             _, spec, low, high = mine[name]
             for part, _, view in part_views(spec, values[low - start : high - start], mesh, low):
-                sums.add(layer_of(part.name), view)
-        return sums
+                statistics.add(layer_of(part.name), view)
+        return statistics

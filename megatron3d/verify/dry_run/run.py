@@ -26,7 +26,7 @@ from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime.process import pretend
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
 # The first and the last microbatch are special; of two between them it is held that they are alike.
@@ -111,7 +111,7 @@ def measure(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) 
     recorder.entries.clear()
     notes = _Notes(meter, recorder, run)
     train = state.spec.config.train
-    settings = Settings(train.seed, train.global_batch_size * state.model.arch.seq_length, train.global_batch_size)
+    settings = StepSettings(train.seed, train.global_batch_size * state.model.arch.seq_length, train.global_batch_size)
     with meter:
         train_step(state, batch, 1e-4, settings, watch=notes.watch)
     notes.close(None)

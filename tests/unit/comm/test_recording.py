@@ -29,7 +29,7 @@ from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
 from tests.support.pool import Pool
 from tests.support.shards import plan_comm, pretended_world
@@ -150,8 +150,8 @@ def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState
     batch = (train.micro_batch_size, train.global_batch_size, torch.device("cpu"))
     loader = BatchLoader(samples, comm.mesh, state.model.mode.batch_axes, *batch)
     recorder.calls.clear()
-    train_step(state, loader.step(0), 0.0, Settings(0, 80 * spec.arch.seq_length, 80))
-    evaluate(state.executor, [loader.step(0)], Settings(0, 80 * spec.arch.seq_length, 80))
+    train_step(state, loader.step(0), 0.0, StepSettings(0, 80 * spec.arch.seq_length, 80))
+    evaluate(state.executor, [loader.step(0)], StepSettings(0, 80 * spec.arch.seq_length, 80))
     return [call for call in recorder.calls if call.collective == "send"], state
 
 

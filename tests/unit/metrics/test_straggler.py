@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron3d.metrics.straggler import Peers, Slow, Stragglers
+from megatron3d.metrics.straggler import PeerGroups, Straggler, StragglerDetector
 from megatron3d.parallel.mesh import Mesh
 
 TWO_BY_THREE = Mesh((("pipeline", 2), ("data", 3)))
@@ -10,21 +10,23 @@ TWO_BY_THREE = Mesh((("pipeline", 2), ("data", 3)))
 
 def test_a_rank_is_compared_with_those_of_its_part_of_the_pipeline() -> None:
     """The second part has four times the work."""
-    slow = Stragglers(Peers.of(TWO_BY_THREE, [10, 40]), factor=1.5, num_steps=3)
+    slow = StragglerDetector(PeerGroups.of(TWO_BY_THREE, [10, 40]), factor=1.5, num_steps=3)
     as_ever, late = [10.0, 11, 12, 40, 41, 42], [10.0, 11, 12, 40, 80, 42]
-    seen = [slow.see(times) for times in (late, late, as_ever, late, late, late, late, as_ever, late, late, late)]
-    named = [Slow(4, 80 / 42)]
+    seen = [slow.check(times) for times in (late, late, as_ever, late, late, late, late, as_ever, late, late, late)]
+    named = [Straggler(4, 80 / 42)]
     assert [bool(each) for each in seen] == [False] * 5 + [True] + [False] * 4 + [True]
     assert seen[5] == seen[10] == named
 
 
 def test_of_two_the_slower_one_is_named() -> None:
-    slow = Stragglers(Peers.of(Mesh((("pipeline", 1), ("data", 2))), [10]), factor=1.5, num_steps=1)
-    assert slow.see([10.0, 14.9]) == [] and slow.see([30.0, 10.0]) == [Slow(0, 3.0)]
+    slow = StragglerDetector(PeerGroups.of(Mesh((("pipeline", 1), ("data", 2))), [10]), factor=1.5, num_steps=1)
+    assert slow.check([10.0, 14.9]) == [] and slow.check([30.0, 10.0]) == [Straggler(0, 3.0)]
 
 
 def test_single_ranks_of_a_pipeline_are_compared_by_operations() -> None:
     """The third has none at all, and is never named."""
-    slow = Stragglers(Peers.of(Mesh((("pipeline", 4), ("data", 1))), [100, 200, 0, 100]), factor=1.5, num_steps=1)
-    assert slow.see([10.0, 20.0, 5.0, 10.0]) == []
-    assert slow.see([10.0, 40.0, 50.0, 10.0]) == [Slow(1, 2.0)]
+    slow = StragglerDetector(
+        PeerGroups.of(Mesh((("pipeline", 4), ("data", 1))), [100, 200, 0, 100]), factor=1.5, num_steps=1
+    )
+    assert slow.check([10.0, 20.0, 5.0, 10.0]) == []
+    assert slow.check([10.0, 40.0, 50.0, 10.0]) == [Straggler(1, 2.0)]

@@ -6,7 +6,7 @@ import pytest
 
 from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
-from megatron3d.metrics.throughput import Work
+from megatron3d.metrics.throughput import StepWork
 from megatron3d.model.flops import flops_per_token
 
 A100, TPU_V4 = 312e12, 275e12
@@ -32,8 +32,8 @@ def test_mfu_of_megatrons_models(name: str) -> None:
     per_token = flops_per_token(resolve_architecture(model, 51200))
     h, s, layers = model.hidden_size, 2048, model.num_layers
     assert per_token == pytest.approx(72 * layers * h * h * (1 + s / (6 * h) + 51200 / (12 * h * layers)), rel=1e-12)
-    work = Work(batch * s, num_gpus, per_token, per_token * batch * s / num_gpus, A100)
-    speed = work.speed(step_s)
+    work = StepWork(batch * s, num_gpus, per_token, per_token * batch * s / num_gpus, A100)
+    speed = work.throughput(step_s)
     assert speed.mfu == pytest.approx(published, abs=5e-4)
     assert speed.tflops_per_s_per_rank == pytest.approx(312 * published, abs=0.2)
 
@@ -56,14 +56,14 @@ def test_mfu_of_palm() -> None:
     )
     per_token = flops_per_token(resolve_architecture(model, 256_000))
     assert per_token == pytest.approx(6 * 540.35e9 + 12 * 118 * 48 * 256 * 2048, rel=1e-3)
-    work = Work(2048 * 2048, 6144, per_token, 0.0, TPU_V4)
-    assert work.speed(work.num_tokens / 238.3e3).mfu == pytest.approx(0.462, abs=5e-4)
+    work = StepWork(2048 * 2048, 6144, per_token, 0.0, TPU_V4)
+    assert work.throughput(work.num_tokens / 238.3e3).mfu == pytest.approx(0.462, abs=5e-4)
 
 
 def test_what_is_computed_again_counts_for_hfu_alone() -> None:
-    work = Work(num_tokens=1000, num_ranks=4, flops_per_token=6.0, rank_flops=2000.0, peak_flops=4000.0)
-    speed = work.speed(0.5)
+    work = StepWork(num_tokens=1000, num_ranks=4, flops_per_token=6.0, rank_flops=2000.0, peak_flops=4000.0)
+    speed = work.throughput(0.5)
     assert (speed.tokens_per_s, speed.tokens_per_s_per_rank) == (2000.0, 500.0)
     assert speed.mfu == pytest.approx(3000 / 4000) and speed.hfu == pytest.approx(4000 / 4000)
-    unknown = Work(1000, 4, 6.0, 2000.0, None).speed(0.5)
+    unknown = StepWork(1000, 4, 6.0, 2000.0, None).throughput(0.5)
     assert unknown.mfu is None and unknown.hfu is None and unknown.tflops_per_s_per_rank == pytest.approx(3e-9)

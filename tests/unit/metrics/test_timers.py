@@ -47,10 +47,10 @@ def test_phases_of_steps_and_what_comes_between(monkeypatch: pytest.MonkeyPatch)
     hands = Hands(monkeypatch)
     timed = Timers(CPU)
     one_step(timed, hands)
-    timed.forget()
+    timed.discard_steps()
     for _ in range(2):
         one_step(timed, hands)
-        with timed.aside(EVALUATE), timed.watch(BATCH), timed.waiting(("x",)):
+        with timed.between_steps(EVALUATE), timed.watch(BATCH), timed.waiting(("x",)):
             hands.move(20)
     expected = {BATCH: 2, SCHEDULE: 126, FORWARD: 3, BACKWARD: 12, "along x·y": 11, EVALUATE: 40}
     times = timed.take(num_steps=2)
@@ -58,7 +58,7 @@ def test_phases_of_steps_and_what_comes_between(monkeypatch: pytest.MonkeyPatch)
     assert own_ms(times) == pytest.approx(2 + 126 - 11)
     off = Timers(CPU, is_off=True)
     one_step(off, hands)
-    with off.aside(EVALUATE):
+    with off.between_steps(EVALUATE):
         one_step(off, hands)
     one_step(off, hands)
     assert off.take(1).keys() <= {EVALUATE}

@@ -165,7 +165,7 @@ def test_stop_signals_are_noted_and_a_later_interrupt_interrupts(monkeypatch: py
 
 
 def test_phases_are_timed_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    phases, quiet = process.Phases(printing=True), process.Phases(printing=False)
+    phases, quiet = process.StartupPhases(printing=True), process.StartupPhases(printing=False)
     with phases("model"), quiet("data"):
         pass
     assert [name for name, _ in phases.durations + quiet.durations] == ["model", "data"]

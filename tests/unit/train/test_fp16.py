@@ -13,7 +13,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
 SAMPLES, TOKENS = 4, 4 * 16
@@ -34,7 +34,7 @@ def batch(step: int) -> list[Microbatch]:
 
 def train(state: TrainState, steps: int, num_tokens: int = TOKENS) -> list[tuple[float, float, bool]]:
     """Loss, gradient norm and whether it was skipped, of each step."""
-    results = [train_step(state, batch(step), 3e-3, Settings(1, num_tokens, SAMPLES)) for step in range(steps)]
+    results = [train_step(state, batch(step), 3e-3, StepSettings(1, num_tokens, SAMPLES)) for step in range(steps)]
     return [(r.loss.item(), r.grad_norm.item(), bool(r.skipped.item())) for r in results]
 
 

@@ -16,7 +16,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
 from tests.support.pool import Pool
 
@@ -45,7 +45,7 @@ def moved(rank: int, world_size: int, config: Config) -> tuple[dict[str, float],
     loader = BatchLoader(
         RandomSamples(1, arch.vocab_size, arch.seq_length), comm.mesh, (), 1, NUM_RANKS * MICROBATCHES, CPU
     )
-    settings = Settings(1, NUM_RANKS * MICROBATCHES * arch.seq_length, NUM_RANKS * MICROBATCHES)
+    settings = StepSettings(1, NUM_RANKS * MICROBATCHES * arch.seq_length, NUM_RANKS * MICROBATCHES)
     for _ in range(2):
         comm.calls.clear()
         train_step(state, loader.step(state.consumed_samples), 1e-3, settings)

@@ -26,7 +26,7 @@ from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_SENDS_IN_FLIGHT
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import Settings, train_step
+from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
 from tests.support.pool import Pool
 
@@ -105,8 +105,9 @@ def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
     batch_axes, sizes = spec.mode.batch_axes, (train.micro_batch_size, train.global_batch_size)
     batch = BatchLoader(samples, comm.mesh, batch_axes, *sizes, CPU).step(0)
     tensors = [t for of_category in states(state).values() for t in of_category]
+    settings = StepSettings(1, train.global_batch_size * arch.seq_length, train.global_batch_size)
     with Live([*tensors, *(microbatch.tokens for microbatch in batch)]) as live:
-        train_step(state, batch, 1e-3, Settings(1, train.global_batch_size * arch.seq_length, train.global_batch_size))
+        train_step(state, batch, 1e-3, settings)
     memory = rank_memory(make_job(spec))
     lasts = memory.weights + memory.main_weights + memory.gradients + memory.optimizer
     return live.peak - lasts, memory.total - lasts

@@ -28,7 +28,7 @@ from megatron3d.pipeline.engine import ActivationTransfer, Engine
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, simulate, simulate_mean_durations
 from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.train.monitor.pipeline_trace import Recording
+from megatron3d.train.monitor.pipeline_trace import TraceRecorder
 from tests.support.pool import Pool
 from tests.support.tiny_run import in_run, run, run_as_rank, write_config
 
@@ -98,7 +98,7 @@ def test_waiting_for_a_receive_is_not_computing() -> None:
 
     actions = [parse_action(text) for text in ["1RECV_F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "1SEND_B0"]]
     Engine(actions, (0, 1, 2), compute, transfer).run()  # what torch imports at the first call takes long as well
-    recording = Recording(comm, CPU)
+    recording = TraceRecorder(comm, CPU)
     Engine(actions, (0, 1, 2), compute, transfer).run(recording.watch)
     forward, backward = recording.spans()
     assert [str(forward.action), str(backward.action)] == ["1F0", "1B0"]
@@ -109,7 +109,7 @@ def test_waiting_for_a_receive_is_not_computing() -> None:
 def test_only_one_rank_of_those_that_do_the_same_counts() -> None:
     counted = []
     for rank in range(8):
-        recording = Recording(NoBarrier(Mesh((("pipeline", 2), ("data", 2), ("t", 2)), rank), ()), CPU)
+        recording = TraceRecorder(NoBarrier(Mesh((("pipeline", 2), ("data", 2), ("t", 2)), rank), ()), CPU)
         with recording.watch(Action(ActionKind.F, rank // 4, 0)):
             pass
         counted += [(rank, span.rank) for span in recording.spans()]
@@ -139,7 +139,7 @@ class Event:
 def test_on_a_device_events_are_read_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", Event)
     Event.calls = []
-    recording = Recording(ALONE, torch.device("meta"))
+    recording = TraceRecorder(ALONE, torch.device("meta"))
     actions = [Action(ActionKind.F, 0, 0), Action(ActionKind.B, 0, 0)]
     for action in actions:
         with recording.watch(action):
@@ -210,7 +210,7 @@ def test_the_bubbles_are_told_also_without_a_pipeline(config: Path) -> None:
 IN_THE_WAY: dict[str, tuple[Callable[[Path], object], tuple[str, ...], bool]] = {
     "a file for the folder": (
         lambda folder: (folder / "traces").write_text(""),
-        ("checkpoint.save=", "traces: cannot be made", "use a folder that you own"),
+        ("checkpoint.save=", "traces: cannot be created", "use a folder that you own"),
         False,
     ),
     "a folder for a file": (
