@@ -1,6 +1,6 @@
-"""A range of a corpus as samples in order in which every token but the first is predicted exactly once.
+"""A range of a corpus as consecutive samples in which every token but the first is predicted exactly once.
 
-sample i = tokens [i S, i S + S] of the range; what is behind its end is -1: no label, and an input of no meaning
+sample i = tokens [i S, i S + S] of the range; positions behind its end hold -1: no label, and an ignored input
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 2**20
 
 @dataclass(frozen=True)
 class EvaluationWindows:
-    """Samples 0 to `num_samples` - 1, the last one perhaps short; all further ones are empty."""
+    """Samples 0 to `num_samples` - 1, of which the last may be short; all further ones are empty."""
 
     dataset: IndexedDataset
     split: Split
@@ -31,24 +31,24 @@ class EvaluationWindows:
     def of(
         dataset: IndexedDataset, split: Split, seq_length: int, vocab_size: int, most: int | None = None
     ) -> EvaluationWindows:
-        """All samples of a range, or the first ones."""
+        """Return all samples of a range, or the first `most` of them."""
         num_samples = -(-(split.num_tokens - 1) // seq_length)
         return EvaluationWindows(dataset, split, seq_length, vocab_size, min(num_samples, most or num_samples))
 
     @property
     def span(self) -> tuple[int, int]:
-        """The tokens of the corpus that are predicted."""
+        """First and end of the corpus's tokens that are predicted."""
         first = self.split.first_token + 1
         return first, min(first + self.num_samples * self.seq_length, self.split.first_token + self.split.num_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """How many these are."""
+        """Number of tokens that are predicted."""
         first, last = self.span
         return last - first
 
     def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens, -1 where there is none; raises UserError beyond the vocabulary."""
+        """Return [samples, seq_length + 1] tokens, -1 where there is none; raises UserError beyond the vocabulary."""
         rows = np.full((len(samples), self.seq_length + 1), -1, np.int64)
         for row, sample in zip(rows, samples.tolist(), strict=True):
             first = self.split.first_token + sample * self.seq_length
@@ -60,7 +60,7 @@ class EvaluationWindows:
         return rows
 
     def count_bytes(self, bytes_of_token: npt.NDArray[np.int64]) -> int:
-        """Bytes of text that the predicted tokens stand for."""
+        """Return the bytes of text that the predicted tokens stand for."""
         first, last = self.span
         blocks = (self.dataset.tokens(start, min(start + BLOCK, last)) for start in range(first, last, BLOCK))
         return sum(int(bytes_of_token[block].sum()) for block in blocks)

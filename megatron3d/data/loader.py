@@ -1,7 +1,7 @@
-"""The microbatches of a rank: sequences of the global batch by position, whatever the layout.
+"""The microbatches of a rank: sequences of the global batch by position, independent of the layout.
 
-microbatch j of data rank d holds sequences [(j DP + d) MBS, (j DP + d + 1) MBS) of the global batch;
-a rank reads its rows of these, as `batch_axes` split them
+microbatch j of data rank d = sequences [(j DP + d) MBS, (j DP + d + 1) MBS) of the global batch;
+a rank reads the rows that `batch_axes` assign to it
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron3d.parallel.mesh import DATA, Axes, Mesh
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one rank reads of one microbatch.
+    """The rows of one microbatch that one rank reads.
 
     Attributes:
         tokens: int64 [rows, seq_length + 1] on the device.
-        first_sample: position in the global batch of the first sequence of the whole microbatch, all ranks together.
+        first_sample: position in the global batch of the microbatch's first sequence on any rank.
     """
 
     tokens: Tensor
@@ -34,18 +34,18 @@ class Microbatch:
 
 
 class SampleSource(Protocol):
-    """Whatever gives tokens by sample: a split of a corpus, or random ones."""
+    """Provides tokens by sample: a split of a corpus, or random tokens."""
 
     def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens."""
+        """Return [samples, seq_length + 1] tokens."""
         ...
 
 
 class BatchLoader:
-    """Reads the global batch that begins at any sample; it has no state, so that resuming is a number.
+    """Reads the global batch that begins at any sample; it has no state, so resuming takes only that number.
 
     Attributes:
-        positions: places in the global batch of the sequences that this rank reads.
+        positions: positions in the global batch of the sequences that this rank reads.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class BatchLoader:
         self.positions = np.add.outer(np.asarray(self._firsts), np.arange(low, high)).reshape(-1)
 
     def step(self, consumed_samples: int) -> list[Microbatch]:
-        """The microbatches of the global batch whose first sequence is sample `consumed_samples`."""
+        """Return the microbatches of the global batch whose first sequence is sample `consumed_samples`."""
         return self.microbatches(self.read(consumed_samples))
 
     def read(self, consumed_samples: int, batch: Batch | None = None) -> Tensor:
-        """The rows of this rank in the host's memory, which is pinned where they are to leave it.
+        """Return the rows of this rank in host memory, pinned if they go to another device.
 
-        Of a batch that is smaller, or cut to a shorter length, only these.
+        `batch` limits them to a smaller batch or a shorter sequence length.
         """
         positions = self.positions if batch is None else self.positions[self.positions < batch.num_samples]
         rows = torch.from_numpy(self._samples.read(consumed_samples + positions))
@@ -84,14 +84,14 @@ class BatchLoader:
         return rows if self._device.type == "cpu" else rows.pin_memory()
 
     def microbatches(self, rows: Tensor) -> list[Microbatch]:
-        """The rows on their way to the device."""
+        """Copy rows to the device asynchronously, and return them as microbatches."""
         rows = rows.to(self._device, non_blocking=True)
         chunks = rows.view(-1, self._rows, rows.shape[1])
         return [Microbatch(tokens, first) for tokens, first in zip(chunks, self._firsts, strict=False)]
 
 
 class PrefetchingLoader:
-    """A loader that reads the next global batch while the device works on this one; what it gives is the same."""
+    """Returns what its loader does, and prefetches the next global batch on a thread."""
 
     def __init__(self, loader: BatchLoader, batches: Batches) -> None:
         self._loader, self._batches = loader, batches
@@ -99,7 +99,7 @@ class PrefetchingLoader:
         self._next: tuple[int, Future[Tensor]] | None = None
 
     def step(self, consumed_samples: int) -> list[Microbatch]:
-        """As the loader's; what went wrong while reading ahead is raised when it is asked for."""
+        """Return the microbatches as the loader does; an error of a prefetch is raised when its batch is due."""
         begin, ahead = self._next or (-1, None)
         rows = ahead.result() if ahead is not None and begin == consumed_samples else self._read(consumed_samples)
         following = consumed_samples + self._batches.at(consumed_samples).num_samples

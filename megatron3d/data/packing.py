@@ -1,8 +1,8 @@
-"""Documents inside of samples: which tokens a token may see, its position, and which tokens count in the loss.
+"""Packed documents in samples: attention mask, positions, and the tokens that count in the loss.
 
-A document goes up to and with its end token.  The options are Megatron-LM's (get_ltor_masks_and_position_ids in
-megatron/training/utils.py); goldfish loss is Hans et al. 2024, arXiv:2406.10209: of the tokens that follow any given h
-tokens, one of k contexts is never learnt.  Letters: B sequences, T = S + 1 tokens of a sample, S positions.
+A document includes its end token.  The options are Megatron-LM's (get_ltor_masks_and_position_ids in
+megatron/training/utils.py).  Goldfish loss (Hans et al. 2024, arXiv:2406.10209) excludes a token from the loss where a
+hash of the h tokens before it is 0 modulo k.  Letters: B sequences, T = S + 1 tokens of a sample, S positions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -1
-"""The label of a token that counts nothing."""
+"""Label of a token that does not count in the loss."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Documents:
     """The documents of the sequences that a rank reads.
 
     Attributes:
-        segments_BS: number of the document inside of its sequence, None where tokens see other documents too.
-        positions_BS: position inside of the document, None where positions go on.
+        segments_BS: number of the document in its sequence, None where tokens attend to other documents too.
+        positions_BS: position in the document, None where positions count through the sequence.
     """
 
     segments_BS: Tensor | None
@@ -31,12 +31,15 @@ class Documents:
 
 @dataclass(frozen=True)
 class Packing:
-    """What documents and other tokens mean to the model; by default nothing.
+    """How documents and certain tokens are treated; the default treats samples as plain text.
 
     Attributes:
-        eod: the token that ends a document, None where nothing needs one.
-        pad: labels of this token count nothing.
-        goldfish: (k, h).
+        eod: token that ends a document, None where nothing needs one.
+        reset_position_ids: restart positions at each document.
+        reset_attention_mask: attend only within a document.
+        eod_mask_loss: exclude the token after an end of document from the loss.
+        pad: token that is excluded from the loss as a label.
+        goldfish: (k, h) of goldfish loss.
     """
 
     eod: int | None = None
@@ -48,22 +51,22 @@ class Packing:
 
     @property
     def reason(self) -> str:
-        """The first key that needs documents."""
+        """The first key that needs documents, or an empty string."""
         keys = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
         return next((f"data.{key}" for key in keys if getattr(self, key)), "")
 
     @property
     def needs_eod(self) -> bool:
-        """Whether documents matter."""
+        """Whether documents must be recognized."""
         return bool(self.reason)
 
     @property
     def masks_loss(self) -> bool:
-        """Whether some tokens may count nothing."""
+        """Whether some tokens may be excluded from the loss."""
         return self.eod_mask_loss or self.pad is not None or self.goldfish is not None
 
     def labels(self, tokens_BT: Tensor) -> Tensor:
-        """[B, S]: what follows each token, IGNORED where that counts nothing."""
+        """Return labels [B, S], the token after each token; IGNORED where it does not count in the loss."""
         labels_BS = tokens_BT[:, 1:]
         ignored = torch.zeros_like(labels_BS, dtype=torch.bool)
         if self.eod_mask_loss:
@@ -75,7 +78,7 @@ class Packing:
         return labels_BS.masked_fill(ignored, IGNORED) if self.masks_loss else labels_BS
 
     def documents(self, tokens_BS: Tensor) -> Documents | None:
-        """Where documents begin, None where that matters neither to attention nor to positions."""
+        """Return the documents of sequences, None where neither attention nor positions depend on them."""
         if not (self.reset_attention_mask or self.reset_position_ids):
             return None
         ends_BS = tokens_BS.eq(-1 if self.eod is None else self.eod)
@@ -92,22 +95,22 @@ PLAIN = Packing()
 
 
 def _goldfish(tokens_BS: Tensor, k: int, h: int) -> Tensor:
-    """Whether the label of each token is never learnt, by a hash of the h tokens up to this one."""
+    """Return whether the label of each token is excluded, by a hash of the h tokens up to this one."""
     hash_BS = torch.zeros_like(tokens_BS)
     for back in range(min(h, tokens_BS.shape[1])):
         shifted = torch.nn.functional.pad(tokens_BS, (back, 0))[:, : tokens_BS.shape[1]]
-        hash_BS = hash_BS * 0x5851F42D4C957F2D + shifted + 1  # wraps around, which is meant
+        hash_BS = hash_BS * 0x5851F42D4C957F2D + shifted + 1  # overflow wraps around on purpose
     for multiplier in (0x2545F4914F6CDD1D, 0x5851F42D4C957F2D):
         hash_BS = (hash_BS ^ ((hash_BS >> 32) & 0xFFFFFFFF)) * multiplier
     dropped = ((hash_BS >> 33) & 0x3FFFFFFF) % k == 0
-    dropped[:, : h - 1] = False  # their context is not all here
+    dropped[:, : h - 1] = False  # fewer than h tokens before them
     return dropped
 
 
 def document_mask(segments_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, S, S], to be added to scores: 0 where a query (row) may see a key, not later and of its document, else -inf.
+    """Return the additive attention mask [B, S, S]: 0 for keys of the same document up to the query (row), else -inf.
 
-    Of booleans torch would make just this, but again in every layer, and keep each until backward.
+    A boolean mask would be converted to this by torch in every layer, and each copy kept until backward.
     """
     may_see = (segments_BS.unsqueeze(-1) == segments_BS.unsqueeze(-2)).tril_()
     return torch.zeros_like(may_see, dtype=dtype).masked_fill_(may_see.logical_not_(), float("-inf"))

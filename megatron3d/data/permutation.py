@@ -23,13 +23,13 @@ _LAST_SHIFT = np.uint64(31)
 
 
 def permutation_keys(what: str, epochs: Indices) -> _Words:
-    """For `permute`: keys of what is permuted, another one in each epoch."""
+    """Return the keys for `permute`: a function of a name, different in each epoch."""
     key = np.frombuffer(hashlib.sha256(what.encode()).digest(), "<u8", count=1).astype(np.uint64)
     return _mix(key ^ _mix(epochs.astype(np.uint64), 0), 0)
 
 
 def permute(positions: Indices, size: int, keys: _Words) -> Indices:
-    """Images of 1-D `positions` under the permutations of range(size) that the keys (one per position) choose."""
+    """Return the images of 1-D `positions` under permutations of range(size), each position under its key's."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     images = _feistel(positions.astype(np.uint64), rows, columns, keys)
@@ -41,7 +41,7 @@ def permute(positions: Indices, size: int, keys: _Words) -> Indices:
 
 
 def _feistel(positions: _Words, rows: int, columns: int, keys: _Words) -> _Words:
-    num_rows, num_columns = np.uint64(rows), np.uint64(columns)  # once, not in each operation
+    num_rows, num_columns = np.uint64(rows), np.uint64(columns)  # converted once, not in each operation
     left, right = np.divmod(positions, num_columns)
     for number in range(0, _ROUNDS, 2):
         left += _mix(right + keys, number) % num_rows
@@ -53,7 +53,7 @@ def _feistel(positions: _Words, rows: int, columns: int, keys: _Words) -> _Words
 
 
 def _mix(words: _Words, number: int) -> _Words:
-    """Output `number` of the SplitMix64 generators that start at `words`."""
+    """Return output `number` of the SplitMix64 generators that start at `words`."""
     words = words + _STEPS[number]
     for shift, factor in _SCRAMBLE:
         words ^= words >> shift

@@ -1,9 +1,10 @@
-"""How large each global batch is, by the samples that are used up when it begins: neither layout nor restart matters.
+"""Batch size and sequence length of each global batch, as functions of the consumed samples when it begins.
 
-    size(c) = start + increment floor(c n / samples),   n = (end - start) / increment,   never above its end
+    size(c) = min(end, start + increment floor(c n / samples)),   n = (end - start) / increment
 
-The number of sequences follows Megatron-LM's rampup_batch_size (megatron/core/num_microbatches_calculator.py).  The
-length that is trained on cuts each sample (Li et al. 2021, arXiv:2108.06084, section 4): its later tokens are not read.
+Neither layout nor restart changes them.  The batch size follows Megatron-LM's rampup_batch_size
+(megatron/core/num_microbatches_calculator.py).  The sequence length truncates each sample (Li et al. 2021,
+arXiv:2108.06084, section 4): its later tokens are not trained on.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import NamedTuple
 
 
 class Batch(NamedTuple):
-    """The sequences of a global batch, and how many tokens of each are trained on."""
+    """Number of sequences of a global batch, and the number of tokens of each that are trained on."""
 
     num_samples: int
     seq_length: int
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole batch."""
+        """Tokens of the whole batch that are trained on."""
         return self.num_samples * self.seq_length
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """From `start` by `increment` in even steps to `end`, which is reached when `num_samples` are used up."""
+    """Growth from `start` by `increment` in even steps to `end`, which is reached after `num_samples` samples."""
 
     start: int
     increment: int
@@ -36,26 +37,26 @@ class Ramp:
 
     @property
     def num_steps(self) -> int:
-        """How often it grows."""
+        """Number of increments."""
         return (self.end - self.start) // self.increment
 
     def at(self, consumed_samples: int) -> int:
-        """The size when so many samples are used up."""
+        """Return the size after the consumed samples."""
         return self.start + self.increment * min(consumed_samples * self.num_steps // self.num_samples, self.num_steps)
 
     def next_change(self, consumed_samples: int) -> int | None:
-        """Samples after which it is another one than now; None: it stays."""
+        """Return the number of samples after which the size changes next; None: it stays."""
         step = consumed_samples * self.num_steps // self.num_samples
         return None if step >= self.num_steps else -(-(step + 1) * self.num_samples // self.num_steps)
 
 
 def make_ramp(given: tuple[int, int, int] | None, end: int) -> Ramp:
-    """The ramp of a key, [start, increment, samples]; without one all is as at its end."""
+    """Make the ramp of a key's value, [start, increment, samples]; None for one that is at its end throughout."""
     return Ramp(*given, end) if given else Ramp(end, 1, 1, end)
 
 
 class IterationRange(NamedTuple):
-    """Iterations that are alike: the first one's first sample, how many they are (None: without end), their batches."""
+    """Consecutive iterations with equal batches: first sample, number of iterations (None: without end), batch."""
 
     first_sample: int
     num_iterations: int | None
@@ -70,16 +71,16 @@ class Batches:
     length: Ramp
 
     def at(self, consumed_samples: int) -> Batch:
-        """The batch that begins when so many samples are used up."""
+        """Return the batch that begins after the consumed samples."""
         return Batch(self.size.at(consumed_samples), self.length.at(consumed_samples))
 
     @property
     def last(self) -> Batch:
-        """What all batches are in the end."""
+        """The batch at the end of both ramps."""
         return Batch(self.size.end, self.length.end)
 
     def runs(self) -> Iterator[IterationRange]:
-        """All iterations, in order."""
+        """Yield all iterations, in order."""
         first = 0
         while True:
             batch = self.at(first)
@@ -92,7 +93,7 @@ class Batches:
             first += count * batch.num_samples
 
     def consumed_samples(self, num_iterations: int) -> int:
-        """Samples that the first iterations use up."""
+        """Return the samples that the first iterations consume."""
         for run in self.runs():
             if run.num_iterations is None or num_iterations <= run.num_iterations:
                 return run.first_sample + num_iterations * run.batch.num_samples
@@ -100,7 +101,7 @@ class Batches:
         raise AssertionError("the last run has no end")
 
     def spans(self, num_samples: int) -> Iterator[tuple[int, int, int]]:
-        """Of the first samples, runs of such as are cut to one length: the first one, the one after, the length."""
+        """Yield spans of the first samples with one sequence length: first sample, end, length."""
         begin, length = 0, self.length.at(0)
         for run in self.runs():
             if run.first_sample >= num_samples:
@@ -111,5 +112,5 @@ class Batches:
         yield begin, num_samples, length
 
     def num_tokens(self, num_samples: int) -> int:
-        """Tokens that are trained on in the first samples."""
+        """Return the tokens that are trained on in the first samples."""
         return sum((stop - start) * length for start, stop, length in self.spans(num_samples))

@@ -1,12 +1,12 @@
-"""Which source a sample of a blend is from: a function of its index that keeps every source within one of its share.
+"""The source of each sample of a blend: a function of its index that keeps each source within one of its share.
 
-Weights are whole parts p of a total T.  The order repeats after T samples, in which source s comes p[s] times; it is
-the chairman assignment of Tijdeman (1980, "The chairman assignment problem", Discrete Mathematics 32, 323-330), of k:
+Weights are integers p with the total T.  The order repeats after T samples, p[s] of which come from source s; for k
+sources it is the chairman assignment (Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32):
 
     | samples of s among the first n  -  n p[s] / T |  <=  1 - 1 / (2 k - 2)      for every n and s
 
-the x-th sample of s may come from ceil((T + (2k-2) T x) / ((2k-2) p)) on, must have come by
-floor(T (2k-3 + (2k-2) x) / ((2k-2) p)), and of those that may come the most urgent does (n from 1, x from 0).
+The x-th sample of s is released at ceil((T + (2k-2) T x) / ((2k-2) p)), due at floor(T (2k-3 + (2k-2) x) / ((2k-2) p)),
+and of the released ones the one that is due first is next (n from 1, x from 0).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from megatron3d.data.permutation import Indices
 from megatron3d.errors import UserError
 
 MAX_TOTAL = 100_000
-"""Parts of finer weights are rounded to so many, so that an order is made in a moment."""
+"""Largest total; finer weights are rounded to it, so that making the order takes little time."""
 
 
 @dataclass(frozen=True)
 class Blend:
-    """An order of sources by whole parts."""
+    """An order of sources with integer weights `parts`."""
 
     parts: tuple[int, ...]
 
     def locate(self, samples: Indices) -> tuple[npt.NDArray[np.intp], Indices]:
-        """The source of each sample, and which of that source's samples it is."""
+        """Return the source of each sample, and its number among that source's samples."""
         order, ranks = self._order
         rounds, places = np.divmod(samples, sum(self.parts))
         sources = order[places]
         return sources, rounds * np.asarray(self.parts)[sources] + ranks[places]
 
     def counts(self, num_samples: int) -> tuple[int, ...]:
-        """How many of the first samples are from each source."""
+        """Return how many of the first samples are from each source."""
         rounds, rest = divmod(num_samples, sum(self.parts))
         partial = np.bincount(self._order[0][:rest], minlength=len(self.parts))
         return tuple(rounds * part + int(extra) for part, extra in zip(self.parts, partial, strict=True))
@@ -59,7 +59,7 @@ class Blend:
 
 def _assign(parts: Sequence[int]) -> list[int]:
     total, unit = sum(parts), max(2 * len(parts) - 2, 1)
-    waiting: list[tuple[int, int, int]] = []  # from when on, until when, source
+    waiting: list[tuple[int, int, int]] = []  # release, deadline, source
     urgent: list[tuple[int, int]] = []
     given, order = [0] * len(parts), []
 
@@ -85,9 +85,9 @@ def _assign(parts: Sequence[int]) -> list[int]:
 
 
 def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Weights in whole parts without a common divisor, exact where MAX_TOTAL parts are enough, else rounded.
+    """Return weights as integers without a common divisor, exact if their total is within MAX_TOTAL, else rounded.
 
-    Raises UserError where that leaves a source nothing.
+    Raises UserError where rounding leaves a source nothing.
     """
     scale = math.lcm(*(weight.denominator for weight in weights))
     exact = [int(weight * scale) for weight in weights]
@@ -112,9 +112,9 @@ Paths = str | tuple[str | float | int, ...]
 
 
 def parse_paths(key: str, value: Paths) -> tuple[tuple[str, Fraction | None], ...]:
-    """Prefixes with weights of `PREFIX`, `[PREFIX, PREFIX, ...]` or `[WEIGHT, PREFIX, WEIGHT, PREFIX, ...]`.
+    """Parse `PREFIX`, `[PREFIX, PREFIX, ...]` or `[WEIGHT, PREFIX, WEIGHT, PREFIX, ...]` to prefixes with weights.
 
-    None for a weight is the size of the corpus.  Raises UserError.
+    A weight of None stands for the size of the corpus.  Raises UserError.
     """
     words = (value,) if isinstance(value, str) else value
     weights = [_number(word) for word in words]

@@ -1,6 +1,6 @@
-"""Samples of token files: those of one split of a corpus, and of several corpora in the order of a blend.
+"""Samples of token files: of one split of a corpus, and of several corpora in the order of a blend.
 
-sample i of a blend = sample j of source s,   (s, j) = blend(i);   sample j = the window samples.py says
+sample i of a blend = sample j of source s,   (s, j) = blend(i);   sample j = the window that samples.py defines
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron3d.errors import UserError
 
 @dataclass(frozen=True)
 class TokenFileSamples:
-    """Samples 0, 1, ... of one split without end, epoch after epoch; shuffled unless seed is None."""
+    """Samples 0, 1, ... of one split, without end, epoch after epoch; shuffled unless seed is None."""
 
     dataset: IndexedDataset
     split: Split
@@ -31,14 +31,14 @@ class TokenFileSamples:
 
     @property
     def num_windows(self) -> int:
-        """Number of different samples: the length of an epoch."""
+        """Number of distinct samples: the length of an epoch."""
         return self.split.num_windows(self.seq_length)
 
     def read(self, samples: Indices) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens; raises UserError for a token id beyond the vocabulary."""
+        """Return [samples, seq_length + 1] tokens; raises UserError for a token id beyond the vocabulary."""
         offsets = sample_offsets(self.split, self.seq_length, self.seed, samples)
         tokens = self.dataset.windows(offsets, self.seq_length + 1)
-        unsigned = tokens.view(f"<u{tokens.itemsize}")  # where a negative id is a large one
+        unsigned = tokens.view(f"<u{tokens.itemsize}")  # a negative id becomes a large one
         if unsigned.max(initial=0) >= self.vocab_size:
             row, column = np.argwhere(unsigned >= self.vocab_size)[0]
             raise UserError(
@@ -50,7 +50,7 @@ class TokenFileSamples:
 
 @dataclass(frozen=True)
 class PlannedReads:
-    """What a run plans to read of one corpus."""
+    """What a run will read of one corpus."""
 
     name: str
     share: float
@@ -59,19 +59,19 @@ class PlannedReads:
 
     @property
     def epochs(self) -> float:
-        """How often each token is read."""
+        """Number of times that each token is read."""
         return self.num_samples / self.num_windows
 
 
 @dataclass(frozen=True)
 class BlendedSamples:
-    """Samples of one or several corpora in the order of a blend; one corpus alone is read as it is."""
+    """Samples of one or several corpora in the order of a blend."""
 
     sources: tuple[TokenFileSamples, ...]
     blend: Blend
 
     def read(self, samples: Indices) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens; raises UserError for a token id beyond the vocabulary."""
+        """Return [samples, seq_length + 1] tokens; raises UserError for a token id beyond the vocabulary."""
         sources, positions = self.blend.locate(samples)
         tokens = np.empty((len(samples), self.sources[0].seq_length + 1), np.int64)
         for source in np.unique(sources).tolist():
@@ -81,18 +81,18 @@ class BlendedSamples:
 
     @property
     def contents(self) -> list[list[object]]:
-        """What decides the samples: of each corpus its fingerprint and part."""
+        """Values that identify the samples: the fingerprint and weight of each corpus."""
         return [[fingerprint(each.dataset), part] for each, part in zip(self.sources, self.blend.parts, strict=True)]
 
     def place(self, sample: int) -> str:
-        """Where a sample comes from, for a person."""
+        """Return where a sample comes from, for a message."""
         sources, places = self.blend.locate(np.array([sample]))
         source = self.sources[int(sources[0])]
         (offset,) = sample_offsets(source.split, source.seq_length, source.seed, places).tolist()
         return f"{source.dataset.prefix} from token {offset}, epoch {int(places[0]) // source.num_windows}"
 
     def plan(self, num_samples: int) -> tuple[PlannedReads, ...]:
-        """What the first samples are made of."""
+        """Return what the first samples are made of."""
         total = sum(self.blend.parts)
         counts = self.blend.counts(num_samples)
         return tuple(
@@ -101,8 +101,7 @@ class BlendedSamples:
         )
 
     def consumed_tokens(self, spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
-        """Tokens of each corpus, by its prefix, in samples from one to before another that are cut to a length;
-        nothing where there is only one corpus."""
+        """Return the metric of each corpus's tokens in spans (first sample, end, trained length); {} for one corpus."""
         totals = dict.fromkeys([f"consumed_tokens/{source.dataset.prefix}" for source in self.sources], 0.0)
         for start, stop, length in spans if len(self.sources) > 1 else ():
             for name, before, after in zip(totals, self.blend.counts(start), self.blend.counts(stop), strict=True):
@@ -111,7 +110,7 @@ class BlendedSamples:
 
 
 def fingerprint(data: IndexedDataset) -> str:
-    """sha256 of the counts, the data type, and 64 pieces of 1024 tokens from all over a corpus."""
+    """Return sha256 of a corpus's counts, dtype, and 64 evenly spread runs of 1024 tokens."""
     digest = hashlib.sha256(f"{data.num_documents} {data.num_tokens} {data.dtype.str}".encode())
     for start in np.linspace(0, max(0, data.num_tokens - 1024), 64).astype(np.int64).tolist():
         digest.update(data.tokens(start, min(start + 1024, data.num_tokens)).tobytes())

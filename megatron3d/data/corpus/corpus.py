@@ -1,10 +1,10 @@
-"""The configured corpora, checked against the tokenizer and the model, as three sources of samples.
+"""Open the configured corpora, check them against tokenizer and model, and make the samples of three splits.
 
-    data_path, split                                       each corpus is cut into train, valid and test
-    train_data_path, valid_data_path, test_data_path       each is whole
+    data_path, split                                       each corpus is split into train, valid and test
+    train_data_path, valid_data_path, test_data_path       each split has corpora of its own
 
-A path is a prefix, or several with weights: then samples come from all, as blended.py says.  In place of whole token
-files the name of a dataset may stand, which is read as stream.py says.
+A path is a prefix of token files, several prefixes with weights (blended.py), or in the second form the name of a
+Hugging Face dataset (stream.py).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
-NAMES = ("train", "valid", "test")
+SPLIT_NAMES = ("train", "valid", "test")
 CHECKED_DOCUMENTS = 16
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three splits, valid and test in order; None where a split that is not used is shorter than one sample."""
+    """The samples of three splits; None where a split that is not used is shorter than one sample."""
 
     train: BlendedSamples | StreamedSamples
     valid: BlendedSamples | StreamedSamples | None
@@ -40,27 +40,27 @@ class Corpus:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the first records that were left out so far."""
+        """Descriptions of the first records that were left out so far."""
         streams = (split for split in (self.train, self.valid, self.test) if isinstance(split, StreamedSamples))
         return [fault for stream in streams for fault in stream.rows.faults]
 
     @property
     def datasets(self) -> tuple[IndexedDataset, ...]:
-        """All corpora, each once."""
+        """All token files, each once."""
         splits = (split for split in (self.train, self.valid, self.test) if split)
         found = {source.dataset.prefix: source.dataset for split in splits for source in split.sources}
         return tuple(found.values())
 
     @property
     def fingerprint(self) -> str:
-        """Of one corpus its own; of several, sha256 of theirs and of the blends."""
+        """The fingerprint of a single corpus; of several, sha256 of theirs and of the blends."""
         found = list(self.train.contents)
-        if self.valid is not None and not _are_cut_from_one(self.train, self.valid):
+        if self.valid is not None and not _share_a_corpus(self.train, self.valid):
             found += self.valid.contents
         return str(found[0][0]) if len(found) == 1 else hashlib.sha256(str(found).encode()).hexdigest()
 
 
-def _are_cut_from_one(one: BlendedSamples | StreamedSamples, other: BlendedSamples | StreamedSamples) -> bool:
+def _share_a_corpus(one: BlendedSamples | StreamedSamples, other: BlendedSamples | StreamedSamples) -> bool:
     return bool(one.sources and other.sources) and one.sources[0].dataset is other.sources[0].dataset
 
 
@@ -83,7 +83,7 @@ def open_corpus(spec: CorpusSpec, tokenizer: Tokenizer, packing: Packing) -> Cor
         splits: list[BlendedSamples | StreamedSamples | None] = [opener.split(opened, number) for number in range(3)]
     else:
         paths = (spec.train_data_path, spec.valid_data_path, spec.test_data_path)
-        keys = (f"data.{name}_data_path" for name in NAMES)
+        keys = (f"data.{name}_data_path" for name in SPLIT_NAMES)
         splits = [
             opener.whole(key, path, number) if path is not None else None
             for number, (key, path) in enumerate(zip(keys, paths, strict=True))
@@ -103,7 +103,7 @@ class _Opener:
     packing: Packing
 
     def paths(self, key: str, value: Paths) -> _Opened:
-        """The corpora of a key, with their weights."""
+        """Open the corpora of a key, with their weights."""
         opened = [(IndexedDataset(prefix), weight) for prefix, weight in parse_paths(key, value)]
         for dataset, _ in opened:
             _check_tokenizer(dataset, self.tokenizer, self.vocab_size)
@@ -111,7 +111,7 @@ class _Opener:
         return tuple((dataset, weight or Fraction(dataset.num_tokens)) for dataset, weight in opened)
 
     def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | StreamedSamples | None:
-        """A split with a path of its own: token files, or a dataset."""
+        """Open a split with a path of its own: token files, or a dataset."""
         if not (isinstance(path, str) and path.startswith(HF_PREFIX)):
             return self.split(self.paths(key, path), number, is_whole=True)
         spec, tokenizer = self.spec, self.tokenizer
@@ -129,7 +129,7 @@ class _Opener:
         return StreamedSamples(rows, spec.seq_length)
 
     def split(self, opened: _Opened, number: int, is_whole: bool = False) -> BlendedSamples | None:
-        """Train, valid or test of the corpora; None where it is not used and some corpus has too little of it."""
+        """Make train, valid or test of the corpora; None where it is unused and some corpus has less than a sample."""
         length = self.spec.seq_length
         sources = []
         for index, (dataset, _) in enumerate(opened):
@@ -138,7 +138,9 @@ class _Opener:
             seed = self.spec.seed + (index << 64) if number == 0 else None
             sources.append(TokenFileSamples(dataset, part, length, self.vocab_size, seed))
         if number == 0 or (number == 1 and self.spec.validates):
-            UserError.collect(_too_short(self.spec, NAMES[number], source, is_whole) for source in _short(sources))
+            UserError.collect(
+                _too_short(self.spec, SPLIT_NAMES[number], source, is_whole) for source in _short(sources)
+            )
         if _short(sources):
             return None
         return BlendedSamples(tuple(sources), Blend(whole_parts([weight for _, weight in opened])))
@@ -179,7 +181,7 @@ def _check_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, vocab_size: 
 
 
 def _check_documents(dataset: IndexedDataset, packing: Packing) -> None:
-    """Where documents matter they must end as the tokenizer says; tried on the first ones."""
+    """Require that documents end with the tokenizer's token, where that matters; checked on the first ones."""
     if not packing.needs_eod:
         return
     for document in range(min(CHECKED_DOCUMENTS, dataset.num_documents)):
@@ -192,7 +194,7 @@ def _check_documents(dataset: IndexedDataset, packing: Packing) -> None:
 
 
 def describe_plan(corpus: Corpus, num_samples: int, max_epochs: float) -> Iterator[str]:
-    """For the start of a run: what it is to read of each corpus, with a warning where that is often."""
+    """Yield lines for the start of a run: what it will read of each corpus, with a warning for many epochs."""
     if isinstance(corpus.train, StreamedSamples):
         yield corpus.train.describe()
         return

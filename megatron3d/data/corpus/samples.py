@@ -1,13 +1,8 @@
-"""Which tokens sample i is: pure functions of (seed, i), no index, constant memory.
+"""The tokens of sample i: pure functions of (seed, i), without an index, in constant memory.
 
-    split    contiguous token ranges of the corpus by weight (not documents: one long document splits too)
-    window w of a split = tokens [w S, w S + S] : S + 1 tokens, neighbours share one; a last piece below S + 1 is unused
-    sample i = window permutation[epoch](i mod windows), epoch = i div windows
-
-The permutation is a Feistel network on rows x columns >= windows, rows and columns near the square root, additions
-modulo rows and columns in place of exclusive or; results beyond `windows` are sent through again until they fall
-inside, which keeps it a bijection (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 4, 5).
-The round function is SplitMix64 (Steele, Lea and Flood 2014).
+split    contiguous token ranges of the corpus by weight (not by documents: one long document is split too)
+window w of a split = tokens [w S, w S + S]: S + 1 tokens, neighbours have one in common, a shorter rest is unused
+sample i = window permutation[epoch](i mod windows), epoch = i div windows
 """
 
 from __future__ import annotations
@@ -29,12 +24,12 @@ class Split:
     num_tokens: int
 
     def num_windows(self, seq_length: int) -> int:
-        """Number of different samples."""
+        """Return the number of distinct samples."""
         return max(0, (self.num_tokens - 1) // seq_length)
 
 
 def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
-    """The weights of train, valid and test as parts of 1; raises UserError."""
+    """Parse the weights of train, valid and test, and normalize them to a sum of 1; raises UserError."""
     try:
         train, valid, test = (Fraction(weight.strip()) for weight in split.split(","))
     except (ValueError, ZeroDivisionError) as error:
@@ -48,7 +43,7 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def split_tokens(num_tokens: int, split: str) -> tuple[Split, Split, Split]:
-    """Train, valid and test as neighbouring token ranges that cover the corpus, in this order."""
+    """Return train, valid and test as consecutive token ranges that cover the corpus."""
     train, valid, _ = parse_split(split)
     ends = (int(num_tokens * train), int(num_tokens * (train + valid)), num_tokens)
     starts = (0, *ends)
@@ -57,7 +52,7 @@ def split_tokens(num_tokens: int, split: str) -> tuple[Split, Split, Split]:
 
 
 def sample_offsets(split: Split, seq_length: int, seed: int | None, samples: Indices) -> Indices:
-    """First token in the corpus of each sample, for samples 0, 1, ... without end; seed None reads in order."""
+    """Return the first token in the corpus of each sample; a seed of None reads in order."""
     num_windows = split.num_windows(seq_length)
     epochs, windows = np.divmod(samples, num_windows)
     if seed is not None:

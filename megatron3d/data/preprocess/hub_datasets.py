@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,16 @@ HF_PREFIX = "hf:"
 """Distinguishes the name of a dataset from the prefix of token files."""
 
 
-@dataclass(frozen=True)
-class DatasetName:
-    """The parts of `hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]`; the default split is `train`."""
-
-    name: str
-    config: str | None
-    split: str
-
-    @classmethod
-    def parse(cls, text: str) -> DatasetName:
-        """Parse a name; raises UserError."""
-        whole = text.removeprefix(HF_PREFIX)
-        is_folder = bool(whole) and Path(whole).is_dir()  # then : and @ belong to the folder's name
-        name, _, split = (whole, "", "") if is_folder else whole.partition(":")
-        name, _, config = (name, "", "") if is_folder else name.partition("@")
-        if not text.startswith(HF_PREFIX) or not name:
-            raise UserError(
-                f"{text}: not a dataset; write {HF_PREFIX}NAME_OR_FOLDER, then @CONFIG and :SPLIT if needed"
-            )
-        return cls(name, config or None, split or "train")
+def parse_name(text: str) -> tuple[str, str | None, str]:
+    """Return (name or folder, config, split) of `hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]`; raises UserError."""
+    whole = text.removeprefix(HF_PREFIX)
+    is_folder = bool(whole) and Path(whole).is_dir()  # then : and @ belong to the folder's name
+    name, _, split = (whole, "", "") if is_folder else whole.partition(":")
+    name, _, config = (name, "", "") if is_folder else name.partition("@")
+    if not text.startswith(HF_PREFIX) or not name:
+        form = f"{HF_PREFIX}NAME_OR_FOLDER"
+        raise UserError(f"{text}: not a dataset; write {form}, then @CONFIG and :SPLIT if needed")
+    return name, config or None, split or "train"
 
 
 @lru_cache(maxsize=4)
@@ -43,13 +32,13 @@ def open_dataset(text: str) -> Any:
         import datasets
     except ImportError as error:
         raise UserError(f"{text}: needs the package datasets; pip install datasets") from error
-    name = DatasetName.parse(text)
+    name, config, split = parse_name(text)
     try:
-        if (Path(name.name) / "state.json").is_file() or (Path(name.name) / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(name.name)
-            saved = saved[name.split] if isinstance(saved, datasets.DatasetDict) else saved
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(name)
+            saved = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             return saved.to_iterable_dataset(num_shards=max(1, min(len(saved), 64)))
-        return datasets.load_dataset(name.name, name.config, split=name.split, streaming=True)
+        return datasets.load_dataset(name, config, split=split, streaming=True)
     except (ValueError, OSError, KeyError, datasets.exceptions.DatasetsError) as error:
         why = _first_line(error)
         raise UserError(f"{text}: cannot be opened ({why}); name a folder with data files, or a dataset") from error

@@ -33,7 +33,7 @@ class InputChunk:
 
     Attributes:
         kind: a key of `readers._READERS`: lines, gzip, zstd, text, rows (of parquet) or dataset.
-        path: path of the file, or name of the dataset as `hub_datasets.DatasetName` parses it.
+        path: path of the file, or name of the dataset as `hub_datasets.parse_name` parses it.
         start: first byte, number of the row group, or number of the shard.
         stop: end of the byte range, or how many row groups or shards there are.
         num_bytes: approximate size of the input.

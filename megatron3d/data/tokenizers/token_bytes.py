@@ -1,7 +1,7 @@
-"""Bytes of text that each token stands for, where a tokenizer knows: a text's bytes are the sum over its tokens.
+"""Bytes of text that each token stands for, where the tokenizer determines them.
 
-Bits per byte, loss / ln 2 * tokens / bytes, compares models of different tokenizers (Gao et al. 2020, arXiv:2101.00027,
-section 3.1).
+They give bits per byte, loss / ln 2 * tokens / bytes, which compares models with different tokenizers (Gao et al. 2020,
+arXiv:2101.00027, section 3.1).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def bytes_of_tokens(tokenizer_type: str, tokenizer_model: str | None) -> Counts | None:
-    """Bytes by token id, 0 for special tokens; None where a token's bytes depend on its neighbours."""
+    """Return bytes by token id, 0 for special tokens; None where a token's bytes depend on its neighbours."""
     count = _COUNTS.get(tokenizer_type)
     return count(tokenizer_model) if count else None
 
@@ -48,7 +48,7 @@ def _piece_bytes(piece: str) -> int:
 
 
 def _hugging_face(model: str | None) -> Counts | None:
-    """Byte-level models write a character for each byte; those from SentencePiece write bytes as <0x0A>."""
+    """Count bytes of a tokenizer.json: byte-level models have a character per byte, SentencePiece's <0x0A>."""
     path = Path(str(model))
     path = path / "tokenizer.json" if path.is_dir() else path
     described = json.loads(path.read_bytes())

@@ -1,6 +1,6 @@
-"""Text to token ids and back: SentencePiece, a Hugging Face tokenizer.json, tiktoken, bytes, or characters.
+"""Tokenizers: SentencePiece, a Hugging Face tokenizer.json, tiktoken, bytes, or characters.
 
-The fingerprint, sha256 of the type and the model's bytes, says which tokenizer made a corpus.
+The fingerprint, sha256 of the type and the model file, identifies the tokenizer that made a corpus.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "[EO
 
 
 class Tokenizer(Protocol):
-    """What the rest of the program knows of a tokenizer; `eod` ends a document, None if there is no such token."""
+    """Interface of a tokenizer; `eod` is the token that ends a document, None if there is no such token."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -31,11 +31,11 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; raises UserError where the tokenizer cannot represent it."""
+        """Return the token ids of a text; raises UserError where the tokenizer cannot represent it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens give none."""
+        """Return the text of token ids; special tokens have none."""
         ...
 
 
@@ -61,7 +61,7 @@ def _read_model(tokenizer_type: str, tokenizer_model: str | None) -> tuple[Path,
         ) from error
 
 
-def _foreign(path: Path, tokenizer_type: str, wanted: str) -> UserError:
+def _wrong_file(path: Path, tokenizer_type: str, wanted: str) -> UserError:
     return UserError(
         f"data.tokenizer_model={path}: not {wanted}, which data.tokenizer_type={tokenizer_type} needs; "
         "name the file that belongs to this type, or the type that belongs to this file"
@@ -71,7 +71,7 @@ def _foreign(path: Path, tokenizer_type: str, wanted: str) -> UserError:
 class SentencePieceTokenizer:
     """A SentencePiece model; `eod` is its end-of-sentence piece.
 
-    SentencePiece stores a space as U+2581, so that this one character in a text comes back as a space.
+    SentencePiece stores a space as U+2581, so a text's own U+2581 is decoded as a space.
     """
 
     def __init__(self, tokenizer_model: str | None) -> None:
@@ -80,9 +80,9 @@ class SentencePieceTokenizer:
         try:
             self._model.LoadFromSerializedProto(model)
         except RuntimeError as error:
-            raise _foreign(path, "SentencePieceTokenizer", "a SentencePiece model") from error
+            raise _wrong_file(path, "SentencePieceTokenizer", "a SentencePiece model") from error
         if not model:
-            raise _foreign(path, "SentencePieceTokenizer", "a SentencePiece model")
+            raise _wrong_file(path, "SentencePieceTokenizer", "a SentencePiece model")
         self.vocab_size = int(self._model.vocab_size())
         self.eod: int | None = self._model.eos_id() if self._model.eos_id() >= 0 else None
         self.fingerprint = _fingerprint("SentencePieceTokenizer", model)
@@ -96,19 +96,19 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, or a local folder that holds one; `eod` is the first known end token in its vocabulary."""
+    """A tokenizer.json, or a local folder with one; `eod` is the first of END_TOKENS in its vocabulary."""
 
     def __init__(self, tokenizer_model: str | None) -> None:
         path, model = _read_model("HuggingFaceTokenizer", tokenizer_model)
         try:
             self._model = tokenizers.Tokenizer.from_buffer(model)
         except Exception as error:  # the library raises bare Exception
-            raise _foreign(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers") from error
-        self._model.no_truncation()  # a file may ask for both, which is for other uses
+            raise _wrong_file(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers") from error
+        self._model.no_truncation()  # a file may ask for both, for other uses
         self._model.no_padding()
         ids = self._model.get_vocab(with_added_tokens=True)
         if not ids:
-            raise _foreign(path, "HuggingFaceTokenizer", "a tokenizer with any token")
+            raise _wrong_file(path, "HuggingFaceTokenizer", "a tokenizer with any token")
         self.vocab_size = max(ids.values()) + 1
         self.eod: int | None = next((ids[name] for name in END_TOKENS if name in ids), None)
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", model)
@@ -122,11 +122,11 @@ class HuggingFaceTokenizer:
 
 
 class TikTokenizer:
-    """OpenAI's tiktoken, from a JSON file that says what a file of ranks leaves open.
+    """OpenAI's tiktoken, from a JSON file with what a file of ranks does not contain.
 
         {"ranks": "cl100k_base.tiktoken", "pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}
 
-    `ranks` lies beside it: a line per token, its bytes in base 64 and its id.
+    `ranks` is a file in the same folder: a line per token, its bytes in base 64 and its id.
     """
 
     _KEYS = ("ranks", "pattern", "special_tokens")
@@ -146,7 +146,7 @@ class TikTokenizer:
         except OSError as error:
             raise UserError(f"data.tokenizer_model={path}: cannot read its ranks {error.filename}") from error
         except (ValueError, TypeError, KeyError) as error:
-            raise _foreign(path, "TikTokenizer", f"a JSON object with {', '.join(self._KEYS)}") from error
+            raise _wrong_file(path, "TikTokenizer", f"a JSON object with {', '.join(self._KEYS)}") from error
         self.vocab_size = int(self._model.max_token_value) + 1
         self.eod: int | None = next((special[name] for name in END_TOKENS if name in special), None)
         self.fingerprint = _fingerprint("TikTokenizer", model + b"\0" + ranks)
@@ -159,7 +159,7 @@ class TikTokenizer:
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, and one token more that ends a document."""
+    """The 256 bytes of UTF-8, and one more token that ends a document."""
 
     vocab_size = 257
     eod: int | None = 256
@@ -177,7 +177,7 @@ class ByteTokenizer:
 
 
 class CharTokenizer:
-    """One token per character, from a JSON list of them, as in nanoGPT; it has no token that ends a document."""
+    """One token per character of a JSON list, as in nanoGPT; no token ends a document."""
 
     eod: int | None = None
 
@@ -188,7 +188,7 @@ class CharTokenizer:
         except ValueError:
             characters = None
         if not _is_alphabet(characters):
-            raise _foreign(path, "CharTokenizer", "a JSON list of different single characters")
+            raise _wrong_file(path, "CharTokenizer", "a JSON list of different single characters")
         self._path = path
         self._characters: list[str] = characters
         self._ids = {character: index for index, character in enumerate(characters)}
@@ -228,7 +228,7 @@ TOKENIZER_TYPES = tuple(_TYPES)
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenizer:
-    """The tokenizer of a type and a model file; raises UserError where the file is not one of this type."""
+    """Build the tokenizer of a type and a model file; raises UserError where the file is not of this type."""
     if tokenizer_type not in _TYPES:
         raise UserError(f"data.tokenizer_type={tokenizer_type}: unknown; use {', '.join(TOKENIZER_TYPES)}")
     return _TYPES[tokenizer_type](tokenizer_model)
