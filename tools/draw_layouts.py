@@ -1,4 +1,4 @@
-"""Draws which rank holds which block of X, W and Y in a tensor-parallel mode, and what moves, as an SVG file.
+"""Draw which rank stores which block of X, W and Y in a tensor-parallel mode, and what is sent, as an SVG file.
 
 python tools/draw_layouts.py --mode 3d --shape 2 3 4 --rank 7 --output 3d.svg
 python tools/draw_layouts.py --output docs/pictures          # every picture of the documentation, into a folder
@@ -18,25 +18,25 @@ from megatron3d.runtime.tool_main import positive, run_tool
 from megatron3d.viz.data_flows import data_flows_picture
 from megatron3d.viz.layouts import layout_picture
 from megatron3d.viz.schedules import schedules_picture
-from megatron3d.viz.sharing import sharing_picture
+from megatron3d.viz.zero_memory import zero_memory_picture
 
-# Of the pictures of the documentation: ranks of a mode, and the one that is in colour.
+# Pictures of the documentation: ranks of a mode, and the coloured rank.
 NUM_RANKS, RANK, MOST_RANKS = 8, 5, 64
 
 
 def every_picture() -> Iterator[tuple[str, str]]:
-    """Names and contents of the documentation's files."""
+    """Yield name and content of every picture of the documentation."""
     for name, entry in MODES.items():
         for form in entry.forms:
             mode = build_mode(name, form, entry.default_shape(NUM_RANKS))
             yield f"{name}-{form}.svg", layout_picture(mode, form, RANK)
-    yield "zero.svg", sharing_picture()
+    yield "zero.svg", zero_memory_picture()
     yield "schedules.svg", schedules_picture()
     yield "data_flows.svg", data_flows_picture()
 
 
 def one_picture(arguments: argparse.Namespace) -> str:
-    """The picture that is asked for."""
+    """Return the picture of the given mode; raise UserError with every wrong argument."""
     entry = MODES[arguments.mode]
     form, axes = arguments.form or next(iter(entry.forms)), entry.axis_names
     shape = tuple(arguments.shape or entry.default_shape(NUM_RANKS))
@@ -58,7 +58,7 @@ def one_picture(arguments: argparse.Namespace) -> str:
 
 
 def draw(arguments: argparse.Namespace) -> None:
-    """Write one picture, or all."""
+    """Write one picture, or every picture of the documentation."""
     output = arguments.output
     if arguments.mode:
         files = {output: one_picture(arguments)}
@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", choices=MODES, help="default: every picture of the documentation")
     parser.add_argument("--form", help="default: the mode's first")
     parser.add_argument("--shape", type=positive, nargs="+", metavar="N", help=f"default: {NUM_RANKS} ranks")
-    parser.add_argument("--rank", type=int, default=RANK, help="the one in colour; default: %(default)s")
-    parser.add_argument("--output", type=Path, required=True, help="a file, or without --mode a folder")
+    parser.add_argument("--rank", type=int, default=RANK, help="the coloured rank; default: %(default)s")
+    parser.add_argument("--output", type=Path, required=True, help="a file; without --mode a folder")
     return run_tool(draw, parser, argv)
 
 

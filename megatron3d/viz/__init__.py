@@ -1,1 +1,1 @@
-"""What a run wrote into its folder, as curves and as a page."""
+"""Pictures and the HTML report of a run, and the pictures of the documentation."""

@@ -1,4 +1,4 @@
-"""Curves of one or several runs: a panel per quantity, a colour per run."""
+"""Training curves of one or several runs: a panel per quantity, a colour per run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = list[dict[str, Any]]
 
 
 class Panel(NamedTuple):
-    """Which keys of a row are drawn together, and what they are divided by."""
+    """Keys of metrics.jsonl that are drawn together, and the unit that they are divided by."""
 
     title: str
     keys: tuple[str, ...]
@@ -35,7 +35,7 @@ STYLES = {"validation_loss": "o--"}
 
 
 def read_run(folder: Path) -> Rows:
-    """The rows of a run's metrics.jsonl; raises UserError where no step has been logged."""
+    """Return the rows of a run's metrics.jsonl; raise UserError if no step was logged."""
     path = folder / FILE_NAME
     rows = read_journal(path)
     if not any("lm_loss" in row for row in rows):
@@ -44,7 +44,7 @@ def read_run(folder: Path) -> Rows:
 
 
 def draw(runs: Mapping[str, Rows]) -> Figure:
-    """One panel per quantity, one colour per run."""
+    """Return a figure with the curves of the runs by name."""
     figure = Figure(figsize=(14, 7), layout="constrained")
     for axes, panel in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for number, (name, rows) in enumerate(runs.items()):
@@ -58,7 +58,7 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
 
 
 def _curve(axes: Axes, rows: Rows, key: str, unit: float, colour: str, name: str) -> None:
-    """One quantity of one run; a quantity that was never logged leaves no trace."""
+    """Draw one quantity of one run, if it was ever logged."""
     points = [(row["iteration"], row[key] / unit) for row in rows if row.get(key) is not None]
     if points:
         kind = " (validation)" if key == "validation_loss" else ""

@@ -1,4 +1,4 @@
-"""Who holds which block of X, W and Y in a tensor-parallel mode, and what one rank gathers, multiplies and sends on.
+"""Picture of a tensor-parallel mode: which rank stores which block of X, W and Y, and what one rank communicates.
 
 Blocks, regions and numbers are those of the mode's own plans: `layout.box`, `plan.flows`.
 """
@@ -6,31 +6,33 @@ Blocks, regions and numbers are those of the mode's own plans: `layout.box`, `pl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron3d.parallel.layout import Box, Layout, box, span
-from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, flows, moves
+from megatron3d.parallel.matmul_plan import MatmulPlan, Move, flows, moves
 from megatron3d.parallel.mesh import Axes, Mesh, ranges
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
-# Pixels along each dimension of the residual and the inner stream, and between the pictures' parts.
+# Pixels: of the residual stream, the inner features and the tokens, and between the parts of the picture.
 RESIDUAL, INNER, TOKENS = 112, 168, 168
 COLUMN, LEFT, TOP, ROW = 250, 24, 66, 292
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 INPUT, GATHERED, OUTPUT, PARTIAL = "#1f5fa8", "#cfe2f6", "#c2600a", "#fbdfc0"
 
 
 @dataclass(frozen=True)
-class Operand:
-    """One matrix of a product: its dimensions by name, top to bottom and left to right, and how it is cut.
+class DrawnOperand:
+    """One matrix of a matmul: its dims by name, top to bottom and left to right, and how it is sharded.
 
     Attributes:
-        stored: axes that split each dimension where it is stored.
-        used: axes that split each dimension while multiplying.
-        forward, backward: what moves, in words.
-        sent: by each rank, forward and backward, as a part of the whole matrix.
+        stored: axes that split each dim of the stored matrix.
+        used: axes that split each dim during the GEMM.
+        forward: collectives of the forward pass, in words.
+        backward: collectives of the backward pass, in words.
+        sent: what each rank sends in both passes, as a fraction of the whole matrix.
     """
 
     name: str
@@ -42,38 +44,45 @@ class Operand:
     sent: Fraction
 
 
-def operands(plan: MatmulPlan, mesh: Mesh) -> tuple[Operand, Operand, Operand]:
-    """X, W and Y of a plan."""
-    plan, sent = plan.on(mesh), flows(plan, mesh, 1, 1, 1, 1)
-    parts = _parts(sent)
-    (n, k), dx = plan.w_layout, plan.dx_moves
-    again = {"X": _told("gather", plan.x), "W": _told("gather", plan.w)}
-    sums = [f"{'scatter' if dim else 'all-reduce'} {_along(axes)}" for axes, dim in dx]
-    x = Operand("X", ("M", "K"), plan.x_layout, (plan.m, plan.k), again["X"], _joined(again["X"], *sums), parts["X"])
-    scattered = _told("scatter", plan.w)
-    w = Operand("W", ("K", "N"), (k, n), (plan.k, plan.n), again["W"], _joined(again["W"], scattered), parts["W"])
-    reduced = _joined(*(f"{'scatter' if dim else 'all-reduce'} {_along(axes)}" for axes, dim in moves(plan.y)))
-    y = Operand("Y", ("M", "N"), plan.y_layout, (plan.m, plan.n), reduced, _told("gather", plan.dy), parts["Y"])
+def operands(plan: MatmulPlan, mesh: Mesh) -> tuple[DrawnOperand, DrawnOperand, DrawnOperand]:
+    """Return X, W and Y of a plan."""
+    plan = plan.on(mesh)
+    sent, (n, k) = _sent_fractions(plan, mesh), plan.w_layout
+    gather_x, gather_w = _in_words(ALL_GATHER, plan.x), _in_words(ALL_GATHER, plan.w)
+    reduce_dx, reduce_y = _reductions(plan.dx_moves), _reductions(moves(plan.y))
+    dw = _joined(gather_w, _in_words(REDUCE_SCATTER, plan.w))
+    x = DrawnOperand(
+        "X", ("M", "K"), plan.x_layout, (plan.m, plan.k), gather_x, _joined(gather_x, reduce_dx), sent["X"]
+    )
+    w = DrawnOperand("W", ("K", "N"), (k, n), (plan.k, plan.n), gather_w, dw, sent["W"])
+    y = DrawnOperand(
+        "Y", ("M", "N"), plan.y_layout, (plan.m, plan.n), reduce_y, _in_words(ALL_GATHER, plan.dy), sent["Y"]
+    )
     return x, w, y
 
 
-def _parts(sent: Flows) -> Mapping[str, Fraction]:
-    """What a rank sends of each matrix and its gradient, where the matrix is one element."""
-    calls = {
+def _sent_fractions(plan: MatmulPlan, mesh: Mesh) -> Mapping[str, Fraction]:
+    """Return what a rank sends of each matrix and its gradient, as fractions of the whole matrix."""
+    sent = flows(plan, mesh, 1, 1, 1, 1)
+    collectives = {
         "X": (*sent.gather_x, *sent.gather_x, *sent.reduce_dx),
         "W": (*sent.gather_w, *sent.gather_w, *sent.reduce_dw),
         "Y": (*sent.reduce_y, *sent.gather_dy),
     }
-    whole = {name: math.fsum(call.wire_bytes for call in each) for name, each in calls.items()}
-    return {name: Fraction(value).limit_denominator(10**6) for name, value in whole.items()}
+    fractions = {name: math.fsum(each.wire_bytes for each in traffics) for name, traffics in collectives.items()}
+    return {name: Fraction(value).limit_denominator(10**6) for name, value in fractions.items()}
 
 
-def _along(axes: Axes) -> str:
+def _over(axes: Axes) -> str:
     return f"over {'·'.join(axes)}"
 
 
-def _told(verb: str, table: Mapping[str, str]) -> str:
-    return _joined(*(f"{verb} {_along(axes)}" for axes, _ in moves(table)))
+def _in_words(collective: str, table: Mapping[str, str]) -> str:
+    return _joined(*(f"{collective} {_over(axes)}" for axes, _ in moves(table)))
+
+
+def _reductions(steps: Iterable[Move]) -> str:
+    return _joined(*(f"{REDUCE_SCATTER if dim else ALL_REDUCE} {_over(axes)}" for axes, dim in steps))
 
 
 def _joined(*parts: str) -> str:
@@ -81,7 +90,7 @@ def _joined(*parts: str) -> str:
 
 
 def holders(shape: tuple[int, int], stored: Layout, mesh: Mesh) -> dict[Box, list[int]]:
-    """Ranks by the block that they hold."""
+    """Return the ranks that store each block."""
     found: dict[Box, list[int]] = {}
     for rank in range(mesh.world_size):
         found.setdefault(box(shape, stored, mesh.at(rank)), []).append(rank)
@@ -89,34 +98,36 @@ def holders(shape: tuple[int, int], stored: Layout, mesh: Mesh) -> dict[Box, lis
 
 
 def layout_picture(mode: Mode, form: str, rank: int) -> str:
-    """A mode's two products, seen from one rank, as an SVG file."""
+    """Return the two matmuls of a mode, seen from one rank, as an SVG file."""
     mesh = Mesh(mode.axes, rank)
     shape = " · ".join(f"{name} {size}" for name, size in mode.axes)
     title = f"{mode.name} {form.replace('_', ' ')} on {mesh.world_size} ranks: {shape}"
     canvas = Canvas(3 * COLUMN + LEFT, TOP + 2 * ROW + 34, title)
     canvas.text((LEFT, 28), title, 17, INK, "bold")
     where = ", ".join(f"{name} {mesh.coord(name)}" for name in mesh.names)
-    canvas.text((LEFT, 48), f"Numbers are ranks; in colour what rank {rank} ({where}) holds, gathers, sums", 12, GREY)
-    _product(canvas, TOP, "expand: residual to inner stream", mode.expand, mesh)
-    _product(canvas, TOP + ROW, "contract: inner to residual stream", mode.contract, mesh)
+    canvas.text(
+        (LEFT, 48), f"Numbers: ranks. Coloured: what rank {rank} ({where}) stores, all-gathers, reduces", 12, GREY
+    )
+    _matmul(canvas, TOP, "expand (column-parallel): residual stream to inner features", mode.expand, mesh)
+    _matmul(canvas, TOP + ROW, "contract (row-parallel): inner features to residual stream", mode.contract, mesh)
     canvas.legend(
         (LEFT, TOP + 2 * ROW + 16),
         (
-            (INPUT, INPUT, f"held by rank {rank}"),
-            (GATHERED, INPUT, "gathered for the product"),
-            (OUTPUT, OUTPUT, "kept of Y"),
-            (PARTIAL, OUTPUT, "partial sums, given away"),
+            (INPUT, INPUT, f"stored by rank {rank}"),
+            (GATHERED, INPUT, "all-gathered for the GEMM"),
+            (OUTPUT, OUTPUT, "Y stored"),
+            (PARTIAL, OUTPUT, "partial sums, reduced"),
         ),
     )
     return canvas.document()
 
 
-def _product(canvas: Canvas, top: float, name: str, plan: MatmulPlan, mesh: Mesh) -> None:
-    """A line of X · W = Y."""
+def _matmul(canvas: Canvas, top: float, name: str, plan: MatmulPlan, mesh: Mesh) -> None:
+    """Draw X × W = Y in one row."""
     used = mesh.nontrivial((*plan.m, *plan.k, *plan.n))
     canvas.text((LEFT, top + 14), name, 14, INK, "bold")
     share = Fraction(1, mesh.size(used))
-    canvas.text((3 * COLUMN, top + 14), f"each rank multiplies {share} of M·N·K", 12, GREY, "end")
+    canvas.text((3 * COLUMN, top + 14), f"FLOPs of each rank: {share} of the matmul", 12, GREY, "end")
     inner, outer = (INNER, RESIDUAL) if top == TOP else (RESIDUAL, INNER)
     sizes = {"M": TOKENS, "K": outer, "N": inner}
     for column, (operand, sign) in enumerate(zip(operands(plan, mesh), ("×", "=", ""), strict=True)):
@@ -128,16 +139,16 @@ def _product(canvas: Canvas, top: float, name: str, plan: MatmulPlan, mesh: Mesh
             canvas.text((at.x, top + 26 + TOKENS + 18 + 16 * line), words, 12, INK if line == 0 else GREY)
 
 
-def _captions(operand: Operand, mesh: Mesh) -> Iterator[str]:
-    """What is stored, and what moves."""
+def _captions(operand: DrawnOperand, mesh: Mesh) -> Iterator[str]:
+    """Yield what is stored, and the collectives."""
     first, second = operand.dims
     share = Fraction(1, mesh.size(sum(operand.stored, ())))
     yield f"{operand.name} [{first}, {second}]: {_of(share, 'all of it')} on each rank"
     if not operand.sent:
-        yield "nothing moves"
+        yield "no communication"
         return
-    yield f"forward: {operand.forward or 'nothing'}"
-    yield f"backward: {operand.backward or 'nothing'}"
+    yield f"forward: {operand.forward or 'none'}"
+    yield f"backward: {operand.backward or 'none'}"
     yield f"sent by each rank: {operand.sent} of {first}·{second}"
 
 
@@ -145,8 +156,8 @@ def _of(share: Fraction, whole: str) -> str:
     return whole if share == 1 else str(share)
 
 
-def _matrix(canvas: Canvas, at: Rect, operand: Operand, mesh: Mesh) -> None:
-    """Every block with the ranks that hold it; the rank's own, and the region that it multiplies."""
+def _matrix(canvas: Canvas, at: Rect, operand: DrawnOperand, mesh: Mesh) -> None:
+    """Draw every block with the ranks that store it, and the region that this rank multiplies."""
     shape = (math.lcm(mesh.world_size, int(at.height)), math.lcm(mesh.world_size, int(at.width)))
     colour, pale = (OUTPUT, PARTIAL) if operand.name == "Y" else (INPUT, GATHERED)
     spans = tuple(span(size, axes, mesh) for size, axes in zip(shape, operand.used, strict=True))
@@ -163,7 +174,7 @@ def _matrix(canvas: Canvas, at: Rect, operand: Operand, mesh: Mesh) -> None:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """`3`, `0 4`, `0-7`."""
+    """Return ranks in few characters, such as `3`, `0 4`, `0-7`."""
     return ranges(ranks).replace(", ", " ")
 
 

@@ -1,4 +1,4 @@
-"""When each rank of a pipeline computes what, one schedule below the other on one scale of time, as simulated."""
+"""Picture of all pipeline schedules: the simulated timeline of each, one below the other on one scale of time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.viz.svg import GREY, INK, PAPER, Canvas, Rect
 
-# Forward, backward, gradients of inputs and of weights; paler where it is a rank's second stage.
+# Forward, backward, dgrad and wgrad; paler for the second stage of a rank.
 COLOURS = {
     ActionKind.F: ("#1f5fa8", "#8fb4de"),
     ActionKind.B: ("#c2600a", "#eeb27f"),
@@ -17,14 +17,14 @@ COLOURS = {
 }
 MEANINGS = {
     ActionKind.F: "forward",
-    ActionKind.B: "backward, or gradient of the input",
-    ActionKind.W: "gradient of the weights",
+    ActionKind.B: "backward, or dgrad",
+    ActionKind.W: "wgrad",
 }
 UNIT_PX, BAR, HEAD, LEFT, TOP, GAP = 22.0, 19, 24, 82, 88, 16
 
 
 def schedules_picture(num_ranks: int = 4, num_microbatches: int = 8, costs: Costs = UNIT_COSTS) -> str:
-    """Every schedule of the table, as an SVG file."""
+    """Return the timelines of every schedule in the table, as an SVG file."""
     made = {name: build_schedule(name, num_ranks, num_microbatches, None, costs) for name in SCHEDULES}
     lines = {name: simulate(schedule, costs) for name, schedule in made.items()}
     longest = max(line.makespan for line in lines.values())
@@ -32,20 +32,21 @@ def schedules_picture(num_ranks: int = 4, num_microbatches: int = 8, costs: Cost
     title = f"{num_microbatches} microbatches through {num_ranks} ranks, one scale of time"
     canvas = Canvas(LEFT + UNIT_PX * longest + 24, TOP + panel * len(made), title)
     canvas.text((24, 30), title, 17, INK, "bold")
-    canvas.text((24, 50), "Forward, input gradient and weight gradient take the same time. White is idle.", 12, GREY)
+    canvas.text((24, 50), "Forward, dgrad and wgrad take the same time. White is the bubble.", 12, GREY)
     canvas.legend((24, 74), [(COLOURS[kind][0], COLOURS[kind][0], words) for kind, words in MEANINGS.items()])
     for number, (name, schedule) in enumerate(made.items()):
         held = " ".join(f"{peak / num_virtual_stages(schedule):g}" for peak in peak_activations(schedule))
-        idle = f"idle {100 * lines[name].idle_rate:.0f} %, at most {held} microbatches on ranks 0 to {num_ranks - 1}"
+        bubble, ranks = f"bubble {100 * lines[name].idle_rate:.0f} %", f"ranks 0 to {num_ranks - 1}"
+        summary = f"{bubble}, at most {held} microbatches in flight on {ranks}"
         top = TOP + number * panel
         canvas.text((24, top + 15), name, 14, INK, "bold")
-        canvas.text((LEFT + 54, top + 15), idle, 12, GREY)
+        canvas.text((LEFT + 54, top + 15), summary, 12, GREY)
         _timeline(canvas, top + HEAD, lines[name])
     return canvas.document()
 
 
 def _timeline(canvas: Canvas, top: float, line: Timeline) -> None:
-    """A bar per rank."""
+    """Draw a bar per rank."""
     for rank, spans in enumerate(line.rank_spans):
         y = top + rank * (BAR + 2)
         canvas.text((24, y + 14), f"rank {rank}", 12, GREY)

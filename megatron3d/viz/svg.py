@@ -1,4 +1,4 @@
-"""Scalable pictures as text: rectangles and words, the same bytes wherever they are drawn."""
+"""SVG pictures of rectangles and words, byte for byte the same on every machine."""
 
 from __future__ import annotations
 
@@ -11,31 +11,27 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, s
 
 
 class Rect(NamedTuple):
-    """A place: left, top, width and height, in pixels."""
+    """Rectangle: left, top, width and height, in pixels."""
 
     x: float
     y: float
     width: float
     height: float
 
-    def inside(self, by: float) -> Rect:
-        """The same, narrower on every side."""
-        return Rect(self.x + by, self.y + by, self.width - 2 * by, self.height - 2 * by)
-
     @property
     def middle(self) -> tuple[float, float]:
-        """Its centre."""
+        """Centre of the rectangle."""
         return self.x + self.width / 2, self.y + self.height / 2
 
 
 class Canvas:
-    """A picture on white paper, that later shapes are drawn over."""
+    """Picture on white paper; later shapes are drawn over earlier ones."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._size, self._title, self._shapes = (width, height), title, list[str]()
 
     def rect(self, at: Rect, fill: str, stroke: str = PAPER, width: float = 1.0, dashes: str = "") -> None:
-        """A rectangle; a fill of `none` leaves what is below."""
+        """Add a rectangle; a fill of `none` leaves what is below visible."""
         places = " ".join(
             f'{name}="{number(value)}"' for name, value in zip(("x", "y", "width", "height"), at, strict=True)
         )
@@ -45,7 +41,7 @@ class Canvas:
         )
 
     def text(self, at: tuple[float, float], words: str, size: float = 12, colour: str = INK, style: str = "") -> None:
-        """Words that begin here; a style `middle` or `end` puts their middle or end here, `bold` makes them so."""
+        """Add words that start here; the style `middle` or `end` puts their middle or end here, `bold` is bold."""
         kinds = style.split()
         anchor = "".join(f' text-anchor="{kind}"' for kind in kinds if kind in ("middle", "end"))
         weight = ' font-weight="600"' if "bold" in kinds else ""
@@ -55,7 +51,7 @@ class Canvas:
         )
 
     def legend(self, at: tuple[float, float], entries: Sequence[tuple[str, str, str]]) -> None:
-        """Boxes with words behind them in one line: fill, stroke, words; their widths are guessed from the letters."""
+        """Add boxes with words in one line: (fill, stroke, words); widths are estimated from the letters."""
         x, y = at
         for fill, stroke, words in entries:
             self.rect(Rect(x, y - 10, 13, 12), fill, stroke, 1.5)
@@ -63,7 +59,7 @@ class Canvas:
             x += 42 + 6.3 * len(words)
 
     def document(self) -> str:
-        """The file."""
+        """Return the SVG file."""
         width, height = map(number, self._size)
         return "\n".join(
             (
@@ -78,5 +74,5 @@ class Canvas:
 
 
 def number(value: float) -> str:
-    """As many digits as a screen can show."""
+    """Return a number with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

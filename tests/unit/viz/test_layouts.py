@@ -17,7 +17,7 @@ from megatron3d.parallel.matmul_plan import flows, traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.viz.layouts import INPUT, OUTPUT, holders, layout_picture, operands
-from megatron3d.viz.sharing import CASES, told
+from megatron3d.viz.zero_memory import CASES, captions
 from tests.support.tiny_run import ROOT
 from tools import draw_layouts
 
@@ -116,14 +116,14 @@ def test_zero_says_what_the_page_says() -> None:
     """The closed forms of docs/data_parallel.md for 4 ranks and 2 microbatches."""
     d, m = 4, 2
     once = Fraction(d - 1, d)
-    assert [list(told(case.job())) for case in CASES[:4]] == [
+    assert [list(captions(case.job())) for case in CASES[:4]] == [
         [f"all-reduce sends {2 * once} of the gradients"],
         [f"reduce-scatter sends {once} of the gradients", f"all-gather sends {once} of the weights"],
         [f"reduce-scatter sends {m * once} of the gradients", f"all-gather sends {once} of the weights"],
         [
             f"reduce-scatter sends {m * once} of the gradients",
             f"all-gather sends {2 * m * once} of the weights",
-            "while computing also two whole blocks of weights",
+            "while computing, also the weights of two FSDP units",
         ],
     ]
 

@@ -1,6 +1,6 @@
-"""What ZeRO shares out over the data axis: which part of weights, gradients and optimizer state each rank keeps.
+"""Picture of ZeRO: which shard of weights, gradients and optimizer state each data-parallel rank keeps.
 
-Bars are the bytes of `memory.rank_memory` between steps, what moves is `cost.step_traffic`'s over the data axes.
+Bars are the bytes between steps of the memory model, collectives those of the cost model over the data axes.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 RANKS, MICROBATCHES, VOCABULARY = 4, 2, 64
 # Pixels: of a byte per parameter, of a rank's bar, and of a panel.
 BYTE, BAR, PANEL, LEFT, TOP = 19.0, 20, 126, 92, 96
-KINDS: Mapping[str, str] = {
-    "weights": "#1f5fa8",
-    "main weights": "#5b8fd0",
-    "gradients": "#c2600a",
-    "optimizer": "#3f8f5f",
+# Categories of the memory model: their words, and their colours.
+KINDS: Mapping[str, tuple[str, str]] = {
+    "weights": ("weights", "#1f5fa8"),
+    "main weights": ("master weights", "#5b8fd0"),
+    "gradients": ("gradients", "#c2600a"),
+    "optimizer": ("Adam moments", "#3f8f5f"),
 }
 
 
-class Case(NamedTuple):
-    """A stage of ZeRO, and the number of groups that each hold everything."""
+class ZeroCase(NamedTuple):
+    """A ZeRO stage, and the number of replicas of HSDP."""
 
     title: str
     zero_stage: int
-    num_groups: int = 1
+    num_replicas: int = 1
 
     def job(self) -> Job:
-        """A small GPT in bf16 on some data-parallel ranks, whose sizes they divide."""
+        """Return the specification of a small bf16 GPT on data-parallel ranks that divide its sizes."""
         config = Config.model_validate(
             {
                 "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64},
                 "parallel": {
                     "zero_stage": self.zero_stage,
-                    "num_distributed_optimizer_instances": self.num_groups,
+                    "num_distributed_optimizer_instances": self.num_replicas,
                 },
                 "train": {"global_batch_size": RANKS * MICROBATCHES, "micro_batch_size": 1, "precision": "bf16"},
             }
@@ -51,31 +52,33 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("ZeRO 0: everything everywhere", 0),
-    Case("ZeRO 1: optimizer state and main weights are shared out", 1),
-    Case("ZeRO 2: gradients too", 2),
-    Case("ZeRO 3: weights too", 3),
-    Case("ZeRO 3 in two groups: shared out inside of each", 3, 2),
+    ZeroCase("ZeRO 0: nothing is sharded", 0),
+    ZeroCase("ZeRO 1: optimizer state and master weights are sharded", 1),
+    ZeroCase("ZeRO 2: gradients too", 2),
+    ZeroCase("ZeRO 3 (FSDP): weights too", 3),
+    ZeroCase("ZeRO 3 with two replicas (HSDP): sharded within each", 3, 2),
 )
 
 
-def sharing_picture() -> str:
-    """The stages one below the other, a bar per rank, as an SVG file."""
+def zero_memory_picture() -> str:
+    """Return the ZeRO stages one below the other, a bar per rank, as an SVG file."""
     title = f"What each of {RANKS} data-parallel ranks keeps between steps, in bf16"
     canvas = Canvas(820, TOP + len(CASES) * PANEL, title)
     canvas.text((24, 30), title, 17, INK, "bold")
-    canvas.text((24, 50), "As long as their bytes per parameter; what is coloured is held", 12, GREY)
+    canvas.text((24, 50), "Length: bytes per parameter. Coloured: what the rank holds.", 12, GREY)
     full = rank_memory(CASES[0].job()).categories
     per_byte = sum(full[kind] for kind in KINDS) / 18
-    entries = [(colour, colour, f"{kind}, {full[kind] / per_byte:.0f} bytes") for kind, colour in KINDS.items()]
+    entries = [
+        (colour, colour, f"{words}, {full[kind] / per_byte:.0f} bytes") for kind, (words, colour) in KINDS.items()
+    ]
     canvas.legend((24, 78), entries)
     for number, case in enumerate(CASES):
         _panel(canvas, TOP + number * PANEL, case, full, per_byte)
     return canvas.document()
 
 
-def _panel(canvas: Canvas, top: float, case: Case, full: Mapping[str, int], per_byte: float) -> None:
-    """Four bars, and what moves."""
+def _panel(canvas: Canvas, top: float, case: ZeroCase, full: Mapping[str, int], per_byte: float) -> None:
+    """Draw a bar per rank, and the collectives next to them."""
     job = case.job()
     held = rank_memory(job).categories
     canvas.text((24, top + 16), case.title, 14, INK, "bold")
@@ -84,19 +87,19 @@ def _panel(canvas: Canvas, top: float, case: Case, full: Mapping[str, int], per_
         canvas.text((24, y + 14), f"rank {rank}", 12, GREY)
         x = float(LEFT)
         position = job.work.mesh.at(rank).index(("data",))
-        for kind, colour in KINDS.items():
+        for kind, (_, colour) in KINDS.items():
             place = Rect(x, y, BYTE * full[kind] / per_byte, BAR)
             _bar(canvas, place, Fraction(held[kind], full[kind]), position, colour)
             x += place.width + 6
     x = LEFT + 18 * BYTE + 34
     total = sum(held[kind] for kind in KINDS) / per_byte
     canvas.text((x, top + 40), f"{total:g} bytes per parameter", 12, INK, "bold")
-    for line, words in enumerate(told(job)):
+    for line, words in enumerate(captions(job)):
         canvas.text((x, top + 58 + 16 * line), words, 12, GREY)
 
 
 def _bar(canvas: Canvas, place: Rect, share: Fraction, position: int, colour: str) -> None:
-    """A rank's part of one kind of bytes, in its place among the others'."""
+    """Draw a rank's shard of one kind of bytes, at its place among the other ranks' shards."""
     canvas.rect(place, EMPTY, EMPTY)
     if not share:
         return
@@ -107,16 +110,18 @@ def _bar(canvas: Canvas, place: Rect, share: Fraction, position: int, colour: st
         canvas.rect(Rect(place.x + part * width - 0.5, place.y, 1, place.height), PAPER, "none")
 
 
-def told(job: Job) -> Iterator[str]:
-    """Collectives over the data axes, what a rank sends in a step as a part of all gradients or weights, and what it
-    holds for a while."""
-    full, in_groups = rank_memory(CASES[0].job()), job.work.mesh.sizes["replica"] > 1
+def captions(job: Job) -> Iterator[str]:
+    """Yield a line per collective over the data axes, and one for FSDP units that exist only for a while.
+
+    A line says what a rank sends in a step, as a fraction of all gradients or weights.
+    """
+    full, has_replicas = rank_memory(CASES[0].job()), job.work.mesh.sizes["replica"] > 1
     for (collective, axes), sent in step_traffic(job).sent.items():
         if not axes or not set(axes) <= set(DATA) or sent < full.weights / 100:
             continue
         what, whole = ("weights", full.weights) if collective == "all_gather" else ("gradients", full.gradients)
-        where = " between groups" if "data" not in axes else " in a group" if in_groups else ""
+        where = " between replicas" if "data" not in axes else " within a replica" if has_replicas else ""
         part = Fraction(sent / whole).limit_denominator(100)
         yield f"{collective.replace('_', '-')}{where} sends {part} of the {what}"
     if job.shares(3):
-        yield "while computing also two whole blocks of weights"
+        yield "while computing, also the weights of two FSDP units"
