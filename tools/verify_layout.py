@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def default_world_size(config: Config) -> int:
     """TP x PP, and twice that where two data ranks can share the batch and few processes are enough for it."""
-    alone = RunSpec(config).tensor_size * config.parallel.pipeline_model_parallel_size
+    alone = RunSpec(config).sizes.model
     shared = not problems(config, 2 * alone) and shrink(config, 2 * alone)[1] <= MAX_RANKS
     return 2 * alone if shared else alone
 

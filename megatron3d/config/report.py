@@ -19,7 +19,6 @@ from megatron3d.config.yaml_origins import is_plain, show
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.stages import divide
-from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.pipeline.simulate import simulate_durations
 from megatron3d.pipeline.spec import Pipeline, stage_flops
@@ -31,14 +30,13 @@ def batch_arithmetic(spec: RunSpec) -> str:
 
     The configuration must be valid.
     """
-    train, mesh = spec.config.train, spec.mesh
-    data, pipeline = mesh.size(DATA), mesh.sizes["pipeline"]
+    train, sizes = spec.config.train, spec.sizes
     lines = [
-        f"world_size {spec.world_size} = {describe_tensor(spec)} x PP {pipeline} x DP {data}",
+        f"world_size {spec.world_size} = {describe_tensor(spec)} x PP {sizes.pipeline} x DP {sizes.data}",
         f"global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
-        f" x data parallel {data} x microbatches {spec.num_microbatches}",
+        f" x data parallel {sizes.data} x microbatches {spec.num_microbatches}",
     ]
-    if pipeline > 1:
+    if sizes.pipeline > 1:
         lines.append(f"pipeline: {describe_pipeline(spec)}")
     return "\n".join(lines)
 

@@ -23,11 +23,13 @@ from megatron3d.data.corpus.spec import CorpusSpec
 from megatron3d.data.ramp import Batches, make_ramp
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
+from megatron3d.model.groups import communication_axes, pipeline_links
 from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.parallel.parallel_state import ParallelSizes, ParallelState
 from megatron3d.parallel.sharding import Sharding
 from megatron3d.parallel.tp_overlap import TPOverlap
 from megatron3d.pipeline.action_costs import Costs
@@ -69,7 +71,7 @@ class RunSpec:
 
     def with_microbatches(self, count: int) -> RunSpec:
         """Return a run whose global batch has `count` microbatches."""
-        size = count * self.config.train.micro_batch_size * self.mesh.size(DATA)
+        size = count * self.config.train.micro_batch_size * self.sizes.data
         train = self.config.train.model_copy(update={"global_batch_size": size})
         return self.with_config(self.config.model_copy(update={"train": train}))
 
@@ -131,13 +133,25 @@ class RunSpec:
     # Ranks
 
     @cached_property
+    def sizes(self) -> ParallelSizes:
+        """The factors of the world size: TP, PP, and DP, which takes the ranks that are left."""
+        parallel = self.config.parallel
+        pipeline, replicas = parallel.pipeline_model_parallel_size, parallel.num_distributed_optimizer_instances
+        return ParallelSizes(self.world_size, self.tensor_size, pipeline, replicas)
+
+    @cached_property
     def mesh(self) -> Mesh:
-        """The grid `pipeline x replica x data x tensor axes`; data parallelism takes the ranks that are left."""
-        pipeline = self.config.parallel.pipeline_model_parallel_size
-        replicas = self.config.parallel.num_distributed_optimizer_instances
-        data = self.world_size // (pipeline * replicas * self.tensor_size)
-        axes = (("pipeline", pipeline), ("replica", replicas), ("data", data), *self.mode.axes)
-        return Mesh(axes, self.rank)
+        """The grid `pipeline x replica x data x tensor axes` of all ranks, seen from this one.
+
+        Raises UserError where `world_size = TP x PP x DP` does not hold.
+        """
+        return self.sizes.mesh(self.mode.axes, self.rank)
+
+    @cached_property
+    def parallel_state(self) -> ParallelState:
+        """The place of this rank among all ranks: its groups, links, ranks and sizes."""
+        axes, links = communication_axes(self.arch, self.mode, self.mesh), pipeline_links(self.arch, self.pipeline)
+        return ParallelState(self.mesh, self.pipeline.owners, axes, links)
 
     @cached_property
     def sharding(self) -> Sharding:
@@ -203,7 +217,7 @@ class RunSpec:
     @property
     def num_microbatches(self) -> int:
         """Microbatches of a step at full batch size: global batch / (microbatch x data-parallel size)."""
-        return self.config.train.global_batch_size // (self.config.train.micro_batch_size * self.mesh.size(DATA))
+        return self.config.train.global_batch_size // (self.config.train.micro_batch_size * self.sizes.data)
 
     # Pipeline
 
@@ -237,7 +251,7 @@ class RunSpec:
     @cached_property
     def schedule(self) -> Schedule:
         """The computations of every pipeline rank.  Raises UserError where the schedule's file cannot be used."""
-        ranks = self.mesh.sizes["pipeline"]
+        ranks = self.sizes.pipeline
         if self.has_schedule_file:
             return load_schedule(self.schedule_file, ranks, self.num_microbatches)
         costs = Costs(**{kind.value: float(count) for kind, count in layer_flops(self.arch).items()})

@@ -34,7 +34,7 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batc
         config = config.model_copy(update={"parallel": ParallelConfig()})
     spec = RunSpec(config, world_size)
     rows = micro_batch_size or spec.tensor_size
-    step = rows * max(world_size // (spec.tensor_size * config.parallel.pipeline_model_parallel_size), 1)
+    step = rows * max(spec.sizes.data, 1)
     config = _with_batch(config, rows, step)
     UserError.collect(check(config, world_size))
     if spec.has_schedule_file:  # it is for as many microbatches as it has

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.parallel_state import ParallelState
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class PeerGroups:
     flops: tuple[float, ...]
 
     @staticmethod
-    def of(mesh: Mesh, flops: Sequence[float]) -> PeerGroups:
-        """Return the groups of a mesh, given the FLOPs of a step on one rank of each pipeline rank."""
-        size = mesh.world_size // mesh.sizes["pipeline"]
-        coords = [mesh.at(rank).coord("pipeline") for rank in range(mesh.world_size)]
+    def of(state: ParallelState, flops: Sequence[float]) -> PeerGroups:
+        """Return the groups of a run, given the FLOPs of a step on one rank of each pipeline rank."""
+        size = state.tensor_parallel_size * state.data_parallel_size
+        coords = [state.on_rank(rank).pipeline_parallel_rank for rank in range(state.world_size)]
         if size == 1:
             groups = [tuple(rank for rank, coord in enumerate(coords) if flops[coord] > 0)]
         else:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from megatron3d.data.packing import PLAIN, Documents, Packing, document_mask
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm
 from megatron3d.model.microbatch import Pass, Target
-from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
+from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
 from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.ops.attention import rotary_tables
@@ -30,10 +29,7 @@ from megatron3d.ops.recompute import offloaded, repeated
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
-from megatron3d.parallel.matmul_plan import MatmulPlan, moves
-from megatron3d.parallel.mesh import DATA, Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.parallel.p2p import Link
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 from megatron3d.zero import Block
 
@@ -244,29 +240,3 @@ class GPT(nn.Module):
             return x_MH
         y: Tensor = self.head(self.final_norm(x_MH), self.head_weight, at)
         return y
-
-
-def axis_sets(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
-    """Every set of axes that a training step communicates over, in one order on all ranks."""
-    sets: list[Axes] = [mesh.names, ("pipeline",)]
-    for plan in (mode.expand, mode.contract, mode.embed):
-        sets += _plan_sets(plan.on(mesh))
-    (_, features), (inner_tokens, inner_features) = mode.residual, mode.inner
-    inner_features = mesh.nontrivial(inner_features)
-    sets += [features, inner_tokens]
-    sets += [inner_features[start:] for start in range(len(inner_features))]
-    reduced = [spec.reduce_axes(mesh) for spec in param_specs(arch, mode).values()]
-    sets += [*reduced, DATA[1:], *(tuple(axis for axis in axes if axis not in DATA[1:]) for axes in reduced)]
-    return list(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
-
-
-def _plan_sets(plan: MatmulPlan) -> list[Axes]:
-    steps = [*moves(plan.x), *moves(plan.w), *moves(plan.y), *moves(plan.dy), *plan.dx_moves]
-    return [step.axes for step in steps]
-
-
-def links(arch: Architecture, assignment: StageAssignment) -> list[Link]:
-    """Every two ranks of the pipeline that exchange something: neighbouring stages, and both ends of a tied model."""
-    owners = assignment.owners
-    pairs = {*pairwise(owners)} | ({(owners[0], owners[-1])} if arch.tie_embeddings else set())
-    return [Link("pipeline", low, high) for low, high in sorted({(min(p), max(p)) for p in pairs}) if low < high]

@@ -13,7 +13,7 @@ from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.errors import UserError
 from megatron3d.hardware.apex import fused_norms
 from megatron3d.model.compile import Compiler
-from megatron3d.model.gpt import GPT, axis_sets, links
+from megatron3d.model.gpt import GPT
 from megatron3d.model.init import initialize
 from megatron3d.model.layers import is_opaque
 from megatron3d.ops.norm import TORCH_NORMS
@@ -45,7 +45,8 @@ class TrainState:
 
 def connect(spec: RunSpec) -> ProcessComm:
     """Create this rank's process groups and links, for everything that the run communicates."""
-    return ProcessComm(spec.mesh, axis_sets(spec.arch, spec.mode, spec.mesh), links(spec.arch, spec.pipeline))
+    state = spec.parallel_state
+    return ProcessComm(state.mesh, state.group_axes, state.links)
 
 
 def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: bool = True) -> TrainState:

@@ -75,7 +75,7 @@ def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[st
                 found.append(f"rank {rank} {key}: dry {got}, closed form {want}")
         if dry.flops != step_flops(job):
             found.append(f"rank {rank}: dry {dry.flops} operations, closed form {step_flops(job)}")
-    return found + disagreements(runs, spec.mesh)
+    return found + disagreements(runs, spec.parallel_state)
 
 
 @pytest.mark.parametrize(("place", "mode", "form"), [(place, *each) for place, each in enumerate(EVERY_FORM)])
@@ -133,19 +133,19 @@ def runs_of(world_size: int) -> tuple[RunSpec, list[RankRun]]:
 def test_all_ranks_agree_until_one_asks_for_something_else() -> None:
     """Another shape, a call left out, and two transfers in another order are each told."""
     spec, runs = runs_of(8)
-    assert disagreements(runs, spec.mesh) == []
+    assert disagreements(runs, spec.parallel_state) == []
     entries = list(runs[1].entries)
     along_t = next(index for index, entry in enumerate(entries) if entry.where == ("t",))
     runs[1].entries[along_t] = entries[along_t]._replace(shape=(1, 2))
-    (problem,) = disagreements(runs, spec.mesh)
+    (problem,) = disagreements(runs, spec.parallel_state)
     assert problem.startswith("ranks 0 and 1 would hang: call 1 between them is") and "(1, 2)" in problem
     del runs[1].entries[along_t]
-    assert any("would hang" in problem for problem in disagreements(runs, spec.mesh))
+    assert any("would hang" in problem for problem in disagreements(runs, spec.parallel_state))
     runs[1].entries[:] = entries
     links = [index for index, entry in enumerate(entries) if isinstance(entry.where, Link)]
     first, second = next(pair for pair in pairwise(links) if entries[pair[0]].what != entries[pair[1]].what)
     runs[1].entries[first], runs[1].entries[second] = entries[second], entries[first]
-    assert any("ranks 1 and 5 would hang" in problem for problem in disagreements(runs, spec.mesh))
+    assert any("ranks 1 and 5 would hang" in problem for problem in disagreements(runs, spec.parallel_state))
 
 
 def test_memory_and_operations_are_those_of_a_step_with_values() -> None:

@@ -100,7 +100,7 @@ def parse(program: str, typed: Words, num_ranks: int | None = None) -> None:
         return
     given = parse_args(typed)
     config = read_config(ROOT / given.config, given.overrides).config
-    least = RunSpec(config).tensor_size * config.parallel.pipeline_model_parallel_size
+    least = RunSpec(config).sizes.model
     resolve(ROOT / given.config, given.overrides, given.world_size or num_ranks or least, elsewhere=True)
 
 

@@ -137,15 +137,13 @@ def file_problems(facts: Facts) -> Iterator[str]:
 
 def _batch(facts: Facts, microbatches: int) -> Iterator[str]:
     """Whether the global batch has the microbatches that a file is for; where it has no whole number, others say so."""
-    train, parallel = facts.config.train, facts.config.parallel
-    model_size = facts.spec.tensor_size * parallel.pipeline_model_parallel_size
-    data = facts.world_size // model_size
-    step = train.micro_batch_size * data
-    if facts.world_size % model_size or train.global_batch_size % step:
+    train, sizes = facts.config.train, facts.spec.sizes
+    step = train.micro_batch_size * sizes.data
+    if sizes.mismatch or train.global_batch_size % step:
         return
     if (asked := train.global_batch_size // step) != microbatches:
         yield (
             f"{facts.named(FILE_KEY)}: is for {microbatches} microbatches, and train.global_batch_size="
-            f"{train.global_batch_size} / (micro_batch_size {train.micro_batch_size} x data parallel {data}) is "
+            f"{train.global_batch_size} / (micro_batch_size {train.micro_batch_size} x data parallel {sizes.data}) is "
             f"{asked}; use global_batch_size {microbatches * step}, or a file for {asked}"
         )

@@ -129,18 +129,18 @@ def unused_problems(facts: Facts) -> Iterator[str]:
 
 def batch_problems(facts: Facts) -> Iterator[str]:
     """world_size = TP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
-    config, world = facts.config, facts.world_size
-    pipeline = config.parallel.pipeline_model_parallel_size
-    model_size = facts.spec.tensor_size * pipeline
-    if world % model_size:
-        rule = "fewer than" if world < model_size else "not a multiple of"
-        made = f"{describe_tensor(facts.spec)} x PP {pipeline} = {model_size}"
-        size = one_of(near_multiples(model_size, world))
-        sizes = {facts.shape_key: facts.spec.tensor_size, "parallel.pipeline_model_parallel_size": pipeline}
-        other = one_of(key for key, size in sizes.items() if size > 1)
-        yield f"world_size {world}: {rule} {made}; use {size} processes (--world-size), or another {other}"
+    config, sizes = facts.config, facts.spec.sizes
+    if sizes.mismatch:
+        made = f"{describe_tensor(facts.spec)} x PP {sizes.pipeline} = {sizes.model}"
+        size = one_of(near_multiples(sizes.model, sizes.world_size))
+        factors = {facts.shape_key: sizes.tensor, "parallel.pipeline_model_parallel_size": sizes.pipeline}
+        other = one_of(key for key, factor in factors.items() if factor > 1)
+        yield (
+            f"world_size {sizes.world_size}: {sizes.mismatch} {made}; use {size} processes (--world-size), or another "
+            f"{other}"
+        )
         return
-    data, instances = world // model_size, config.parallel.num_distributed_optimizer_instances
+    data, instances = sizes.data, sizes.replicas
     if data % instances:
         yield (
             f"{facts.named('parallel.num_distributed_optimizer_instances')}: {instances} does not divide the data "

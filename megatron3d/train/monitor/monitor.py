@@ -122,7 +122,7 @@ class Monitor:
                 learning_rate=lr,
                 elapsed_ms=1000 * step_s,
                 **asdict(self._work.throughput(step_s / batch_fraction)),
-                pipeline_bubble=pipeline_bubble(ranks) if run.comm.mesh.sizes["pipeline"] > 1 else None,
+                pipeline_bubble=pipeline_bubble(ranks) if run.spec.parallel_state.pipeline_parallel_size > 1 else None,
                 peak_memory_bytes=int(max(each["peak"] for each in ranks)),
                 skipped_iterations=int(self._skipped),
                 loss_scale=state.loss_scale.value,
@@ -158,7 +158,8 @@ class Monitor:
     def _report_memory(self) -> None:
         """Report the peak memory of the first step next to its estimate."""
         device, metrics = self._run.runtime.device, self._run.metrics
-        peaks = max_by_pipeline_rank(self._run.comm, peak_memory_bytes(device) - self._run.baseline_bytes)
+        grown = peak_memory_bytes(device) - self._run.baseline_bytes
+        peaks = max_by_pipeline_rank(self._run.spec.parallel_state, self._run.comm, grown)
         if metrics:
             how = "peak of allocated tensors" if device.type != "cpu" else "growth of the whole process"
             lines = f"memory, estimated and measured in the first step ({how}):", *memory_table(self._job, peaks)
@@ -201,4 +202,6 @@ def straggler_detector(run: Run, flops: Sequence[int]) -> StragglerDetector | No
     logging = run.config.logging
     if logging.straggler_factor is None or logging.timing_log_level == 0:
         return None
-    return StragglerDetector(PeerGroups.of(run.comm.mesh, flops), logging.straggler_factor, logging.straggler_steps)
+    return StragglerDetector(
+        PeerGroups.of(run.spec.parallel_state, flops), logging.straggler_factor, logging.straggler_steps
+    )

@@ -13,6 +13,7 @@ from megatron3d.analysis.memory_model.suggestions import cheaper
 from megatron3d.analysis.memory_model.table import memory_table
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.parallel.parallel_state import ParallelState
 
 # Messages of the RuntimeError that torch's CPU allocator raises.
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
@@ -23,10 +24,10 @@ def job_of(spec: RunSpec, device: torch.device) -> Job:
     return make_job(spec, KERNELS["cpu" if device.type == "cpu" else "gpu"])
 
 
-def max_by_pipeline_rank(comm: Comm, num_bytes: int) -> list[int]:
+def max_by_pipeline_rank(state: ParallelState, comm: Comm, num_bytes: int) -> list[int]:
     """Return the largest `num_bytes` among the ranks of each pipeline rank, on rank 0; an empty list elsewhere."""
-    gathered = comm.gather_object((comm.mesh.coord("pipeline"), num_bytes)) or []
-    ranks = range(comm.mesh.sizes["pipeline"] if gathered else 0)
+    gathered = comm.gather_object((state.pipeline_parallel_rank, num_bytes)) or []
+    ranks = range(state.pipeline_parallel_size if gathered else 0)
     return [max(held for coord, held in gathered if coord == rank) for rank in ranks]
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.verify.dry_run.run import RankRun
 
 
-def disagreements(runs: Sequence[RankRun], mesh: Mesh) -> list[str]:
+def disagreements(runs: Sequence[RankRun], state: ParallelState) -> list[str]:
     """Every first difference between what the members of a group ask of it, or the two ends of a link: a hang."""
     found = list[str]()
     lists: dict[tuple[int, ...], dict[int, list[tuple[str, tuple[int, ...], str]]]] = {}
     for run in runs:
-        here = mesh.at(run.rank)
+        here = state.mesh.at(run.rank)
         for what, where, shape, dtype in run.entries:
             group = tuple(sorted(here.ranks(where))) if isinstance(where, tuple) else where.ranks(here)
             if not isinstance(where, tuple) and run.rank == group[1]:

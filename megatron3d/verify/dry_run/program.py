@@ -14,7 +14,7 @@ from megatron3d.config.cli import Arguments, resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.lower import lower
 from megatron3d.runtime.process import num_cores
 from megatron3d.verify.dry_run.agree import disagreements
@@ -36,10 +36,10 @@ def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankRun]:
         return [job.result() for job in jobs]
 
 
-def chosen_ranks(text: str, mesh: Mesh) -> list[int]:
+def chosen_ranks(text: str, state: ParallelState) -> list[int]:
     """The ranks that `--ranks` names."""
-    world_size = mesh.world_size
-    named = {"all": range(world_size), "pipeline": mesh.ranks(("pipeline",))}
+    world_size = state.world_size
+    named = {"all": range(world_size), "pipeline": state.pipeline_parallel_group}
     if text in named:
         return list(named[text])
     parts = [part.strip() for part in text.split(",")]
@@ -56,13 +56,13 @@ def run_dry(arguments: Arguments, environ_world_size: int) -> int:
     if vocab_size is None:
         vocab_size = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model).vocab_size
     spec = RunSpec(config, world_size, vocab_size)
-    runs = dry_run(spec, chosen_ranks(arguments.ranks, spec.mesh))
+    runs = dry_run(spec, chosen_ranks(arguments.ranks, spec.parallel_state))
     lists = lower(spec.schedule)
     sums = [totals(run, lists[run.coord]) for run in runs]
     print(report(runs, sums))
     if arguments.picture:
         draw(arguments.picture, runs, sums)
-    problems = disagreements(runs, spec.mesh)
+    problems = disagreements(runs, spec.parallel_state)
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems:

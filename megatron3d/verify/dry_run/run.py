@@ -22,7 +22,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import Microbatch
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.layout import span
-from megatron3d.parallel.mesh import DATA, Axes
+from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime.process import pretend
 from megatron3d.train.state import TrainState, build_state, connect
@@ -92,21 +92,22 @@ def microbatches(spec: RunSpec) -> list[Microbatch]:
     """Return the microbatches of a step, all tokens being 0."""
     train, mesh, arch = spec.config.train, spec.mesh, spec.arch
     low, high = span(train.micro_batch_size, spec.mode.batch_axes, mesh)
-    step = train.micro_batch_size * mesh.size(DATA)
-    firsts = range(mesh.index(mesh.in_order(DATA)) * train.micro_batch_size, train.global_batch_size, step)
+    parallel = spec.parallel_state
+    step = train.micro_batch_size * parallel.data_parallel_size
+    firsts = range(parallel.data_parallel_rank * train.micro_batch_size, train.global_batch_size, step)
     return [Microbatch(torch.zeros(high - low, arch.seq_length + 1, dtype=torch.int64), first) for first in firsts]
 
 
 def measure(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankRun:
     """One step of a state that is built, with or without values."""
-    mesh, kinds = recorder.mesh, tensors_by_kind(state)
+    kinds = tensors_by_kind(state)
     shared = state.buffers.sharding.params
     resized = [flat.whole for flat in state.buffers.flats] if shared else []
     existing = [*(tensor for tensors in kinds.values() for tensor in tensors), *(each.tokens for each in batch)]
     meter = FlopMemoryMeter(existing, resized)
     parameters = sum(flat.size for flat in state.buffers.flats)
     between = {kind: num_bytes(tensors) for kind, tensors in kinds.items()}
-    run = RankRun(mesh.rank, mesh.coord("pipeline"), parameters, between)
+    run = RankRun(state.spec.rank, state.spec.parallel_state.pipeline_parallel_rank, parameters, between)
     recorder.calls.clear()
     recorder.entries.clear()
     notes = _Notes(meter, recorder, run)

@@ -29,7 +29,7 @@ MODES_FOLDER = ROOT / "configs" / "modes"
 def test_what_is_verified_is_small_and_has_every_axis(path: Path) -> None:
     asked = read_config(path).config
     for data in (1, 3):
-        world_size = RunSpec(asked).tensor_size * asked.parallel.pipeline_model_parallel_size * data
+        world_size = RunSpec(asked).sizes.model * data
         batch = asked.train.model_copy(update={"global_batch_size": asked.train.micro_batch_size * data * 8})
         config = asked.model_copy(update={"train": batch})
         small, num_ranks = verify_layout.shrink(config, world_size)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from megatron3d.metrics.straggler import PeerGroups, Straggler, StragglerDetector
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.parallel_state import ParallelState
 
-TWO_BY_THREE = Mesh((("pipeline", 2), ("data", 3)))
+
+def state(pipeline: int, data: int) -> ParallelState:
+    return ParallelState(Mesh((("pipeline", pipeline), ("replica", 1), ("data", data))))
 
 
 def test_a_rank_is_compared_with_those_of_its_part_of_the_pipeline() -> None:
     """The second part has four times the work."""
-    slow = StragglerDetector(PeerGroups.of(TWO_BY_THREE, [10, 40]), factor=1.5, num_steps=3)
+    slow = StragglerDetector(PeerGroups.of(state(2, 3), [10, 40]), factor=1.5, num_steps=3)
     as_ever, late = [10.0, 11, 12, 40, 41, 42], [10.0, 11, 12, 40, 80, 42]
     seen = [slow.check(times) for times in (late, late, as_ever, late, late, late, late, as_ever, late, late, late)]
     named = [Straggler(4, 80 / 42)]
@@ -19,14 +22,12 @@ def test_a_rank_is_compared_with_those_of_its_part_of_the_pipeline() -> None:
 
 
 def test_of_two_the_slower_one_is_named() -> None:
-    slow = StragglerDetector(PeerGroups.of(Mesh((("pipeline", 1), ("data", 2))), [10]), factor=1.5, num_steps=1)
+    slow = StragglerDetector(PeerGroups.of(state(1, 2), [10]), factor=1.5, num_steps=1)
     assert slow.check([10.0, 14.9]) == [] and slow.check([30.0, 10.0]) == [Straggler(0, 3.0)]
 
 
 def test_single_ranks_of_a_pipeline_are_compared_by_operations() -> None:
     """The third has none at all, and is never named."""
-    slow = StragglerDetector(
-        PeerGroups.of(Mesh((("pipeline", 4), ("data", 1))), [100, 200, 0, 100]), factor=1.5, num_steps=1
-    )
+    slow = StragglerDetector(PeerGroups.of(state(4, 1), [100, 200, 0, 100]), factor=1.5, num_steps=1)
     assert slow.check([10.0, 20.0, 5.0, 10.0]) == []
     assert slow.check([10.0, 40.0, 50.0, 10.0]) == [Straggler(1, 2.0)]

@@ -1,0 +1,41 @@
+"""The process groups and point-to-point links that a training step of a model communicates over."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.params import param_specs
+from megatron3d.model.stages import StageAssignment
+from megatron3d.parallel.matmul_plan import MatmulPlan, moves
+from megatron3d.parallel.mesh import DATA, Axes, Mesh
+from megatron3d.parallel.modes.mode import Mode
+from megatron3d.parallel.p2p import Link
+
+
+def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes, ...]:
+    """Return every set of axes that a training step communicates over, in one order on all ranks."""
+    sets: list[Axes] = [mesh.names, ("pipeline",)]
+    for plan in (mode.expand, mode.contract, mode.embed):
+        sets += _plan_axes(plan.on(mesh))
+    (_, features), (inner_tokens, inner_features) = mode.residual, mode.inner
+    inner_features = mesh.nontrivial(inner_features)
+    sets += [features, inner_tokens]
+    sets += [inner_features[start:] for start in range(len(inner_features))]
+    reduced = [spec.reduce_axes(mesh) for spec in param_specs(arch, mode).values()]
+    sets += [*reduced, DATA[1:], *(tuple(axis for axis in axes if axis not in DATA[1:]) for axes in reduced)]
+    return tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
+
+
+def _plan_axes(plan: MatmulPlan) -> list[Axes]:
+    steps = [*moves(plan.x), *moves(plan.w), *moves(plan.y), *moves(plan.dy), *plan.dx_moves]
+    return [step.axes for step in steps]
+
+
+def pipeline_links(arch: Architecture, assignment: StageAssignment) -> tuple[Link, ...]:
+    """Return all pairs of pipeline ranks that send to each other: the owners of neighbouring stages, and of the first
+    and last stage of a model with tied embeddings."""
+    owners = assignment.owners
+    pairs = {*pairwise(owners)} | ({(owners[0], owners[-1])} if arch.tie_embeddings else set())
+    ordered = sorted({(min(pair), max(pair)) for pair in pairs})
+    return tuple(Link("pipeline", low, high) for low, high in ordered if low < high)

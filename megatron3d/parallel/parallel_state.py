@@ -1,0 +1,226 @@
+"""Where a rank stands in data, pipeline and tensor parallelism: the questions of Megatron's `parallel_state`.
+
+    world_size = TP x PP x DP,      DP = replicas (HSDP) x data-parallel shards
+
+    ranks = arange(world_size).reshape(pipeline, replica, data, *tensor axes)      # the last axis varies fastest
+
+Eight ranks with TP 2 (one tensor axis t), PP 2 and DP 2:
+
+    pipeline rank 0     t=0  t=1           pipeline rank 1     t=0  t=1
+    data=0               0    1            data=0               4    5
+    data=1               2    3            data=1               6    7
+
+    tensor-parallel groups   0 1 | 2 3 | 4 5 | 6 7
+    data-parallel groups     0 2 | 1 3 | 4 6 | 5 7
+    pipeline groups          0 4 | 1 5 | 2 6 | 3 7
+
+`RunSpec.parallel_state` is the state of a run.  It is a value that is passed; no module holds a current one.
+
+    Megatron-LM (megatron/core/parallel_state.py)           here
+    get_tensor_model_parallel_rank(), _world_size()         .tensor_parallel_rank, .tensor_parallel_size
+    get_pipeline_model_parallel_rank(), _world_size()       .pipeline_parallel_rank, .pipeline_parallel_size
+    get_data_parallel_rank(), _world_size()                 .data_parallel_rank, .data_parallel_size
+    get_*_parallel_group()                                  .tensor_parallel_group, .pipeline_parallel_group, ...
+    get_pipeline_model_parallel_first_rank(), _last_rank()  .pipeline_parallel_group[0], [-1]
+    is_pipeline_first_stage(), is_pipeline_last_stage()     .is_first_stage, .is_last_stage
+    num_distributed_optimizer_instances                     .replica_size (the replicate degree of HSDP)
+    initialize_model_parallel()                             ProcessComm(state.mesh, state.group_axes, state.links)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron3d.errors import UserError
+from megatron3d.parallel.mesh import DATA, Axes, Mesh
+from megatron3d.parallel.p2p import Link
+
+PIPELINE, REPLICA, SHARD = "pipeline", *DATA
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Factors of the world size; data parallelism takes the ranks that tensor and pipeline parallelism leave.
+
+    Attributes:
+        tensor: TP, the product of the tensor axes.
+        pipeline: PP, the number of pipeline ranks.
+        replicas: HSDP's replicate degree, of which each replica holds everything; divides the data-parallel size.
+    """
+
+    world_size: int
+    tensor: int
+    pipeline: int
+    replicas: int = 1
+
+    @property
+    def model(self) -> int:
+        """TP x PP: the ranks that hold one copy of the model."""
+        return self.tensor * self.pipeline
+
+    @property
+    def data(self) -> int:
+        """DP: the ranks between which a global batch is divided, replicas included."""
+        return self.world_size // self.model
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which ZeRO shards."""
+        return self.data // self.replicas
+
+    @property
+    def mismatch(self) -> str | None:
+        """How the world size breaks `world_size = TP x PP x DP`; None where it keeps it."""
+        if self.world_size % self.model == 0 and self.world_size > 0:
+            return None
+        return "fewer than" if self.world_size < self.model else "not a multiple of"
+
+    def mesh(self, tensor_axes: tuple[tuple[str, int], ...], rank: int = 0) -> Mesh:
+        """Return the grid of ranks, seen from `rank`; raises UserError where the factors do not make the world."""
+        if self.mismatch:
+            made = f"TP {self.tensor} x PP {self.pipeline} = {self.model}"
+            raise UserError(f"world_size {self.world_size}: {self.mismatch} {made}; use a multiple of {self.model}")
+        if self.data % self.replicas:
+            raise UserError(
+                f"parallel.num_distributed_optimizer_instances={self.replicas}: does not divide the data parallel size "
+                f"{self.data}; use 1"
+            )
+        return Mesh(((PIPELINE, self.pipeline), (REPLICA, self.replicas), (SHARD, self.shards), *tensor_axes), rank)
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """The place of one rank among all ranks of a run.
+
+    Groups are tuples of global ranks in the order of the rank within the group.
+
+    Attributes:
+        mesh: the grid of ranks, seen from this one.
+        stage_owners: `stage_owners[stage]` is the pipeline rank that holds a stage (model chunk).
+        group_axes: sets of mesh axes that the run communicates over, a process group each, in the order of creation.
+        links: pairs of pipeline ranks that send to each other.
+    """
+
+    mesh: Mesh
+    stage_owners: tuple[int, ...] = ()
+    group_axes: tuple[Axes, ...] = ()
+    links: tuple[Link, ...] = ()
+
+    def on_rank(self, rank: int) -> ParallelState:
+        """Return the state of another rank of the same run."""
+        return replace(self, mesh=self.mesh.at(rank))
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: TP x PP x DP."""
+        return self.mesh.world_size
+
+    @property
+    def tensor_axes(self) -> Axes:
+        """Mesh axes of the tensor-parallel mode, such as `t`, or `x`, `y` and `z`."""
+        return tuple(name for name in self.mesh.names if name not in (PIPELINE, *DATA))
+
+    def group(self, axes: Axes) -> tuple[int, ...]:
+        """Return the global ranks that differ from this one along `axes` only, the first of `axes` slowest."""
+        return self.mesh.ranks(axes)
+
+    # Tensor parallelism
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Rank within the tensor-parallel group, the first tensor axis slowest."""
+        return self.mesh.index(self.tensor_axes)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """TP."""
+        return self.mesh.size(self.tensor_axes)
+
+    @property
+    def tensor_parallel_group(self) -> tuple[int, ...]:
+        """Global ranks that share this rank's layers and sequences."""
+        return self.group(self.tensor_axes)
+
+    # Pipeline parallelism
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Rank within the pipeline."""
+        return self.mesh.coord(PIPELINE)
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """PP."""
+        return self.mesh.sizes[PIPELINE]
+
+    @property
+    def pipeline_parallel_group(self) -> tuple[int, ...]:
+        """Global ranks of this rank's pipeline, in its order."""
+        return self.group((PIPELINE,))
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first stage, with the embedding."""
+        return (self.stage_owners or (0,))[0] == self.pipeline_parallel_rank
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last stage, with the LM head; the first rank of a V-shaped schedule does."""
+        return (self.stage_owners or (self.pipeline_parallel_size - 1,))[-1] == self.pipeline_parallel_rank
+
+    @property
+    def my_links(self) -> tuple[Link, ...]:
+        """Links of which this rank is one end."""
+        return tuple(link for link in self.links if self.mesh.coord(link.axis) in link.ends)
+
+    # Data parallelism
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Rank among those that train on other sequences, replicas slowest."""
+        return self.mesh.index(DATA)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """DP: replicas x shards."""
+        return self.mesh.size(DATA)
+
+    @property
+    def data_parallel_group(self) -> tuple[int, ...]:
+        """Global ranks that hold the same part of the model and train on other sequences."""
+        return self.group(DATA)
+
+    @property
+    def replica_rank(self) -> int:
+        """Which HSDP replica this rank belongs to."""
+        return self.mesh.coord(REPLICA)
+
+    @property
+    def replica_size(self) -> int:
+        """Number of HSDP replicas."""
+        return self.mesh.sizes[REPLICA]
+
+    @property
+    def replica_group(self) -> tuple[int, ...]:
+        """Global ranks that hold the same ZeRO shard, one in each replica."""
+        return self.group((REPLICA,))
+
+    @property
+    def shard_rank(self) -> int:
+        """Which ZeRO shard this rank holds."""
+        return self.mesh.coord(SHARD)
+
+    @property
+    def shard_size(self) -> int:
+        """Number of ZeRO shards."""
+        return self.mesh.sizes[SHARD]
+
+    @property
+    def shard_group(self) -> tuple[int, ...]:
+        """Global ranks over which ZeRO shards, within this rank's replica."""
+        return self.group((SHARD,))
