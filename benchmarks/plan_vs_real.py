@@ -19,7 +19,7 @@ from report import Row, show, write
 
 from megatron3d.analysis import calibrate
 from megatron3d.analysis.cost_model.hardware import load_accelerator, load_cluster
-from megatron3d.analysis.cost_model.step import machine_with, make_step, predict
+from megatron3d.analysis.cost_model.step import make_machine, simulated_step, step_time
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
@@ -111,13 +111,13 @@ def compare(options: argparse.Namespace) -> list[Row]:
             for label, took in zip(mine, found, strict=True):
                 seconds[label].append(took)
     with tempfile.TemporaryDirectory() as name:
-        sheet, cluster = calibrate.write(Path(name), calibrate.typical(numbers))
+        sheet, cluster = calibrate.write(Path(name), calibrate.medians(numbers))
         local, accelerator = load_cluster("local", cluster.parent), load_accelerator("local", sheet.parent)
     rows: list[Row] = []
     for label, num_ranks, *_ in chosen:
         config, took = configs[label], median(seconds[label])
-        machine = machine_with(local, accelerator, "fp32", num_ranks)
-        expected = predict(make_step(RunSpec(config, num_ranks, 2048), machine)).step_s
+        machine = make_machine(local, accelerator, "fp32", num_ranks)
+        expected = step_time(simulated_step(RunSpec(config, num_ranks, 2048), machine)).step_s
         rows.append(
             {
                 "layout": label,

@@ -12,9 +12,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.analysis.cost_model.plan_report import compared, explained, found_table, scaling_table, shown_layout
-from megatron3d.analysis.planner.options import Layout, Tensor
-from megatron3d.analysis.planner.search import Plan, Problem, search
+from megatron3d.analysis.cost_model.plan_report import (
+    compare_plans,
+    explain_plan,
+    layout_labels,
+    result_table,
+    scaling_table,
+)
+from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
+from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, search
 from megatron3d.config.cli import resolve
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
@@ -25,15 +31,15 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.tool_main import positive, run_tool
 
 
-def layout_of(config: Config) -> Layout:
+def layout_of(config: Config) -> LayoutChoice:
     """What a configuration chooses."""
     parallel, train = config.parallel, config.train
     spec = RunSpec(config)
     forms = MODES[parallel.tensor_parallel_mode].forms
     form = next(name for name, build in forms.items() if build(spec.tensor_shape) == spec.mode)
     virtual = 1 if spec.has_schedule_file else spec.num_virtual_stages
-    return Layout(
-        Tensor(parallel.tensor_parallel_mode, form, spec.tensor_shape),
+    return LayoutChoice(
+        TensorChoice(parallel.tensor_parallel_mode, form, spec.tensor_shape),
         parallel.pipeline_model_parallel_size,
         parallel.pipeline_schedule,
         virtual,
@@ -43,15 +49,15 @@ def layout_of(config: Config) -> Layout:
     )
 
 
-def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | None = None) -> Problem:
+def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | None = None) -> PlanningProblem:
     """The model, batch and cluster that are asked for; UserError where the vocabulary is not known."""
     vocab_size = arguments.vocab_size or config.model.vocab_size
     if vocab_size is None:
         raise UserError("model.vocab_size: not known before the tokenizer is read; give --vocab-size")
-    return Problem(config, vocab_size, arguments.cluster, num_ranks or arguments.num_gpus)
+    return PlanningProblem(config, vocab_size, arguments.cluster, num_ranks or arguments.num_gpus)
 
 
-def planned(arguments: argparse.Namespace, path: Path) -> tuple[Plan, Problem]:
+def planned(arguments: argparse.Namespace, path: Path) -> tuple[PredictedLayout, PlanningProblem]:
     """The plan of a file as it is."""
     config = resolve(path, arguments.overrides, arguments.num_gpus, elsewhere=True).config
     problem = problem_of(arguments, config)
@@ -62,21 +68,23 @@ def run(arguments: argparse.Namespace) -> None:
     """Do what the arguments ask for."""
     if arguments.compare:
         plans = [planned(arguments, path)[0] for path in arguments.compare]
-        print("\n".join(compared(*plans)))
+        print("\n".join(compare_plans(*plans)))
         draw(arguments, plans)
         return
     if arguments.config is None:
         raise UserError("--config: missing; give a YAML file, such as --config configs/gpt3-175b.yaml")
     if arguments.explain:
         plan, problem = planned(arguments, arguments.config)
-        print("\n".join([*explained(plan, problem, num_tokens(arguments, problem.config)), *growing(problem.config)]))
+        print(
+            "\n".join([*explain_plan(plan, problem, num_tokens(arguments, problem.config)), *growing(problem.config)])
+        )
         draw(arguments, [plan])
         return
     resolved = read_config(arguments.config, arguments.overrides)
     problem = problem_of(arguments, resolved.config)
     found = search(problem, arguments.top, arguments.modes)
     best = found.plans[0]
-    lines = [*found_table(found, problem), "", *explained(best, problem, num_tokens(arguments, problem.config))]
+    lines = [*result_table(found, problem), "", *explain_plan(best, problem, num_tokens(arguments, problem.config))]
     print("\n".join([*lines, *growing(problem.config)]))
     if arguments.output:
         write(best, resolved, arguments.output, arguments.num_gpus)
@@ -104,11 +112,11 @@ def growing(config: Config) -> Iterator[str]:
         )
 
 
-def write(plan: Plan, resolved: Resolved, path: Path, num_ranks: int) -> None:
+def write(plan: PredictedLayout, resolved: Resolved, path: Path, num_ranks: int) -> None:
     """The configuration with the layout, which `pretrain_gpt.py --check --world-size N` accepts."""
     if not path.parent.is_dir():
         raise UserError(f"--output {path}: {path.parent} is no folder; make it, or use another")
-    chosen = plan.layout.of(resolved.config)
+    chosen = plan.layout.apply_to(resolved.config)
     origins = {
         key: "planned" if _value(chosen, key) != _value(resolved.config, key) else origin
         for key, origin in resolved.origins.items()
@@ -136,7 +144,9 @@ def scaling(arguments: argparse.Namespace, config: Config) -> dict[int, float]:
     return speeds
 
 
-def draw(arguments: argparse.Namespace, plans: Sequence[Plan], speeds: Mapping[int, float] | None = None) -> None:
+def draw(
+    arguments: argparse.Namespace, plans: Sequence[PredictedLayout], speeds: Mapping[int, float] | None = None
+) -> None:
     """Stacked bars of the plans' times, and where there are several numbers of ranks the speeds over them."""
     if not arguments.picture:
         return
@@ -147,12 +157,12 @@ def draw(arguments: argparse.Namespace, plans: Sequence[Plan], speeds: Mapping[i
 
     figure, panels = pyplot.subplots(1, 1 + bool(speeds), figsize=(7 + 6 * bool(speeds), 6), squeeze=False)
     bars, left = panels[0][0], [0.0] * len(plans)
-    every = [plan.step.all_parts for plan in plans]
+    every = [plan.step.breakdown for plan in plans]
     for kind in dict.fromkeys(kind for each in every for kind in each):
         widths = [each.get(kind, 0.0) for each in every]
         bars.barh(range(len(plans)), widths, left=left, label=kind)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    bars.set_yticks(range(len(plans)), shown_layout(plans), fontsize=6)
+    bars.set_yticks(range(len(plans)), layout_labels(plans), fontsize=6)
     bars.invert_yaxis()
     bars.set_xlabel("seconds of a step")
     bars.legend(fontsize=7)

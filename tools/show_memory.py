@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.analysis.memory_model.activations import run_activations
-from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
+from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
@@ -60,10 +60,10 @@ def configure(arguments: argparse.Namespace, mode: str, form: str, shape: tuple[
 def kept_bytes(config: Config, num_ranks: int, recompute: Recompute) -> int:
     """Return the bytes that one rank keeps for a layer with the kernels of GPUs."""
     spec = RunSpec(config, num_ranks)
-    work = Work(
+    local = LocalSizes(
         spec.arch, spec.mode, spec.mesh, config.train.micro_batch_size, BF16_BYTES, recompute, kernels=KERNELS["gpu"]
     )
-    return run_activations(work, Run(range(1), is_repeated=recompute.granularity == "full"))
+    return run_activations(local, Run(range(1), is_repeated=recompute.granularity == "full"))
 
 
 def show(arguments: argparse.Namespace) -> None:

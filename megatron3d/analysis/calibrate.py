@@ -35,7 +35,7 @@ CACHE_BYTES = 2**26
 SMALL, LARGE, CALLS = 16, 2**19, 10
 
 
-def usual_s(function: Callable[[], object], budget_s: float) -> float:
+def median_call_s(function: Callable[[], object], budget_s: float) -> float:
     """Seconds of a call, the median of many, by this process's own clock: other programs do not count."""
     function()
     took, end = list[float](), time.perf_counter() + budget_s
@@ -46,26 +46,26 @@ def usual_s(function: Callable[[], object], budget_s: float) -> float:
     return median(took)
 
 
-def cold_s(function: Callable[..., object], operands: Callable[[], tuple[Tensor, ...]], budget_s: float) -> float:
+def cold_cache_s(function: Callable[..., object], operands: Callable[[], tuple[Tensor, ...]], budget_s: float) -> float:
     """Seconds of a call on operands that other calls have driven out of the caches."""
     first = operands()
     count = max(1, CACHE_BYTES // sum(x.nbytes for x in first))
     sets = [first, *(operands() for _ in range(count - 1))]
-    return usual_s(lambda: [function(*each) for each in sets], budget_s) / count
+    return median_call_s(lambda: [function(*each) for each in sets], budget_s) / count
 
 
-def products(budget_s: float) -> Measured:
+def gemm_rates(budget_s: float) -> Measured:
     """The rate of deep products, and the depth that starting one costs."""
 
     def seconds(depth: int) -> float:
-        return cold_s(product, lambda: (torch.randn(ROWS, depth), torch.randn(WIDTH, depth)), budget_s)
+        return cold_cache_s(product, lambda: (torch.randn(ROWS, depth), torch.randn(WIDTH, depth)), budget_s)
 
     shallow, deep = seconds(64), seconds(1024)
     rate = (deep - shallow) / (1024 - 64)
     return {"peak_tflops": 2 * ROWS * WIDTH / rate / 1e12, "ramp_k": max(0.0, shallow / rate - 64)}
 
 
-def passes(budget_s: float) -> Measured:
+def memory_bandwidth(budget_s: float) -> Measured:
     """Bytes per second of a norm, an addition and an activation with their gradients."""
     weight = torch.ones(4 * WIDTH, requires_grad=True)
 
@@ -77,10 +77,10 @@ def passes(budget_s: float) -> Measured:
         x.grad = weight.grad = None
 
     num_bytes = 4 * ROWS * 4 * WIDTH
-    return {"stream_gb_s": PASSES * num_bytes / cold_s(network, operands, budget_s) / 1e9}
+    return {"stream_gb_s": PASSES * num_bytes / cold_cache_s(network, operands, budget_s) / 1e9}
 
 
-def attention(budget_s: float, peak_tflops: float) -> Measured:
+def attention_fractions(budget_s: float, peak_tflops: float) -> Measured:
     """Fractions of the peak of causal attention, forward and backward."""
     shape, flops = (1, 8, WIDTH, 32), 4 * 8 * WIDTH * WIDTH * 32 / 2
 
@@ -95,8 +95,8 @@ def attention(budget_s: float, peak_tflops: float) -> Measured:
         q.grad = k.grad = v.grad = None
 
     with torch.no_grad():
-        forward_s = cold_s(forward, operands, budget_s)
-    backward_s = max(cold_s(both, operands, budget_s) - forward_s, forward_s)
+        forward_s = cold_cache_s(forward, operands, budget_s)
+    backward_s = max(cold_cache_s(both, operands, budget_s) - forward_s, forward_s)
     rates = {"attention_forward": flops / forward_s, "attention_backward": 2.5 * flops / backward_s}
     return {name: min(1.0, rate / 1e12 / peak_tflops) for name, rate in rates.items()}
 
@@ -109,17 +109,17 @@ def launch_us(budget_s: float) -> float:
         F.silu(F.linear(x, w)).sum().backward()
         x.grad = w.grad = None
 
-    return usual_s(step, budget_s) / 6 * 1e6
+    return median_call_s(step, budget_s) / 6 * 1e6
 
 
-class Took(NamedTuple):
+class Elapsed(NamedTuple):
     """Seconds by the clock, and of this process's processor time."""
 
     wall_s: float
     busy_s: float
 
 
-def exchange(budget_s: float) -> dict[str, Took]:
+def measure_all_reduces(budget_s: float) -> dict[str, Elapsed]:
     """Between two ranks: a small all-reduce alone, what a small one adds to products, and what a large one takes more.
 
     Of a round of calls the mean; of many rounds, which take turns, the median; on rank 0.
@@ -129,7 +129,7 @@ def exchange(budget_s: float) -> dict[str, Took]:
         comm = ProcessComm(Mesh((("t", 2),), here.rank), [("t",)])
         a, b = torch.randn(4 * ROWS, WIDTH), torch.randn(4 * WIDTH, WIDTH)
 
-        def mean(numel: int, multiplies: bool = True) -> Took:
+        def mean(numel: int, multiplies: bool = True) -> Elapsed:
             sent = [torch.zeros(numel) for _ in range(CALLS)]
             comm.barrier()
             begin, worked = time.perf_counter(), time.process_time()
@@ -138,19 +138,19 @@ def exchange(budget_s: float) -> dict[str, Took]:
                     product(a, b)
                 if numel:
                     comm.all_reduce(x, ("t",)).wait()
-            return Took((time.perf_counter() - begin) / CALLS, (time.process_time() - worked) / CALLS)
+            return Elapsed((time.perf_counter() - begin) / CALLS, (time.process_time() - worked) / CALLS)
 
-        rounds: dict[str, list[Took]] = {"alone": [], "call": [], "bytes": []}
+        rounds: dict[str, list[Elapsed]] = {"alone": [], "call": [], "bytes": []}
         for _ in range(max(3, int(15 * budget_s))):
             alone, without, small, large = mean(SMALL, multiplies=False), mean(0), mean(SMALL), mean(LARGE)
             for kind, more, less in (("alone", alone, (0, 0)), ("call", small, without), ("bytes", large, small)):
-                rounds[kind].append(Took(more[0] - less[0], more[1] - less[1]))
-        return {kind: Took(*map(median, zip(*each, strict=True))) for kind, each in rounds.items()}
+                rounds[kind].append(Elapsed(more[0] - less[0], more[1] - less[1]))
+        return {kind: Elapsed(*map(median, zip(*each, strict=True))) for kind, each in rounds.items()}
 
 
-def links(budget_s: float) -> Measured:
+def link_rates(budget_s: float) -> Measured:
     """The numbers of a cluster of one level, from what exchanges take between two ranks."""
-    took = process.launch(2, exchange, budget_s)
+    took = process.launch(2, measure_all_reduces, budget_s)
     call_s, bytes_s = (max(took[kind].wall_s, 1e-6) for kind in ("call", "bytes"))
     alone_s = min(took["alone"].wall_s, call_s)
     return {
@@ -167,27 +167,27 @@ def measure(budget_s: float = 1.0) -> Measured:
     """All numbers, with so many seconds for each."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    core = products(budget_s)
+    core = gemm_rates(budget_s)
     return {
         **core,
-        **passes(budget_s),
-        **attention(budget_s, core["peak_tflops"]),
-        **links(budget_s),
+        **memory_bandwidth(budget_s),
+        **attention_fractions(budget_s, core["peak_tflops"]),
+        **link_rates(budget_s),
         "launch_us": launch_us(budget_s),
     }
 
 
-def typical(rounds: Sequence[Measured]) -> Measured:
+def medians(rounds: Sequence[Measured]) -> Measured:
     """The median of each number."""
     return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def calibrate(folder: Path, budget_s: float = 1.0) -> tuple[Path, Path]:
     """Measure in three rounds, and write `local.yaml` of the accelerator and of the cluster; returns their paths."""
-    return write(folder, typical([measure(budget_s / 3) for _ in range(3)]))
+    return write_files(folder, medians([measure(budget_s / 3) for _ in range(3)]))
 
 
-def write(folder: Path, n: Measured) -> tuple[Path, Path]:
+def write_files(folder: Path, n: Measured) -> tuple[Path, Path]:
     """The two files with these numbers."""
     when = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     where = f"measured by tools/calibrate.py on {platform.machine()} with one thread, {when}"

@@ -19,7 +19,7 @@ from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
 
-Trace = Mapping[str, Tensor]
+StepTrace = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RandomSamples:
         )
 
 
-def trace(spec: RunSpec, comm: Comm, num_steps: int) -> Trace | None:
+def trace(spec: RunSpec, comm: Comm, num_steps: int) -> StepTrace | None:
     """Loss and gradient norm of each step, then gradients, parameters and validation loss; on rank 0, None elsewhere.
 
     Args:
@@ -83,7 +83,7 @@ def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, 
     return whole
 
 
-def differences(reference: Trace, other: Trace, tolerance: float) -> Iterator[str]:
+def differences(reference: StepTrace, other: StepTrace, tolerance: float) -> Iterator[str]:
     """What differs by more than `tolerance`, first things first.
 
     Errors are relative to the tensor's largest value, or to a thousandth of the largest of its kind and step where that

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.traffic import step_traffic
 from megatron3d.analysis.memory_model.rank import rank_memory
-from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.parallel.mesh import DATA
@@ -36,7 +36,7 @@ class ZeroCase(NamedTuple):
     zero_stage: int
     num_replicas: int = 1
 
-    def job(self) -> Job:
+    def job(self) -> StepSpec:
         """Return the specification of a small bf16 GPT on data-parallel ranks that divide its sizes."""
         config = Config.model_validate(
             {
@@ -48,7 +48,7 @@ class ZeroCase(NamedTuple):
                 "train": {"global_batch_size": RANKS * MICROBATCHES, "micro_batch_size": 1, "precision": "bf16"},
             }
         )
-        return make_job(RunSpec(config, RANKS, VOCABULARY))
+        return make_step_spec(RunSpec(config, RANKS, VOCABULARY))
 
 
 CASES = (
@@ -86,7 +86,7 @@ def _panel(canvas: Canvas, top: float, case: ZeroCase, full: Mapping[str, int], 
         y = top + 26 + rank * (BAR + 3)
         canvas.text((24, y + 14), f"rank {rank}", 12, GREY)
         x = float(LEFT)
-        position = job.work.mesh.at(rank).index(("data",))
+        position = job.local.mesh.at(rank).index(("data",))
         for kind, (_, colour) in KINDS.items():
             place = Rect(x, y, BYTE * full[kind] / per_byte, BAR)
             _bar(canvas, place, Fraction(held[kind], full[kind]), position, colour)
@@ -110,12 +110,12 @@ def _bar(canvas: Canvas, place: Rect, share: Fraction, position: int, colour: st
         canvas.rect(Rect(place.x + part * width - 0.5, place.y, 1, place.height), PAPER, "none")
 
 
-def captions(job: Job) -> Iterator[str]:
+def captions(job: StepSpec) -> Iterator[str]:
     """Yield a line per collective over the data axes, and one for FSDP units that exist only for a while.
 
     A line says what a rank sends in a step, as a fraction of all gradients or weights.
     """
-    full, has_replicas = rank_memory(CASES[0].job()), job.work.mesh.sizes["replica"] > 1
+    full, has_replicas = rank_memory(CASES[0].job()), job.local.mesh.sizes["replica"] > 1
     for (collective, axes), sent in step_traffic(job).sent.items():
         if not axes or not set(axes) <= set(DATA) or sent < full.weights / 100:
             continue

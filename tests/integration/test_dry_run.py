@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron3d.analysis.cost_model.traffic import step_flops, step_traffic
-from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.cli import parse_args
 from megatron3d.config.run_spec import RunSpec
@@ -27,8 +27,8 @@ from megatron3d.train.state import build_state, connect
 from megatron3d.verify.dry_run.agree import disagreements
 from megatron3d.verify.dry_run.plot import figure
 from megatron3d.verify.dry_run.program import run_dry
-from megatron3d.verify.dry_run.run import RankRun, few_microbatches, measure, microbatches, run_rank
-from megatron3d.verify.dry_run.totals import totals
+from megatron3d.verify.dry_run.run import RankDryRun, measure_step, microbatches, run_rank, with_few_microbatches
+from megatron3d.verify.dry_run.totals import step_totals
 from tests.support.tiny_run import write_config
 
 VOCAB_SIZE = 61
@@ -55,8 +55,8 @@ def configure(model: str, parallel: dict[str, Any], world_size: int, **train: An
     return config
 
 
-def job_of(config: Config, world_size: int, rank: int) -> Job:
-    return make_job(RunSpec(config, world_size, VOCAB_SIZE, rank))
+def step_of(config: Config, world_size: int, rank: int) -> StepSpec:
+    return make_step_spec(RunSpec(config, world_size, VOCAB_SIZE, rank))
 
 
 def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[str]:
@@ -64,10 +64,10 @@ def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[st
     spec = RunSpec(config, world_size, VOCAB_SIZE)
     lists, found, runs = lower(spec.schedule), list[str](), []
     for rank in ranks:
-        run = run_rank(few_microbatches(spec).on_rank(rank))
+        run = run_rank(with_few_microbatches(spec).on_rank(rank))
         runs.append(run)
-        dry, job = totals(run, lists[run.coord]), job_of(config, world_size, rank)
-        expected = step_traffic(job)
+        dry, step = step_totals(run, lists[run.coord]), step_of(config, world_size, rank)
+        expected = step_traffic(step)
         for key in sorted({*dry.calls, *expected.calls}):
             got = dry.calls.get(key, 0), dry.sent.get(key, 0.0)
             want = expected.calls.get(key, 0), expected.sent.get(key, 0.0)
@@ -123,11 +123,11 @@ def test_kept_weights_in_a_pipeline() -> None:
     assert problems(config, 32, (0, 8, 31)) == []
 
 
-def runs_of(world_size: int) -> tuple[RunSpec, list[RankRun]]:
+def runs_of(world_size: int) -> tuple[RunSpec, list[RankDryRun]]:
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     config = configure("gpt2", parallel, world_size, global_batch_size=32)
     spec = RunSpec(config, world_size, VOCAB_SIZE)
-    return spec, [run_rank(few_microbatches(spec).on_rank(rank)) for rank in range(world_size)]
+    return spec, [run_rank(with_few_microbatches(spec).on_rank(rank)) for rank in range(world_size)]
 
 
 def test_all_ranks_agree_until_one_asks_for_something_else() -> None:
@@ -156,9 +156,9 @@ def test_memory_and_operations_are_those_of_a_step_with_values() -> None:
             spec = RunSpec(config, 1, VOCAB_SIZE)
             lists, recorder = lower(spec.schedule), Recorder(connect(spec))
             state = build_state(spec, recorder, torch.device("cpu"))
-            real = measure(state, recorder, microbatches(spec))
-            dry = run_rank(few_microbatches(spec))
-            one, other = totals(dry, lists[0]), totals(real, lists[0])
+            real = measure_step(state, recorder, microbatches(spec))
+            dry = run_rank(with_few_microbatches(spec))
+            one, other = step_totals(dry, lists[0]), step_totals(real, lists[0])
             assert dry.between == real.between and dry.parameters == real.parameters
             assert one.flops == other.flops
             assert one.peak == pytest.approx(other.peak, rel=0.02)
@@ -172,7 +172,7 @@ def test_many_microbatches_are_filled_in() -> None:
     lists = lower(spec.schedule)
     for rank in (0, 3):
         few, all_of_them = (
-            totals(run_rank(each.on_rank(rank)), lists[rank // 2]) for each in (few_microbatches(spec), spec)
+            step_totals(run_rank(each.on_rank(rank)), lists[rank // 2]) for each in (with_few_microbatches(spec), spec)
         )
         assert few.calls == all_of_them.calls and few.sent == all_of_them.sent and few.flops == all_of_them.flops
         assert few.peak == pytest.approx(all_of_them.peak, rel=0.02)
@@ -182,7 +182,7 @@ def test_the_picture_has_what_is_held() -> None:
     """Kinds between steps and activations add up to the timeline; the line on top ends at the peak."""
     spec, runs = runs_of(4)
     lists = lower(spec.schedule)
-    sums = [totals(run, lists[run.coord]) for run in runs]
+    sums = [step_totals(run, lists[run.coord]) for run in runs]
     (panel, *rest) = figure(runs, sums).axes
     assert len(rest) == len(runs) - 1
     (line,) = panel.lines

@@ -24,7 +24,7 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import StepSettings, train_step
-from megatron3d.verify.layouts import RandomSamples, Trace, differences, trace
+from megatron3d.verify.layouts import RandomSamples, StepTrace, differences, trace
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 61
@@ -148,13 +148,13 @@ def smallest_microbatch(form: tuple[str, str], shape: tuple[int, ...]) -> int:
     raise AssertionError(f"no microbatch fits {form} {shape}")
 
 
-def run_trace(rank: int, world_size: int, config: Config) -> Trace | None:
+def run_trace(rank: int, world_size: int, config: Config) -> StepTrace | None:
     """Return the trace of a configuration on rank 0, None elsewhere."""
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
     return trace(spec, connect(spec), NUM_STEPS)
 
 
-def run_trace_and_skip(rank: int, world_size: int, config: Config) -> tuple[Trace | None, list[str]]:
+def run_trace_and_skip(rank: int, world_size: int, config: Config) -> tuple[StepTrace | None, list[str]]:
     """Return the trace, and what went wrong on this rank where a gradient was not finite."""
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
     comm = connect(spec)
@@ -189,7 +189,7 @@ def updated_values(state: TrainState) -> Tensor:
 
 
 @cache
-def reference(name: str, num_layers: int, batch: int) -> Trace:
+def reference(name: str, num_layers: int, batch: int) -> StepTrace:
     """Return the trace of one process that computes the global batch in one microbatch."""
     model = {**MODELS[name], "num_layers": num_layers}
     values = run_trace(0, 1, configure(model, {}, micro_batch_size=batch, global_batch_size=batch))
@@ -197,7 +197,7 @@ def reference(name: str, num_layers: int, batch: int) -> Trace:
     return values
 
 
-def wrong(cases: Sequence[tuple[str, Config]], traces: Sequence[Trace]) -> str:
+def wrong(cases: Sequence[tuple[str, Config]], traces: Sequence[StepTrace]) -> str:
     """Return the first differences of each model and configuration from one process, a line each."""
     lines = []
     for (name, config), got in zip(cases, traces, strict=True):

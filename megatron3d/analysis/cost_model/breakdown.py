@@ -10,7 +10,7 @@ COMPUTATION, BUBBLE, UPDATE, DATA, ALONG = "computation", "bubble", "update", "d
 PRODUCTS, ATTENTION, MEMORY, TAX = COMPUTE = ("products", "attention", "passes over memory", "slowed by transfers")
 
 
-class Times(dict[str, float]):
+class TimeBreakdown(dict[str, float]):
     """Seconds by kind; adding joins them."""
 
     @property
@@ -23,34 +23,34 @@ class Times(dict[str, float]):
         """Seconds of what computes."""
         return sum(self.get(kind, 0.0) for kind in COMPUTE)
 
-    def plus(self, *others: Times) -> Times:
+    def plus(self, *others: TimeBreakdown) -> TimeBreakdown:
         """The sum."""
-        return add((self, *others))
+        return combine((self, *others))
 
-    def times(self, factor: float) -> Times:
+    def scaled(self, factor: float) -> TimeBreakdown:
         """Each of them multiplied."""
-        return Times({kind: factor * seconds for kind, seconds in self.items()})
+        return TimeBreakdown({kind: factor * seconds for kind, seconds in self.items()})
 
 
-def add(many: Iterable[Times]) -> Times:
+def combine(many: Iterable[TimeBreakdown]) -> TimeBreakdown:
     """The sum of many."""
-    total = Times()
+    total = TimeBreakdown()
     for each in many:
         for kind, seconds in each.items():
             total[kind] = total.get(kind, 0.0) + seconds
     return total
 
 
-def waiting(axes: Axes, seconds: float) -> Times:
+def exposed_time(axes: Axes, seconds: float) -> TimeBreakdown:
     """Time that is spent waiting for a collective."""
-    return Times({ALONG + "·".join(axes): seconds}) if seconds > 0 else Times()
+    return TimeBreakdown({ALONG + "·".join(axes): seconds}) if seconds > 0 else TimeBreakdown()
 
 
-def is_wait(kind: str) -> bool:
+def is_exposed(kind: str) -> bool:
     """Whether a kind is waiting for communication."""
     return kind.startswith(ALONG)
 
 
-def axes_of(kind: str) -> Axes:
+def exposed_axes(kind: str) -> Axes:
     """The axes that a wait's communication goes along."""
     return tuple(kind.removeprefix(ALONG).split("·"))

@@ -13,7 +13,7 @@ from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves, whole_bytes
 from megatron3d.parallel.mesh import Mesh
 
 
-class Joins(NamedTuple):
+class ConcatCopies(NamedTuple):
     """Bytes by operand of Y[m, n] = X[m, k] W[n, k]^T and of its gradients; dW's are W's."""
 
     x: float = 0
@@ -28,11 +28,11 @@ class Joins(NamedTuple):
         return self.x + self.w + self.y
 
 
-def joins(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> Joins:
+def concat_copies(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> ConcatCopies:
     """Of one matmul for global sizes m, n, k."""
     plan = plan.on(mesh)
     x, w, y = whole_bytes(plan, mesh, m, n, k, itemsize)
-    return Joins(
+    return ConcatCopies(
         _copied(moves(plan.x), "K", x, mesh),
         _copied(moves(plan.w), "K", w, mesh),
         _copied(moves(plan.y), "N", y, mesh),

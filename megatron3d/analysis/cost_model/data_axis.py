@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.analysis.cost_model.breakdown import TAX, Times, waiting
+from megatron3d.analysis.cost_model.breakdown import TAX, TimeBreakdown, exposed_time
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, param_specs
@@ -24,7 +24,7 @@ from megatron3d.parallel.modes.mode import Mode
 Counts = Mapping[Axes, int]
 
 
-class Held(NamedTuple):
+class ParamCounts(NamedTuple):
     """Parameters of a rank by the axes over which their gradients are summed: of a layer, and of both ends."""
 
     layer: Counts
@@ -32,7 +32,7 @@ class Held(NamedTuple):
     head: Counts
 
     @staticmethod
-    def of(arch: Architecture, mode: Mode, mesh: Mesh) -> Held:
+    def of(arch: Architecture, mode: Mode, mesh: Mesh) -> ParamCounts:
         """Of a model on a mesh."""
         tables: dict[str, Counter[Axes]] = {"layers": Counter(), "embedding": Counter(), "head": Counter()}
         for path, spec in param_specs(replace(arch, num_layers=1), mode).items():
@@ -40,7 +40,7 @@ class Held(NamedTuple):
             tables[part if part in tables else "head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
             if path == EMBEDDING and arch.tie_embeddings:
                 tables["head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
-        return Held(tables["layers"], tables["embedding"], tables["head"])
+        return ParamCounts(tables["layers"], tables["embedding"], tables["head"])
 
     def on_rank(self, arch: Architecture, stages: Sequence[Stage]) -> Counts:
         """Of a rank that has these stages; what is tied and here twice is here once."""
@@ -55,40 +55,40 @@ class Held(NamedTuple):
         return total
 
 
-class Exchange(NamedTuple):
+class DataAxisTime(NamedTuple):
     """Seconds of the sums of gradients and of the gathers of weights, all of a step, and of their last pieces."""
 
-    sums: Times
-    gathers: Times
+    sums: TimeBreakdown
+    gathers: TimeBreakdown
     tail_s: float
 
 
-def repeats(zero_stage: int, num_microbatches: int) -> tuple[int, int]:
+def collectives_per_step(zero_stage: int, num_microbatches: int) -> tuple[int, int]:
     """How often a step sums gradients and gathers weights."""
     return num_microbatches if zero_stage >= 2 else 1, 2 * num_microbatches if zero_stage == 3 else 1
 
 
-def exchange(
+def data_axis_time(
     counts: Counts, mesh: Mesh, machine: Machine, zero_stage: int, times: tuple[int, int], bucket_bytes: float
-) -> Exchange:
+) -> DataAxisTime:
     """Of a rank's parameters; `times` are how often a step sums gradients and gathers weights."""
     wide = max(machine.device.itemsize, 4)
-    itemsize, sums, tail = machine.profile.reduce_itemsize or wide, Times(), 0.0
+    itemsize, sums, tail = machine.profile.reduce_itemsize or wide, TimeBreakdown(), 0.0
     shared = mesh.nontrivial(DATA[1:]) if zero_stage else ()
     for axes, count in counts.items():
         rest = tuple(axis for axis in axes if axis not in shared)
-        pieces, whole = _pieces(shared, rest, count * itemsize, mesh), Times()
+        pieces, whole = _reduction_calls(shared, rest, count * itemsize, mesh), TimeBreakdown()
         for call in pieces:
-            whole = whole.plus(waiting(call.axes, machine.network.seconds(call, mesh)))
-        sums = sums.plus(whole.times(times[0]))
+            whole = whole.plus(exposed_time(call.axes, machine.network.seconds(call, mesh)))
+        sums = sums.plus(whole.scaled(times[0]))
         tail += whole.total / max(1.0, count * wide / bucket_bytes)
     total, ranks = sum(counts.values()), mesh.size(shared)
     gather = Traffic("all_gather", shared, total * machine.device.itemsize * (ranks - 1) / ranks)
-    gathers = waiting(shared, times[1] * machine.network.seconds(gather, mesh)) if shared else Times()
-    return Exchange(sums, gathers, tail)
+    gathers = exposed_time(shared, times[1] * machine.network.seconds(gather, mesh)) if shared else TimeBreakdown()
+    return DataAxisTime(sums, gathers, tail)
 
 
-def _pieces(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> list[Traffic]:
+def _reduction_calls(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> list[Traffic]:
     """The collectives that sum so many bytes of gradients."""
     calls = []
     if shared:
@@ -101,9 +101,9 @@ def _pieces(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> list[Traf
     return calls
 
 
-def exposed(times: Times, waits_s: float, tax: float) -> Times:
+def partly_exposed(times: TimeBreakdown, waits_s: float, tax: float) -> TimeBreakdown:
     """What a step waits for, so many seconds of it, and what the rest takes from the computation that hides it."""
     if not times:
         return times
     share = min(waits_s / times.total, 1.0)
-    return times.times(share).plus(Times({TAX: (1 - share) * times.total * tax}))
+    return times.scaled(share).plus(TimeBreakdown({TAX: (1 - share) * times.total * tax}))

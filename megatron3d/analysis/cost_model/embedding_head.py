@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
-from megatron3d.analysis.cost_model.breakdown import MEMORY, PRODUCTS, Times, add, waiting
-from megatron3d.analysis.cost_model.concat_copies import Joins, joins
-from megatron3d.analysis.cost_model.layer import Machine, Overlaps
-from megatron3d.analysis.memory_model.local_sizes import Work
+from megatron3d.analysis.cost_model.breakdown import MEMORY, PRODUCTS, TimeBreakdown, combine, exposed_time
+from megatron3d.analysis.cost_model.concat_copies import ConcatCopies, concat_copies
+from megatron3d.analysis.cost_model.layer import Machine, OverlapModel
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.parallel.matmul_plan import Traffic, flows
 
 
-def embedding_times(work: Work, machine: Machine) -> tuple[Times, Times]:
+def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown, TimeBreakdown]:
     """Forward and backward of the embedding; backward adds rows up in fp32."""
-    arch, plan, size = work.arch, work.mode.embed, machine.device.itemsize
-    sent = flows(plan, work.mesh, work.num_tokens, arch.hidden_size, arch.padded_vocab_size, size)
-    over = Overlaps(machine, work.mesh, 1)
-    rows = work.part(work.num_tokens, plan.m) * work.part(arch.hidden_size, plan.n)
-    table = work.part(arch.padded_vocab_size, plan.k) * work.part(arch.hidden_size, plan.n)
-    forward = Times({MEMORY: machine.device.pass_s(4 * rows * size, 4)})
-    backward = Times({MEMORY: machine.device.pass_s(rows * (2 * size + 4 + 8) + table * (4 + 4 + size), 5)})
+    arch, plan, size = local.arch, local.mode.embed, machine.device.itemsize
+    sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, size)
+    over = OverlapModel(machine, local.mesh, 1)
+    rows = local.part(local.num_tokens, plan.m) * local.part(arch.hidden_size, plan.n)
+    table = local.part(arch.padded_vocab_size, plan.k) * local.part(arch.hidden_size, plan.n)
+    forward = TimeBreakdown({MEMORY: machine.device.memory_bound_s(4 * rows * size, 4)})
+    backward = TimeBreakdown(
+        {MEMORY: machine.device.memory_bound_s(rows * (2 * size + 4 + 8) + table * (4 + 4 + size), 5)}
+    )
     return (
-        add((forward, over.after(sent.gather_w), over.after(sent.reduce_y))),
-        add((backward, over.after(sent.gather_dy), over.after(sent.reduce_dw))),
+        combine((forward, over.exposed(sent.gather_w), over.exposed(sent.reduce_y))),
+        combine((backward, over.exposed(sent.gather_dy), over.exposed(sent.reduce_dw))),
     )
 
 
-def head_times(work: Work, machine: Machine) -> Times:
+def head_times(local: LocalSizes, machine: Machine) -> TimeBreakdown:
     """Of head and loss, gradients included: they are computed with the loss."""
-    arch, plan, device = work.arch, work.mode.expand, machine.device
-    sizes = work.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
-    sent = flows(plan, work.mesh, *sizes)
-    copied = joins(plan, work.mesh, *sizes) if machine.profile.copies_concats else Joins()
-    over, live = Overlaps(machine, work.mesh, 1), plan.on(work.mesh)
-    tokens, columns = work.num_tokens / work.mesh.size(plan.m), arch.padded_vocab_size / work.mesh.size(plan.n)
-    features = arch.hidden_size / work.mesh.size(plan.k)
-    product = device.product_s(tokens, columns, features)
-    kept = work.mesh.size(live.dy)
-    logits = device.pass_s(tokens * columns / kept * machine.profile.logit_bytes, 10)
-    adding = machine.adding_s(columns * features, 0.0 if sent.reduce_dw else product)
+    arch, plan, device = local.arch, local.mode.expand, machine.device
+    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
+    sent = flows(plan, local.mesh, *sizes)
+    copied = concat_copies(plan, local.mesh, *sizes) if machine.profile.copies_concats else ConcatCopies()
+    over, live = OverlapModel(machine, local.mesh, 1), plan.on(local.mesh)
+    tokens, columns = local.num_tokens / local.mesh.size(plan.m), arch.padded_vocab_size / local.mesh.size(plan.n)
+    features = arch.hidden_size / local.mesh.size(plan.k)
+    product = device.gemm_s(tokens, columns, features)
+    kept = local.mesh.size(live.dy)
+    logits = device.memory_bound_s(tokens * columns / kept * machine.profile.logit_bytes, 10)
+    adding = machine.accumulation_s(columns * features, 0.0 if sent.reduce_dw else product)
     norm = machine.profile.norm
-    normed = device.pass_s(work.tokens * work.hidden * (norm.forward + norm.backward) * device.itemsize, 2)
-    vocabulary = work.mesh.nontrivial(plan.y_layout[1])
-    ranks = work.mesh.size(vocabulary)
+    normed = device.memory_bound_s(local.tokens * local.hidden * (norm.forward + norm.backward) * device.itemsize, 2)
+    vocabulary = local.mesh.nontrivial(plan.y_layout[1])
+    ranks = local.mesh.size(vocabulary)
     sums = Traffic("all_reduce", vocabulary, 3 * 4 * tokens / kept * 2 * (ranks - 1) / ranks)
-    return add(
+    return combine(
         (
-            Times({PRODUCTS: 3 * product, MEMORY: logits + adding + normed + device.pass_s(sum(copied))}),
-            *(over.after(calls) for calls in sent),
-            waiting(vocabulary, machine.network.seconds(sums, work.mesh)) if vocabulary else Times(),
+            TimeBreakdown(
+                {PRODUCTS: 3 * product, MEMORY: logits + adding + normed + device.memory_bound_s(sum(copied))}
+            ),
+            *(over.exposed(calls) for calls in sent),
+            exposed_time(vocabulary, machine.network.seconds(sums, local.mesh)) if vocabulary else TimeBreakdown(),
         )
     )

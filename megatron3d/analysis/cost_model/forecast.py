@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron3d.analysis.cost_model.breakdown import BUBBLE, COMPUTATION, DATA, UPDATE, Times, axes_of, is_wait
+from megatron3d.analysis.cost_model.breakdown import (
+    BUBBLE,
+    COMPUTATION,
+    DATA,
+    UPDATE,
+    TimeBreakdown,
+    exposed_axes,
+    is_exposed,
+)
 from megatron3d.analysis.cost_model.hardware import CLUSTERS
 from megatron3d.analysis.cost_model.layer import Machine
-from megatron3d.analysis.cost_model.step import Prediction, machine_of, make_step, predict
-from megatron3d.analysis.memory_model.table import lines_of
+from megatron3d.analysis.cost_model.step import TimePrediction, load_machine, simulated_step, step_time
+from megatron3d.analysis.memory_model.table import align_columns
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.parallel.mesh import Mesh
 
@@ -27,22 +35,24 @@ class Forecast:
     """A prediction for a cluster, and what it rests on."""
 
     cluster: str
-    step: Prediction
+    step: TimePrediction
     machine: Machine
     mesh: Mesh
 
     @property
-    def parts(self) -> Times:
+    def parts(self) -> TimeBreakdown:
         """Seconds of what can be told apart by measuring; the next batch is expected to be there in time."""
         step = self.step
-        return Times({COMPUTATION: step.compute_s, **step.waits, BUBBLE: step.bubble_s, UPDATE: step.optimizer_s})
+        return TimeBreakdown(
+            {COMPUTATION: step.compute_s, **step.exposed, BUBBLE: step.bubble_s, UPDATE: step.optimizer_s}
+        )
 
     def line(self) -> str:
         """What is expected."""
-        shown = ", ".join(f"{kind} {seconds:.4g}" for kind, seconds in self.step.all_parts.items() if seconds > 0)
+        shown = ", ".join(f"{kind} {seconds:.4g}" for kind, seconds in self.step.breakdown.items() if seconds > 0)
         return f"step time by arithmetic on {self.cluster}: {self.step.step_s:.4g} s = {shown}"
 
-    def verdict(self, measured_s: float, measured: Mapping[str, float]) -> list[str]:
+    def compare(self, measured_s: float, measured: Mapping[str, float]) -> list[str]:
         """The prediction beside the mean of some steps, all and by `parts`, in seconds, and what is to be corrected."""
         expected, predicted = self.parts, self.step.step_s
         told = f"step time predicted {predicted:.4g} s, measured {measured_s:.4g} s: "
@@ -56,7 +66,7 @@ class Forecast:
                 rows.append(("", *(f"{number:.4g}" for number in numbers), f"{missing[kind]:+.4g}", kind))
         off = [kind for kind, seconds in missing.items() if abs(seconds) > NEAR * predicted]
         off.sort(key=lambda kind: -abs(missing[kind]))
-        return [told, *(lines_of(rows) if measured else ()), *(self._assumption(k, missing[k]) for k in off)]
+        return [told, *(align_columns(rows) if measured else ()), *(self._assumption(k, missing[k]) for k in off)]
 
     def _assumption(self, kind: str, missing_s: float) -> str:
         """What a part that is so many seconds off says of the files that describe the machine."""
@@ -70,12 +80,12 @@ class Forecast:
             BUBBLE: "that all ranks are as fast as each other; logging.trace_iterations draws which is not",
             DATA: "that the next batch is read while the step runs; the file system or the tokenizer is slower",
         }
-        reason = self._link(kind) if is_wait(kind) else reasons[kind]
+        reason = self._link(kind) if is_exposed(kind) else reasons[kind]
         again = "; run tools/calibrate.py again" if self.cluster == LOCAL and kind != DATA else ""
         return f"{kind} is {missing_s:+.4g} s off: it assumes {reason}{again}"
 
     def _link(self, kind: str) -> str:
-        rate, level = self.machine.network.bottleneck(self.mesh, axes_of(kind))
+        rate, level = self.machine.network.bottleneck(self.mesh, exposed_axes(kind))
         where = f"{rate / 1e9:.3g} GB/s through {level.name} ({self.machine.network.cluster.name})"
         return f"{where}, transfers under computation where the layout has them, and ranks that arrive together"
 
@@ -89,6 +99,6 @@ def forecast(spec: RunSpec, is_cpu: bool) -> Forecast | str:
         return f"step time is not predicted, since this machine is not known: {how} (docs/planner.md)"
     if is_cpu and config.train.precision != "fp32" and config.logging.cluster is None:
         return "step time is not predicted: tools/calibrate.py measures processors in fp32 only"
-    machine = machine_of(cluster, config.train.precision, spec.world_size)
-    step = make_step(spec, machine)
-    return Forecast(cluster, predict(step), machine, step.mesh)
+    machine = load_machine(cluster, config.train.precision, spec.world_size)
+    step = simulated_step(spec, machine)
+    return Forecast(cluster, step_time(step), machine, step.mesh)

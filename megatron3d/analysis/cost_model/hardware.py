@@ -23,13 +23,13 @@ Above0 = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Sheet(BaseModel):
+class HardwareFile(BaseModel):
     """A part of a YAML file: no unknown keys, no silent conversion."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Kernels(Sheet):
+class KernelRates(HardwareFile):
     """What an accelerator's kernels reach.
 
     Attributes:
@@ -69,16 +69,16 @@ class Kernels(Sheet):
         return tuple((int(rows), int(columns), fraction) for (rows, _, columns), fraction in split)
 
 
-class Accelerator(Sheet):
+class Accelerator(HardwareFile):
     """A device; without `kernels` its peak alone is known."""
 
     device_names: str
     peak_tflops: Mapping[str, Above0]
     source: str
-    kernels: Kernels | None = None
+    kernels: KernelRates | None = None
 
 
-class Level(Sheet):
+class NetworkLevel(HardwareFile):
     """Ranks that are joined in one way.
 
     Attributes:
@@ -95,14 +95,14 @@ class Level(Sheet):
     latency_us: float = Field(ge=0)
 
 
-class Slurm(Sheet):
+class SlurmDefaults(HardwareFile):
     """What jobs of a cluster need: options of sbatch (null: without a value), and lines of shell before the start."""
 
     options: Mapping[str, str | int | None] = {}
     setup: tuple[str, ...] = ()
 
 
-class Cluster(Sheet):
+class Cluster(HardwareFile):
     """Accelerators and the levels that join them, from the inside to the outside.
 
     Attributes:
@@ -115,10 +115,10 @@ class Cluster(Sheet):
 
     name: str
     accelerator: str
-    levels: tuple[Level, ...] = Field(min_length=1)
+    levels: tuple[NetworkLevel, ...] = Field(min_length=1)
     source: str
     call_us: float = Field(0, ge=0)
-    slurm: Slurm = Slurm()
+    slurm: SlurmDefaults = SlurmDefaults()
     cores: int | None = Field(None, ge=1)
     call_busy: float = Field(1, ge=0, le=1)
     bytes_busy: float = Field(1, ge=0, le=1)
@@ -133,7 +133,7 @@ class Cluster(Sheet):
         return self.levels[-2].ranks if len(self.levels) > 1 else self.levels[-1].ranks
 
 
-T = TypeVar("T", bound=Sheet)
+T = TypeVar("T", bound=HardwareFile)
 
 
 def load_accelerator(name: str, folder: Path = FOLDER) -> Accelerator:
@@ -151,7 +151,7 @@ def load_cluster(name: str, folder: Path = CLUSTERS) -> Cluster:
     return _load(name, folder, Cluster, "cluster")
 
 
-def names(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
     """Names of the files of a folder."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
@@ -160,7 +160,7 @@ def _load(name: str, folder: Path, kind: type[T], what: str) -> T:
     path = folder / f"{name}.yaml"
     if not path.is_file():
         hint = "; run tools/calibrate.py to write local.yaml" if name == "local" else ""
-        raise UserError(f"{what} {name}: there is none; use {', '.join(names(folder)) or 'a file'}{hint}")
+        raise UserError(f"{what} {name}: there is none; use {', '.join(file_names(folder)) or 'a file'}{hint}")
     try:
         return kind.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except ValidationError as error:

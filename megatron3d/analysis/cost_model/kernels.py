@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron3d.analysis.cost_model.hardware import Accelerator, Kernels
+from megatron3d.analysis.cost_model.hardware import Accelerator, KernelRates
 from megatron3d.errors import UserError
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceModel:
     """An accelerator in one precision.
 
     Attributes:
@@ -25,12 +25,12 @@ class Device:
         slowdown: by how much ranks that share its units are slower than one alone.
     """
 
-    kernels: Kernels
+    kernels: KernelRates
     peak: float
     itemsize: int
     slowdown: float = 1.0
 
-    def product_s(self, m: float, n: float, k: float, batch: float = 1) -> float:
+    def gemm_s(self, m: float, n: float, k: float, batch: float = 1) -> float:
         """Seconds of `batch` products Y[m, n] = X[m, k] W[k, n]."""
         if not min(m, n, k, batch):
             return 0.0
@@ -44,7 +44,7 @@ class Device:
         moved = (m * k + k * n + m * n) * batch * self.itemsize / kernels.bytes_per_s
         return self.launched(max(compute, moved))
 
-    def pass_s(self, num_bytes: float, kernels: int = 1) -> float:
+    def memory_bound_s(self, num_bytes: float, kernels: int = 1) -> float:
         """Seconds of so many kernels that together move so many bytes."""
         return self.launched(num_bytes / self.kernels.bytes_per_s, kernels) if num_bytes else 0.0
 
@@ -69,10 +69,10 @@ def _waves(num_tiles: float, num_units: int) -> int:
     return math.ceil(num_tiles / num_units)
 
 
-def device(accelerator: Accelerator, precision: str, itemsize: int, slowdown: float = 1.0) -> Device:
+def device_model(accelerator: Accelerator, precision: str, itemsize: int, slowdown: float = 1.0) -> DeviceModel:
     """The accelerator in a training precision; UserError where it has none such."""
     if precision not in accelerator.peak_tflops:
         known = ", ".join(accelerator.peak_tflops)
         raise UserError(f"train.precision={precision}: {accelerator.device_names} does not compute in it; use {known}")
     assert accelerator.kernels is not None, "load_accelerator gives accelerators whose kernels are known"
-    return Device(accelerator.kernels, accelerator.peak_tflops[precision] * 1e12, itemsize, slowdown)
+    return DeviceModel(accelerator.kernels, accelerator.peak_tflops[precision] * 1e12, itemsize, slowdown)

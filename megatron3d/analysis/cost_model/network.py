@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron3d.analysis.cost_model.hardware import Cluster, Level
+from megatron3d.analysis.cost_model.hardware import Cluster, NetworkLevel
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 
@@ -51,7 +51,7 @@ class Network:
         """Of a call of a part of all ranks, which share processors: its work is slower; others work while it waits.
 
         In each step a rank waits for the work of the group's others, which is slower too; while bytes are on their way
-        all of them work.  Measured between 2, 4 and 8 ranks on 2 cores, all of them or in pairs.
+        all of them local.  Measured between 2, 4 and 8 ranks on 2 cores, all of them or in pairs.
         """
         slowdown, least = self.slowdown, 1 / self.slowdown
         busy, waits = self.cluster.call_busy, max(slowdown * part**2, least)
@@ -59,7 +59,7 @@ class Network:
         busy, waits = self.cluster.bytes_busy, max(part, least)
         return latency_s + bytes_s * (busy * slowdown + (1 - busy) * waits)
 
-    def bottleneck(self, mesh: Mesh, axes: Axes) -> tuple[float, Level]:
+    def bottleneck(self, mesh: Mesh, axes: Axes) -> tuple[float, NetworkLevel]:
         """Bytes per second of a ring along axes of several ranks, and the level that lets no more pass."""
         return self._bottleneck(members_by_level(self.cluster, mesh, axes))
 
@@ -73,7 +73,7 @@ class Network:
             below = count
         return total
 
-    def _bottleneck(self, members: list[int]) -> tuple[float, Level]:
+    def _bottleneck(self, members: list[int]) -> tuple[float, NetworkLevel]:
         found, below = [], 1
         for level, count in zip(self.cluster.levels, members, strict=True):
             if count > below:

@@ -9,15 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron3d.analysis.cost_model.breakdown import BUBBLE, UPDATE, Times, add, is_wait, waiting
-from megatron3d.analysis.cost_model.data_axis import Exchange, Held, exchange, exposed, repeats
+from megatron3d.analysis.cost_model.breakdown import BUBBLE, UPDATE, TimeBreakdown, combine, exposed_time, is_exposed
+from megatron3d.analysis.cost_model.data_axis import (
+    DataAxisTime,
+    ParamCounts,
+    collectives_per_step,
+    data_axis_time,
+    partly_exposed,
+)
 from megatron3d.analysis.cost_model.embedding_head import embedding_times, head_times
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.hardware import Accelerator, Cluster, load_accelerator, load_cluster
-from megatron3d.analysis.cost_model.kernels import device
-from megatron3d.analysis.cost_model.layer import Machine, Phases, layer_phases
+from megatron3d.analysis.cost_model.kernels import device_model
+from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
 from megatron3d.analysis.cost_model.network import Network
-from megatron3d.analysis.memory_model.local_sizes import KERNELS, Work
+from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.architecture import Architecture
@@ -32,7 +38,7 @@ from megatron3d.pipeline.spec import Pipeline
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TimePrediction:
     """A step's time on the rank of the pipeline that is busiest.
 
     Attributes:
@@ -43,7 +49,7 @@ class Prediction:
     """
 
     step_s: float
-    parts: Times
+    parts: TimeBreakdown
     bubble_s: float
     optimizer_s: float
 
@@ -53,37 +59,37 @@ class Prediction:
         return self.parts.compute
 
     @property
-    def waits(self) -> dict[str, float]:
+    def exposed(self) -> dict[str, float]:
         """Seconds of communication that nothing hides, by axes."""
-        return {kind: seconds for kind, seconds in self.parts.items() if is_wait(kind)}
+        return {kind: seconds for kind, seconds in self.parts.items() if is_exposed(kind)}
 
     @property
-    def all_parts(self) -> Times:
+    def breakdown(self) -> TimeBreakdown:
         """Seconds by kind of all that the step consists of, the largest first."""
         parts = {**self.parts, BUBBLE: self.bubble_s, UPDATE: self.optimizer_s}
-        return Times(sorted(parts.items(), key=lambda item: -item[1]))
+        return TimeBreakdown(sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def machine_of(cluster_name: str, precision: str, num_ranks: int, profile: ExecutionProfile = OURS) -> Machine:
+def load_machine(cluster_name: str, precision: str, num_ranks: int, profile: ExecutionProfile = OURS) -> Machine:
     """The machine of a cluster."""
     cluster = load_cluster(cluster_name)
-    return machine_with(cluster, load_accelerator(cluster.accelerator), precision, num_ranks, profile)
+    return make_machine(cluster, load_accelerator(cluster.accelerator), precision, num_ranks, profile)
 
 
-def machine_with(
+def make_machine(
     cluster: Cluster, accelerator: Accelerator, precision: str, num_ranks: int, profile: ExecutionProfile = OURS
 ) -> Machine:
     """The machine of a cluster of accelerators; where ranks share processors, each has its part of them."""
     slowdown = cluster.slowdown(num_ranks)
-    computes = device(accelerator, precision, ITEMSIZES[precision], slowdown)
+    computes = device_model(accelerator, precision, ITEMSIZES[precision], slowdown)
     return Machine(computes, Network(cluster, slowdown), profile)
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """What a step's time follows from."""
 
-    work: Work
+    local: LocalSizes
     pipeline: Pipeline
     num_microbatches: int
     zero_stage: int
@@ -92,33 +98,35 @@ class Step:
     shorter: Schedule | None = None
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> ParamCounts:
         """Parameters of ranks."""
-        return Held.of(self.arch, self.work.mode, self.mesh)
+        return ParamCounts.of(self.arch, self.local.mode, self.mesh)
 
     @property
     def mesh(self) -> Mesh:
         """The ranks."""
-        return self.work.mesh
+        return self.local.mesh
 
     @property
     def arch(self) -> Architecture:
         """The network."""
-        return self.work.arch
+        return self.local.arch
 
 
-def make_step(spec: RunSpec, machine: Machine) -> Step:
+def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     """The step of a valid configuration, of whose steady microbatches a few are simulated."""
     train, zero_stage = spec.config.train, spec.config.parallel.zero_stage
     itemsize, kernels = ITEMSIZES[train.precision], KERNELS["gpu"]
-    work = Work(
+    local = LocalSizes(
         spec.arch, spec.mode, spec.mesh, train.micro_batch_size, itemsize, spec.recompute, spec.overlap, kernels
     )
     simulated, shorter = simulated_specs(spec)
     rest = shorter.schedule if shorter else None
     bucket_bytes = train.bucket_mb * 2**20
     machine = machine.compiled() if train.compile else machine
-    return Step(work, simulated.pipeline, spec.num_microbatches, zero_stage, bucket_bytes, machine, shorter=rest)
+    return SimulatedStep(
+        local, simulated.pipeline, spec.num_microbatches, zero_stage, bucket_bytes, machine, shorter=rest
+    )
 
 
 def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
@@ -135,33 +143,33 @@ def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
     return spec.with_microbatches(count), spec.with_microbatches(count - ranks)
 
 
-def predict(step: Step) -> Prediction:
+def step_time(step: SimulatedStep) -> TimePrediction:
     """The time of a step."""
     durations = stage_times(step)
     ranks = range(step.pipeline.num_ranks)
-    busy = [_busy(step, durations, rank) for rank in ranks]
-    line = timeline_of(step, durations)
+    busy = [_computation(step, durations, rank) for rank in ranks]
+    line = schedule_times(step, durations)
     worst = max(ranks, key=lambda rank: busy[rank].total)
-    waits = max((data_axis(step, durations, line, rank) for rank in ranks), key=lambda each: each.total)
+    waits = max((exposed_data_axis(step, durations, line, rank) for rank in ranks), key=lambda each: each.total)
     optimizer = max(_optimizer_s(step, rank) for rank in ranks)
     parts = busy[worst].plus(waits)
     bubble = max(0.0, line.total_s - busy[worst].total)
-    return Prediction(line.total_s + waits.total + optimizer, parts, bubble, optimizer)
+    return TimePrediction(line.total_s + waits.total + optimizer, parts, bubble, optimizer)
 
 
-Durations = Mapping[tuple[int, ActionKind], Times]
+Durations = Mapping[tuple[int, ActionKind], TimeBreakdown]
 
 
-def stage_times(step: Step) -> Durations:
+def stage_times(step: SimulatedStep) -> Durations:
     """Of each stage, each kind of computation of one microbatch."""
-    work, machine, full = step.work, step.machine, step.work.recompute.granularity == "full"
-    plain = layer_phases(replace(work, recompute=KEEP_ALL) if full else work, machine)
-    again = layer_phases(work, machine) if full else plain
-    embedding, head = embedding_times(work, machine), head_times(work, machine)
-    blocked = Times() if machine.profile.overlaps_pipeline else crossing_times(step)
-    found: dict[tuple[int, ActionKind], Times] = {}
+    local, machine, full = step.local, step.machine, step.local.recompute.granularity == "full"
+    plain = layer_times(replace(local, recompute=KEEP_ALL) if full else local, machine)
+    again = layer_times(local, machine) if full else plain
+    embedding, head = embedding_times(local, machine), head_times(local, machine)
+    blocked = TimeBreakdown() if machine.profile.overlaps_pipeline else stage_transfer_time(step)
+    found: dict[tuple[int, ActionKind], TimeBreakdown] = {}
     for stage in step.pipeline.stages:
-        times = _stage(work, stage, plain, again)
+        times = _stage(local, stage, plain, again)
         if stage.has_embedding:
             times[ActionKind.F] = times[ActionKind.F].plus(embedding[0])
             times |= {kind: times[kind].plus(embedding[1]) for kind in (ActionKind.B, ActionKind.W)}
@@ -173,29 +181,30 @@ def stage_times(step: Step) -> Durations:
     return found
 
 
-def _stage(work: Work, stage: Stage, plain: Phases, again: Phases) -> dict[ActionKind, Times]:
-    runs = work.recompute.runs(stage.layers)
+def _stage(local: LocalSizes, stage: Stage, plain: LayerTimes, again: LayerTimes) -> dict[ActionKind, TimeBreakdown]:
+    runs = local.recompute.runs(stage.layers)
     repeated = sum(len(run.layers) for run in runs if run.is_repeated)
     kinds = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
     kept = len(stage.layers) - repeated
     return {
-        kind: one.times(kept).plus(other.times(repeated)) for kind, one, other in zip(kinds, plain, again, strict=True)
+        kind: one.scaled(kept).plus(other.scaled(repeated))
+        for kind, one, other in zip(kinds, plain, again, strict=True)
     }
 
 
-def crossing_times(step: Step) -> Times:
+def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
     """Of the residual stream from a stage to the next one on another rank."""
-    work, machine, mesh = step.work, step.machine, step.mesh
+    local, machine, mesh = step.local, step.machine, step.mesh
     if mesh.sizes["pipeline"] == 1:
-        return Times()
-    copies = work.mode.copies if machine.profile.scatters_pipeline else ()
+        return TimeBreakdown()
+    copies = local.mode.copies if machine.profile.scatters_pipeline else ()
     size = machine.device.itemsize
-    calls = crossing(work.mode.residual, copies, mesh, work.num_tokens, work.arch.hidden_size, size)
-    return add(waiting(call.axes, machine.network.seconds(call, mesh)) for call in calls)
+    calls = crossing(local.mode.residual, copies, mesh, local.num_tokens, local.arch.hidden_size, size)
+    return combine(exposed_time(call.axes, machine.network.seconds(call, mesh)) for call in calls)
 
 
 @dataclass(frozen=True)
-class Line:
+class ScheduleTimes:
     """When the stages begin and end.
 
     Attributes:
@@ -210,10 +219,10 @@ class Line:
     lasts: Mapping[int, Span]
 
 
-def timeline_of(step: Step, durations: Durations) -> Line:
+def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
     """The schedule in seconds; of many microbatches, the steady ones are not simulated but multiplied."""
     seconds = {key: times.total for key, times in durations.items()}
-    hop = crossing_times(step).total if step.machine.profile.overlaps_pipeline else 0.0
+    hop = stage_transfer_time(step).total if step.machine.profile.overlaps_pipeline else 0.0
 
     def duration(action: Action) -> float:
         return seconds[action.stage, action.kind]
@@ -232,36 +241,38 @@ def timeline_of(step: Step, durations: Durations) -> Line:
         firsts.setdefault(span.action.stage, span)
         if span.action.kind in (ActionKind.B, ActionKind.W):
             lasts[span.action.stage] = span
-    return Line(total, makespan, firsts, lasts)
+    return ScheduleTimes(total, makespan, firsts, lasts)
 
 
-def _busy(step: Step, durations: Durations, rank: int) -> Times:
+def _computation(step: SimulatedStep, durations: Durations, rank: int) -> TimeBreakdown:
     """A rank's computations of all microbatches."""
-    return add(durations[action.stage, action.kind] for action in step.pipeline.schedule[rank] if action.mb == 0).times(
-        step.num_microbatches
-    )
+    return combine(
+        durations[action.stage, action.kind] for action in step.pipeline.schedule[rank] if action.mb == 0
+    ).scaled(step.num_microbatches)
 
 
-def _counts(step: Step, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
+def _param_counts(step: SimulatedStep, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
     return step.held.on_rank(step.arch, stages)
 
 
-def data_axis(step: Step, durations: Durations, line: Line, rank: int) -> Times:
+def exposed_data_axis(step: SimulatedStep, durations: Durations, line: ScheduleTimes, rank: int) -> TimeBreakdown:
     """What a rank waits for along the data axis beyond the end of the schedule."""
     m, zero, profile, tax = step.num_microbatches, step.zero_stage, step.machine.profile, step.machine.device.comm_tax
-    times = repeats(zero, m)
+    times = collectives_per_step(zero, m)
     each = {
-        stage.index: exchange(_counts(step, [stage]), step.mesh, step.machine, zero, times, step.bucket_bytes)
+        stage.index: data_axis_time(
+            _param_counts(step, [stage]), step.mesh, step.machine, zero, times, step.bucket_bytes
+        )
         for stage in step.pipeline.on_rank(rank)
     }
-    sums, gathers = add(one.sums for one in each.values()), add(one.gathers for one in each.values())
+    sums, gathers = combine(one.sums for one in each.values()), combine(one.gathers for one in each.values())
     steady = _steady_s(step, durations, rank)
-    late = _late_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
-    early = _early_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
-    return exposed(sums, late, tax).plus(exposed(gathers, early, tax))
+    late = _exposed_reduction_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
+    early = _exposed_gather_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
+    return partly_exposed(sums, late, tax).plus(partly_exposed(gathers, early, tax))
 
 
-def _late_s(each: Mapping[int, Exchange], line: Line, hidden_s: float) -> float:
+def _exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
     """How long after the last end sums go on: a stage's begin with its last backward and follow each other."""
     end = 0.0
     for stage in sorted(each, key=lambda stage: line.lasts[stage].start):
@@ -271,7 +282,7 @@ def _late_s(each: Mapping[int, Exchange], line: Line, hidden_s: float) -> float:
     return max(0.0, end - line.simulated_s)
 
 
-def _early_s(each: Mapping[int, Exchange], line: Line, hidden_s: float) -> float:
+def _exposed_gather_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
     """How long stages wait for their weights, which are gathered in order and as layers need them."""
     end, late = 0.0, 0.0
     for stage in sorted(each, key=lambda stage: line.firsts[stage].start):
@@ -280,12 +291,12 @@ def _early_s(each: Mapping[int, Exchange], line: Line, hidden_s: float) -> float
     return late
 
 
-def _steady_s(step: Step, durations: Durations, rank: int) -> float:
+def _steady_s(step: SimulatedStep, durations: Durations, rank: int) -> float:
     """Seconds of all microbatches but one on a rank, under which what is sent for each microbatch can hide."""
-    return _busy(step, durations, rank).total * (1 - 1 / step.num_microbatches)
+    return _computation(step, durations, rank).total * (1 - 1 / step.num_microbatches)
 
 
-def _optimizer_s(step: Step, rank: int) -> float:
+def _optimizer_s(step: SimulatedStep, rank: int) -> float:
     ranks = step.mesh.sizes["data"] if step.zero_stage else 1
-    mine = sum(_counts(step, step.pipeline.on_rank(rank)).values()) / ranks
-    return step.machine.device.pass_s(mine * step.machine.profile.optimizer_bytes, 8)
+    mine = sum(_param_counts(step, step.pipeline.on_rank(rank)).values()) / ranks
+    return step.machine.device.memory_bound_s(mine * step.machine.profile.optimizer_bytes, 8)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.analysis.memory_model.local_sizes import Work
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Run
 
 _INDEX = 8
 
 
-class Item(NamedTuple):
+class KeptTensor(NamedTuple):
     """A tensor that is kept: the module that needs it in backward, which of its tensors, and its bytes."""
 
     site: str
@@ -27,208 +27,212 @@ class Item(NamedTuple):
     num_bytes: int
 
 
-def total(items: tuple[Item, ...]) -> int:
+def total_bytes(items: tuple[KeptTensor, ...]) -> int:
     """Bytes of all items."""
     return sum(item.num_bytes for item in items)
 
 
-def layer_activations(work: Work) -> tuple[Item, ...]:
+def layer_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Of a transformer layer that is not computed again as a whole, though modules of it may be."""
-    return tuple(_layer(work))
+    return tuple(_layer(local))
 
 
-def run_activations(work: Work, run: Run) -> int:
+def run_activations(local: LocalSizes, run: Run) -> int:
     """Bytes of a run of layers; of those computed again the first one's input, of those offloaded nothing here."""
     if run.is_offloaded or not run.layers:
         return 0
-    return work.residual if run.is_repeated else len(run.layers) * total(layer_activations(work))
+    return local.residual if run.is_repeated else len(run.layers) * total_bytes(layer_activations(local))
 
 
-def recomputed_activations(work: Work) -> int:
+def recomputed_activations(local: LocalSizes) -> int:
     """Most bytes that layers do not keep, and that exist while their backward runs."""
-    everything = total(layer_activations(replace(work, recompute=KEEP_ALL)))
-    runs = work.recompute.runs(range(work.arch.num_layers))
+    everything = total_bytes(layer_activations(replace(local, recompute=KEEP_ALL)))
+    runs = local.recompute.runs(range(local.arch.num_layers))
     longest = max((len(run.layers) for run in runs if run.is_repeated), default=0)
-    again = longest * everything - work.residual if longest else everything - total(layer_activations(work))
-    return max(again, everything if work.recompute.offloads else 0)
+    again = longest * everything - local.residual if longest else everything - total_bytes(layer_activations(local))
+    return max(again, everything if local.recompute.offloads else 0)
 
 
-def embedding_activations(work: Work) -> tuple[Item, ...]:
+def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Of the embedding: which rows were looked up, and the mask of its dropout."""
-    plan = work.mode.embed.on(work.mesh)
-    read = work.part(work.num_tokens, plan.m)
-    is_plain = not (plan.m or plan.k or plan.n) and work.itemsize == work.wide
-    items = [Item("embedding", "rows", read * (_INDEX if is_plain else _INDEX + 1))]
-    if work.arch.position_embedding_type == "learned_absolute" and not work.begins_anew:  # else a view of what is there
-        items.append(Item("embedding", "positions", work.tokens * _INDEX))
-    return (*items, *_mask(work, "embedding_dropout"))
+    plan = local.mode.embed.on(local.mesh)
+    read = local.part(local.num_tokens, plan.m)
+    is_plain = not (plan.m or plan.k or plan.n) and local.itemsize == local.wide
+    items = [KeptTensor("embedding", "rows", read * (_INDEX if is_plain else _INDEX + 1))]
+    if (
+        local.arch.position_embedding_type == "learned_absolute" and not local.begins_anew
+    ):  # else a view of what is there
+        items.append(KeptTensor("embedding", "positions", local.tokens * _INDEX))
+    return (*items, *_mask(local, "embedding_dropout"))
 
 
-def head_activations(work: Work) -> tuple[Item, ...]:
+def head_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Of the last norm, and of the head, which computes its gradients in forward: that of its input waits."""
-    dx = Item("head", "gradient of its input", work.residual)
-    return (*_norm(work, "final_norm", work.tokens, work.hidden, work.splits_features), dx)
+    dx = KeptTensor("head", "gradient of its input", local.residual)
+    return (*_norm(local, "final_norm", local.tokens, local.hidden, local.splits_features), dx)
 
 
-def rotary_tables(work: Work) -> tuple[Item, ...]:
+def rotary_tables(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """cos and sin, which all layers of a rank share."""
-    if work.arch.position_embedding_type != "rope":
+    if local.arch.position_embedding_type != "rope":
         return ()
-    return (Item("rotary", "cos and sin", 2 * work.arch.seq_length * work.arch.kv_channels * work.itemsize),)
+    return (KeptTensor("rotary", "cos and sin", 2 * local.arch.seq_length * local.arch.kv_channels * local.itemsize),)
 
 
-def document_activations(work: Work) -> tuple[Item, ...]:
+def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """What all layers of a stage share of documents in a microbatch: who sees whom [S, S], and rotary tables."""
-    tokens, is_rope = work.sequences_read * work.arch.seq_length, work.arch.position_embedding_type == "rope"
+    tokens, is_rope = local.sequences_read * local.arch.seq_length, local.arch.position_embedding_type == "rope"
     items = []
-    if work.keeps_apart and (not work.arch.attention_dropout or work.recompute != KEEP_ALL):
-        items.append(Item("documents", "mask", tokens * work.arch.seq_length * work.itemsize))
-    if work.begins_anew and is_rope:
-        items.append(Item("documents", "cos and sin", 2 * tokens * work.arch.kv_channels * work.itemsize))
+    if local.keeps_apart and (not local.arch.attention_dropout or local.recompute != KEEP_ALL):
+        items.append(KeptTensor("documents", "mask", tokens * local.arch.seq_length * local.itemsize))
+    if local.begins_anew and is_rope:
+        items.append(KeptTensor("documents", "cos and sin", 2 * tokens * local.arch.kv_channels * local.itemsize))
     return tuple(items)
 
 
-def put_off_activations(work: Work) -> int:
+def deferred_wgrad_activations(local: LocalSizes) -> int:
     """Bytes of a layer between the two halves of a split backward: input and output's gradient of every matmul."""
-    up, down = (plan.on(work.mesh) for plan in (work.mode.expand, work.mode.contract))
-    gates = 2 if work.is_gated else 1
-    queries = work.num_queries * work.arch.kv_channels
-    outputs = work.inner(queries + 2 * work.keys_width + gates * work.ffn) * work.mesh.size(up.dy)
-    inputs = work.inner(queries + work.ffn)
-    return 2 * work.residual + outputs + inputs + 2 * work.residual * work.mesh.size(down.dy)
+    up, down = (plan.on(local.mesh) for plan in (local.mode.expand, local.mode.contract))
+    gates = 2 if local.is_gated else 1
+    queries = local.num_queries * local.arch.kv_channels
+    outputs = local.inner(queries + 2 * local.keys_width + gates * local.ffn) * local.mesh.size(up.dy)
+    inputs = local.inner(queries + local.ffn)
+    return 2 * local.residual + outputs + inputs + 2 * local.residual * local.mesh.size(down.dy)
 
 
-def _layer(work: Work) -> Iterator[Item]:
-    rows, width, split = work.tokens, work.hidden, work.splits_features
-    core = _recomputed_core if work.recompute.repeats(CORE_ATTN) else _core
-    activation = _recomputed_activation if work.recompute.repeats(MLP_ACT) else _ACTIVATIONS[work.arch.activation]
-    yield from _norm(work, "input_norm", rows, width, split)
-    yield Item("attention.qkv", "input", work.residual)
-    yield from core(work)
-    yield Item("attention.proj", "input", work.inner(work.num_queries * work.arch.kv_channels))
-    yield from _mask(work, "attention_dropout")
-    yield from _norm(work, "post_attention_norm", rows, width, split)
-    yield Item("mlp.fc1", "input", work.residual)
-    yield from activation(work)
-    yield from _mask(work, "mlp_dropout")
+def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
+    rows, width, split = local.tokens, local.hidden, local.splits_features
+    core = _recomputed_core if local.recompute.repeats(CORE_ATTN) else _core
+    activation = _recomputed_activation if local.recompute.repeats(MLP_ACT) else _ACTIVATIONS[local.arch.activation]
+    yield from _norm(local, "input_norm", rows, width, split)
+    yield KeptTensor("attention.qkv", "input", local.residual)
+    yield from core(local)
+    yield KeptTensor("attention.proj", "input", local.inner(local.num_queries * local.arch.kv_channels))
+    yield from _mask(local, "attention_dropout")
+    yield from _norm(local, "post_attention_norm", rows, width, split)
+    yield KeptTensor("mlp.fc1", "input", local.residual)
+    yield from activation(local)
+    yield from _mask(local, "mlp_dropout")
 
 
-def _mask(work: Work, site: str) -> Iterator[Item]:
-    if work.arch.hidden_dropout:
-        yield Item(site, "mask", work.tokens * work.hidden)
+def _mask(local: LocalSizes, site: str) -> Iterator[KeptTensor]:
+    if local.arch.hidden_dropout:
+        yield KeptTensor(site, "mask", local.tokens * local.hidden)
 
 
-def _norm(work: Work, site: str, rows: int, width: int, split: bool) -> Iterator[Item]:
+def _norm(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
     """A norm's input and what it remembers of it; its output is its reader's."""
-    composed = work.arch.normalization == "RMSNorm" and not work.kernels.fused_rms_norm and not split
-    if not composed or work.itemsize == work.wide:
-        yield Item(site, "input", rows * width * work.itemsize)
-    yield from _statistics(work, site, rows, width, split)
+    composed = local.arch.normalization == "RMSNorm" and not local.kernels.fused_rms_norm and not split
+    if not composed or local.itemsize == local.wide:
+        yield KeptTensor(site, "input", rows * width * local.itemsize)
+    yield from _statistics(local, site, rows, width, split)
 
 
-def _statistics(work: Work, site: str, rows: int, width: int, split: bool) -> Iterator[Item]:
-    is_layer_norm = work.arch.normalization == "LayerNorm"
+def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
+    is_layer_norm = local.arch.normalization == "LayerNorm"
     if split:
-        yield Item(site, "mean and scale", 2 * rows * work.wide)
+        yield KeptTensor(site, "mean and scale", 2 * rows * local.wide)
     elif is_layer_norm:
-        yield Item(site, "mean and scale", 2 * rows * (work.itemsize if work.kernels.narrow_statistics else work.wide))
+        yield KeptTensor(
+            site, "mean and scale", 2 * rows * (local.itemsize if local.kernels.narrow_statistics else local.wide)
+        )
     else:
-        yield Item(site, "scale", rows * work.wide)
-        if not work.kernels.fused_rms_norm:
-            copies = 1 if work.itemsize == work.wide else 2
-            yield Item(site, "input scaled, and widened", copies * rows * width * work.wide)
+        yield KeptTensor(site, "scale", rows * local.wide)
+        if not local.kernels.fused_rms_norm:
+            copies = 1 if local.itemsize == local.wide else 2
+            yield KeptTensor(site, "input scaled, and widened", copies * rows * width * local.wide)
 
 
-def _core(work: Work) -> Iterator[Item]:
+def _core(local: LocalSizes) -> Iterator[KeptTensor]:
     """From qkv's output to attention's, by scaled_dot_product_attention or, with dropout, written out."""
-    kept: dict[tuple[str, str], Item] = {}
+    kept: dict[tuple[str, str], KeptTensor] = {}
     last = {}
-    for name, count in (("q", work.num_queries), ("k", work.num_groups), ("v", work.num_groups)):
-        *before, last[name] = _path(work, name, count)
+    for name, count in (("q", local.num_queries), ("k", local.num_groups), ("v", local.num_groups)):
+        *before, last[name] = _projection_path(local, name, count)
         kept |= {item[:2]: item for item in before}
-    attend = _written_out if work.arch.attention_dropout else _fused
-    kept |= {item[:2]: item for item in attend(work, last)}
+    attend = _materialized if local.arch.attention_dropout else _fused
+    kept |= {item[:2]: item for item in attend(local, last)}
     yield from kept.values()
 
 
-def _recomputed_core(work: Work) -> Iterator[Item]:
-    yield _qkv_output(work)
+def _recomputed_core(local: LocalSizes) -> Iterator[KeptTensor]:
+    yield _qkv_output(local)
 
 
-def _qkv_output(work: Work) -> Item:
-    queries = work.num_queries * work.arch.kv_channels
-    return Item("attention.qkv", "output", work.inner(queries + 2 * work.keys_width))
+def _qkv_output(local: LocalSizes) -> KeptTensor:
+    queries = local.num_queries * local.arch.kv_channels
+    return KeptTensor("attention.qkv", "output", local.inner(queries + 2 * local.keys_width))
 
 
-def _path(work: Work, name: str, count: int) -> Iterator[Item]:
+def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptTensor]:
     """What keeps q, k or v on its way from qkv's output to attention, and last of all what attention reads."""
-    site, width = "attention.core", work.arch.kv_channels
-    here = _qkv_output(work)
-    if name != "q" and work.heads.gather_axes:
-        gathered = work.inner(work.keys_width) * work.mesh.size(work.heads.gather_axes)
-        here = Item(site, f"{name} gathered", gathered)
-    if name != "v" and work.arch.qk_layernorm:
+    site, width = "attention.core", local.arch.kv_channels
+    here = _qkv_output(local)
+    if name != "q" and local.heads.gather_axes:
+        gathered = local.inner(local.keys_width) * local.mesh.size(local.heads.gather_axes)
+        here = KeptTensor(site, f"{name} gathered", gathered)
+    if name != "v" and local.arch.qk_layernorm:
         norm = f"attention.{name}_norm"
-        inputs = list(_norm(work, norm, work.inner_tokens * count, width, split=False))
-        statistics = list(_statistics(work, norm, work.inner_tokens * count, width, split=False))
+        inputs = list(_norm(local, norm, local.inner_tokens * count, width, split=False))
+        statistics = list(_statistics(local, norm, local.inner_tokens * count, width, split=False))
         yield from statistics if len(inputs) == len(statistics) else [here, *statistics]
-        here = Item(site, f"{name} normed", work.inner(count * width))
-    if name != "v" and work.arch.position_embedding_type == "rope":
-        here = Item(site, f"{name} rotated", work.inner(count * width))
-    if name != "q" and not work.heads.are_even:
-        yield Item(site, f"head of each {name}", work.num_queries * _INDEX)
-        here = Item(site, f"{name} for each head", work.inner(work.num_queries * width))
+        here = KeptTensor(site, f"{name} normed", local.inner(count * width))
+    if name != "v" and local.arch.position_embedding_type == "rope":
+        here = KeptTensor(site, f"{name} rotated", local.inner(count * width))
+    if name != "q" and not local.heads.are_even:
+        yield KeptTensor(site, f"head of each {name}", local.num_queries * _INDEX)
+        here = KeptTensor(site, f"{name} for each head", local.inner(local.num_queries * width))
     yield here
 
 
-def _fused(work: Work, last: Mapping[str, Item]) -> Iterator[Item]:
+def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
     """scaled_dot_product_attention keeps what it reads, its output (proj's input) and a number per row of scores."""
     yield from last.values()
-    yield Item("attention.core", "logsumexp", work.inner_tokens * work.num_queries * work.wide)
+    yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
 
 
-def _written_out(work: Work, last: Mapping[str, Item]) -> Iterator[Item]:
+def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
     """Copies of q, k and v by head, the scores after softmax, the mask and what it leaves: [heads, S, S] each."""
-    site, seq = "attention.core", work.arch.seq_length
-    scores = work.inner_tokens * work.num_queries * seq
-    by_head = work.inner(work.num_queries * work.arch.kv_channels)
-    is_copied = work.sequences > 1 and work.num_queries > 1
-    yield Item(site, "q by head", by_head) if is_copied else last["q"]
-    yield Item(site, "k and v by head", 2 * by_head)
-    if not work.keeps_apart:
-        yield Item(site, "which positions are later", seq * seq)
-    yield Item(site, "softmax", scores * work.wide)
-    yield Item(site, "dropout mask", scores)
-    yield Item(site, "softmax after dropout", scores * work.itemsize)
+    site, seq = "attention.core", local.arch.seq_length
+    scores = local.inner_tokens * local.num_queries * seq
+    by_head = local.inner(local.num_queries * local.arch.kv_channels)
+    is_copied = local.sequences > 1 and local.num_queries > 1
+    yield KeptTensor(site, "q by head", by_head) if is_copied else last["q"]
+    yield KeptTensor(site, "k and v by head", 2 * by_head)
+    if not local.keeps_apart:
+        yield KeptTensor(site, "which positions are later", seq * seq)
+    yield KeptTensor(site, "softmax", scores * local.wide)
+    yield KeptTensor(site, "dropout mask", scores)
+    yield KeptTensor(site, "softmax after dropout", scores * local.itemsize)
 
 
-def _input_and_output(work: Work) -> Iterator[Item]:
-    yield Item("mlp.activation", "input", work.inner(work.ffn))
-    yield Item("mlp.fc2", "input", work.inner(work.ffn))
+def _input_and_output(local: LocalSizes) -> Iterator[KeptTensor]:
+    yield KeptTensor("mlp.activation", "input", local.inner(local.ffn))
+    yield KeptTensor("mlp.fc2", "input", local.inner(local.ffn))
 
 
-def _output_only(work: Work) -> Iterator[Item]:
+def _output_only(local: LocalSizes) -> Iterator[KeptTensor]:
     """fc2's input as well."""
-    yield Item("mlp.activation", "output", work.inner(work.ffn))
+    yield KeptTensor("mlp.activation", "output", local.inner(local.ffn))
 
 
-def _gated(work: Work) -> Iterator[Item]:
-    yield Item("mlp.activation", "gate and up", work.inner(2 * work.ffn))
-    yield Item("mlp.activation", "gate activated", work.inner(work.ffn))
-    yield Item("mlp.fc2", "input", work.inner(work.ffn))
+def _gated(local: LocalSizes) -> Iterator[KeptTensor]:
+    yield KeptTensor("mlp.activation", "gate and up", local.inner(2 * local.ffn))
+    yield KeptTensor("mlp.activation", "gate activated", local.inner(local.ffn))
+    yield KeptTensor("mlp.fc2", "input", local.inner(local.ffn))
 
 
-def _recomputed_activation(work: Work) -> Iterator[Item]:
+def _recomputed_activation(local: LocalSizes) -> Iterator[KeptTensor]:
     """What the activation reads, and what its own gradient needs beside."""
-    yield Item("mlp.fc1", "output", work.inner((2 if work.is_gated else 1) * work.ffn))
-    yield from (item for item in _ACTIVATIONS[work.arch.activation](work) if item.what in _OWN)
+    yield KeptTensor("mlp.fc1", "output", local.inner((2 if local.is_gated else 1) * local.ffn))
+    yield from (item for item in _ACTIVATIONS[local.arch.activation](local) if item.what in _RECOMPUTED_KEEPS)
 
 
 # What an activation keeps of its own making; relu its result.
-_OWN = {"gate activated", "output"}
+_RECOMPUTED_KEEPS = {"gate activated", "output"}
 
 # Which of them a rule of differentiation reads: relu's its output, the others' their input.
-_ACTIVATIONS: Mapping[str, Callable[[Work], Iterator[Item]]] = {
+_ACTIVATIONS: Mapping[str, Callable[[LocalSizes], Iterator[KeptTensor]]] = {
     "gelu": _input_and_output,
     "gelu_tanh": _input_and_output,
     "relu": _output_only,

@@ -16,7 +16,7 @@ from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelMemory:
     """What torch itself keeps, which differs between devices; all else is ours and the same everywhere.
 
     Attributes:
@@ -34,14 +34,18 @@ class Kernels:
     update_piece: int
 
 
-KERNELS: Mapping[str, Kernels] = {
-    "cpu": Kernels(narrow_statistics=True, fused_rms_norm=False, num_leaving=4, num_received=1, update_piece=2**18),
-    "gpu": Kernels(narrow_statistics=False, fused_rms_norm=True, num_leaving=1, num_received=0, update_piece=2**22),
+KERNELS: Mapping[str, KernelMemory] = {
+    "cpu": KernelMemory(
+        narrow_statistics=True, fused_rms_norm=False, num_leaving=4, num_received=1, update_piece=2**18
+    ),
+    "gpu": KernelMemory(
+        narrow_statistics=False, fused_rms_norm=True, num_leaving=1, num_received=0, update_piece=2**22
+    ),
 }
 
 
 @dataclass(frozen=True)
-class Work:
+class LocalSizes:
     """A microbatch of `micro_batch_size` sequences over all ranks that share it, as this rank of the mesh sees it.
 
     Attributes:
@@ -55,7 +59,7 @@ class Work:
     itemsize: int
     recompute: Recompute = KEEP_ALL
     overlap: TPOverlap = OVERLAP_ALL
-    kernels: Kernels = KERNELS["cpu"]
+    kernels: KernelMemory = KERNELS["cpu"]
     keeps_apart: bool = False
     begins_anew: bool = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron3d.analysis.memory_model.local_sizes import KERNELS, Kernels, Work
+from megatron3d.analysis.memory_model.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import Action, Schedule
@@ -16,7 +16,7 @@ ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
-class Job:
+class StepSpec:
     """A microbatch's work, the pipeline that many of them flow through, and what is kept from step to step.
 
     Attributes:
@@ -28,7 +28,7 @@ class Job:
             weights too.
     """
 
-    work: Work
+    local: LocalSizes
     pipeline: Pipeline
     schedule: str
     lowered: Schedule
@@ -38,18 +38,18 @@ class Job:
     zero_stage: int = 0
     reduce_itemsize: int = 4
 
-    def at(self, rank: int) -> Job:
+    def at(self, rank: int) -> StepSpec:
         """The same on another rank."""
-        return replace(self, work=replace(self.work, mesh=self.work.mesh.at(rank)))
+        return replace(self, local=replace(self.local, mesh=self.local.mesh.at(rank)))
 
-    def on_pipeline_rank(self, coord: int) -> Job:
+    def on_pipeline_rank(self, coord: int) -> StepSpec:
         """The same on the rank of another part of the pipeline that is otherwise where I am."""
-        return self.at(self.work.mesh.ranks(("pipeline",))[coord])
+        return self.at(self.local.mesh.ranks(("pipeline",))[coord])
 
     @property
     def coord(self) -> int:
         """My position along the pipeline."""
-        return self.work.mesh.coord("pipeline")
+        return self.local.mesh.coord("pipeline")
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -64,9 +64,9 @@ class Job:
     @property
     def zero_ranks(self) -> int:
         """Among how many ranks something is shared out."""
-        return self.work.mesh.sizes["data"] if self.zero_stage else 1
+        return self.local.mesh.sizes["data"] if self.zero_stage else 1
 
-    def shares(self, stage: int) -> bool:
+    def shards(self, stage: int) -> bool:
         """Whether what a stage of ZeRO shares out is shared out."""
         return self.zero_stage >= stage and self.zero_ranks > 1
 
@@ -76,10 +76,10 @@ class Job:
         return len({action.mb for action in self.pipeline.schedule[self.coord]})
 
 
-def make_job(spec: RunSpec, kernels: Kernels = KERNELS["cpu"]) -> Job:
+def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> StepSpec:
     """Return a rank's part of a step of a valid configuration."""
     config, train, optimizer = spec.config, spec.config.train, spec.config.optimizer
-    work = Work(
+    local = LocalSizes(
         spec.arch,
         spec.mode,
         spec.mesh,
@@ -92,9 +92,9 @@ def make_job(spec: RunSpec, kernels: Kernels = KERNELS["cpu"]) -> Job:
         config.data.reset_position_ids,
     )
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-    first, second = (work.wide if name is None else ITEMSIZES[name] for name in moments)
-    return Job(
-        work,
+    first, second = (local.wide if name is None else ITEMSIZES[name] for name in moments)
+    return StepSpec(
+        local,
         spec.pipeline,
         config.parallel.pipeline_schedule,
         lower(spec.schedule),
@@ -102,5 +102,5 @@ def make_job(spec: RunSpec, kernels: Kernels = KERNELS["cpu"]) -> Job:
         train.loss_chunk_tokens,
         bucket_bytes=train.bucket_mb * 2**20,
         zero_stage=config.parallel.zero_stage,
-        reduce_itemsize=2 if train.grad_reduce_in_bf16 else work.wide,
+        reduce_itemsize=2 if train.grad_reduce_in_bf16 else local.wide,
     )

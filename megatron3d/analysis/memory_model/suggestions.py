@@ -1,8 +1,8 @@
-"""What to change when memory does not suffice: each change with the bytes that it saves, the cheapest first.
+"""Changes of a configuration that reduce a rank's memory, each with the bytes that it saves, the cheapest first.
 
-A change is the closed form of the changed job, not a rule of thumb.  Its price is the time that it adds to a step, as a
-part of it: operations that are done again, or a larger bubble, by arithmetic.  Changes that move other bytes or make
-smaller kernels have a nominal price, which only puts them in order.
+Bytes are those of the closed form for the changed step.  The price is the fraction of the step time that a change adds,
+from recomputed FLOPs or from a larger bubble.  Changes that move other bytes or make kernels smaller have a nominal
+price, which only puts them in order.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron3d.analysis.memory_model.local_sizes import Work
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.rank import rank_memory
-from megatron3d.analysis.memory_model.step_spec import Job
+from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.config.validate.tensor_parallel import feature_dimensions
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
@@ -38,11 +38,11 @@ _FORM, _SHARE_STATE, _SHARE_GRADIENTS, _ELEMENTWISE, _SMALLER_KERNELS, _SHARE_WE
 # The least part of a rank's memory that is worth naming.
 _WORTH = 0.01
 
-Candidates = Iterator[tuple[str, float, Job]]
+Candidates = Iterator[tuple[str, float, StepSpec]]
 
 
 @dataclass(frozen=True)
-class Change:
+class Suggestion:
     """Settings that need less memory on a rank.
 
     Attributes:
@@ -61,24 +61,24 @@ class Change:
         return f"{self.settings}: {self.saves / 2**20:,.0f} MiB less, {self.total / 2**20:,.0f} MiB on this rank"
 
 
-def cheaper(job: Job, missing: int = 0, count: int = 3) -> list[Change]:
-    """The cheapest changes, each of another kind: those that alone save `missing` bytes on the job's rank, by price;
+def suggest(step: StepSpec, missing: int = 0, count: int = 3) -> list[Suggestion]:
+    """The cheapest changes, each of another kind: those that alone save `missing` bytes on the step's rank, by price;
     then, where these are too few, those that save most."""
-    now = rank_memory(job).total
+    now = rank_memory(step).total
 
-    def order(change: Change) -> tuple[bool, float]:
+    def order(change: Suggestion) -> tuple[bool, float]:
         return change.saves < missing, -change.saves if change.saves < missing else change.price
 
     best = []
     for candidates in (_recomputations, _zero_stages, _forms, _smaller_micro_batches, _schedules):
-        evaluated = [(settings, price, rank_memory(changed).total) for settings, price, changed in candidates(job)]
-        changes = [Change(settings, price, now - total, total) for settings, price, total in evaluated]
+        evaluated = [(settings, price, rank_memory(changed).total) for settings, price, changed in candidates(step)]
+        changes = [Suggestion(settings, price, now - total, total) for settings, price, total in evaluated]
         best += sorted((change for change in changes if change.saves >= _WORTH * now), key=order)[:1]
     return sorted(best, key=order)[:count]
 
 
-def _recomputations(job: Job) -> Candidates:
-    arch, now = job.work.arch, job.work.recompute
+def _recomputations(step: StepSpec) -> Candidates:
+    arch, now = step.local.arch, step.local.recompute
     whole = flops_per_token(arch)
     forward = arch.num_layers * layer_flops(arch)[ActionKind.F] / whole
     core = arch.num_layers * 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length / whole
@@ -93,67 +93,67 @@ def _recomputations(job: Job) -> Candidates:
     for settings, price, recompute in steps:
         if recompute != now:
             rest = undone + (modules if settings != both else "")
-            changed = replace(job, work=replace(job.work, recompute=recompute))
+            changed = replace(step, local=replace(step.local, recompute=recompute))
             yield f"train.recompute_granularity={settings}{rest}", price, changed
 
 
-def _zero_stages(job: Job) -> Candidates:
+def _zero_stages(step: StepSpec) -> Candidates:
     prices = {1: _SHARE_STATE, 2: _SHARE_GRADIENTS, 3: _SHARE_WEIGHTS}
     for stage, price in prices.items():
-        if stage > job.zero_stage:
-            yield f"parallel.zero_stage={stage}", price, replace(job, zero_stage=stage)
+        if stage > step.zero_stage:
+            yield f"parallel.zero_stage={stage}", price, replace(step, zero_stage=stage)
 
 
-def _forms(job: Job) -> Candidates:
+def _forms(step: StepSpec) -> Candidates:
     """Other forms of the tensor-parallel mode at the same shape, such as sequence parallelism."""
-    mode = job.work.mode
+    mode = step.local.mode
     shape = tuple(size for _, size in mode.axes)
     for form in MODES[mode.name].forms:
         other = build_mode(mode.name, form, shape)
-        changed = replace(job.work, mode=other)
+        changed = replace(step.local, mode=other)
         if other != mode and fits(changed):
-            yield f"parallel.tensor_parallel_form={form}", _FORM, replace(job, work=changed)
+            yield f"parallel.tensor_parallel_form={form}", _FORM, replace(step, local=changed)
 
 
-def _smaller_micro_batches(job: Job) -> Candidates:
-    size = job.work.micro_batch_size
-    changed = replace(job.work, micro_batch_size=size // 2)
-    if size % 2 == 0 and fits(changed) and job.schedule != FROM_FILE:
-        smaller = with_schedule(replace(job, work=changed), job.schedule, 2 * job.num_microbatches)
+def _smaller_micro_batches(step: StepSpec) -> Candidates:
+    size = step.local.micro_batch_size
+    changed = replace(step.local, micro_batch_size=size // 2)
+    if size % 2 == 0 and fits(changed) and step.schedule != FROM_FILE:
+        smaller = with_schedule(replace(step, local=changed), step.schedule, 2 * step.num_microbatches)
         yield f"train.micro_batch_size={size // 2}", _SMALLER_KERNELS, smaller
 
 
-def _schedules(job: Job) -> Candidates:
-    ranks, arch = job.pipeline.num_ranks, job.work.arch
+def _schedules(step: StepSpec) -> Candidates:
+    ranks, arch = step.pipeline.num_ranks, step.local.arch
     if ranks == 1:
         return
-    now, counts = makespan(job.pipeline, arch), [len(stage.layers) for stage in job.pipeline.stages]
-    undone = " parallel.pipeline_schedule_file=null" if job.schedule == FROM_FILE else ""
-    if tuple(counts) != divide(arch, len(counts), job.pipeline.owners):
+    now, counts = makespan(step.pipeline, arch), [len(stage.layers) for stage in step.pipeline.stages]
+    undone = " parallel.pipeline_schedule_file=null" if step.schedule == FROM_FILE else ""
+    if tuple(counts) != divide(arch, len(counts), step.pipeline.owners):
         undone += " parallel.pipeline_model_parallel_layout=null"
     for name, entry in SCHEDULES.items():
-        if name != job.schedule and ranks * entry.min_virtual <= arch.num_layers:
-            other = with_schedule(job, name, job.num_microbatches)
+        if name != step.schedule and ranks * entry.min_virtual <= arch.num_layers:
+            other = with_schedule(step, name, step.num_microbatches)
             settings = f"parallel.pipeline_schedule={name}{undone}"
-            if num_virtual_stages(other.pipeline.schedule) != num_virtual_stages(job.pipeline.schedule):
+            if num_virtual_stages(other.pipeline.schedule) != num_virtual_stages(step.pipeline.schedule):
                 settings += (
                     f" parallel.virtual_pipeline_model_parallel_size={num_virtual_stages(other.pipeline.schedule)}"
                 )
             yield settings, makespan(other.pipeline, arch) / now - 1, other
 
 
-def with_schedule(job: Job, name: str, num_microbatches: int) -> Job:
-    """The job under a schedule of this name; under another one, layers are divided anew."""
-    ranks, entry = job.pipeline.num_ranks, SCHEDULES[name]
-    virtual = num_virtual_stages(job.pipeline.schedule)
+def with_schedule(step: StepSpec, name: str, num_microbatches: int) -> StepSpec:
+    """The step under a schedule of this name; under another one, layers are divided anew."""
+    ranks, entry = step.pipeline.num_ranks, SCHEDULES[name]
+    virtual = num_virtual_stages(step.pipeline.schedule)
     takes = entry.min_virtual <= virtual <= (entry.max_virtual or virtual)
     schedule = build_schedule(name, ranks, num_microbatches, virtual if takes else None)
     where = tuple(stage_to_rank(schedule).values())
-    counts = tuple(len(stage.layers) for stage in job.pipeline.stages)
-    if name != job.schedule:
-        counts = divide(job.work.arch, len(where), where)
+    counts = tuple(len(stage.layers) for stage in step.pipeline.stages)
+    if name != step.schedule:
+        counts = divide(step.local.arch, len(where), where)
     pipeline = Pipeline(make_stages(counts), where, schedule)
-    return replace(job, pipeline=pipeline, schedule=name, lowered=lower(schedule))
+    return replace(step, pipeline=pipeline, schedule=name, lowered=lower(schedule))
 
 
 def makespan(pipeline: Pipeline, arch: Architecture) -> float:
@@ -162,14 +162,14 @@ def makespan(pipeline: Pipeline, arch: Architecture) -> float:
     return simulate_durations(pipeline.schedule, lambda action: flops[action.stage][action.kind]).makespan
 
 
-def fits(work: Work) -> bool:
+def fits(local: LocalSizes) -> bool:
     """Whether the mode's axes divide all that they split."""
-    mode, mesh = work.mode, work.mesh
+    mode, mesh = local.mode, local.mesh
     plans = (mode.expand, mode.contract, mode.embed)
     tokens = [mesh.size(layout[0]) for plan in plans for layout in (plan.x_layout, plan.y_layout)]
     return (
-        work.micro_batch_size % mesh.size(mode.inner[0]) == 0
-        and all(work.num_tokens % ranks == 0 for ranks in tokens)
-        and all(d.size % mesh.size(axes) == 0 for d in feature_dimensions(work.arch, mode) for axes in d.splits)
-        and work.arch.padded_vocab_size % mode.vocab_multiple == 0
+        local.micro_batch_size % mesh.size(mode.inner[0]) == 0
+        and all(local.num_tokens % ranks == 0 for ranks in tokens)
+        and all(d.size % mesh.size(axes) == 0 for d in feature_dimensions(local.arch, mode) for axes in d.splits)
+        and local.arch.padded_vocab_size % mode.vocab_multiple == 0
     )

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron3d.analysis.memory_model.rank import Memory, in_flight, rank_memory, stage_activations
-from megatron3d.analysis.memory_model.step_spec import Job
+from megatron3d.analysis.memory_model.rank import RankMemory, in_flight, rank_memory, stage_activations
+from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.pipeline.actions import ActionKind
@@ -23,14 +23,14 @@ def unit_for(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
     return fitting[-1] if fitting else next(iter(units.items()))
 
 
-def lines_of(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as lines of equally wide columns, the last column to the left and the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
 
 
 @dataclass(frozen=True)
-class StageFacts:
+class StageSummary:
     """What a stage is, does for a microbatch over all its ranks, and keeps on the rank at this place of the mesh.
 
     Attributes:
@@ -49,26 +49,27 @@ class StageFacts:
     what: str
 
 
-def stage_facts(job: Job) -> list[StageFacts]:
+def stage_summaries(step: StepSpec) -> list[StageSummary]:
     """Of every stage of the pipeline."""
-    ranks = [job.on_pipeline_rank(coord) for coord in range(job.pipeline.num_ranks)]
+    ranks = [step.on_pipeline_rank(coord) for coord in range(step.pipeline.num_ranks)]
     counts = {stage: count for rank in ranks for stage, count in in_flight(rank).items()}
     found = []
-    for stage in job.pipeline.stages:
-        owner = job.pipeline.owners[stage.index]
+    for stage in step.pipeline.stages:
+        owner = step.pipeline.owners[stage.index]
         flops = (
-            sum(stage_flops(job.work.arch, stage)[kind] for kind in (ActionKind.F, ActionKind.B)) * job.work.num_tokens
+            sum(stage_flops(step.local.arch, stage)[kind] for kind in (ActionKind.F, ActionKind.B))
+            * step.local.num_tokens
         )
-        size, parameters = stage_activations(ranks[owner], stage), num_parameters(ranks[owner], stage)
+        size, parameters = stage_activations(ranks[owner], stage), stage_num_parameters(ranks[owner], stage)
         count = counts[stage.index]
-        facts = StageFacts(stage.index, owner, len(stage.layers), parameters, flops, count, size, describe(stage))
+        facts = StageSummary(stage.index, owner, len(stage.layers), parameters, flops, count, size, describe(stage))
         found.append(facts)
     return found
 
 
-def stage_table(job: Job) -> list[str]:
+def stage_table(step: StepSpec) -> list[str]:
     """The stages as text; activations are what a microbatch keeps times the microbatches in flight."""
-    stages = stage_facts(job)
+    stages = stage_summaries(step)
     operations, per_operation = unit_for(max(stage.flops for stage in stages), OPERATIONS)
     name, size = unit_for(max(stage.in_flight * stage.activation_bytes for stage in stages), BYTES)
     header = (
@@ -96,7 +97,7 @@ def stage_table(job: Job) -> list[str]:
         )
         for stage in stages
     ]
-    return lines_of([header, *rows])
+    return align_columns([header, *rows])
 
 
 def describe(stage: Stage) -> str:
@@ -106,28 +107,28 @@ def describe(stage: Stage) -> str:
     return ", ".join(["embedding"] * stage.has_embedding + runs + ["head"] * stage.has_head)
 
 
-def num_parameters(job: Job, stage: Stage) -> int:
+def stage_num_parameters(step: StepSpec, stage: Stage) -> int:
     """Parameters of one of my stages over all ranks that share it, without padding."""
-    specs = stage_specs(job.work.arch, job.work.mode, job.pipeline, job.coord)[stage.index]
+    specs = stage_specs(step.local.arch, step.local.mode, step.pipeline, step.coord)[stage.index]
     return sum(math.prod(part.shape) for spec in specs.values() for part in spec.parts)
 
 
-def memory_table(job: Job, measured: Sequence[int] | None = None) -> list[str]:
+def memory_table(step: StepSpec, measured: Sequence[int] | None = None) -> list[str]:
     """Memory of the rank at this place in each part of the pipeline by category, and what it needed at most.
 
     `measured` are the most bytes of tensors by pipeline rank, once a step has been made.
     """
-    memories = [rank_memory(job.on_pipeline_rank(coord)) for coord in range(job.pipeline.num_ranks)]
+    memories = [rank_memory(step.on_pipeline_rank(coord)) for coord in range(step.pipeline.num_ranks)]
     name, size = unit_for(max(memory.total for memory in memories), BYTES)
     header = ("rank", *memories[0].categories, f"total {name}", "measured", "largest moment")
     rows = []
     for coord, memory in enumerate(memories):
         cells = [f"{value / size:,.1f}" for value in (*memory.categories.values(), memory.total)]
         found = "-" if measured is None else f"{measured[coord] / size:,.1f}"
-        rows.append((str(coord), *cells, found, largest_moment(memory)))
-    return lines_of([header, *rows])
+        rows.append((str(coord), *cells, found, largest_peak(memory)))
+    return align_columns([header, *rows])
 
 
-def largest_moment(memory: Memory) -> str:
+def largest_peak(memory: RankMemory) -> str:
     """The moment that needs most."""
-    return max(memory.moments, key=lambda name: memory.moments[name], default="")
+    return max(memory.transient_peaks, key=lambda name: memory.transient_peaks[name], default="")

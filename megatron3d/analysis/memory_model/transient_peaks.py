@@ -11,18 +11,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
-from megatron3d.analysis.memory_model.local_sizes import Work
-from megatron3d.analysis.memory_model.step_spec import Job
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.recompute_spec import KEEP_ALL
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
 # `ops/dropout.py` hashes indices in int64, three of them at one time for each element.
 _HASH_BYTES = 24
-# A norm that is no single kernel works in fp32: input, gradient, their products and sums.
+# A norm that is no single kernel cases in fp32: input, gradient, their products and sums.
 _NORM_COPIES = 6
 
 
-class Matmul(NamedTuple):
+class LocalMatmul(NamedTuple):
     """A planned matmul as this rank stores its operands, in elements; `whole_w` is W as it is multiplied."""
 
     plan: MatmulPlan
@@ -32,29 +32,29 @@ class Matmul(NamedTuple):
     whole_w: int
 
 
-def matmuls(work: Work) -> dict[str, Matmul]:
+def matmuls(local: LocalSizes) -> dict[str, LocalMatmul]:
     """The four of a layer by module."""
-    mesh, arch = work.mesh, work.arch
-    up, down = work.mode.expand.on(mesh), work.mode.contract.on(mesh)
-    residual, tokens = work.tokens * work.hidden, work.inner_tokens
-    queries, keys, ffn = work.num_queries * arch.kv_channels, 2 * work.keys_width, work.ffn * (1 + work.is_gated)
+    mesh, arch = local.mesh, local.arch
+    up, down = local.mode.expand.on(mesh), local.mode.contract.on(mesh)
+    residual, tokens = local.tokens * local.hidden, local.inner_tokens
+    queries, keys, ffn = local.num_queries * arch.kv_channels, 2 * local.keys_width, local.ffn * (1 + local.is_gated)
     whole_heads = arch.num_attention_heads * arch.kv_channels
 
     def weight(plan: MatmulPlan, n: int, k: int) -> int:
         rows, columns = plan.w_layout
-        return work.part(n, rows) * work.part(k, columns)
+        return local.part(n, rows) * local.part(k, columns)
 
     whole_qkv = whole_heads + 2 * arch.num_query_groups * arch.kv_channels
-    whole_ffn = arch.ffn_hidden_size * (1 + work.is_gated)
+    whole_ffn = arch.ffn_hidden_size * (1 + local.is_gated)
 
-    def stored(plan: MatmulPlan, x: int, w: int, y: int) -> Matmul:
-        return Matmul(plan, x, w, y, w * mesh.size(plan.w))
+    def stored(plan: MatmulPlan, x: int, w: int, y: int) -> LocalMatmul:
+        return LocalMatmul(plan, x, w, y, w * mesh.size(plan.w))
 
     return {
         "attention.qkv": stored(up, residual, weight(up, whole_qkv, arch.hidden_size), tokens * (queries + keys)),
         "attention.proj": stored(down, tokens * queries, weight(down, arch.hidden_size, whole_heads), residual),
         "mlp.fc1": stored(up, residual, weight(up, whole_ffn, arch.hidden_size), tokens * ffn),
-        "mlp.fc2": stored(down, tokens * work.ffn, weight(down, arch.hidden_size, arch.ffn_hidden_size), residual),
+        "mlp.fc2": stored(down, tokens * local.ffn, weight(down, arch.hidden_size, arch.ffn_hidden_size), residual),
     }
 
 
@@ -67,19 +67,19 @@ _BEFORE = {
 }
 
 
-def matmul_backward(work: Work, site: str) -> int:
+def matmul_backward(local: LocalSizes, site: str) -> int:
     """Bytes of dY, of the gathered dY, X and W, of dX and dW before they are reduced; then of the W that is gathered
     for the linear before, and of the dW that is reduced for the linear after."""
-    mesh, linears = work.mesh, matmuls(work)
+    mesh, linears = local.mesh, matmuls(local)
     after = next(name for name, before in _BEFORE.items() if before == site)
     matmul = linears[site]
-    plan, overlap = matmul.plan, work.overlap
+    plan, overlap = matmul.plan, local.overlap
     whole_x, whole_w, whole_dy = matmul.x * mesh.size(plan.x), matmul.whole_w, matmul.y * mesh.size(plan.dy)
     gathered, reordered = _gathered(plan, whole_x, whole_w, whole_dy)
     ahead = linears[_BEFORE[site]].whole_w * (overlap.weight_gather and not overlap.keep_gathered_weights)
     late = linears[after].whole_w * overlap.weight_grad
     overlapped = ahead + late if plan.w else 0
-    return (matmul.y + gathered + reordered + whole_x + whole_w + overlapped) * work.itemsize
+    return (matmul.y + gathered + reordered + whole_x + whole_w + overlapped) * local.itemsize
 
 
 def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
@@ -107,64 +107,67 @@ _BACKWARD = (
 )
 
 
-def layer_moments(work: Work) -> dict[str, int]:
+def layer_peaks(local: LocalSizes) -> dict[str, int]:
     """Bytes of every moment inside a layer, less what it no longer keeps; what is computed again is there as well."""
-    items = layer_activations(replace(work, recompute=KEEP_ALL))
+    items = layer_activations(replace(local, recompute=KEEP_ALL))
     kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
-    again = recomputed_activations(work)
-    queries = work.num_queries * work.arch.kv_channels
-    inside = {site: matmul_backward(work, site) for site in _BEFORE}
-    inside["attention.core"] = work.inner(3 * queries + 4 * work.keys_width)
-    inside["mlp.activation"] = work.inner((3 if work.is_gated else 2) * work.ffn)
-    needed = {f"backward of {site}": (site, size + work.residual) for site, size in inside.items()}
-    if work.arch.hidden_dropout:
-        needed["hash of a dropout mask"] = "mlp_dropout", _HASH_BYTES * work.tokens * work.hidden
-    if work.arch.attention_dropout:
-        to_come = 1 if work.itemsize < work.wide else 1 + work.itemsize
-        size = (_HASH_BYTES + work.wide - to_come) * work.inner_tokens * work.num_queries * work.arch.seq_length
-        needed["hash of attention's dropout mask"] = "attention.core", size + work.inner(queries + 2 * work.keys_width)
-    composed = work.arch.normalization == "RMSNorm" and not work.kernels.fused_rms_norm
-    if work.splits_features or composed:
-        needed["norm in fp32"] = "post_attention_norm", _NORM_COPIES * work.tokens * work.hidden * work.wide
+    again = recomputed_activations(local)
+    queries = local.num_queries * local.arch.kv_channels
+    inside = {site: matmul_backward(local, site) for site in _BEFORE}
+    inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width)
+    inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
+    needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
+    if local.arch.hidden_dropout:
+        needed["hash of a dropout mask"] = "mlp_dropout", _HASH_BYTES * local.tokens * local.hidden
+    if local.arch.attention_dropout:
+        to_come = 1 if local.itemsize < local.wide else 1 + local.itemsize
+        size = (_HASH_BYTES + local.wide - to_come) * local.inner_tokens * local.num_queries * local.arch.seq_length
+        needed["hash of attention's dropout mask"] = (
+            "attention.core",
+            size + local.inner(queries + 2 * local.keys_width),
+        )
+    composed = local.arch.normalization == "RMSNorm" and not local.kernels.fused_rms_norm
+    if local.splits_features or composed:
+        needed["norm in fp32"] = "post_attention_norm", _NORM_COPIES * local.tokens * local.hidden * local.wide
     gone = {at: sum(kept[site] for site in _BACKWARD[:place]) for place, at in enumerate(_BACKWARD)}
     return {name: size + again - gone[at] for name, (at, size) in needed.items()}
 
 
-def head_moments(job: Job) -> dict[str, int]:
+def head_peaks(step: StepSpec) -> dict[str, int]:
     """Bytes beside what is kept while the last chunk of logits becomes gradients, and before dW is reduced.
 
     The norm's output; W, the chunk's X and dY, gathered; logits in fp32 and in the network's type; dX and the chunk's
     dW.  Where dW is reduced its sum has memory of its own, and then there is that in the network's type, too.
     """
-    work, size = job.work, job.work.itemsize
-    plan, narrow = work.mode.expand.on(work.mesh), size if size < work.wide else 0
-    rows, ranks = chunk_rows(job)
-    vocabulary, features = work.part(work.arch.padded_vocab_size, plan.n), work.part(work.arch.hidden_size, plan.k)
+    local, size = step.local, step.local.itemsize
+    plan, narrow = local.mode.expand.on(local.mesh), size if size < local.wide else 0
+    rows, ranks = chunk_rows(step)
+    vocabulary, features = local.part(local.arch.padded_vocab_size, plan.n), local.part(local.arch.hidden_size, plan.k)
     x, w, dy = rows * ranks * features, vocabulary * features, rows * ranks * vocabulary
     gathered, reordered = _gathered(plan, x, w, dy)
-    logits = dy // work.mesh.size(plan.dy) * (work.wide + (0 if plan.dy else narrow))
-    before = w * work.wide if plan.w and rows < work.tokens else 0
-    chunk = work.residual + gathered * size + logits + before + max(w + x, reordered) * size
-    return {"head and loss": chunk, "gradient of the head": 2 * work.residual + before + w * size if plan.w else 0}
+    logits = dy // local.mesh.size(plan.dy) * (local.wide + (0 if plan.dy else narrow))
+    before = w * local.wide if plan.w and rows < local.tokens else 0
+    chunk = local.residual + gathered * size + logits + before + max(w + x, reordered) * size
+    return {"head and loss": chunk, "gradient of the head": 2 * local.residual + before + w * size if plan.w else 0}
 
 
-def chunk_rows(job: Job) -> tuple[int, int]:
+def chunk_rows(step: StepSpec) -> tuple[int, int]:
     """Rows of a chunk of mine, as `ops/loss.py` divides them, and the ranks whose rows are gathered beside them."""
-    work = job.work
-    plan = work.mode.expand.on(work.mesh)
+    local = step.local
+    plan = local.mode.expand.on(local.mesh)
     gathered, scattered = (
-        work.mesh.size(axis for axis, dim in table.items() if dim == "M") for table in (plan.x, plan.dy)
+        local.mesh.size(axis for axis, dim in table.items() if dim == "M") for table in (plan.x, plan.dy)
     )
     unit = scattered // math.gcd(gathered, scattered)
-    rows = max(job.loss_chunk_tokens // (gathered * unit), 1) * unit
-    return min(rows, work.tokens), gathered
+    rows = max(step.loss_chunk_tokens // (gathered * unit), 1) * unit
+    return min(rows, local.tokens), gathered
 
 
-def embedding_moment(work: Work) -> int:
+def embedding_peak(local: LocalSizes) -> int:
     """Bytes of the embedding's backward: dY gathered and wide, dW wide and in the network's type."""
-    mesh, plan = work.mesh, work.mode.embed.on(work.mesh)
-    features, rows = work.part(work.arch.hidden_size, plan.n), work.part(work.arch.padded_vocab_size, plan.k)
-    narrow = work.itemsize if work.itemsize < work.wide else 0
-    gathered_dy = work.part(work.num_tokens, plan.m) * features * (work.itemsize + narrow)
+    mesh, plan = local.mesh, local.mode.embed.on(local.mesh)
+    features, rows = local.part(local.arch.hidden_size, plan.n), local.part(local.arch.padded_vocab_size, plan.k)
+    narrow = local.itemsize if local.itemsize < local.wide else 0
+    gathered_dy = local.part(local.num_tokens, plan.m) * features * (local.itemsize + narrow)
     gathered_dy *= 1 if mesh.nontrivial((*plan.m, *plan.k, *plan.n)) or narrow else 0
-    return work.residual + gathered_dy + rows * features * (work.wide + narrow)
+    return local.residual + gathered_dy + rows * features * (local.wide + narrow)

@@ -18,7 +18,7 @@ RECOMPUTATIONS = (None, "selective", "full")
 
 
 @dataclass(frozen=True, order=True)
-class Tensor:
+class TensorChoice:
     """A tensor-parallel mode with form and shape."""
 
     mode: str
@@ -37,10 +37,10 @@ class Tensor:
 
 
 @dataclass(frozen=True, order=True)
-class Layout:
+class LayoutChoice:
     """All choices of a plan but those that a model and a cluster fix."""
 
-    tensor: Tensor
+    tensor: TensorChoice
     pipeline: int = 1
     schedule: str = "1f1b"
     virtual: int = 1
@@ -48,7 +48,7 @@ class Layout:
     micro_batch_size: int = 1
     recompute: str | None = None
 
-    def of(self, config: Config) -> Config:
+    def apply_to(self, config: Config) -> Config:
         """The configuration with these choices; nothing is checked."""
         parallel = {
             "tensor_parallel_mode": self.tensor.mode,
@@ -84,7 +84,7 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def tensors(num_ranks: int) -> Iterator[Tensor]:
+def tensor_choices(num_ranks: int) -> Iterator[TensorChoice]:
     """Every mode, form and shape on a part of the ranks; what is another mode by another name, once."""
     seen: set[object] = set()
     for size in divisors(num_ranks):
@@ -96,7 +96,7 @@ def tensors(num_ranks: int) -> Iterator[Tensor]:
                     same = signature(build(shape))
                     if same not in seen:
                         seen.add(same)
-                        yield Tensor(mode, form, shape)
+                        yield TensorChoice(mode, form, shape)
 
 
 def signature(mode: Mode) -> object:
@@ -138,6 +138,6 @@ def _powers(low: int, high: int) -> Iterator[int]:
         low *= 2
 
 
-def micro_batches(per_data_rank: int) -> Sequence[int]:
+def microbatch_sizes(per_data_rank: int) -> Sequence[int]:
     """Powers of two that divide what a data-parallel rank has of the global batch."""
     return [n for n in _powers(1, MAX_MICRO_BATCH) if per_data_rank % n == 0]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron3d.analysis.cost_model.traffic import step_flops
-from megatron3d.analysis.memory_model.step_spec import Job
+from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.analysis.memory_model.table import memory_table
 from megatron3d.data.ramp import Batch
 from megatron3d.metrics import StepRecord, peak_memory_bytes
@@ -38,7 +38,7 @@ from megatron3d.train.step import StepResult, Watch
 class Monitor:
     """Observes a run from its next step on; every rank creates one at the same point, since it communicates."""
 
-    def __init__(self, run: Run, job: Job) -> None:
+    def __init__(self, run: Run, job: StepSpec) -> None:
         self._run, self._job = run, job
         self._first_iteration = run.state.iteration + 1
         self._skipped = torch.zeros((), device=run.runtime.device)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from megatron3d.analysis.memory_model.local_sizes import KERNELS
-from megatron3d.analysis.memory_model.step_spec import Job, make_job
-from megatron3d.analysis.memory_model.suggestions import cheaper
+from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
+from megatron3d.analysis.memory_model.suggestions import suggest
 from megatron3d.analysis.memory_model.table import memory_table
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
@@ -19,9 +19,9 @@ from megatron3d.parallel.parallel_state import ParallelState
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 
-def job_of(spec: RunSpec, device: torch.device) -> Job:
+def job_of(spec: RunSpec, device: torch.device) -> StepSpec:
     """Return the description of this rank's step from which its memory is estimated."""
-    return make_job(spec, KERNELS["cpu" if device.type == "cpu" else "gpu"])
+    return make_step_spec(spec, KERNELS["cpu" if device.type == "cpu" else "gpu"])
 
 
 def max_by_pipeline_rank(state: ParallelState, comm: Comm, num_bytes: int) -> list[int]:
@@ -32,13 +32,13 @@ def max_by_pipeline_rank(state: ParallelState, comm: Comm, num_bytes: int) -> li
 
 
 @contextlib.contextmanager
-def oom_report(job: Job) -> Iterator[None]:
+def oom_report(job: StepSpec) -> Iterator[None]:
     """Turn an out-of-memory error of the body into a RuntimeError with the report."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if type(error) is RuntimeError and not any(text in str(error) for text in _CPU_MESSAGES):
             raise
-        changes = [f"    {change}" for change in cheaper(job)] or ["    a smaller model, or more ranks"]
+        changes = [f"    {change}" for change in suggest(job)] or ["    a smaller model, or more ranks"]
         lines = ["out of memory. Estimated memory of each pipeline rank:", *memory_table(job)]
         raise RuntimeError("\n".join([*lines, "Changes that need less, cheapest first:", *changes])) from error

@@ -13,15 +13,15 @@ import torch
 from megatron3d import __version__
 from megatron3d.analysis.cost_model.forecast import Forecast
 from megatron3d.analysis.memory_model.rank import rank_memory
-from megatron3d.analysis.memory_model.step_spec import Job
-from megatron3d.analysis.memory_model.table import stage_facts
+from megatron3d.analysis.memory_model.step_spec import StepSpec
+from megatron3d.analysis.memory_model.table import stage_summaries
 from megatron3d.metrics.throughput import StepWork
 from megatron3d.model.flops import num_parameters
 from megatron3d.train.run import Run
 
 
 def run_metadata(
-    run: Run, job: Job, work: StepWork, devices: Sequence[str], forecast: Forecast | str
+    run: Run, job: StepSpec, work: StepWork, devices: Sequence[str], forecast: Forecast | str
 ) -> Mapping[str, Any]:
     """Return versions, mesh, devices, model, work per step, and the estimated memory and step time.
 
@@ -45,7 +45,7 @@ def run_metadata(
         "model": {**asdict(arch), "num_parameters": num_parameters(arch)},
         "work": asdict(work),
         "peak": None if peak is None else asdict(peak),
-        "stages": [asdict(stage) for stage in stage_facts(job)],
+        "stages": [asdict(stage) for stage in stage_summaries(job)],
         "memory_bytes": [rank_memory(rank).categories for rank in ranks],
         "step_s": _predicted_step(forecast),
     }

@@ -42,7 +42,7 @@ def check_built(state: TrainState) -> None:
 def describe_attention_kernel(state: TrainState) -> str:
     """Describe the attention kernel of this rank; raises UserError if no kernel takes the mask that is needed."""
     arch, whole = state.model.arch, state.buffers.flats[0].whole
-    work = job_of(state.spec, whole.device).work
+    work = job_of(state.spec, whole.device).local
     heads = work.num_queries, work.num_groups, arch.kv_channels
     is_masked = state.spec.config.data.reset_attention_mask
     return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)

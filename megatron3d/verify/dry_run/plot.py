@@ -11,14 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron3d.analysis.memory_model.table import BYTES, unit_for
-from megatron3d.verify.dry_run.run import RankRun
-from megatron3d.verify.dry_run.totals import Totals
+from megatron3d.verify.dry_run.run import RankDryRun
+from megatron3d.verify.dry_run.totals import StepTotals
 
 # Of more ranks than that some are drawn, the first and the last among them.
 MAX_PANELS = 8
 
 
-def figure(runs: Sequence[RankRun], sums: Sequence[Totals]) -> Figure:
+def figure(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> Figure:
     """A panel per rank, one below the other on one scale of bytes."""
     count = min(len(runs), MAX_PANELS)
     shown = [round(place * (len(runs) - 1) / max(1, count - 1)) for place in range(count)]
@@ -35,7 +35,7 @@ def figure(runs: Sequence[RankRun], sums: Sequence[Totals]) -> Figure:
     return picture
 
 
-def _draw(axes: Axes, run: RankRun, sums: Totals, size: float) -> None:
+def _draw(axes: Axes, run: RankDryRun, sums: StepTotals, size: float) -> None:
     """Kinds on top of each other after each action, and the most during it."""
     kept = sum(run.between.values())
     kinds = {kind: len(sums.peaks) * [held] for kind, held in run.between.items()}

@@ -19,21 +19,21 @@ from megatron3d.pipeline.lower import lower
 from megatron3d.runtime.process import num_cores
 from megatron3d.verify.dry_run.agree import disagreements
 from megatron3d.verify.dry_run.plot import figure
-from megatron3d.verify.dry_run.run import RankRun, few_microbatches, run_rank
+from megatron3d.verify.dry_run.run import RankDryRun, run_rank, with_few_microbatches
 from megatron3d.verify.dry_run.show import report
-from megatron3d.verify.dry_run.totals import Totals, totals
+from megatron3d.verify.dry_run.totals import StepTotals, step_totals
 
 
-def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankRun]:
+def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankDryRun]:
     """The step of several ranks, in several processes where that is worth it."""
-    few = few_microbatches(spec)
+    few = with_few_microbatches(spec)
     workers = min(num_cores(), -(-len(ranks) // 4))
     if workers == 1:
         return [run_rank(few.on_rank(rank)) for rank in ranks]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        jobs = [pool.submit(run_rank, few.on_rank(rank)) for rank in ranks]
-        return [job.result() for job in jobs]
+        futures = [pool.submit(run_rank, few.on_rank(rank)) for rank in ranks]
+        return [future.result() for future in futures]
 
 
 def chosen_ranks(text: str, state: ParallelState) -> list[int]:
@@ -58,7 +58,7 @@ def run_dry(arguments: Arguments, environ_world_size: int) -> int:
     spec = RunSpec(config, world_size, vocab_size)
     runs = dry_run(spec, chosen_ranks(arguments.ranks, spec.parallel_state))
     lists = lower(spec.schedule)
-    sums = [totals(run, lists[run.coord]) for run in runs]
+    sums = [step_totals(run, lists[run.coord]) for run in runs]
     print(report(runs, sums))
     if arguments.picture:
         draw(arguments.picture, runs, sums)
@@ -70,7 +70,7 @@ def run_dry(arguments: Arguments, environ_world_size: int) -> int:
     return int(bool(problems))
 
 
-def draw(path: Path, runs: Sequence[RankRun], sums: Sequence[Totals]) -> None:
+def draw(path: Path, runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> None:
     """Write the picture of memory.  Raises UserError where that cannot be."""
     try:
         figure(runs, sums).savefig(path)

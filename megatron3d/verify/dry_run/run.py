@@ -34,7 +34,7 @@ ENOUGH = 4
 Calls = Counter[tuple[str, Axes]]
 
 
-class Done(NamedTuple):
+class ActionCounts(NamedTuple):
     """What one action, or what lies between two, does: operations, calls and bytes by collective and axes, the change
     of what is held, and the most beyond what was held before."""
 
@@ -46,7 +46,7 @@ class Done(NamedTuple):
 
 
 @dataclass
-class RankRun:
+class RankDryRun:
     """A rank's step.
 
     Attributes:
@@ -63,12 +63,12 @@ class RankRun:
     parameters: int
     between: Mapping[str, int]
     held: int = 0
-    actions: list[tuple[Action | None, Done]] = field(default_factory=list)
+    actions: list[tuple[Action | None, ActionCounts]] = field(default_factory=list)
     peak_update: int = 0
     entries: list[Entry] = field(default_factory=list)
 
 
-def few_microbatches(spec: RunSpec) -> RunSpec:
+def with_few_microbatches(spec: RunSpec) -> RunSpec:
     """The same run with as many microbatches as it takes to know what all others do.
 
     A schedule from a file is for all of them; and where the halves of a backward come apart, gradients that are shared
@@ -80,12 +80,12 @@ def few_microbatches(spec: RunSpec) -> RunSpec:
     return few
 
 
-def run_rank(spec: RunSpec) -> RankRun:
+def run_rank(spec: RunSpec) -> RankDryRun:
     """Return one dry step of the rank `spec.rank`."""
     with pretend(spec.rank, spec.world_size) if spec.world_size > 1 else contextlib.nullcontext(), FakeTensorMode():
         recorder = Recorder(connect(spec))
         state = build_state(spec, recorder, torch.device("cpu"), has_values=False)
-        return measure(state, recorder, microbatches(spec))
+        return measure_step(state, recorder, microbatches(spec))
 
 
 def microbatches(spec: RunSpec) -> list[Microbatch]:
@@ -98,7 +98,7 @@ def microbatches(spec: RunSpec) -> list[Microbatch]:
     return [Microbatch(torch.zeros(high - low, arch.seq_length + 1, dtype=torch.int64), first) for first in firsts]
 
 
-def measure(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankRun:
+def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankDryRun:
     """One step of a state that is built, with or without values."""
     kinds = tensors_by_kind(state)
     shared = state.buffers.sharding.params
@@ -110,7 +110,7 @@ def measure(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) 
     run = RankRun(state.spec.rank, state.spec.parallel_state.pipeline_parallel_rank, parameters, between)
     recorder.calls.clear()
     recorder.entries.clear()
-    notes = _Notes(meter, recorder, run)
+    notes = _ActionRecorder(meter, recorder, run)
     train = state.spec.config.train
     settings = StepSettings(train.seed, train.global_batch_size * state.model.arch.seq_length, train.global_batch_size)
     with meter:
@@ -137,10 +137,10 @@ def num_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-class _Notes:
+class _ActionRecorder:
     """Cuts what a meter and a recorder count at the begin and end of each action."""
 
-    def __init__(self, meter: FlopMemoryMeter, recorder: Recorder, run: RankRun) -> None:
+    def __init__(self, meter: FlopMemoryMeter, recorder: Recorder, run: RankDryRun) -> None:
         self._meter, self._recorder, self._run = meter, recorder, run
         run.held = meter.num_bytes
         self._mark()
@@ -166,5 +166,5 @@ class _Notes:
         for call in new:
             sent[call.collective, call.axes] += call.wire_bytes  # type: ignore[assignment]
         kept, peak = self._meter.num_bytes - self._held, self._meter.peak_bytes - self._held
-        self._run.actions.append((action, Done(self._meter.flops - self._flops, calls, sent, kept, peak)))
+        self._run.actions.append((action, ActionCounts(self._meter.flops - self._flops, calls, sent, kept, peak)))
         self._mark()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron3d.analysis.memory_model.table import BYTES, lines_of, unit_for
-from megatron3d.verify.dry_run.run import RankRun
-from megatron3d.verify.dry_run.totals import Totals
+from megatron3d.analysis.memory_model.table import BYTES, align_columns, unit_for
+from megatron3d.verify.dry_run.run import RankDryRun
+from megatron3d.verify.dry_run.totals import StepTotals
 
 OPERATIONS = {"GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}
 
 
-def report(runs: Sequence[RankRun], sums: Sequence[Totals]) -> str:
+def report(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> str:
     """All tables."""
     busiest = max(range(len(runs)), key=lambda index: sums[index].flops)
     lines = [*rank_table(runs, sums), "", f"collectives of rank {runs[busiest].rank} in a step, sent over rings:"]
     return "\n".join(f"> {line}".rstrip() for line in [*lines, *call_table(sums[busiest])])
 
 
-def rank_table(runs: Sequence[RankRun], sums: Sequence[Totals]) -> list[str]:
+def rank_table(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> list[str]:
     """A line per rank."""
     unit, size = unit_for(max(each.peak for each in sums), BYTES)
     operations, one = unit_for(max(each.flops for each in sums), OPERATIONS)
@@ -40,14 +40,14 @@ def rank_table(runs: Sequence[RankRun], sums: Sequence[Totals]) -> list[str]:
         )
         for run, each in zip(runs, sums, strict=True)
     ]
-    return lines_of([(*header, "moment", f"peak {unit}", "at"), *rows])
+    return align_columns([(*header, "moment", f"peak {unit}", "at"), *rows])
 
 
-def call_table(sums: Totals) -> list[str]:
+def call_table(sums: StepTotals) -> list[str]:
     """A line per collective and axes."""
     unit, size = unit_for(max(sums.sent.values(), default=0), BYTES)
     rows = [
         (what, "·".join(axes), f"{count:,}", f"{sums.sent[what, axes] / size:,.3f}", "")
         for (what, axes), count in sorted(sums.calls.items())
     ]
-    return lines_of([("collective", "axes", "calls", unit, ""), *rows]) if rows else ["none"]
+    return align_columns([("collective", "axes", "calls", unit, ""), *rows]) if rows else ["none"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action, ActionKind
-from megatron3d.verify.dry_run.run import Done, RankRun
+from megatron3d.verify.dry_run.run import ActionCounts, RankDryRun
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """A rank's whole step, of however many microbatches.
 
     Attributes:
@@ -32,7 +32,7 @@ class Totals:
     peaks: Sequence[int]
 
 
-def totals(run: RankRun, actions: Sequence[Action]) -> Totals:
+def step_totals(run: RankDryRun, actions: Sequence[Action]) -> StepTotals:
     """What the whole list of a rank does, in which a microbatch that was not run does what the second one did.
 
     Raises RuntimeError where microbatches between the first and the last differ.
@@ -42,7 +42,7 @@ def totals(run: RankRun, actions: Sequence[Action]) -> Totals:
     last = max(action.mb for action in known if action.mb is not None)
     num = max(action.mb for action in actions if action.mb is not None)
 
-    def done(action: Action) -> Done:
+    def done(action: Action) -> ActionCounts:
         if action.mb is None or action.mb == 0 or num == last:
             return known[action]
         if action.mb == num:
@@ -72,4 +72,4 @@ def totals(run: RankRun, actions: Sequence[Action]) -> Totals:
     peak, at, moment, name = max(peaks, key=lambda item: item[0])
     flops = sum(each.flops for each in [*rest, *every])
     tops = [each[0] for each in peaks]
-    return Totals(flops, calls, sent, peak, name, at - sum(run.between.values()), moment, timeline, tops)
+    return StepTotals(flops, calls, sent, peak, name, at - sum(run.between.values()), moment, timeline, tops)

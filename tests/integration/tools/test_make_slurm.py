@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.analysis.cost_model.hardware import CLUSTERS, names
+from megatron3d.analysis.cost_model.hardware import CLUSTERS, file_names
 from megatron3d.launch.script import END, Settings, fill, seconds, word
 from tools import make_slurm
 
@@ -35,7 +35,7 @@ def test_the_committed_job_has_the_usual_settings() -> None:
     assert fill(template, Settings()) == template
 
 
-@pytest.mark.parametrize("cluster", names(CLUSTERS))
+@pytest.mark.parametrize("cluster", file_names(CLUSTERS))
 def test_a_job_differs_from_the_committed_one_in_its_settings(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "--config", "configs/gpt2-124m.yaml", "--cluster", cluster, "--nodes", "1")
     assert text.partition(END)[2] == make_slurm.TEMPLATE.read_text().partition(END)[2]

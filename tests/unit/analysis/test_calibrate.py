@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron3d.analysis import calibrate
-from megatron3d.analysis.calibrate import Took
-from megatron3d.analysis.cost_model.hardware import Cluster, Level, load_accelerator, load_cluster
-from megatron3d.analysis.cost_model.kernels import device
+from megatron3d.analysis.calibrate import Elapsed
+from megatron3d.analysis.cost_model.hardware import Cluster, NetworkLevel, load_accelerator, load_cluster
+from megatron3d.analysis.cost_model.kernels import device_model
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Mesh
@@ -18,7 +18,7 @@ from megatron3d.runtime import process
 
 def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are those of the exchange; a product takes what it was measured to take, twofold on a shared core."""
-    took = {"alone": Took(2e-4, 1e-4), "call": Took(1e-3, 0.0), "bytes": Took(4e-3, 3e-3)}
+    took = {"alone": Elapsed(2e-4, 1e-4), "call": Elapsed(1e-3, 0.0), "bytes": Elapsed(4e-3, 3e-3)}
     monkeypatch.setattr(process, "launch", lambda num_ranks, function, *args: took)
     monkeypatch.setattr(process, "num_cores", lambda: 2)
     sheet, cluster = calibrate.calibrate(tmp_path, budget_s=0.06)
@@ -27,16 +27,16 @@ def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     level = local.levels[0]
     assert level.gb_s == pytest.approx(2**21 / 4e-3 / 1e9, rel=1e-3) and level.latency_us == 100 and local.cores == 2
     assert (local.call_us, local.call_busy, local.bytes_busy) == (800, 0.1, 0.75)
-    one, shared = (device(accelerator, "fp32", 4, slowdown) for slowdown in (1.0, 2.0))
+    one, shared = (device_model(accelerator, "fp32", 4, slowdown) for slowdown in (1.0, 2.0))
     flops = 2 * 1024 * 256 * 1024
-    assert one.product_s(1024, 256, 1024) >= flops / one.peak > 0
-    assert shared.product_s(1024, 256, 1024) == pytest.approx(2 * one.product_s(1024, 256, 1024))
+    assert one.gemm_s(1024, 256, 1024) >= flops / one.peak > 0
+    assert shared.gemm_s(1024, 256, 1024) == pytest.approx(2 * one.gemm_s(1024, 256, 1024))
 
 
 def test_ranks_that_share_cores_work_while_others_wait() -> None:
     """An exchange of which processors do half: with a rank per core as alone; on half as many, the half that waits is
     waited for where all ranks are in it, and half of that where half of them are."""
-    level = Level(name="node", ranks=8, gb_s=1, latency_us=0)
+    level = NetworkLevel(name="node", ranks=8, gb_s=1, latency_us=0)
     local = Cluster(name="n", accelerator="a", levels=(level,), source="s", cores=2, bytes_busy=0.5)
 
     def seconds(group: int, ranks: int) -> float:
@@ -49,7 +49,7 @@ def test_ranks_that_share_cores_work_while_others_wait() -> None:
 def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
     """Nothing but latency, of which processors do half: where all ranks are in a group, what is waited for is slower
     as well; where half of them are, the others have that time."""
-    level = Level(name="node", ranks=8, gb_s=1e9, latency_us=0)
+    level = NetworkLevel(name="node", ranks=8, gb_s=1e9, latency_us=0)
     local = Cluster(name="n", accelerator="a", levels=(level,), source="s", cores=2, call_us=1e6, call_busy=0.5)
 
     def seconds(group: int, ranks: int) -> float:
@@ -61,9 +61,9 @@ def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
 
 def test_a_call_takes_what_most_calls_take() -> None:
     """The first is not counted: it may have something to set up; nor does one that is late make a difference."""
-    works = iter([10**6, 10**4, 10**6, *[10**4] * 10**6])
+    cases = iter([10**6, 10**4, 10**6, *[10**4] * 10**6])
     most, late = (
-        calibrate.usual_s(lambda: sum(range(next(works))), 0.1),
-        calibrate.usual_s(lambda: sum(range(10**6)), 0.1),
+        calibrate.median_call_s(lambda: sum(range(next(cases))), 0.1),
+        calibrate.median_call_s(lambda: sum(range(10**6)), 0.1),
     )
     assert 0 < most < late / 2

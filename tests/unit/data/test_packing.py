@@ -20,7 +20,7 @@ from megatron3d.data.packing import IGNORED, Packing, document_mask
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.train.state import build_state, connect
-from megatron3d.verify.layouts import Trace, differences, trace
+from megatron3d.verify.layouts import StepTrace, differences, trace
 from tests.support.pool import Pool
 
 EOD, VOCAB_SIZE, SEQ_LENGTH = 0, 11, 8
@@ -117,13 +117,13 @@ def test_a_packed_document_is_as_if_alone(model: str) -> None:
 DATA = {**RESET, "eod_mask_loss": True, "pad_token_id": 3, "goldfish_k": 5, "goldfish_h": 2}
 
 
-def run_trace(rank: int, world_size: int, config: Config) -> Trace | None:
+def run_trace(rank: int, world_size: int, config: Config) -> StepTrace | None:
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
     return trace(spec, connect(spec), num_steps=2)
 
 
 @cache
-def alone(model: str) -> Trace:
+def alone(model: str) -> StepTrace:
     values = run_trace(0, 1, configure(model, DATA))
     assert values is not None
     return values

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.layer import Machine
-from megatron3d.analysis.cost_model.step import Step, machine_of, predict
+from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, step_time
 from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.model.flops import flops_per_token
@@ -47,7 +47,7 @@ def machine_for(row: Row) -> Machine:
     """What it ran on; of a part with less memory bandwidth or power, that part."""
     group = GROUPS[row["group"]]
     cluster = row.get("cluster", group.get("cluster"))
-    machine = machine_of(cluster, group["precision"], row["gpus"], PROFILES[group["profile"]])
+    machine = load_machine(cluster, group["precision"], row["gpus"], PROFILES[group["profile"]])
     slower = group.get("slower")
     if slower is None:
         return machine
@@ -60,7 +60,7 @@ def machine_for(row: Row) -> Machine:
     return replace(machine, device=replace(machine.device, kernels=kernels.model_copy(update=less)))
 
 
-def step_for(row: Row) -> Step:
+def step_for(row: Row) -> SimulatedStep:
     """Its step."""
     return step_of(config_of(row), row["gpus"], machine_for(row))
 
@@ -88,7 +88,7 @@ MEASURES: Mapping[str, Callable[[Config], float]] = {
 
 def beside(row: Row) -> Beside:
     """What was published and what is predicted."""
-    seconds, measure = predict(step_for(row)).step_s, GROUPS[row["group"]]["measure"]
+    seconds, measure = step_time(step_for(row)).step_s, GROUPS[row["group"]]["measure"]
     if measure == "step_s":
         return Beside(row["name"], row["published"], seconds, is_time=True)
     return Beside(row["name"], row["published"], MEASURES[measure](config_of(row)) / seconds / row["gpus"])

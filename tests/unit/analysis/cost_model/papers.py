@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
-from megatron3d.analysis.planner.options import Layout, Tensor
-from megatron3d.analysis.planner.search import Problem
+from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
+from megatron3d.analysis.planner.search import PlanningProblem
 from megatron3d.config.schema import Config
 from megatron3d.parallel.modes import MODES
 
@@ -17,22 +17,22 @@ SHAPES: Mapping[str, tuple[int, ...]] = {"1d": (64,), "2d": (8, 8), "2.5d": (4, 
 
 def problem(
     cluster: str, num_ranks: int, precision: str, batch: int, model: Mapping[str, Any], profile: ExecutionProfile = OURS
-) -> Problem:
+) -> PlanningProblem:
     """A GPT with 51200 tokens on a cluster."""
     train = {"global_batch_size": batch, "precision": precision}
     config = Config.model_validate({"model": {**model, "vocab_size": 51200}, "train": train})
-    return Problem(config, 51200, cluster, num_ranks, profile)
+    return PlanningProblem(config, 51200, cluster, num_ranks, profile)
 
 
 def on_v100(mode: str, hidden: int, sequences: int) -> tuple[float, float]:
     """Seconds of a step of a mode's first form on 64 V100 of Longhorn, and GiB of a rank: 24 layers, length 512."""
     model = {"num_layers": 24, "hidden_size": hidden, "num_attention_heads": 64, "seq_length": 512}
-    tensor = Tensor(mode, next(iter(MODES[mode].forms)), SHAPES[mode])
-    plan = problem("longhorn", 64, "fp16", sequences, model).plan(Layout(tensor, micro_batch_size=sequences))
+    tensor = TensorChoice(mode, next(iter(MODES[mode].forms)), SHAPES[mode])
+    plan = problem("longhorn", 64, "fp16", sequences, model).plan(LayoutChoice(tensor, micro_batch_size=sequences))
     return plan.step.step_s, plan.memory.total / 2**30
 
 
-def on_perlmutter(layout: Layout, profile: ExecutionProfile = OURS) -> tuple[float, float]:
+def on_perlmutter(layout: LayoutChoice, profile: ExecutionProfile = OURS) -> tuple[float, float]:
     """Seconds of a step of AxoNN's GPT of 80B on 1024 A100, with 2048 sequences of 2048 tokens, and MFU."""
     model = {"num_layers": 42, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
     asked = problem("perlmutter", 1024, "bf16", 2048, model, profile)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron3d.analysis.cost_model.execution_profile import ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine
-from megatron3d.analysis.cost_model.step import Step, machine_of, make_step, predict
+from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, simulated_step, step_time
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_CORE
@@ -40,18 +40,18 @@ def run(row: Row, num_stages: int = 1, **train: Any) -> Config:
     return Config.model_validate(sections)
 
 
-def step_of(config: Config, num_gpus: int, machine: Machine) -> Step:
+def step_of(config: Config, num_gpus: int, machine: Machine) -> SimulatedStep:
     """Its step."""
     assert config.model.vocab_size is not None, "published runs have a vocabulary"
-    return make_step(RunSpec(config, num_gpus), machine)
+    return simulated_step(RunSpec(config, num_gpus), machine)
 
 
 DROPOUTS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-def sc21_step(row: Row, profile: ExecutionProfile = MEGATRON_2021, num_stages: int | None = None) -> Step:
+def sc21_step(row: Row, profile: ExecutionProfile = MEGATRON_2021, num_stages: int | None = None) -> SimulatedStep:
     """A row of table 1 of Narayanan et al. 2021, or the same with other habits or stages."""
-    machine = machine_of("selene", "fp16", row["gpus"], profile)
+    machine = load_machine("selene", "fp16", row["gpus"], profile)
     train = {"micro_batch_size": row["micro_batch"], "global_batch_size": row["batch"]}
     here = {**row, "seq": 2048, "vocab": 51200, "model_keys": DROPOUTS}
     config = run(here, num_stages or row["virtual_chunks_v"], precision="fp16", recompute_granularity="full", **train)
@@ -62,7 +62,7 @@ def sc21_tflops(row: Row) -> float:
     """TFLOP/s of a GPU by the paper's equation 3, which counts the forward that is computed again."""
     h, layers, seq = row["hidden"], row["layers"], 2048
     flops = 96 * row["batch"] * seq * layers * h**2 * (1 + seq / (6 * h) + 51200 / (16 * layers * h))
-    return float(flops / predict(sc21_step(row)).step_s / row["gpus"] / 1e12)
+    return float(flops / step_time(sc21_step(row)).step_s / row["gpus"] / 1e12)
 
 
 def core_tflops(row: Row) -> float:
@@ -70,14 +70,14 @@ def core_tflops(row: Row) -> float:
 
     Micro-batches and virtual stages are not published: those with which the model is fastest are taken, by one rule.
     """
-    machine = machine_of("eos", "bf16", row["gpus"], MEGATRON_CORE)
+    machine = load_machine("eos", "bf16", row["gpus"], MEGATRON_CORE)
     per_rank, each = row["gbs"] // row["dp"], row["layers"] // row["pp"]
     micro_batches = [n for n in (1, 2, 4) if per_rank % n == 0] if row["pp"] == 1 else [1]
     stages = [v for v in range(1, each + 1) if each % v == 0] if row["pp"] > 1 else [1]
     parallel = {"zero_stage": 1, "sequence_parallel": row["tp"] > 1}
     here = {**row, "seq": 4096, "vocab": 131072, "parallel_keys": parallel}
     times = [
-        predict(
+        step_time(
             step_of(
                 run(here, v, precision="bf16", micro_batch_size=n, global_batch_size=row["gbs"]), row["gpus"], machine
             )

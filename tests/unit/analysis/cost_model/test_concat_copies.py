@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.analysis.cost_model.concat_copies import Joins, joins
+from megatron3d.analysis.cost_model.concat_copies import ConcatCopies, concat_copies
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES
@@ -13,23 +13,23 @@ M, N, K, ITEMSIZE = 48, 96, 24, 2
 MESH = Mesh((("a", 2), ("b", 3)))
 
 
-def joined(plan: MatmulPlan, mesh: Mesh = MESH) -> Joins:
-    return joins(plan, mesh, M, N, K, ITEMSIZE)
+def joined(plan: MatmulPlan, mesh: Mesh = MESH) -> ConcatCopies:
+    return concat_copies(plan, mesh, M, N, K, ITEMSIZE)
 
 
 def test_second_dimensions_are_read_and_written_once_more() -> None:
     """X is stored in parts along K over b and gathered; so is dX scattered, and Y along N over a, with its gradient."""
     plan = MatmulPlan(m=("a",), k=(), n=("b",), x={"b": "K"}, w={}, y={})
     x = 2 * (M // 2) * K * ITEMSIZE
-    assert joined(plan) == Joins(x, 0, 0, 0, x)
+    assert joined(plan) == ConcatCopies(x, 0, 0, 0, x)
     scattering = MatmulPlan(m=("b",), k=("a",), n=(), x={}, w={}, y={"a": "N"})
     y = 2 * (M // 3) * N * ITEMSIZE
-    assert joined(scattering) == Joins(0, 0, y, y, 0)
+    assert joined(scattering) == ConcatCopies(0, 0, y, y, 0)
 
 
 def test_first_dimensions_lie_where_they_belong() -> None:
     plan = MatmulPlan(m=("a",), k=(), n=("b",), x={"b": "M"}, w={"a": "N"}, y={})
-    assert joined(plan) == Joins(0, 0, 0, 0, 0)
+    assert joined(plan) == ConcatCopies(0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("form", MODES["1d"].forms)

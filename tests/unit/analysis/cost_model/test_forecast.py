@@ -46,11 +46,11 @@ def test_the_verdict_names_the_assumption_that_is_off() -> None:
     found = expected("selene")
     assert isinstance(found, Forecast)
     seconds, parts = found.step.step_s, found.parts
-    (told,) = found.verdict(1.1 * seconds, {})
+    (told,) = found.compare(1.1 * seconds, {})
     assert told == f"step time predicted {seconds:.4g} s, measured {1.1 * seconds:.4g} s: +10 %"
-    assert not [line for line in found.verdict(seconds, parts) if "it assumes" in line]
+    assert not [line for line in found.compare(seconds, parts) if "it assumes" in line]
     slow = {**parts, "computation": parts["computation"] + 0.2 * seconds, "data": 0.5 * seconds}
-    worst, next_one = (line for line in found.verdict(1.7 * seconds, slow) if "it assumes" in line)
+    worst, next_one = (line for line in found.compare(1.7 * seconds, slow) if "it assumes" in line)
     assert worst.startswith("data is +") and "next batch" in worst
     assert next_one.startswith("computation is +") and "TFLOP/s and memory at" in next_one and "a100.yaml" in next_one
 
@@ -63,7 +63,7 @@ def test_a_slow_link_is_named() -> None:
     assert isinstance(found, Forecast)
     for axis, where in (("t", "76 GB/s through node (Perlmutter)"), ("data", "GB/s through network (Perlmutter)")):
         slow = {**found.parts, f"along {axis}": found.step.step_s}
-        assert any(f"along {axis} is +" in line and where in line for line in found.verdict(1.0, slow))
+        assert any(f"along {axis} is +" in line and where in line for line in found.compare(1.0, slow))
 
 
 def test_a_compiler_spares_passes_of_rotary_embeddings() -> None:

@@ -15,8 +15,8 @@ import pytest
 from megatron3d.analysis.cost_model import step as steps
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.hardware import Accelerator, load_accelerator
-from megatron3d.analysis.cost_model.layer import layer_phases
-from megatron3d.analysis.planner.options import Layout, Tensor
+from megatron3d.analysis.cost_model.layer import layer_times
+from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
 from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2023, PYTORCH
 from tests.unit.analysis.cost_model.held_out import GROUPS, ROWS, TABLES, Beside, beside, step_for
 from tests.unit.analysis.cost_model.papers import SHAPES, on_perlmutter, on_v100
@@ -92,7 +92,7 @@ def test_the_page_says_what_was_fitted(table: str, model: str, published: str, p
 def test_stages_that_were_profiled(profile: Mapping[str, Any]) -> None:
     """Weight gradients are products alone; all three together are what a microbatch takes on a rank."""
     step = step_for(next(row for row in ROWS if row["name"] == profile["name"]))
-    phases = layer_phases(step.work, step.machine)
+    phases = layer_times(step.local, step.machine)
     parts = [3e3 * each.total for each in (phases.forward, phases.input_grad, phases.weight_grad)]
     assert parts[2] == pytest.approx(profile["ms"][2], rel=0.05)
     assert sum(parts) == pytest.approx(sum(profile["ms"]), rel=0.05)
@@ -132,20 +132,27 @@ def test_modes_on_64_v100(hidden: int, sequences: int) -> None:
     assert (over_1d, over_2d) == pytest.approx((one_d / three_d, two_d / three_d), rel=0.02)
 
 
-def one_d(size: int, stages: tuple[int, int], micro_batch: int, recompute: str | None) -> Layout:
+def one_d(size: int, stages: tuple[int, int], micro_batch: int, recompute: str | None) -> LayoutChoice:
     ranks, virtual = stages
-    return Layout(Tensor("1d", "sequence_parallel", (size,)), ranks, "interleaved", virtual, 1, micro_batch, recompute)
+    return LayoutChoice(
+        TensorChoice("1d", "sequence_parallel", (size,)), ranks, "interleaved", virtual, 1, micro_batch, recompute
+    )
 
 
 # As the page names them; the last two are what the planner finds.
-PERLMUTTER: Mapping[str, tuple[Layout, ExecutionProfile]] = {
+PERLMUTTER: Mapping[str, tuple[LayoutChoice, ExecutionProfile]] = {
     "AxoNN's: full recomputation, grid 1·2·4": (
-        Layout(Tensor("grid", "all_reduce", (1, 2, 4)), zero_stage=1, micro_batch_size=16, recompute="full"),
+        LayoutChoice(
+            TensorChoice("grid", "all_reduce", (1, 2, 4)), zero_stage=1, micro_batch_size=16, recompute="full"
+        ),
         PYTORCH,
     ),
     "Megatron-LM of 2023: full recomputation, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, "full"), MEGATRON_2023),
     "ours, 1-D + SP 4, PP 4": (one_d(4, (4, 8), 4, None), OURS),
-    "ours, 3-D 2·4·1": (Layout(Tensor("3d", "heads", (2, 4, 1)), zero_stage=3, micro_batch_size=16), OURS),
+    "ours, 3-D 2·4·1": (
+        LayoutChoice(TensorChoice("3d", "heads", (2, 4, 1)), zero_stage=3, micro_batch_size=16),
+        OURS,
+    ),
 }
 
 

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.analysis.cost_model.hardware import CLUSTERS, FOLDER, load_accelerator, load_cluster, names
-from megatron3d.analysis.cost_model.kernels import Device, device
+from megatron3d.analysis.cost_model.hardware import CLUSTERS, FOLDER, file_names, load_accelerator, load_cluster
+from megatron3d.analysis.cost_model.kernels import DeviceModel, device_model
 from megatron3d.errors import UserError
 
-A100 = device(load_accelerator("a100"), "bf16", 2)
+A100 = device_model(load_accelerator("a100"), "bf16", 2)
 sizes = st.integers(1, 20_000)
 
 
 @given(m=sizes, n=sizes, k=sizes)
 def test_no_product_is_faster_than_the_peak(m: int, n: int, k: int) -> None:
-    seconds = A100.product_s(m, n, k)
+    seconds = A100.gemm_s(m, n, k)
     assert seconds >= 2 * m * n * k / (A100.peak * A100.kernels.matmul_fraction)
     assert seconds >= 2 * (m * k + k * n + m * n) / A100.kernels.bytes_per_s
     assert seconds >= 4e-6
@@ -27,32 +27,32 @@ def test_no_product_is_faster_than_the_peak(m: int, n: int, k: int) -> None:
 
 @given(m=sizes, n=sizes, k=sizes, more=st.integers(0, 5000))
 def test_a_larger_product_takes_no_less(m: int, n: int, k: int, more: int) -> None:
-    seconds = A100.product_s(m, n, k)
+    seconds = A100.gemm_s(m, n, k)
     for larger in ((m + more, n, k), (m, n + more, k), (m, n, k + more)):
-        assert A100.product_s(*larger) >= seconds
+        assert A100.gemm_s(*larger) >= seconds
 
 
 def test_large_products_reach_what_is_sustained() -> None:
     """Of 16384 cubed within 3 %; of a thin one of the same operations much less."""
     flops = 2 * 16384**3
-    assert flops / A100.product_s(16384, 16384, 16384) == pytest.approx(0.8 * 312e12, rel=0.03)
-    assert flops / A100.product_s(128, 16384 * 128, 16384) < 0.7 * 312e12
+    assert flops / A100.gemm_s(16384, 16384, 16384) == pytest.approx(0.8 * 312e12, rel=0.03)
+    assert flops / A100.gemm_s(128, 16384 * 128, 16384) < 0.7 * 312e12
 
 
 def test_waves_are_whole() -> None:
     """A row of tiles more than the units take at one time needs a second wave."""
     rows, columns = 12 * 256, 9 * 128  # 108 units
-    assert A100.product_s(rows + 256, columns, 4096) > 1.3 * A100.product_s(rows, columns, 4096)
+    assert A100.gemm_s(rows + 256, columns, 4096) > 1.3 * A100.gemm_s(rows, columns, 4096)
 
 
 def test_a_processor_adds_what_starting_a_kernel_takes() -> None:
     kernels = A100.kernels.model_copy(update={"adds_launch": True, "launch_us": 100.0})
-    slow = Device(kernels, A100.peak, 2, slowdown=2.0)
-    assert slow.pass_s(1e9) == pytest.approx(2 * (100e-6 + A100.pass_s(1e9)))
-    assert slow.pass_s(0) == 0
+    slow = DeviceModel(kernels, A100.peak, 2, slowdown=2.0)
+    assert slow.memory_bound_s(1e9) == pytest.approx(2 * (100e-6 + A100.memory_bound_s(1e9)))
+    assert slow.memory_bound_s(0) == 0
 
 
-@pytest.mark.parametrize("name", names(CLUSTERS))
+@pytest.mark.parametrize("name", file_names(CLUSTERS))
 def test_clusters_name_an_accelerator_with_kernels(name: str) -> None:
     cluster = load_cluster(name)
     assert load_accelerator(cluster.accelerator).kernels
@@ -67,7 +67,7 @@ def test_every_level_is_explained(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in names(FOLDER) if "kernels:" in (FOLDER / f"{name}.yaml").read_text()]
+    "name", [name for name in file_names(FOLDER) if "kernels:" in (FOLDER / f"{name}.yaml").read_text()]
 )
 def test_every_constant_is_explained(name: str) -> None:
     _, _, kernels = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("kernels:\n")
@@ -82,7 +82,7 @@ def test_what_is_not_there_is_said() -> None:
     with pytest.raises(UserError, match="l4: only its peak is known"):
         load_accelerator("l4")
     with pytest.raises(UserError, match=r"train\.precision=fp8"):
-        device(load_accelerator("a100"), "fp8", 1)
+        device_model(load_accelerator("a100"), "fp8", 1)
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:

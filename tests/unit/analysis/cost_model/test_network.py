@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.analysis.cost_model.hardware import Cluster, Level, load_cluster
+from megatron3d.analysis.cost_model.hardware import Cluster, NetworkLevel, load_cluster
 from megatron3d.analysis.cost_model.network import Network, members_by_level
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Mesh
@@ -30,8 +30,8 @@ def test_bandwidth_on_perlmutter(inside: int, ranks: int, gb_s: float) -> None:
 
 def frontier() -> Cluster:
     """8 dies a node, 4 adapters of 25 GB/s; the bandwidths between nodes alone."""
-    node = Level(name="node", ranks=8, gb_s=135, latency_us=3)
-    network = Level(name="network", ranks=9408, gb_s=5, latency_us=10)
+    node = NetworkLevel(name="node", ranks=8, gb_s=135, latency_us=3)
+    network = NetworkLevel(name="network", ranks=9408, gb_s=5, latency_us=10)
     return Cluster(name="Frontier", accelerator="none", levels=(node, network), source="comm_model.py")
 
 

@@ -8,8 +8,8 @@ from statistics import mean
 
 import pytest
 
-from megatron3d.analysis.cost_model.layer import layer_phases
-from megatron3d.analysis.cost_model.step import machine_of, predict
+from megatron3d.analysis.cost_model.layer import layer_times
+from megatron3d.analysis.cost_model.step import load_machine, step_time
 from megatron3d.analysis.memory_model.activations import run_activations
 from megatron3d.config.schema import Config
 from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
@@ -54,8 +54,8 @@ def layer_of_22b(sequence_parallel: bool, granularity: str | None) -> Config:
 
 @pytest.mark.parametrize(("experiment", "row"), list(zip(EXPERIMENTS, LAYER["layers"], strict=True)))
 def test_layer_times_on_a100(experiment: tuple[bool, str | None], row: dict[str, float]) -> None:
-    step = step_of(layer_of_22b(*experiment), 8, machine_of("selene", "fp16", 8, MEGATRON_2022))
-    phases = layer_phases(step.work, step.machine)
+    step = step_of(layer_of_22b(*experiment), 8, load_machine("selene", "fp16", 8, MEGATRON_2022))
+    phases = layer_times(step.local, step.machine)
     assert 1e3 * phases.forward.total == pytest.approx(row["fwd"], rel=0.05)
     assert 1e3 * phases.backward.total == pytest.approx(row["bwd"], rel=0.05)
 
@@ -66,12 +66,12 @@ def test_bytes_that_a_layer_keeps(sequence_parallel: bool, granularity: str) -> 
     """Fused attention keeps what theirs keeps when it is computed again: the table's rows without scores."""
     config = layer_of_22b(sequence_parallel, None)
     config = config.model_copy(update={"model": config.model.model_copy(update={"attention_dropout": 0.0})})
-    work = step_of(config, 8, machine_of("selene", "fp16", 8)).work
+    local = step_of(config, 8, load_machine("selene", "fp16", 8)).local
     recompute = KEEP_ALL if granularity == "none" else Recompute("full")
     (kept,) = (each for each in recompute.runs(range(1)) if each.layers)
     sbh, t = 2048 * 4 * 6144, 8
     formulas = {"none": {True: 34 * sbh / t, False: sbh * (10 + 24 / t)}, "full": {True: 2 * sbh / t, False: 2 * sbh}}
-    assert run_activations(replace(work, recompute=recompute), kept) == pytest.approx(
+    assert run_activations(replace(local, recompute=recompute), kept) == pytest.approx(
         formulas[granularity][sequence_parallel], rel=0.05
     )
 
@@ -84,7 +84,8 @@ def row_of_175b(batch: int) -> dict[str, int]:
 def test_gain_of_interleaving() -> None:
     """At least a tenth up to a batch of 60, and less the larger it is."""
     gains = [
-        predict(sc21_step(row_of_175b(batch))).step_s / predict(sc21_step(row_of_175b(batch), num_stages=4)).step_s - 1
+        step_time(sc21_step(row_of_175b(batch))).step_s / step_time(sc21_step(row_of_175b(batch), num_stages=4)).step_s
+        - 1
         for batch in (12, 24, 36, 48, 60)
     ]
     assert gains == sorted(gains, reverse=True)
@@ -98,5 +99,5 @@ def test_gain_of_scatter_and_gather() -> None:
         each = [
             sc21_step(row_of_175b(60), profile, stages) for profile in (MEGATRON_2021, without_scatter(MEGATRON_2021))
         ]
-        gains.append(predict(each[1]).step_s / predict(each[0]).step_s - 1)
+        gains.append(step_time(each[1]).step_s / step_time(each[0]).step_s - 1)
     assert gains[0] < SC21["gains"]["scatter_gather_up_to"] < gains[1] < 0.17

@@ -12,16 +12,16 @@ from torch import nn
 
 from benchmarks.live import Live
 from megatron3d.analysis.memory_model.activations import (
-    Item,
+    KeptTensor,
     document_activations,
     embedding_activations,
     head_activations,
     layer_activations,
     recomputed_activations,
     run_activations,
-    total,
+    total_bytes,
 )
-from megatron3d.analysis.memory_model.local_sizes import Work
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import resolve_architecture
 from megatron3d.config.schema import ModelConfig
@@ -69,24 +69,24 @@ def arch_of(name: str) -> Architecture:
     return resolve_architecture(ModelConfig.model_validate(SMALL | MODELS[name]), vocab_size=61, vocab_multiple=64)
 
 
-def build(work: Work, comm: Comm) -> tuple[GPT, Stage, Pass]:
+def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
     """A model of one stage with memory for its parameters, and a microbatch."""
-    stages = make_stages([work.arch.num_layers])
+    stages = make_stages([local.arch.num_layers])
     assignment = StageAssignment(stages, (0,))
-    model = GPT(work.arch, work.mode, comm, assignment, loss_chunk_tokens=12, recompute=work.recompute)
-    model.to_empty(device="cpu").to(DTYPES[work.itemsize])
+    model = GPT(local.arch, local.mode, comm, assignment, loss_chunk_tokens=12, recompute=local.recompute)
+    model.to_empty(device="cpu").to(DTYPES[local.itemsize])
     for parameter in model.parameters():
         nn.init.ones_(parameter)
-    sequences = work.part(work.micro_batch_size, work.mode.batch_axes)
-    tokens = torch.zeros(sequences, work.arch.seq_length + 1, dtype=torch.long)
-    packing = Packing(0, reset_attention_mask=work.keeps_apart, reset_position_ids=work.begins_anew)
+    sequences = local.part(local.micro_batch_size, local.mode.batch_axes)
+    tokens = torch.zeros(sequences, local.arch.seq_length + 1, dtype=torch.long)
+    packing = Packing(0, reset_attention_mask=local.keeps_apart, reset_position_ids=local.begins_anew)
     at = model.begin(tokens, 7, 0, (1, 2), packing=packing)
     return model, stages[0], replace(at, tokens_BS=at.tokens_BS.clone())
 
 
-def kept(work: Work, comm: Comm) -> dict[str, int]:
+def kept(local: LocalSizes, comm: Comm) -> dict[str, int]:
     """Bytes that a forward of each piece saves."""
-    model, _, at = build(work, comm)
+    model, _, at = build(local, comm)
     shared = [*model.parameters(), *(at.rotary or ())]
     out = {}
     with saved_beside(shared) as saved:
@@ -101,62 +101,64 @@ def kept(work: Work, comm: Comm) -> dict[str, int]:
     return out
 
 
-def expected(work: Work) -> dict[str, int]:
+def expected(local: LocalSizes) -> dict[str, int]:
     parts = {"embedding": embedding_activations, "layer": layer_activations, "head": head_activations}
-    return {name: total(part(work)) for name, part in parts.items()}
+    return {name: total_bytes(part(local)) for name, part in parts.items()}
 
 
-def compare(rank: int, works: list[Work]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def compare(rank: int, cases: list[LocalSizes]) -> list[tuple[dict[str, int], dict[str, int]]]:
     """What is kept and what is expected, for several settings one after another."""
-    comms = {axes: every_group(Mesh(axes, rank)) for axes in dict.fromkeys(work.mesh.axes for work in works)}
-    mine = [replace(work, mesh=work.mesh.at(rank)) for work in works]
-    return [(kept(work, comms[work.mesh.axes]), expected(work)) for work in mine]
+    comms = {axes: every_group(Mesh(axes, rank)) for axes in dict.fromkeys(local.mesh.axes for local in cases)}
+    mine = [replace(local, mesh=local.mesh.at(rank)) for local in cases]
+    return [(kept(local, comms[local.mesh.axes]), expected(local)) for local in mine]
 
 
 def mesh_of(mode: Mode) -> Mesh:
     return Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes))
 
 
-def settings(name: str) -> list[Work]:
+def settings(name: str) -> list[LocalSizes]:
     """Every mode and form with one model, in turn in fp32 and bf16."""
-    works = []
+    cases = []
     for mode, entry in MODES.items():
         for form in entry.forms:
             built = build_mode(mode, form, entry.default_shape(NUM_RANKS))
-            works += [Work(arch_of(name), built, mesh_of(built), MICRO_BATCH_SIZE, itemsize) for itemsize in (4, 2)]
-    return works
+            cases += [
+                LocalSizes(arch_of(name), built, mesh_of(built), MICRO_BATCH_SIZE, itemsize) for itemsize in (4, 2)
+            ]
+    return cases
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_mode_keeps_what_is_said(name: str) -> None:
-    works = settings(name)
+    cases = settings(name)
     for rank in range(NUM_RANKS):
         with pretended_world(rank, NUM_RANKS):
-            results = compare(rank, works)
-        for work, (got, expected) in zip(works, results, strict=True):
-            assert got == expected, f"rank {rank}, {work.mode.name} {work.mode.residual}, {work.itemsize} bytes"
+            results = compare(rank, cases)
+        for local, (got, expected) in zip(cases, results, strict=True):
+            assert got == expected, f"rank {rank}, {local.mode.name} {local.mode.residual}, {local.itemsize} bytes"
 
 
 @pytest.mark.parametrize("name,itemsize,micro_batch_size", list(product(MODELS, DTYPES, (1, 3))))
 def test_one_rank_keeps_what_is_said(name: str, itemsize: int, micro_batch_size: int) -> None:
-    work = alone(name, micro_batch_size, itemsize)
-    ((got, expected),) = compare(0, [work])
+    local = alone(name, micro_batch_size, itemsize)
+    ((got, expected),) = compare(0, [local])
     assert got == expected
 
 
-def alone(name: str, micro_batch_size: int = MICRO_BATCH_SIZE, itemsize: int = 2) -> Work:
+def alone(name: str, micro_batch_size: int = MICRO_BATCH_SIZE, itemsize: int = 2) -> LocalSizes:
     mode = build_mode("1d", None, (1,))
-    return Work(arch_of(name), mode, mesh_of(mode), micro_batch_size, itemsize)
+    return LocalSizes(arch_of(name), mode, mesh_of(mode), micro_batch_size, itemsize)
 
 
-def named(items: tuple[Item, ...]) -> dict[tuple[str, str], int]:
+def named(items: tuple[KeptTensor, ...]) -> dict[tuple[str, str], int]:
     return {item[:2]: item.num_bytes for item in items}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_named_twice(name: str) -> None:
-    for work in settings(name):
-        for items in (layer_activations(work), embedding_activations(work), head_activations(work)):
+    for local in settings(name):
+        for items in (layer_activations(local), embedding_activations(local), head_activations(local)):
             assert len(named(items)) == len(items)
 
 
@@ -179,16 +181,16 @@ def test_what_is_left_by_recomputation(name: str, recompute: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("keeps_apart,begins_anew", [(True, True), (True, False), (False, True)])
 def test_what_documents_leave(name: str, keeps_apart: bool, begins_anew: bool) -> None:
-    work = replace(alone(name), keeps_apart=keeps_apart, begins_anew=begins_anew)
-    assert document_activations(work) or not keeps_apart or work.arch.attention_dropout
+    local = replace(alone(name), keeps_apart=keeps_apart, begins_anew=begins_anew)
+    assert document_activations(local) or not keeps_apart or local.arch.attention_dropout
     for recompute in (KEEP_ALL, RECOMPUTED["core"], RECOMPUTED["every layer"]):
-        check_left(replace(work, recompute=recompute))
+        check_left(replace(local, recompute=recompute))
 
 
-def check_left(work: Work) -> None:
+def check_left(local: LocalSizes) -> None:
     """That a forward through three layers leaves what is said."""
-    work = replace(work, arch=replace(work.arch, num_layers=3))
-    model, stage, at = build(work, every_group(work.mesh))
+    local = replace(local, arch=replace(local.arch, num_layers=3))
+    model, stage, at = build(local, every_group(local.mesh))
     assert at.target is not None, "a microbatch has labels"
     known = [at.documents.segments_BS, at.documents.positions_BS] if at.documents else []
     known += [*model.parameters(), at.tokens_BS, at.target.labels_M, *(at.rotary or ())]
@@ -198,29 +200,33 @@ def check_left(work: Work) -> None:
         left = live.now - before - loss.untyped_storage().nbytes()
     gradient = model.head_weight.grad
     assert gradient is not None, "the head's gradient is there after the forward"
-    ends = total(embedding_activations(work)) + total(head_activations(work)) + total(document_activations(work))
-    layers = sum(run_activations(work, run) for run in work.recompute.runs(stage.layers))
+    ends = (
+        total_bytes(embedding_activations(local))
+        + total_bytes(head_activations(local))
+        + total_bytes(document_activations(local))
+    )
+    layers = sum(run_activations(local, run) for run in local.recompute.runs(stage.layers))
     assert left - gradient.untyped_storage().nbytes() == ends + layers
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_not_kept_is_there_again_for_a_moment(name: str) -> None:
     """Of as many layers as are computed again at one time; a recomputed relu keeps its input beside its output."""
-    for work in settings(name):
-        work = replace(work, arch=replace(work.arch, num_layers=3))
-        everything = total(layer_activations(work))
+    for local in settings(name):
+        local = replace(local, arch=replace(local.arch, num_layers=3))
+        everything = total_bytes(layer_activations(local))
         for recompute in RECOMPUTED.values():
-            less = replace(work, recompute=recompute)
-            again, kept = recomputed_activations(less), total(layer_activations(less))
+            less = replace(local, recompute=recompute)
+            again, kept = recomputed_activations(less), total_bytes(layer_activations(less))
             if recompute.granularity == "full":
-                assert again == recompute.num_layers * everything - work.residual
+                assert again == recompute.num_layers * everything - local.residual
             else:
                 assert again == max(everything - kept, 0)
-                assert again > 0 or work.arch.activation == "relu" or recompute == RECOMPUTED["core"]
+                assert again > 0 or local.arch.activation == "relu" or recompute == RECOMPUTED["core"]
 
 
 def test_offloaded_layers_keep_nothing_on_the_device() -> None:
-    work = replace(alone("llama"), recompute=Recompute(offloads=True))
-    (run,) = work.recompute.runs(range(3))
-    assert run_activations(work, run) == 0
-    assert recomputed_activations(work) == total(layer_activations(work))
+    local = replace(alone("llama"), recompute=Recompute(offloads=True))
+    (run,) = local.recompute.runs(range(3))
+    assert run_activations(local, run) == 0
+    assert recomputed_activations(local) == total_bytes(layer_activations(local))

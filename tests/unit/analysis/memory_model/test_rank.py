@@ -14,8 +14,14 @@ from torch import Tensor
 from benchmarks.live import Live
 from megatron3d.analysis.memory_model.activations import recomputed_activations
 from megatron3d.analysis.memory_model.local_sizes import KERNELS
-from megatron3d.analysis.memory_model.rank import flat_sizes, held, in_flight, rank_memory, stage_activations
-from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.analysis.memory_model.rank import (
+    flat_numels,
+    in_flight,
+    peak_activations,
+    rank_memory,
+    stage_activations,
+)
+from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
@@ -85,7 +91,7 @@ def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int],
     comm = connect(spec)
     tensors = states(build_state(spec, comm, CPU))
     measured = {name: num_bytes(of_category) for name, of_category in tensors.items()}
-    expected = rank_memory(make_job(spec)).categories
+    expected = rank_memory(make_step_spec(spec)).categories
     return measured, {name: expected[name] for name in measured}
 
 
@@ -108,7 +114,7 @@ def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
     settings = StepSettings(1, train.global_batch_size * arch.seq_length, train.global_batch_size)
     with Live([*tensors, *(microbatch.tokens for microbatch in batch)]) as live:
         train_step(state, batch, 1e-3, settings)
-    memory = rank_memory(make_job(spec))
+    memory = rank_memory(make_step_spec(spec))
     lasts = memory.weights + memory.main_weights + memory.gradients + memory.optimizer
     return live.peak - lasts, memory.total - lasts
 
@@ -159,10 +165,10 @@ def test_a_step_needs_what_is_said(pool: Pool, name: str) -> None:
         assert 0.93 < expected / measured < 1.15, f"rank {rank} needs {measured} bytes, not {expected}"
 
 
-def job(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> Job:
+def step(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> StepSpec:
     """As rank 0 sees it."""
     config = configure(model, parallel, **train)
-    return make_job(RunSpec(config, NUM_RANKS, VOCAB_SIZE))
+    return make_step_spec(RunSpec(config, NUM_RANKS, VOCAB_SIZE))
 
 
 # Microbatches of each stage on each rank when most is held, for 4 ranks, 8 microbatches and equal layers.
@@ -178,55 +184,55 @@ def test_most_in_flight_by_hand(schedule: str) -> None:
     """1F1B: p - r.  Interleaved: 2 (p - r - 1) + p forwards before the first backward, and one more, in groups of p; on
     rank 0 an eighth microbatch of the stage with the embedding for the first one of the other."""
     parallel = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "pipeline_schedule": schedule}
-    mine = job({"num_layers": 8}, parallel, global_batch_size=32)
+    mine = step({"num_layers": 8}, parallel, global_batch_size=32)
     for coord, expected in enumerate(IN_FLIGHT[schedule]):
         rank = mine.on_pipeline_rank(coord)
         assert in_flight(rank) == expected
-        on_gpus = replace(rank, work=replace(rank.work, kernels=KERNELS["gpu"]))
+        on_gpus = replace(rank, local=replace(rank.local, kernels=KERNELS["gpu"]))
         sizes = {stage.index: stage_activations(on_gpus, stage) for stage in rank.stages}
-        assert held(on_gpus)[0] == sum(count * sizes[stage] for stage, count in expected.items())
+        assert peak_activations(on_gpus)[0] == sum(count * sizes[stage] for stage, count in expected.items())
 
 
-def shares(job: Job, zero_stage: int) -> tuple[int, int, int, int]:
+def shares(step: StepSpec, zero_stage: int) -> tuple[int, int, int, int]:
     """Bytes of weights, main weights, gradients and optimizer."""
-    memory = rank_memory(replace(job, zero_stage=zero_stage))
+    memory = rank_memory(replace(step, zero_stage=zero_stage))
     return memory.weights, memory.main_weights, memory.gradients, memory.optimizer
 
 
 def test_zero_shares_out_what_its_stage_says() -> None:
     """In bf16 with bf16 momentum: 2 bytes of weights, 4 of main weights, 4 of gradients, 2 + 4 of moments; in ZeRO 3
     the main weights are all there is between steps."""
-    mine = job({}, {"tensor_model_parallel_size": 2}, global_batch_size=32, precision="bf16")
-    numel = sum(flat_sizes(mine))
-    part = sum(-(-size // 4) for size in flat_sizes(mine))
-    assert 0 <= 4 * part - numel < 4 * len(flat_sizes(mine))
+    mine = step({}, {"tensor_model_parallel_size": 2}, global_batch_size=32, precision="bf16")
+    numel = sum(flat_numels(mine))
+    part = sum(-(-size // 4) for size in flat_numels(mine))
+    assert 0 <= 4 * part - numel < 4 * len(flat_numels(mine))
     assert shares(mine, 0) == (2 * numel, 4 * numel, 4 * numel, 6 * numel)
     assert shares(mine, 1) == (8 * part, 4 * part, 16 * part, 6 * part)
     assert shares(mine, 2) == (8 * part, 4 * part, 4 * part, 6 * part)
-    by_block = sum(-(-size // 4) for size in flat_sizes(replace(mine, zero_stage=3)))
+    by_block = sum(-(-size // 4) for size in flat_numels(replace(mine, zero_stage=3)))
     assert shares(mine, 3) == (0, 4 * by_block, 4 * by_block, 6 * by_block)
 
 
 def test_in_fp32_main_weights_are_the_weights() -> None:
-    mine = job({}, {}, global_batch_size=32)
-    numel = sum(flat_sizes(mine))
+    mine = step({}, {}, global_batch_size=32)
+    numel = sum(flat_numels(mine))
     assert shares(mine, 0) == (4 * numel, 0, 4 * numel, 8 * numel)
-    part = sum(-(-size // 8) for size in flat_sizes(replace(mine, zero_stage=3)))
+    part = sum(-(-size // 8) for size in flat_numels(replace(mine, zero_stage=3)))
     assert shares(mine, 3) == (4 * part, 0, 4 * part, 8 * part)
 
 
 def test_each_stage_of_zero_needs_less() -> None:
-    mine = job({"num_layers": 12}, {"tensor_model_parallel_size": 2}, global_batch_size=32, bucket_mb=0.1)
+    mine = step({"num_layers": 12}, {"tensor_model_parallel_size": 2}, global_batch_size=32, bucket_mb=0.1)
     totals = [rank_memory(replace(mine, zero_stage=stage)).total for stage in range(4)]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
 
 
 def test_pieces_are_closed_from_the_end() -> None:
     """Of at least a bucket of 9000 elements; a norm has 48 weights and 48 biases."""
-    mine = job({"num_layers": 1}, {}, global_batch_size=32, bucket_mb=4 * 9000 / 2**20)
+    mine = step({"num_layers": 1}, {}, global_batch_size=32, bucket_mb=4 * 9000 / 2**20)
     norm, fc2, fc1, proj, qkv = 2 * 48, 48 * 192 + 48, 48 * 192 + 192, 48 * 64 + 48, 48 * 192 + 192
     positions, words = 24 * 48, 512 * 48
-    assert flat_sizes(mine) == [fc2 + norm, fc1, qkv + proj + norm, words + positions + norm]
+    assert flat_numels(mine) == [fc2 + norm, fc1, qkv + proj + norm, words + positions + norm]
 
 
 def test_what_is_counted_is_what_others_do() -> None:
@@ -235,10 +241,10 @@ def test_what_is_counted_is_what_others_do() -> None:
 
 
 def test_full_recomputation_keeps_inputs_and_needs_a_layer_for_a_moment() -> None:
-    mine = job({"num_layers": 8}, {"tensor_model_parallel_size": 8}, precision="bf16")
-    full = replace(mine, work=replace(mine.work, recompute=Recompute("full")))
+    mine = step({"num_layers": 8}, {"tensor_model_parallel_size": 8}, precision="bf16")
+    full = replace(mine, local=replace(mine.local, recompute=Recompute("full")))
     everything, inputs = rank_memory(mine), rank_memory(full)
-    assert everything.activations - inputs.activations == 8 * recomputed_activations(full.work)
-    assert inputs.moments["backward of mlp.fc2"] - everything.moments["backward of mlp.fc2"] == recomputed_activations(
-        full.work
-    )
+    assert everything.activations - inputs.activations == 8 * recomputed_activations(full.local)
+    assert inputs.transient_peaks["backward of mlp.fc2"] - everything.transient_peaks[
+        "backward of mlp.fc2"
+    ] == recomputed_activations(full.local)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megatron3d.analysis.memory_model.rank import rank_memory
-from megatron3d.analysis.memory_model.step_spec import Job, make_job
-from megatron3d.analysis.memory_model.suggestions import cheaper, fits, makespan
+from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
+from megatron3d.analysis.memory_model.suggestions import fits, makespan, suggest
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -51,31 +51,31 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def job_of(config: Config) -> Job:
+def step_of(config: Config) -> StepSpec:
     assert check(config, NUM_RANKS, VOCAB_SIZE) == []
-    return make_job(RunSpec(config, NUM_RANKS, VOCAB_SIZE))
+    return make_step_spec(RunSpec(config, NUM_RANKS, VOCAB_SIZE))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_change_is_the_closed_form_of_the_changed_configuration(name: str, path: Path) -> None:
-    job = job_of(read_config(path, CONFIGS[name]).config)
-    now, changes = rank_memory(job).total, cheaper(job, count=10)
+    step = step_of(read_config(path, CONFIGS[name]).config)
+    now, changes = rank_memory(step).total, suggest(step, count=10)
     assert len(changes) >= 2
     for change in changes:
-        changed = rank_memory(job_of(read_config(path, [*CONFIGS[name], *change.settings.split()]).config)).total
+        changed = rank_memory(step_of(read_config(path, [*CONFIGS[name], *change.settings.split()]).config)).total
         assert (change.total, change.saves) == (changed, now - changed), change.settings
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_cheapest_come_first_and_those_that_suffice_before_others(name: str, path: Path) -> None:
-    job = job_of(read_config(path, CONFIGS[name]).config)
-    assert len(cheaper(job)) <= 3
-    prices = [change.price for change in cheaper(job, count=10)]
+    step = step_of(read_config(path, CONFIGS[name]).config)
+    assert len(suggest(step)) <= 3
+    prices = [change.price for change in suggest(step, count=10)]
     assert prices == sorted(prices)
-    missing = rank_memory(job).total // 4
-    enough = [change.saves >= missing for change in cheaper(job, missing, count=10)]
+    missing = rank_memory(step).total // 4
+    enough = [change.saves >= missing for change in suggest(step, missing, count=10)]
     assert enough == sorted(enough, reverse=True)
-    most = [change.saves for change in cheaper(job, 2**60, count=10)]
+    most = [change.saves for change in suggest(step, 2**60, count=10)]
     assert most == sorted(most, reverse=True)
 
 
@@ -84,7 +84,7 @@ def test_every_kind_of_change_is_suggested_somewhere(path: Path) -> None:
         setting.partition("=")[0]
         for overrides in CONFIGS.values()
         for missing in (0, 2**60)
-        for change in cheaper(job_of(read_config(path, overrides).config), missing, count=10)
+        for change in suggest(step_of(read_config(path, overrides).config), missing, count=10)
         for setting in change.settings.split()
     }
     assert keys >= {
@@ -97,16 +97,16 @@ def test_every_kind_of_change_is_suggested_somewhere(path: Path) -> None:
 
 
 def test_a_change_in_words(path: Path) -> None:
-    (first, *_) = cheaper(job_of(read_config(path, CONFIGS["tensor parallel"]).config))
+    (first, *_) = suggest(step_of(read_config(path, CONFIGS["tensor parallel"]).config))
     assert str(first).startswith("parallel.tensor_parallel_form=sequence_parallel: ")
     assert str(first).endswith(" MiB on this rank") and " MiB less, " in str(first)
 
 
 def test_what_does_not_divide_is_not_suggested(path: Path) -> None:
     """Three sequences of 7 tokens are not split over 4 ranks, nor in half."""
-    job = job_of(read_config(path, CONFIGS["tensor parallel"]).config)
-    odd = replace(job.work, micro_batch_size=3, arch=replace(job.work.arch, seq_length=7))
-    settings = " ".join(change.settings for change in cheaper(replace(job, work=odd), count=10))
+    step = step_of(read_config(path, CONFIGS["tensor parallel"]).config)
+    odd = replace(step.local, micro_batch_size=3, arch=replace(step.local.arch, seq_length=7))
+    settings = " ".join(change.settings for change in suggest(replace(step, local=odd), count=10))
     assert "zero_stage" in settings and "form" not in settings and "micro_batch" not in settings
 
 
@@ -124,9 +124,9 @@ def test_fits_is_the_rule_of_the_check(mode: str, path: Path) -> None:
             "model.kv_channels=8",
         ]
         config = read_config(path, overrides).config
-        work = make_job(RunSpec(config, NUM_RANKS, VOCAB_SIZE)).work
-        assert work.mode == build_mode(mode, form, MODES[mode].default_shape(8))
-        assert fits(work) == (check(config, NUM_RANKS, VOCAB_SIZE) == [])
+        local = make_step_spec(RunSpec(config, NUM_RANKS, VOCAB_SIZE)).local
+        assert local.mode == build_mode(mode, form, MODES[mode].default_shape(8))
+        assert fits(local) == (check(config, NUM_RANKS, VOCAB_SIZE) == [])
 
 
 def test_a_bubble_is_a_price(path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_bubble_is_a_price(path: Path) -> None:
     times = {}
     for name in ("gpipe", "1f1b", "interleaved"):
         overrides = [f"parallel.pipeline_schedule={name}", "parallel.pipeline_model_parallel_size=4"]
-        job = job_of(read_config(path, overrides).config)
-        times[name] = makespan(job.pipeline, replace(job.work.arch, vocab_size=0))
+        step = step_of(read_config(path, overrides).config)
+        times[name] = makespan(step.pipeline, replace(step.local.arch, vocab_size=0))
     assert times["gpipe"] == pytest.approx(times["1f1b"])
     assert times["interleaved"] < times["1f1b"]

@@ -8,29 +8,28 @@ from typing import Any
 import pytest
 
 from megatron3d.analysis.memory_model.rank import rank_memory
-from megatron3d.analysis.memory_model.step_spec import Job, make_job
+from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.analysis.memory_model.table import (
     BYTES,
+    align_columns,
     describe,
-    lines_of,
     memory_table,
-    num_parameters,
+    stage_num_parameters,
     stage_table,
     unit_for,
 )
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.model.flops import flops_per_token
-from megatron3d.model.flops import num_parameters as of_model
+from megatron3d.model.flops import flops_per_token, num_parameters
 from megatron3d.model.stages import make_stages
 
 MODEL = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "family": "llama"}
 
 
-def job(num_ranks: int = 8, **parallel: Any) -> Job:
+def step(num_ranks: int = 8, **parallel: Any) -> StepSpec:
     train = {"micro_batch_size": 2, "global_batch_size": 32}
     config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": train})
-    return make_job(RunSpec(config, num_ranks, 500))
+    return make_step_spec(RunSpec(config, num_ranks, 500))
 
 
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -42,15 +41,15 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_line_per_stage_that_adds_up(name: str) -> None:
-    mine = job(**PIPELINES[name])
+    mine = step(**PIPELINES[name])
     header, *rows = (line.split() for line in stage_table(mine))
     assert [int(row[0]) for row in rows] == [stage.index for stage in mine.pipeline.stages]
     assert [int(row[1]) for row in rows] == list(mine.pipeline.owners)
-    assert sum(int(row[2]) for row in rows) == mine.work.arch.num_layers
-    assert sum(int(row[3].replace(",", "")) for row in rows) == of_model(mine.work.arch)
+    assert sum(int(row[2]) for row in rows) == mine.local.arch.num_layers
+    assert sum(int(row[3].replace(",", "")) for row in rows) == num_parameters(mine.local.arch)
     operations = sum(float(row[4].replace(",", "")) for row in rows) * 1e6
     assert header[4] == "MFLOP/microbatch"
-    assert operations == pytest.approx(flops_per_token(mine.work.arch) * mine.work.num_tokens, rel=1e-2)
+    assert operations == pytest.approx(flops_per_token(mine.local.arch) * mine.local.num_tokens, rel=1e-2)
     for row in rows:
         in_flight, each, all_of_them = (float(cell.replace(",", "")) for cell in row[5:8])
         assert all_of_them == pytest.approx(in_flight * each, rel=1e-2)
@@ -59,12 +58,12 @@ def test_a_line_per_stage_that_adds_up(name: str) -> None:
 
 def test_a_tied_matrix_is_counted_where_it_is_held() -> None:
     """Both ends of a pipeline hold it; where they are one rank, the first stage does."""
-    apart, together = job(**PIPELINES["1f1b"]), job(**PIPELINES["zb-v"])
+    apart, together = step(**PIPELINES["1f1b"]), step(**PIPELINES["zb-v"])
     for mine, copies in ((apart, 2), (together, 1)):
-        tied = replace(mine, work=replace(mine.work, arch=replace(mine.work.arch, tie_embeddings=True)))
+        tied = replace(mine, local=replace(mine.local, arch=replace(mine.local.arch, tie_embeddings=True)))
         ranks = [tied.on_pipeline_rank(coord) for coord in tied.pipeline.owners]
-        held = sum(num_parameters(rank, stage) for rank, stage in zip(ranks, tied.pipeline.stages, strict=True))
-        assert held - of_model(tied.work.arch) == (copies - 1) * 500 * 64
+        held = sum(stage_num_parameters(rank, stage) for rank, stage in zip(ranks, tied.pipeline.stages, strict=True))
+        assert held - num_parameters(tied.local.arch) == (copies - 1) * 500 * 64
 
 
 def test_stages_are_described() -> None:
@@ -77,7 +76,7 @@ def test_stages_are_described() -> None:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_line_per_pipeline_rank_beside_what_was_measured(name: str) -> None:
-    mine = job(**PIPELINES[name])
+    mine = step(**PIPELINES[name])
     ranks = mine.pipeline.num_ranks
     before, after = memory_table(mine), memory_table(mine, [2**10 * (coord + 1) for coord in range(ranks)])
     assert len(before) == len(after) == 1 + ranks
@@ -88,7 +87,9 @@ def test_a_line_per_pipeline_rank_beside_what_was_measured(name: str) -> None:
         total = unknown.split()[8]
         assert float(total.replace(",", "")) == pytest.approx(memory.total / unit, abs=0.051)
         assert (unknown.split()[9], known.split()[9]) == ("-", f"{2**10 * (coord + 1) / unit:.1f}")
-        assert " ".join(known.split()[10:]) == max(memory.moments, key=lambda moment: memory.moments[moment])
+        assert " ".join(known.split()[10:]) == max(
+            memory.transient_peaks, key=lambda moment: memory.transient_peaks[moment]
+        )
 
 
 @pytest.mark.parametrize(
@@ -99,4 +100,4 @@ def test_units_show_two_digits_before_the_point(largest: float, unit: str) -> No
 
 
 def test_columns_are_aligned() -> None:
-    assert lines_of([("a", "bb", ""), ("ccc", "d", "e f")]) == ["  a  bb", "ccc   d  e f"]
+    assert align_columns([("a", "bb", ""), ("ccc", "d", "e f")]) == ["  a  bb", "ccc   d  e f"]

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron3d.analysis.cost_model.step import make_step, predict
-from megatron3d.analysis.memory_model.rank import Memory
+from megatron3d.analysis.cost_model.step import simulated_step, step_time
+from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.planner import search as searching
-from megatron3d.analysis.planner.options import Layout, Tensor, signature, tensors
-from megatron3d.analysis.planner.search import Found, Plan, Problem, search
+from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice, signature, tensor_choices
+from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, SearchResult, search
 from megatron3d.config.cli import resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -31,13 +31,13 @@ MODEL = {"num_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "seq_l
 ARGUMENTS = ("--cluster", "perlmutter", "--num-gpus", "8")
 
 
-def problem(num_ranks: int = 8) -> Problem:
+def problem(num_ranks: int = 8) -> PlanningProblem:
     train = {"global_batch_size": 8, "precision": "bf16"}
-    return Problem(Config.model_validate({"model": MODEL, "train": train}), 8192, "perlmutter", num_ranks)
+    return PlanningProblem(Config.model_validate({"model": MODEL, "train": train}), 8192, "perlmutter", num_ranks)
 
 
 @cache
-def found() -> Found:
+def found() -> SearchResult:
     return search(problem(), 3)
 
 
@@ -47,7 +47,7 @@ def test_the_best_is_the_best_of_all() -> None:
     best = search(here, 1).plans[0].step.step_s
     bounds = list(searching._bounds(here, rejected))
     for bound in bounds[:: max(1, len(bounds) // 60)]:
-        if not check(bound.layout.of(here.config), 4, 8192):
+        if not check(bound.layout.apply_to(here.config), 4, 8192):
             seconds = here.plan(bound.layout).step.step_s
             assert bound.seconds <= 1.02 * seconds, bound.layout
             assert seconds >= best
@@ -71,33 +71,33 @@ def test_parts_add_up_to_the_step() -> None:
 
 def test_layouts_that_do_not_fit_do_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many of them are more promising than the first that fits."""
-    memory, best = Problem.memory, found().plans[0]
+    memory, best = PlanningProblem.memory, found().plans[0]
     refused = iter(range(5))
 
-    def larger(self: Problem, spec: RunSpec) -> Memory:
+    def larger(self: PlanningProblem, spec: RunSpec) -> RankMemory:
         kinds = memory(self, spec)
         return kinds if next(refused, None) is None else SimpleNamespace(total=2 * self.memory_bytes)  # type: ignore
 
-    monkeypatch.setattr(Problem, "memory", larger)
+    monkeypatch.setattr(PlanningProblem, "memory", larger)
     monkeypatch.setattr(searching, "MOST", 3)
     assert search(problem(), 1).plans[0].step.step_s >= best.step.step_s
 
 
 def test_each_layout_is_tried_by_one_name() -> None:
     """3-D on 1 x n x 1 is 1-D with sequence parallelism; of the ways to split over 8 ranks no two are equal."""
-    all_of_them = list(tensors(8))
+    all_of_them = list(tensor_choices(8))
     signatures = [signature(MODES[each.mode].forms[each.form](each.shape)) for each in all_of_them]
     assert len(set(signatures)) == len(signatures)
-    assert Tensor("1d", "sequence_parallel", (8,)) in all_of_them
-    assert Tensor("3d", "heads", (1, 8, 1)) not in all_of_them
-    assert Tensor("3d", "heads", (2, 2, 2)) in all_of_them
+    assert TensorChoice("1d", "sequence_parallel", (8,)) in all_of_them
+    assert TensorChoice("3d", "heads", (1, 8, 1)) not in all_of_them
+    assert TensorChoice("3d", "heads", (2, 2, 2)) in all_of_them
 
 
 def test_too_large_a_model_is_refused_with_reasons() -> None:
     large = {**MODEL, "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96}
     config = Config.model_validate({"model": large, "train": {"global_batch_size": 8, "precision": "bf16"}})
     with pytest.raises(UserError, match=r"no layout of this model fits; use more GPUs.*more memory"):
-        search(Problem(config, 8192, "perlmutter", 4))
+        search(PlanningProblem(config, 8192, "perlmutter", 4))
 
 
 @pytest.fixture
@@ -158,11 +158,11 @@ def test_no_other_order_of_the_mesh_is_faster() -> None:
     """GPT-3 on 1024 A100: tensor axes inside of data inside of the pipeline; some orders lose a third and more."""
     model = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048, "vocab_size": 51200}
     config = Config.model_validate({"model": model, "train": {"global_batch_size": 1536, "precision": "bf16"}})
-    here = Problem(config, 51200, "selene", 1024)
-    layout = Layout(Tensor("1d", "sequence_parallel", (4,)), 8, "1f1b", 1, 1, 2)
-    step = make_step(here.spec(layout.of(config)), here.machine)
+    here = PlanningProblem(config, 51200, "selene", 1024)
+    layout = LayoutChoice(TensorChoice("1d", "sequence_parallel", (4,)), 8, "1f1b", 1, 1, 2)
+    step = simulated_step(here.spec(layout.apply_to(config)), here.machine)
     found = {
-        order: predict(replace(step, work=replace(step.work, mesh=Mesh(order)))).step_s
+        order: step_time(replace(step, local=replace(step.local, mesh=Mesh(order)))).step_s
         for order in permutations(step.mesh.axes)
     }
     assert found[step.mesh.axes] <= 1.001 * min(found.values())
@@ -192,7 +192,7 @@ def test_tokens_of_batches_that_grow_are_counted_as_they_are(
 
 
 def test_a_layout_reads_as_it_is_written() -> None:
-    layout = Layout(Tensor("3d", "heads", (1, 2, 2)), 2, "interleaved", 2, 1, 1, "full")
-    plan: Plan = problem().plan(layout)
+    layout = LayoutChoice(TensorChoice("3d", "heads", (1, 2, 2)), 2, "interleaved", 2, 1, 1, "full")
+    plan: PredictedLayout = problem().plan(layout)
     assert tool.layout_of(plan.config) == layout
     assert str(layout) == "3d heads x1·y2·z2, PP 2 interleaved v2, ZeRO 1, micro-batch 1, recompute full"
