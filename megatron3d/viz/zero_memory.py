@@ -123,5 +123,5 @@ def captions(job: StepSpec) -> Iterator[str]:
         where = " between replicas" if "data" not in axes else " within a replica" if has_replicas else ""
         part = Fraction(sent / whole).limit_denominator(100)
         yield f"{collective.replace('_', '-')}{where} sends {part} of the {what}"
-    if job.shares(3):
+    if job.shards(3):
         yield "while computing, also the weights of two FSDP units"

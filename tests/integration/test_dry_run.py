@@ -73,8 +73,8 @@ def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[st
             want = expected.calls.get(key, 0), expected.sent.get(key, 0.0)
             if got[0] != want[0] or abs(got[1] - want[1]) > 1e-6 * max(want[1], 1.0):
                 found.append(f"rank {rank} {key}: dry {got}, closed form {want}")
-        if dry.flops != step_flops(job):
-            found.append(f"rank {rank}: dry {dry.flops} operations, closed form {step_flops(job)}")
+        if dry.flops != step_flops(step):
+            found.append(f"rank {rank}: dry {dry.flops} operations, closed form {step_flops(step)}")
     return found + disagreements(runs, spec.parallel_state)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron3d.parallel.parallel_state import ParallelState
-from megatron3d.verify.dry_run.run import RankRun
+from megatron3d.verify.dry_run.run import RankDryRun
 
 
-def disagreements(runs: Sequence[RankRun], state: ParallelState) -> list[str]:
+def disagreements(runs: Sequence[RankDryRun], state: ParallelState) -> list[str]:
     """Every first difference between what the members of a group ask of it, or the two ends of a link: a hang."""
     found = list[str]()
     lists: dict[tuple[int, ...], dict[int, list[tuple[str, tuple[int, ...], str]]]] = {}

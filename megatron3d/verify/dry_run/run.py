@@ -107,7 +107,7 @@ def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbat
     meter = FlopMemoryMeter(existing, resized)
     parameters = sum(flat.size for flat in state.buffers.flats)
     between = {kind: num_bytes(tensors) for kind, tensors in kinds.items()}
-    run = RankRun(state.spec.rank, state.spec.parallel_state.pipeline_parallel_rank, parameters, between)
+    run = RankDryRun(state.spec.rank, state.spec.parallel_state.pipeline_parallel_rank, parameters, between)
     recorder.calls.clear()
     recorder.entries.clear()
     notes = _ActionRecorder(meter, recorder, run)
