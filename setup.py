@@ -13,6 +13,7 @@ README = Path(__file__).parent / "README.md"
 # Further kinds of input: parquet, gzip and zstd; datasets of the hub; a tokenizer; sentences.
 DATA = ["pyarrow", "datasets", "tiktoken", "nltk"]
 # The documentation site: scripts/docs.sh.
+TESTS = ["pytest>=8", "pytest-xdist>=3", "hypothesis"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1"]
 
 setup(
@@ -41,7 +42,7 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "transformers", "wandb", *DATA, *DOCS],
+        "dev": [*TESTS, "ruff", "mypy", "types-PyYAML", "transformers", "wandb", *DATA, *DOCS],
         "data": DATA,
         "docs": DOCS,
         "wandb": ["wandb"],

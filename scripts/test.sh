@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change is kept: style, types, tests.  Makes .venv on the first run.
-# Arguments go to pytest: scripts/test.sh tests/unit/parallel/test_mesh.py -k coord
+# Check style, types and behaviour.  Makes .venv on the first run.
+#     scripts/test.sh                               everything but the whole matrices: before a change is kept
+#     scripts/test.sh --fast                        style, types and fast unit tests: while working
+#     scripts/test.sh --full                        everything, the whole matrices of tests/slow included
+#     scripts/test.sh tests/unit/parallel -k coord  other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
@@ -23,5 +26,15 @@ step "ruff: style"
 "$VENV/bin/ruff" format --check .
 step "mypy: types"
 "$VENV/bin/mypy"
-step "pytest: behaviour"
-"$VENV/bin/python" -m pytest "$@"
+pytest=("$VENV/bin/python" -m pytest)
+parallel=(-n "$(nproc)" --maxprocesses 8) # for tests in one process; the others start ranks of their own
+if (($# == 0)) || [[ $* == --fast || $* == --full ]]; then
+    step "pytest: fast unit tests"
+    "${pytest[@]}" -m "not slow" "${parallel[@]}"
+    if [[ ${1:-} == --fast ]]; then exit; fi
+    step "pytest: several ranks, whole programs"
+    "${pytest[@]}" -m slow "$@"
+else
+    step "pytest"
+    "${pytest[@]}" "$@"
+fi

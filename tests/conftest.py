@@ -1,14 +1,18 @@
-"""Fixtures for all tests."""
+"""Fixtures of all tests, and which of them are slow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.support.pool import Pool
+
+UNIT = Path(__file__).parent / "unit"
+FAST_FILES = ("test_architecture.py", "test_words.py")
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
@@ -19,16 +23,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `full` unless --full was given."""
+    """Mark as slow what starts ranks or programs, and leave out what is marked `full` unless --full was given."""
+    for item in items:
+        is_unit = UNIT in item.path.parents or item.path.name in FAST_FILES
+        if not is_unit or "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
     left_out = [] if config.getoption("--full") else [item for item in items if item.get_closest_marker("full")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Eight gloo workers."""
+    """Return eight worker processes that run functions as the ranks of a gloo world."""
     pool = Pool(tmp_path_factory.mktemp("pool"))
     yield pool
     pool.close()

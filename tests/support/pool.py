@@ -51,7 +51,8 @@ class Pool:
     """`run(fn, world_size, *args)` calls `fn(rank, world_size, *args)` on every rank; results come in rank order."""
 
     def __init__(self, folder: Path) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")  # imports torch once, not in every worker
+        self._context.set_forkserver_preload(["torch.distributed"])
         self._folder = folder
         self._workers: list[Any] = []
         self._count = 0

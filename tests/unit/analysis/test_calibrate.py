@@ -16,6 +16,7 @@ from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
 
 
+@pytest.mark.slow
 def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are those of the exchange; a product takes what it was measured to take, twofold on a shared core."""
     took = {"alone": Elapsed(2e-4, 1e-4), "call": Elapsed(1e-3, 0.0), "bytes": Elapsed(4e-3, 3e-3)}

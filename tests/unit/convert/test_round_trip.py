@@ -27,6 +27,8 @@ from megatron3d.train.checkpointing import load_weights, save_state
 from megatron3d.train.state import TrainState, build_state, connect
 from tests.support.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings, write_hub
 
+pytestmark = pytest.mark.slow
+
 few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 DATA = {"tokenizer_type": "ByteTokenizer"}
 

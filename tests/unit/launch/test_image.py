@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.tiny_run import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_what_is_copied_is_enough(tmp_path: Path) -> None:
     """All of the image's Python is read, and a run and its job are checked, from the copies alone."""
     for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.M):

@@ -228,6 +228,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Config:
     return Config(logging=LoggingConfig(wandb_project="p", wandb_mode="offline"))
 
 
+@pytest.mark.slow
 def test_wandb_offline_needs_no_network(offline: Config, tmp_path: Path) -> None:
     """What continues has the id of what it continues, what begins anew has another."""
     ids = []

@@ -100,6 +100,7 @@ def failing(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
     raise ValueError("no such compiler\n and more of it")
 
 
+@pytest.mark.slow
 def test_torchs_compiler_gives_the_same_with_one_graph_for_all_blocks() -> None:
     compiler = Compiler()
     blocks, eager = build(compiler, nn.Identity)
@@ -208,6 +209,7 @@ def communicating(rank: int, world_size: int, tokens: Tensor) -> None:
     assert compiler.num_graphs > 0 and compiler.failures == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_sequences_and_batches_that_grow_ask_for_graphs_once_more(family: str) -> None:
     """The second length is met by graphs for any length, which the others and evaluations of the whole one share."""

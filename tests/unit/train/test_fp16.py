@@ -38,6 +38,7 @@ def train(state: TrainState, steps: int, num_tokens: int = TOKENS) -> list[tuple
     return [(r.loss.item(), r.grad_norm.item(), bool(r.skipped.item())) for r in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"initial_loss_scale": 2.0**10}, {"loss_scale": 2.0**10}])
 def test_losses_and_norms_are_those_of_fp32(options: dict[str, float]) -> None:
     wide, narrow = train(build(), 20), train(build(precision="fp16", **options), 20)
@@ -48,6 +49,7 @@ def test_losses_and_norms_are_those_of_fp32(options: dict[str, float]) -> None:
     assert wide[-1][0] < 0.9 * wide[0][0]
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_too_large_falls_until_updates_are_made() -> None:
     state = build(precision="fp16", initial_loss_scale=2.0**32)
     results = train(state, 30)
@@ -59,6 +61,7 @@ def test_a_scale_that_is_too_large_falls_until_updates_are_made() -> None:
     assert results[-1][0] < results[0][0]
 
 
+@pytest.mark.slow
 def test_gradients_below_fp16_are_kept_by_the_scale() -> None:
     """A loss divided by 2^40 tokens: without a scale its gradients are 0 in fp16."""
     lost, kept = (train(build(precision="fp16", loss_scale=scale), 1, TOKENS * 2**34)[0][1] for scale in (1.0, 2.0**40))

@@ -138,6 +138,7 @@ def test_the_written_layout_trains(tmp_path: Path, pool: Pool) -> None:
     assert [iteration for iteration, *_ in steps(tmp_path / "run")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_tool_draws_the_speed_over_ranks(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each number of ranks with the best layout for its part of the batch; where none fits it says at which."""
     picture = config_file.with_name("scaling.svg")

@@ -1,0 +1,231 @@
+"""Seeded bugs: the covering array of layouts must catch each of them.
+
+    python -m tests.mutations [--full] [NAME ...]
+
+Each mutation replaces one snippet of one module in a copy of the repository, where tests/integration/test_equality.py
+runs until its first failure.  With --full, the whole matrices run on what it misses.  The exit code is 1 if a mutation
+was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("megatron3d", "tests", "benchmarks", "tools", "configs", "pretrain_gpt.py", "pyproject.toml")
+ARRAY = ["tests/integration/test_equality.py", "-k", "equals_one_process"]
+MATRICES = ["tests/slow", "--full"]
+
+
+class Mutation(NamedTuple):
+    """A bug: `old`, which the module holds exactly once, is replaced by `new`."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+
+
+MUTATIONS = [
+    Mutation("bias added by every rank of K", "ops/matmul.py", "None if plan.k else bias_N", "bias_N"),
+    Mutation(
+        "dX not reduced over one axis",
+        "ops/matmul.py",
+        "plan.dx_moves, X_DIMS, comm) if w else None",
+        "plan.dx_moves[1:], X_DIMS, comm) if w else None",
+    ),
+    Mutation("bias gradient dropped", "ops/matmul.py", "dy_MN.sum(0) if needs_db", "dy_MN.sum(0) * 0 if needs_db"),
+    Mutation(
+        "all-gathers in another order", "ops/collectives.py", "steps = moves(table)[::-1]", "steps = moves(table)"
+    ),
+    Mutation(
+        "softmax maximum of one vocabulary shard",
+        "ops/cross_entropy.py",
+        'head.comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()',
+        "logits_CV.amax(-1)",
+    ),
+    Mutation(
+        "label of a shard's first token not found", "ops/cross_entropy.py", "(labels_C >= low)", "(labels_C > low)"
+    ),
+    Mutation(
+        "sharded norm divides by the local features",
+        "ops/norm.py",
+        "x_MH.shape[-1] * ctx.comm.mesh.size(ctx.axes)",
+        "x_MH.shape[-1]",
+    ),
+    Mutation(
+        "variance between shards forgotten",
+        "ops/norm.py",
+        "variances.mean(-1, keepdim=True) + spread",
+        "variances.mean(-1, keepdim=True)",
+    ),
+    Mutation(
+        "tokens of other vocabulary shards embedded",
+        "ops/embedding.py",
+        "whole_VH[rows_M].masked_fill_(absent.unsqueeze(-1), 0)",
+        "whole_VH[rows_M]",
+    ),
+    Mutation(
+        "embedding gradient of absent tokens",
+        "ops/embedding.py",
+        ".wait().masked_fill(absent.unsqueeze(-1), 0)",
+        ".wait()",
+    ),
+    Mutation(
+        "key/value groups counted from the gathered range",
+        "ops/attention.py",
+        "(group * self.size - low for group in self.group_span)",
+        "(group * self.size for group in self.group_span)",
+    ),
+    Mutation(
+        "attention dropout by local head",
+        "ops/attention.py",
+        "torch.arange(*heads.query_span, device=q.device)",
+        "torch.arange(heads.query_span[1] - heads.query_span[0], device=q.device)",
+    ),
+    Mutation(
+        "hidden dropout by local feature",
+        "model/layers.py",
+        "torch.arange(*span(self.hidden_size, self.layout[1], self.mesh), device=x_MH.device)",
+        "torch.arange(x_MH.shape[1], device=x_MH.device)",
+    ),
+    Mutation(
+        "attention dropout without the microbatch's place",
+        "model/layers.py",
+        "at.first_sequence + first)",
+        "first)",
+    ),
+    Mutation(
+        "positions off by one on all ranks but the first",
+        "model/microbatch.py",
+        "torch.arange(offset + low, offset + high, device=device)",
+        "torch.arange(offset + low, offset + high, device=device) + (low > 0)",
+    ),
+    Mutation(
+        "data ranks read overlapping samples",
+        "data/loader.py",
+        "range(mesh.index(data_axes) * micro_batch_size,",
+        "range(mesh.index(data_axes),",
+    ),
+    Mutation(
+        "norm rule without copies",
+        "zero/buffers.py",
+        "square_sum(flat.grad) / flat.kind.copies",
+        "square_sum(flat.grad)",
+    ),
+    Mutation(
+        "tied embedding not summed over the pipeline",
+        "zero/buffers.py",
+        "if flat.kind.link is not None:",
+        "if flat.kind.link is not None and flat.stage < 0:",
+    ),
+    Mutation(
+        "weight decay by place in the shard",
+        "zero/flat_buffer.py",
+        "min(max(self._num_decayed - self.mine.start, 0), part)",
+        "min(self._num_decayed, part)",
+    ),
+    Mutation("ZeRO 2 keeps the last microbatch only", "zero/flat_buffer.py", "elif self.num_reduced:", "elif False:"),
+    Mutation(
+        "HSDP replicas not summed",
+        "zero/grad_reduction.py",
+        "if axis not in axes) if axes else ()",
+        "if axis not in axes and axis != 'replica') if axes else ()",
+    ),
+    Mutation(
+        "gradient rule misses an axis",
+        "parallel/layout.py",
+        "set(self.token_axes) - layout_axes(self.layout)",
+        "set(self.token_axes[:-1]) - layout_axes(self.layout)",
+    ),
+    Mutation("loss not divided by its copies", "train/step.py", " / loss_copies(model)", ""),
+    Mutation(
+        "recomputed activation is its input",
+        "ops/recompute.py",
+        "            return function(x)\n\n    def pack",
+        "            return x\n\n    def pack",
+    ),
+    Mutation(
+        "gathered weights kept over the update",
+        "ops/weight_prefetch.py",
+        "self._in_flight, self._kept, self._num_backwards = None, None, 0",
+        "self._num_backwards = 0",
+    ),
+    Mutation(
+        "every copy sends the first part of the residual",
+        "pipeline/engine.py",
+        "self.comm.mesh.index(self.copies) * size",
+        "0",
+    ),
+    Mutation(
+        "gradient of a microbatch used for all",
+        "pipeline/engine.py",
+        "self._deferred_wgrads[action.stage, action.mb] = deferred",
+        "self._deferred_wgrads[action.stage, action.mb] = [*deferred, *deferred]",
+    ),
+]
+
+
+def mutated(mutation: Mutation, root: Path = ROOT) -> str:
+    """Return the text of the mutated module.  Raises ValueError where the snippet is not found exactly once."""
+    text = (root / "megatron3d" / mutation.module).read_text(encoding="utf-8")
+    if (count := text.count(mutation.old)) != 1:
+        raise ValueError(f"{mutation.name}: megatron3d/{mutation.module} has {count} times, not once: {mutation.old}")
+    return text.replace(mutation.old, mutation.new)
+
+
+def first_failure(folder: Path, arguments: list[str]) -> str | None:
+    """Run tests in a copy until one fails; return its name, or None where all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    assert done.returncode in (0, 1) and bool(failed) == bool(done.returncode), done.stdout + done.stderr
+    return failed[0].split(" - ")[0].partition(" ")[2].rpartition("::")[2] if failed else None
+
+
+def outcome(mutation: Mutation, full: bool) -> str:
+    """Return "caught" or "missed", by what, and in how many seconds."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as name:
+        folder = Path(name)
+        for each in COPIED:
+            copy = shutil.copytree if (ROOT / each).is_dir() else shutil.copy
+            copy(ROOT / each, folder / each)
+        (folder / "megatron3d" / mutation.module).write_text(mutated(mutation), encoding="utf-8")
+        begin = time.monotonic()
+        if failure := first_failure(folder, ARRAY):
+            return f"caught  {time.monotonic() - begin:5.0f} s  {failure}"
+        if full and (failure := first_failure(folder, MATRICES)):
+            return f"MISSED, but the whole matrix catches it: {failure}"
+        return "MISSED by the array" + (" and by the whole matrix" if full else "")
+
+
+def main(arguments: list[str]) -> int:
+    """Run all mutations, or those with the given names; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="mutations to run; default: all")
+    parser.add_argument("--full", action="store_true", help="run the whole matrices on what the array misses")
+    asked = parser.parse_args(arguments)
+    unknown = set(asked.names) - {mutation.name for mutation in MUTATIONS}
+    if unknown:
+        parser.error(f"no such mutation: {', '.join(sorted(unknown))}")
+    chosen = [mutation for mutation in MUTATIONS if not asked.names or mutation.name in asked.names]
+    num_missed = 0
+    for mutation in chosen:
+        result = outcome(mutation, asked.full)
+        num_missed += not result.startswith("caught")
+        print(f"{mutation.name:50} {mutation.module:24} {result}", flush=True)
+    print(f"{len(chosen) - num_missed} of {len(chosen)} caught")
+    return 1 if num_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

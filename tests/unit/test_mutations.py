@@ -1,0 +1,26 @@
+"""Every seeded bug of tests/mutations.py still fits the code: its snippet is found once, and the result compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutations import COPIED, MUTATIONS, ROOT, Mutation, mutated
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutant_compiles(mutation: Mutation) -> None:
+    compile(mutated(mutation), mutation.module, "exec")
+
+
+def test_there_are_many_with_names_of_their_own() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 20
+    assert all((ROOT / name).exists() for name in COPIED)
+
+
+def test_a_snippet_that_is_gone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "megatron3d").mkdir()
+    (tmp_path / "megatron3d" / "a.py").write_text("x = 1\nx = 1\n")
+    with pytest.raises(ValueError, match=r"megatron3d/a\.py has 2 times"):
+        mutated(Mutation("a", "a.py", "x = 1", "x = 2"), tmp_path)
