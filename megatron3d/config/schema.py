@@ -1,7 +1,7 @@
 """The configuration: one schema for files, command line and API; frozen after reading.
 
-Names are Megatron's where the concept is.  None means: derived from other fields, in derive.py and never stored next
-to its source.
+Names are Megatron's where the concept is Megatron's.  None means: derived from other fields by RunSpec, and never
+stored next to its source.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DataPath = str | Annotated[tuple[str | float, ...], Field(strict=False)]
 
 
 class Section(BaseModel):
-    """A section refuses unknown keys, converts nothing silently and cannot be changed."""
+    """Base of all sections: unknown keys are refused, types are not converted, and values cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -76,7 +76,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How ranks are arranged: world_size = TP x PP x DP, with DP derived."""
+    """Layout of the ranks: world_size = TP x PP x DP, with DP derived."""
 
     tensor_model_parallel_size: int | None = Field(
         None, ge=1, description="default: product of tensor_parallel_shape, or 1"
@@ -86,36 +86,38 @@ class ParallelConfig(Section):
         None, strict=False, description="default: the most even shape of the size"
     )
     tensor_parallel_form: str | None = Field(None, description="variant of the mode; default: its first")
-    sequence_parallel: bool = Field(False, description="short for tensor_parallel_form=sequence_parallel")
+    sequence_parallel: bool = Field(False, description="same as tensor_parallel_form=sequence_parallel")
     pipeline_model_parallel_size: int = Field(1, ge=1)
     pipeline_schedule: ScheduleName = "1f1b"
     virtual_pipeline_model_parallel_size: int | None = Field(
-        None, ge=1, description="stages per pipeline rank; default: the fewest that the schedule takes"
+        None,
+        ge=1,
+        description="stages (model chunks) per pipeline rank; default: the fewest that the schedule supports",
     )
     pipeline_schedule_file: str | None = Field(None, description="CSV of actions, for pipeline_schedule=file")
     pipeline_model_parallel_layout: tuple[Count, ...] | None = Field(
-        None, strict=False, description="layers per stage; default: divided by cost, the head included"
+        None, strict=False, description="layers per stage; default: balanced by FLOPs, the LM head included"
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        0, description="what data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too"
+        0, description="sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also parameters (FSDP)"
     )
     num_distributed_optimizer_instances: int = Field(
-        1, ge=1, description="groups of data-parallel ranks that each hold everything; ZeRO shares out inside of them"
+        1, ge=1, description="HSDP: number of replicas; ZeRO shards over the data-parallel ranks of one replica"
     )
     tp_comm_overlap_input_grad: bool = Field(
-        True, description="a linear's input gradient is reduced under the product of its weight's gradient"
+        True, description="overlap the reduction of the input gradient (dgrad) with the wgrad GEMM"
     )
     tp_comm_overlap_weight_grad: bool = Field(
-        True, description="a linear's weight gradient is reduced under the backward of the next one"
+        True, description="overlap the reduction of the weight gradient (wgrad) with the backward of the next linear"
     )
     tp_comm_overlap_weight_gather: bool = Field(
-        True, description="a linear's weight is gathered under the linear before, in forward and in backward"
+        True, description="prefetch weights: overlap their all-gather with the previous linear, in forward and backward"
     )
     tp_keep_gathered_weights: bool = Field(
-        False, description="weights that are gathered in forward stay for backward: fewer bytes move, more are held"
+        False, description="keep weights gathered in forward until backward: one all-gather less, more memory"
     )
     tp_num_panels: int = Field(
-        1, ge=1, description="pieces in which matmuls gather and reduce, each under the product of another; 1: whole"
+        1, ge=1, description="panels per matmul, the communication of one overlapping the GEMM of another; 1: no panels"
     )
 
 
@@ -124,57 +126,72 @@ class TrainConfig(Section):
 
     micro_batch_size: int = Field(1, ge=1)
     global_batch_size: int = Field(8, ge=1)
-    rampup_batch_size: Growth | None = Field(None, description="[start, increment, samples] of a batch that grows")
-    seq_length_warmup: Growth | None = Field(None, description="the same of a length that samples are cut to")
+    rampup_batch_size: Growth | None = Field(
+        None, description="[start, increment, samples]: ramp-up of the global batch size"
+    )
+    seq_length_warmup: Growth | None = Field(
+        None, description="[start, increment, samples]: ramp-up of the sequence length, to which samples are truncated"
+    )
     train_iters: int = Field(1000, ge=1)
     iterations_to_skip: tuple[Positive, ...] = Field(
-        (), strict=False, description="iterations whose samples are passed over: nothing is computed, logged or saved"
+        (), strict=False, description="iterations whose samples are skipped: nothing is computed, logged or saved"
     )
     exit_interval: int | None = Field(None, ge=1)
     exit_duration_in_mins: float | None = Field(None, gt=0)
     rollback_nonfinite_steps: int | None = Field(
-        None, ge=1, description="steps in a row without an update, after which to go back to the last good checkpoint"
+        None, ge=1, description="consecutive steps without an update before a rollback to the last good checkpoint"
     )
     rollback_loss_spike_score: float | None = Field(
-        None, gt=0, description="robust deviations above the last losses, from which to go back and skip these samples"
+        None,
+        gt=0,
+        description="robust standard deviations above recent losses that trigger a rollback which skips the samples",
     )
-    rollback_window: int = Field(128, ge=16, description="losses that a new one is compared with")
-    max_rollbacks: int = Field(3, ge=1, description="of one start; after that it is a failure")
+    rollback_window: int = Field(128, ge=16, description="recent losses that a new one is compared with")
+    max_rollbacks: int = Field(3, ge=1, description="rollbacks per launch; one more is a failure")
     check_weight_hash_across_dp_replicas_interval: int | None = Field(
         None, ge=1, description="iterations between comparisons of data-parallel replicas, bit by bit; default: never"
     )
     seed: int = Field(1234, ge=0)
     distributed_timeout_minutes: float = Field(
-        10.0, gt=0, description="a rank without any progress for so long ends the run, and is named"
+        10.0, gt=0, description="time without progress after which the run ends, naming the rank"
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    loss_scale: float | None = Field(None, gt=0, description="fixed, with fp16; default: a dynamic one")
-    initial_loss_scale: float = Field(2.0**32, gt=0, description="where a dynamic loss scale begins")
+    loss_scale: float | None = Field(None, gt=0, description="fixed loss scale, with fp16; default: dynamic")
+    initial_loss_scale: float = Field(2.0**32, gt=0, description="initial value of a dynamic loss scale")
     min_loss_scale: float = Field(1.0, gt=0)
-    loss_scale_window: int = Field(1000, ge=1, description="good steps in a row after which the loss scale doubles")
+    loss_scale_window: int = Field(
+        1000, ge=1, description="consecutive finite steps after which the loss scale doubles"
+    )
     hysteresis: int = Field(2, ge=1, description="non-finite steps before the loss scale halves")
     eval_interval: int | None = Field(None, ge=1, description="default: never")
     eval_iters: int = Field(10, ge=1)
-    loss_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits exist at one time")
-    bucket_mb: float = Field(25.0, gt=0, description="size of a gradient all-reduce on the data axis")
+    loss_chunk_tokens: int = Field(
+        1024, ge=1, description="tokens per chunk of the loss: only one chunk of logits is in memory at once"
+    )
+    bucket_mb: float = Field(
+        25.0, gt=0, description="bucket size of gradient reduction over data-parallel ranks, in MiB"
+    )
     recompute_granularity: Literal["selective", "full"] | None = Field(
-        None, description="what backward computes again: some modules of each layer, or layers; default: nothing"
+        None,
+        description="activation recomputation (checkpointing): modules of each layer, or full layers; default: none",
     )
     recompute_modules: tuple[Literal["core_attn", "mlp_act"], ...] | None = Field(
-        None, strict=False, min_length=1, description="with selective; default: core_attn"
+        None, strict=False, min_length=1, description="modules to recompute, with selective; default: core_attn"
     )
     recompute_method: Literal["uniform", "block"] | None = Field(
-        None, description="with full: all layers in runs, or the first of each stage one by one; default: uniform"
+        None, description="with full: all layers in groups, or the first layers of each stage; default: uniform"
     )
     recompute_num_layers: int | None = Field(
-        None, ge=1, description="with full: layers of a run, or recomputed ones of a stage; default: 1"
+        None, ge=1, description="with full: layers per group (uniform) or per stage (block); default: 1"
     )
-    cpu_offloading: bool = Field(False, description="what layers keep for backward lies in host memory; GPUs only")
-    grad_reduce_in_bf16: bool = Field(False, description="gradients on their way; they are summed up in fp32")
+    cpu_offloading: bool = Field(False, description="keep saved activations in CPU memory until backward; GPUs only")
+    grad_reduce_in_bf16: bool = Field(
+        False, description="communicate gradients in bf16; they are still accumulated in fp32"
+    )
     norm_implementation: Literal["torch", "apex"] = Field(
-        "torch", description="whose fused LayerNorm and RMSNorm where features are whole; apex is NVIDIA's"
+        "torch", description="fused LayerNorm and RMSNorm where features are not sharded: PyTorch's, or NVIDIA apex's"
     )
-    compile: bool = Field(False, description="torch.compile of each layer; eager, and said so, where that fails")
+    compile: bool = Field(False, description="torch.compile each layer; where that fails, warn and run eagerly")
 
 
 class OptimizerConfig(Section):
@@ -186,105 +203,118 @@ class OptimizerConfig(Section):
     lr_warmup_iters: int = Field(0, ge=0)
     lr_decay_iters: int | None = Field(None, ge=1, description="default: train_iters")
     lr_wsd_decay_iters: int | None = Field(
-        None, ge=1, description="length of WSD's last phase; default: a tenth of lr_decay_iters"
+        None, ge=1, description="iterations of the WSD decay phase; default: a tenth of lr_decay_iters"
     )
     weight_decay: float = Field(0.1, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     adam_eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
-    exp_avg_dtype: MomentDtype | None = Field(None, description="default: that of the main weights")
-    exp_avg_sq_dtype: MomentDtype | None = Field(None, description="default: that of the main weights")
+    clip_grad: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: no clipping")
+    exp_avg_dtype: MomentDtype | None = Field(
+        None, description="dtype of the first moment; default: that of the master weights"
+    )
+    exp_avg_sq_dtype: MomentDtype | None = Field(
+        None, description="dtype of the second moment; default: that of the master weights"
+    )
     adam_implementation: Literal["torch", "apex"] = Field(
-        "torch", description="whose fused kernel; apex is NVIDIA's, compiled, not the package of that name on PyPI"
+        "torch",
+        description="fused kernel: PyTorch's, or NVIDIA apex's (built from source, not the PyPI package of that name)",
     )
 
 
 class DataConfig(Section):
     """The corpus and its tokenizer."""
 
-    data_path: DataPath | None = Field(None, description="prefix of .bin and .idx, or several, each after its weight")
+    data_path: DataPath | None = Field(
+        None, description="prefix of a .bin/.idx pair, or a blend of several, each after its weight"
+    )
     split: str = Field("969,30,1", description="weights of train, valid and test")
     train_data_path: DataPath | None = Field(
         None, description="in place of data_path and split; `hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]` is read as a stream"
     )
     valid_data_path: DataPath | None = Field(None, description="with train_data_path")
     test_data_path: DataPath | None = Field(None, description="with train_data_path")
-    stream_key: str = Field("text", description="column with the text, where a path is the name of a dataset, hf:...")
-    stream_lanes: int = Field(8, ge=1, description="parts in which a dataset is read at one time")
-    stream_shuffle_rows: int = Field(1000, ge=1, description="neighbouring rows of a dataset that are shuffled")
-    on_bad_record: Literal["stop", "skip"] = Field("stop", description="rows of a dataset; skip: left out, counted")
-    max_epochs: float = Field(4.0, gt=0, description="above so many readings of a corpus the start warns")
-    reset_position_ids: bool = Field(False, description="positions begin anew at each document")
-    reset_attention_mask: bool = Field(False, description="tokens see their own document only")
-    eod_mask_loss: bool = Field(False, description="what follows the end of a document is not learnt")
-    pad_token_id: int | None = Field(None, ge=0, description="a token that is not learnt; default: none")
-    goldfish_k: int | None = Field(None, ge=2, description="one of k tokens is never learnt; default: all are")
-    goldfish_h: int = Field(13, ge=1, description="tokens whose hash decides whether the next one is learnt")
+    stream_key: str = Field("text", description="text column of a streamed dataset (hf:...)")
+    stream_lanes: int = Field(8, ge=1, description="lanes of a streamed dataset that are read in parallel")
+    stream_shuffle_rows: int = Field(
+        1000, ge=1, description="size of the shuffle buffer of a streamed dataset, in rows"
+    )
+    on_bad_record: Literal["stop", "skip"] = Field(
+        "stop", description="a bad row of a streamed dataset: stop, or skip and count it"
+    )
+    max_epochs: float = Field(4.0, gt=0, description="warn at launch if a corpus is read for more epochs than this")
+    reset_position_ids: bool = Field(False, description="restart position ids at each document")
+    reset_attention_mask: bool = Field(False, description="attend only within a document")
+    eod_mask_loss: bool = Field(False, description="no loss on the token that follows the end of a document")
+    pad_token_id: int | None = Field(None, ge=0, description="no loss on this token; default: none")
+    goldfish_k: int | None = Field(
+        None, ge=2, description="goldfish loss: one of k tokens is excluded from the loss; default: none"
+    )
+    goldfish_h: int = Field(13, ge=1, description="goldfish loss: context tokens whose hash decides on the next one")
     tokenizer_type: Literal[
         "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer", "CharTokenizer"
     ] = "SentencePieceTokenizer"
-    tokenizer_model: str | None = Field(None, description="file of the tokenizer; none for ByteTokenizer")
+    tokenizer_model: str | None = Field(None, description="tokenizer file; none for ByteTokenizer")
 
 
 class CheckpointConfig(Section):
-    """Where the run is written and read."""
+    """Where checkpoints are saved and loaded."""
 
     save: str | None = None
-    load: str | None = Field(None, description="equal to save: resume if something is there")
+    load: str | None = Field(None, description="if equal to save: resume from the newest checkpoint there, if any")
     save_interval: int | None = Field(None, ge=1, description="default: only at the end")
     non_persistent_save_interval: int | None = Field(
-        None, ge=1, description="short-lived checkpoints between these, in `non_persistent` of save; default: none"
+        None, ge=1, description="iterations between short-lived checkpoints in `non_persistent` of save; default: none"
     )
-    keep_latest_k: int | None = Field(
-        None, ge=1, description="older permanent checkpoints are removed; default: all stay"
-    )
+    keep_latest_k: int | None = Field(None, ge=1, description="number of permanent checkpoints to keep; default: all")
     save_retain_interval: int | None = Field(
-        None, ge=1, description="checkpoints of its multiples stay for ever, beside the newest keep_latest_k, or 1"
+        None, ge=1, description="keep checkpoints at its multiples permanently, next to the newest keep_latest_k (or 1)"
     )
-    async_save: bool = Field(False, description="training waits only until its state is copied to host memory")
-    finetune: bool = Field(False, description="load weights only: iteration, optimizer and data begin anew")
-    no_load_optim: bool = Field(False, description="load without the optimizer's moments and the loss scale")
+    async_save: bool = Field(
+        False, description="write in the background; training waits only for the copy to CPU memory"
+    )
+    finetune: bool = Field(False, description="load weights only; iteration, optimizer and data start from scratch")
+    no_load_optim: bool = Field(False, description="load without optimizer state and loss scale")
     accept_changed: tuple[Literal["tokenizer", "corpus", "data.split", "train.seed"], ...] = Field(
-        (), strict=False, description="what may differ from the run that is continued; its samples are then others"
+        (), strict=False, description="what may differ from the run that is continued, which then reads other samples"
     )
 
 
 class LoggingConfig(Section):
-    """What is reported, and where to."""
+    """What is reported, and where."""
 
     log_interval: int = Field(10, ge=1)
     timing_log_level: Literal[0, 1, 2] = Field(
-        1, description="times of phases: 0 not noted, 1 in metrics.jsonl, 2 on the console as well"
+        1, description="phase timers: 0 off, 1 in metrics.jsonl, 2 also on the console"
     )
     straggler_factor: float | None = Field(
-        1.5, gt=1, description="a rank whose own time is so many times its peers' median is slow; null: not looked for"
+        1.5, gt=1, description="a rank is a straggler above this multiple of its peers' median time; null: no detection"
     )
-    straggler_steps: int = Field(5, ge=1, description="logged steps in a row, after which a slow rank is named")
+    straggler_steps: int = Field(5, ge=1, description="consecutive logged steps before a straggler is reported")
     trace_iterations: tuple[Positive, ...] = Field(
-        (), strict=False, description="iterations whose pipeline is logged and drawn, into `traces` of checkpoint.save"
+        (), strict=False, description="iterations whose pipeline is traced and plotted in `traces` of checkpoint.save"
     )
     log_moments_interval: int | None = Field(
         None,
         ge=1,
-        description="iterations between moments of each layer's parameters, gradients and activations",
+        description="iterations between statistics of each layer's parameters, gradients and activations",
     )
-    profile: bool = Field(False, description="torch.profiler's trace of some iterations, into `profiles` of save")
-    profile_step_start: int = Field(10, ge=1, description="first iteration that is profiled")
-    profile_step_end: int = Field(12, ge=2, description="iteration before which profiling ends")
-    profile_ranks: tuple[Count, ...] = Field((0,), strict=False, min_length=1, description="ranks that are profiled")
+    profile: bool = Field(False, description="write torch.profiler traces to `profiles` of checkpoint.save")
+    profile_step_start: int = Field(10, ge=1, description="first profiled iteration")
+    profile_step_end: int = Field(12, ge=2, description="iteration before which profiling stops")
+    profile_ranks: tuple[Count, ...] = Field((0,), strict=False, min_length=1, description="profiled ranks")
     record_memory_history: bool = Field(
-        False, description="with profile, a snapshot of every allocation in these iterations; GPUs only"
+        False, description="with profile: snapshot of the allocator's history in these iterations; GPUs only"
     )
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
     wandb_name: str | None = None
     wandb_mode: Literal["online", "offline"] = "online"
     cluster: str | None = Field(
-        None, description="file of hardware/clusters, by which step times are predicted; default: local, if calibrated"
+        None, description="description in hardware/clusters for step time prediction; default: local, if calibrated"
     )
     peak_tflops: float | None = Field(
-        None, gt=0, description="per device, dense, for MFU; default: from the device's name"
+        None, gt=0, description="dense peak per device, for MFU; default: from the device's name"
     )
 
 

@@ -1,6 +1,8 @@
-"""A YAML file as a list of entries that know their line.
+"""A YAML file as a list of entries, each with its line.
 
 Plain scalars follow YAML 1.2's core schema: `1e-3` is a number and `on` is text, where PyYAML alone reads the opposite.
+ruamel.yaml would need the same table of scalars (it reads `2001-01-01` as a date and refuses `=`) and takes two to
+three times as long to compose a file, so the table is written for PyYAML, which the machine descriptions need anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import yaml
 
 
 class Entry(NamedTuple):
-    """One value as somebody wrote it; `section` or `name` is empty where it is missing."""
+    """One value as written; `section` or `name` is empty where it is missing."""
 
     section: str
     name: str
@@ -33,7 +35,7 @@ class Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own protocol)
 
     def tuple_of(self, node: yaml.SequenceNode) -> tuple[object, ...]:
-        """The value of a sequence."""
+        """Return the values of a sequence."""
         return tuple(self.construct_sequence(node, deep=True))
 
 
@@ -49,7 +51,7 @@ for _tag, _pattern, _first in (
 
 
 def parse_value(text: str) -> object:
-    """The value of a piece of YAML; raises ValueError."""
+    """Parse a YAML value; raises ValueError."""
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -57,7 +59,7 @@ def parse_value(text: str) -> object:
 
 
 def show(value: object) -> str:
-    """A value as it would be typed, shortened where it is long."""
+    """Return a value as a user would type it, at most 200 characters."""
     if isinstance(value, tuple | list):
         return f"[{','.join(show(item) for item in value)}]"
     if value is None or isinstance(value, bool):
@@ -67,7 +69,7 @@ def show(value: object) -> str:
 
 
 def is_plain(text: str) -> bool:
-    """Whether the text means itself where it stands without quotes."""
+    """Return whether YAML reads the text without quotes as that text."""
     if re.fullmatch(r"[\w./,+-]+", text) is None:
         return False
     try:
@@ -77,7 +79,7 @@ def is_plain(text: str) -> bool:
 
 
 def read_document(path: Path, problems: list[str]) -> list[Entry] | None:
-    """Entries of a file of sections, None where it is not one; what is wrong with its form goes to `problems`."""
+    """Read the entries of a file of sections, None where it is not one; append each syntax problem to `problems`."""
     try:
         loader = Loader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
@@ -114,7 +116,7 @@ def _entries(path: Path, loader: Loader, root: yaml.MappingNode, problems: list[
 def _pairs(
     path: Path, node: yaml.MappingNode, prefix: str, problems: list[str]
 ) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Key, value node and `file:line` of a mapping; a repeated key is reported and left out."""
+    """Yield key, value node and `file:line` of a mapping; a repeated key is reported and skipped."""
     first: dict[str, str] = {}
     for key_node, value_node in node.value:
         key, origin = str(key_node.value), f"{path}:{key_node.start_mark.line + 1}"
