@@ -1,1 +1,1 @@
-"""Checkpoints of logical tensors, which know nothing of the layout that wrote them."""
+"""Checkpoints of logical tensors, independent of the layout that wrote them."""

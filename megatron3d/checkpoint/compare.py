@@ -1,7 +1,7 @@
-"""Two or more checkpoints box by box, whatever layouts wrote them: how they differ, and their mean.
+"""Comparison and averaging of checkpoints, box by box, whatever layouts wrote them.
 
-Needs memory for one box of the first, three times.  (Averages of the last checkpoints of a run: Izmailov et al. 2018,
-arXiv:1803.05407.)
+Needs memory for three copies of one box.  Averaging the last checkpoints of a run: Izmailov et al. 2018,
+arXiv:1803.05407.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, Shape, box_shape
 
 WEIGHTS = "model."
-# What two checkpoints that can be averaged share, whatever else their runs did.
+# Metadata that checkpoints must share to be averaged.
 SHARED = ("model", "identity.tokenizer")
 
 
 def describe_differences(first: Path, second: Path) -> Iterator[str]:
-    """What the second has otherwise than the first, a line each: facts, then tensors; nothing where all is equal."""
+    """Yield one line per difference of the second checkpoint from the first: metadata, then tensors."""
     one, other = read_index(first), read_index(second)
     facts, others = flatten(one), flatten(other)
     for name in sorted(facts.keys() | others.keys()):
@@ -41,7 +41,7 @@ def describe_differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def flatten(index: Index) -> dict[str, object]:
-    """What an index says beside its tensors, by dotted name."""
+    """Return the metadata of an index by dotted name."""
 
     def inside(prefix: str, value: object) -> Iterator[tuple[str, object]]:
         if isinstance(value, dict):
@@ -54,7 +54,7 @@ def flatten(index: Index) -> dict[str, object]:
 
 
 def _difference(name: str, tensor: StoredTensor, one: tuple[Path, Index], other: tuple[Path, Index]) -> str | None:
-    """Largest distance over all boxes; equal bits are equal, also where they mean not-a-number."""
+    """Describe the largest difference of a tensor over all boxes; two NaNs count as equal."""
     num_different, largest, scale = 0, 0.0, 0.0
     for stored in tensor.boxes:
         a, b = (read_box(path, index, name, stored.box) for path, index in (one, other))
@@ -70,7 +70,7 @@ def _difference(name: str, tensor: StoredTensor, one: tuple[Path, Index], other:
 
 
 def read_box(path: Path, index: Index, name: str, box: Box) -> Tensor:
-    """A region of a tensor, in float64."""
+    """Read a box of a tensor as float64."""
     shape: Shape = index.tensors[name].shape
     _check_sizes(path, index, name)
     values = torch.empty(box_shape(box), dtype=torch.float64)
@@ -79,7 +79,7 @@ def read_box(path: Path, index: Index, name: str, box: Box) -> Tensor:
 
 
 def _check_sizes(path: Path, index: Index, name: str) -> None:
-    """Refuse a tensor whose boxes are larger than the files that should hold them, before memory is taken for it."""
+    """Raise UserError where the boxes of a tensor are larger than their files, before memory is allocated for it."""
     for stored in index.tensors[name].boxes:
         file = path / stored.file
         size = file.stat().st_size if file.is_file() else 0
@@ -88,12 +88,12 @@ def _check_sizes(path: Path, index: Index, name: str) -> None:
 
 
 def mean_pieces(paths: Sequence[Path]) -> Iterator[Piece]:
-    """The mean of the weights, made box by box when they are written, in the first checkpoint's type.
+    """Yield the mean of the weights in the first checkpoint's dtype; each box is computed when it is written.
 
-    Raises UserError with every difference between the models.
+    Raises UserError with all differences between the models.
     """
     indexes = [read_index(path) for path in paths]
-    UserError.collect(_unlike(paths, indexes))
+    UserError.collect(_model_differences(paths, indexes))
     for name, tensor in indexes[0].tensors.items():
         dtype = getattr(torch, tensor.dtype, None)
         if not name.startswith(WEIGHTS) or not isinstance(dtype, torch.dtype):
@@ -110,9 +110,9 @@ def mean_pieces(paths: Sequence[Path]) -> Iterator[Piece]:
             yield Piece(name, tensor.shape, stored.box, like, mean)
 
 
-def _unlike(paths: Sequence[Path], indexes: Sequence[Index]) -> Iterator[str]:
-    """Why the checkpoints are not of one model."""
-    facts = [_shared(index) for index in indexes]
+def _model_differences(paths: Sequence[Path], indexes: Sequence[Index]) -> Iterator[str]:
+    """Yield why the checkpoints are not of the same model."""
+    facts = [_shared_facts(index) for index in indexes]
     for path, other in zip(paths[1:], facts[1:], strict=True):
         for name in sorted(facts[0].keys() | other.keys()):
             if facts[0].get(name) != other.get(name):
@@ -122,7 +122,7 @@ def _unlike(paths: Sequence[Path], indexes: Sequence[Index]) -> Iterator[str]:
                 )
 
 
-def _shared(index: Index) -> dict[str, object]:
+def _shared_facts(index: Index) -> dict[str, object]:
     shapes = {name: list(tensor.shape) for name, tensor in index.tensors.items() if name.startswith(WEIGHTS)}
     facts = {name: value for name, value in flatten(index).items() if name.startswith(SHARED)}
     return {**facts, **shapes}

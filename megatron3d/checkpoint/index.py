@@ -1,13 +1,13 @@
-"""`index.json`: which file of a checkpoint holds which box of which logical tensor, and what describes the run.
+"""`index.json`: which file of a checkpoint holds which box of which logical tensor, and the metadata of the run.
 
 {"format": ..., "version": 2, "iteration": 100, "meta": {...},
  "tensors": {"model.wte": {"shape": [8, 4], "dtype": "float32",
                            "boxes": [{"box": [[0, 8], [0, 4]], "file": "rank_00000.safetensors", "key": ...,
                                       "checksum": "62f2ef4a9a2b4b9d"}]}},
- "checksum": of all that stands before, written in this order without spaces}
+ "checksum": XXH3 of everything before it, in this order and without spaces}
 
-Whatever is read here was perhaps written by somebody who means harm: nothing in it is executed, names no file outside
-of the folder, or has memory taken for it before it agrees with what is there.
+The content is untrusted: nothing in it is executed, no name can lead out of the checkpoint's folder, and no memory is
+allocated before shapes and sizes agree with the files.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megatron3d.parallel.layout import Box, Shape
 FILE_NAME = "index.json"
 FORMAT = "megatron3d checkpoint"
 VERSION = 2
-# Largest index that is read: that of a trillion parameters on ten thousand ranks has some hundred megabytes.
+# Largest index that is read; that of a trillion parameters on ten thousand ranks has a few hundred megabytes.
 MAX_BYTES = 2**30
 CHECKSUM = "^[0-9a-f]{16}$"
-# Of a tensor: what a terminal shows as it is.
+# Name of a tensor: printable characters only.
 Name = Annotated[str, Field(pattern="^[!-~]{1,500}$")]
 
 
@@ -39,7 +39,7 @@ class _IndexModel(BaseModel):
 
 
 class StoredBox(_IndexModel):
-    """One box in a file beside the index; `file` cannot lead out of the checkpoint's folder."""
+    """One stored box: its file in the checkpoint's folder, its key there, and its checksum."""
 
     box: Box
     file: str = Field(pattern=r"^rank_[0-9]{5,}\.safetensors$")
@@ -48,26 +48,26 @@ class StoredBox(_IndexModel):
 
 
 class StoredTensor(_IndexModel):
-    """A logical tensor and where its boxes are."""
+    """A logical tensor and its stored boxes."""
 
     shape: Shape
     dtype: str
     boxes: tuple[StoredBox, ...]
 
     def coverage_error(self) -> str | None:
-        """What keeps the boxes from covering the tensor exactly once."""
+        """Return why the boxes do not cover the tensor exactly once; None where they do."""
         return coverage_error(self.shape, (stored.box for stored in self.boxes))
 
 
 class _Header(BaseModel):
-    """What every version of the index has."""
+    """Fields that every version of the index has."""
 
     format: str
     version: int
 
 
 class Index(_IndexModel):
-    """A whole checkpoint without its numbers."""
+    """Everything about a checkpoint except the values of its tensors."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -77,18 +77,18 @@ class Index(_IndexModel):
     checksum: str | None = Field(None, pattern=CHECKSUM)
 
     def with_prefix(self, prefix: str) -> Index:
-        """The same with only the tensors whose names begin so."""
+        """Return the index of only the tensors whose names start with `prefix`."""
         tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         return self.model_copy(update={"tensors": tensors})
 
     def with_checksum(self) -> Index:
-        """The same with its checksum."""
+        """Return the index with its checksum filled in."""
         content = self.model_dump_json(exclude={"checksum"}).encode()
         return self.model_copy(update={"checksum": xxhash.xxh3_64_hexdigest(content)})
 
 
 def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """The tensors of all ranks' files; every element of each must have been written exactly once."""
+    """Merge the tensors of all ranks' files; every element must have been written exactly once."""
     merged: dict[str, StoredTensor] = {}
     boxes: dict[str, list[StoredBox]] = {}
     for part in parts:
@@ -107,7 +107,7 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint; raises UserError where it is absent, foreign, of another version or damaged."""
+    """Read the index of a checkpoint; raise UserError where it is missing, foreign, of another version or damaged."""
     content = _content(folder)
     try:
         header = _Header.model_validate_json(content)
@@ -140,44 +140,44 @@ def _content(folder: Path) -> bytes:
 
 
 def _causes(error: ValidationError) -> list[str]:
-    """One sentence per fault, at most five."""
+    """Return one sentence per fault, at most five."""
     faults = error.errors(include_url=False, include_context=False)
     sentences = [" ".join((".".join(map(str, fault["loc"])), fault["msg"])).strip() for fault in faults[:5]]
     return sentences + ([f"and {len(faults) - 5} more faults"] if len(faults) > 5 else [])
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The box that both hold; None where there is no element in both."""
+    """Return the intersection of two boxes; None where it is empty."""
     common = tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(a, b, strict=True))
     return common if all(low < high for low, high in common) else None
 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Where `inner` lies in a tensor that holds `outer`."""
+    """Return the slices of box `inner` in a tensor that holds box `outer`."""
     return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(inner, outer, strict=True))
 
 
 def box_text(box: Box) -> str:
-    """A box as it is written after a tensor's name, `[0:2,4:8]`."""
+    """Format a box as in keys and messages, `[0:2,4:8]`."""
     return "[" + ",".join(f"{low}:{high}" for low, high in box) + "]"
 
 
 def coverage_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
-    """The first region of a tensor that the boxes do not cover exactly once, in words; None where there is none."""
+    """Describe the first region of a tensor that the boxes do not cover exactly once; None where there is none."""
     boxes = list(boxes)
     for box in boxes:
         inside = len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
         if not inside:
             return f"box {box_text(box)} is not inside a tensor of {list(shape)}"
-    uneven = _uneven(shape, boxes)
-    if uneven is None:
+    found = _miscovered_region(shape, boxes)
+    if found is None:
         return None
-    region, times = uneven
+    region, times = found
     return f"elements {box_text(region)} are in {times} boxes instead of one"
 
 
-def _uneven(shape: Shape, boxes: list[Box]) -> tuple[Box, int] | None:
-    """Cut the first dim at every edge; each slab must be covered once by what the boxes that cross it hold there."""
+def _miscovered_region(shape: Shape, boxes: list[Box]) -> tuple[Box, int] | None:
+    """Return the first region not covered once, and its count: split dim 0 at every edge of a box, then recurse."""
     if not shape:
         return None if len(boxes) == 1 else ((), len(boxes))
     cuts = sorted({0, shape[0], *(edge for box in boxes for edge in box[0])})
@@ -186,8 +186,8 @@ def _uneven(shape: Shape, boxes: list[Box]) -> tuple[Box, int] | None:
         for cut in cuts[bisect_left(cuts, low) : bisect_left(cuts, high)]:
             slabs[cut].append(tuple(others))
     for low, high in pairwise(cuts):
-        uneven = _uneven(shape[1:], slabs[low])
-        if uneven:
-            region, times = uneven
+        found = _miscovered_region(shape[1:], slabs[low])
+        if found:
+            region, times = found
             return ((low, high), *region), times
     return None

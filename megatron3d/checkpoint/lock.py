@@ -1,4 +1,4 @@
-"""One run at a time saves to a folder: a lock that the operating system takes back when its owner ends, however."""
+"""Lock of a save folder, so that one run at a time saves to it; the operating system frees it when the process ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE_NAME = ".lock"
 
 
 class FolderLock:
-    """Held from construction until `release`, or until this process ends; raises UserError where another holds it."""
+    """Lock held from construction until `release` or the end of the process; raises UserError where it is taken."""
 
     def __init__(self, root: Path) -> None:
         path = root / FILE_NAME
@@ -37,7 +37,7 @@ class FolderLock:
         self._file.write(text.encode())
 
     def release(self) -> None:
-        """Let others save here."""
+        """Release the lock."""
         if not self._file.closed:
             self._write("")
             self._file.close()

@@ -1,4 +1,4 @@
-"""What a rank holds of a logical tensor, and the two names of each data type: in the index and in safetensors."""
+"""Piece: the box of a logical tensor that a rank holds; names of dtypes in the index and in safetensors; checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron3d.checkpoint.index import box_text
 from megatron3d.parallel.layout import Box, Shape, box_shape
 
-# safetensors' names, largest elements first, which is how a file orders them: then every box begins aligned.
+# safetensors' names.  Files store the largest elements first, so that every box is aligned.
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -25,22 +25,22 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.int8: "I8",
     torch.bool: "BOOL",
 }
-# Hashed and written at one time: what a core's cache holds.
-PIECE_BYTES = 2**20
+# Bytes hashed and written together: they fit in a core's cache.
+CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a logical global tensor of `shape`; `tensor` has the box's shape and may be any view.
+    """A box of a logical tensor of global `shape`; `tensor` has the shape of the box and may be any view.
 
-    With `make`, `tensor` only says type and shape, and the numbers are made when they are written.
+    With `compute`, `tensor` only has the dtype and shape, and the values are computed when they are written.
     """
 
     name: str
     shape: Shape
     box: Box
     tensor: Tensor
-    make: Callable[[], Tensor] | None = None
+    compute: Callable[[], Tensor] | None = None
 
     def __post_init__(self) -> None:
         held, wanted = tuple(self.tensor.shape), box_shape(self.box)
@@ -48,22 +48,22 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Its name in a file: the tensor's, and the box."""
+        """Key in a safetensors file: the tensor's name and the box."""
         return self.name + box_text(self.box)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32`, as the index says it."""
+    """Return the name of a dtype in the index, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row-major order; its own memory where that is how it lies on the host."""
+    """Return the bytes of a tensor in row-major order, without a copy where it is contiguous on the host."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def checksum(tensor: Tensor) -> str:
-    """XXH3 (64 bits) of the bytes, in hexadecimal.
+    """Return the XXH3 checksum (64 bits) of a tensor's bytes, in hexadecimal.
 
     On one core about as fast as a copy, and twice as fast as zlib's CRC-32 (benchmarks/results/checksums.json).
     """

@@ -1,4 +1,4 @@
-"""How a run's folder changes, so that at every moment the checkpoint named by the tracker is a complete one.
+"""Atomic publication of checkpoints: at every moment the tracker of a run names a complete one.
 
 .iter_0000100.tmp  --rename-->  iter_0000100      then latest_checkpointed_iteration.txt is replaced
 iter_0000100       --rename-->  .iter_0000100.old     just before, where that iteration had been saved already
@@ -22,12 +22,12 @@ from megatron3d.runtime.files import hidden, publish_folder, write_text
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Where a finished checkpoint lies."""
+    """Return the folder of a finished checkpoint."""
     return root / f"iter_{iteration:07d}"
 
 
 def temporary_folder(folder: Path) -> Path:
-    """Where the checkpoint `folder` is while it is written."""
+    """Return the name of the checkpoint `folder` while it is written."""
     return hidden(folder)
 
 
@@ -36,12 +36,12 @@ def _replaced(folder: Path) -> Path:
 
 
 def removal_folder(folder: Path) -> Path:
-    """Where a checkpoint is while it is removed."""
+    """Return the name of a checkpoint while it is removed."""
     return folder.with_name(f".{folder.name}.gone")
 
 
 def make_temporary_folder(folder: Path) -> None:
-    """Make the temporary folder, after clearing away what a killed run left."""
+    """Create the temporary folder, after removing what a killed run left behind."""
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
     for old in sorted(root.glob(".iter_*.old")):
@@ -56,39 +56,39 @@ def make_temporary_folder(folder: Path) -> None:
 
 
 def remove_temporary_folder(folder: Path) -> None:
-    """Give back the space of a checkpoint that could not be written."""
+    """Free the space of a checkpoint that could not be written."""
     shutil.rmtree(temporary_folder(folder), ignore_errors=True)
 
 
 def publish(folder: Path, iteration: int) -> None:
-    """Make the temporary folder the checkpoint `folder`, and the newest one of the run."""
+    """Rename the temporary folder to the checkpoint `folder`, and make it the newest one of the run."""
     old = _replaced(folder)
     if folder.exists():
         folder.rename(old)
     publish_folder(temporary_folder(folder), folder)
-    _track(folder.parent, iteration)
+    _write_tracker(folder.parent, iteration)
     if old.exists():
         shutil.rmtree(old)
 
 
-def _track(root: Path, iteration: int) -> None:
+def _write_tracker(root: Path, iteration: int) -> None:
     write_text(root / TRACKER, f"{iteration}\n")
 
 
 def move_tracker_back(root: Path, iteration: int) -> None:
-    """Have a run continue from an earlier permanent checkpoint, also if it is killed before it saves again.
+    """Make an earlier permanent checkpoint the newest one of a run, also if the run is killed before it saves again.
 
-    Later checkpoints stay, but are passed over, until they are saved anew.
+    Later checkpoints stay on disk, but are ignored until they are saved again.
     """
     assert iteration in finished_checkpoints(root), f"{root} has no checkpoint of iteration {iteration}"
     if (read_tracker(root / NON_PERSISTENT) or 0) > iteration:
         (root / NON_PERSISTENT / TRACKER).unlink()
-    _track(root, iteration)
+    _write_tracker(root, iteration)
 
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Turn a failure to write into a message that names the run's folder."""
+    """Turn an OSError while writing into a UserError that names the run's folder."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -100,30 +100,30 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint of a run, permanent or not; None where the run has none yet.
+    """Return the newest complete checkpoint of a run, permanent or not; None where the run has none yet.
 
     Raises UserError where a tracker is damaged or names a checkpoint that is not there.
     """
     found = [
-        (iteration, _named(place, iteration))
-        for place in _places(root)
+        (iteration, _tracked_folder(place, iteration))
+        for place in _checkpoint_roots(root)
         if (iteration := read_tracker(place)) is not None
     ]
     return max(found, key=lambda each: each[0])[1] if found else None
 
 
-def _places(root: Path) -> tuple[Path, Path]:
-    """Where a run's permanent checkpoints are, and its others."""
+def _checkpoint_roots(root: Path) -> tuple[Path, Path]:
+    """Return the folders of a run's permanent and of its non-persistent checkpoints."""
     return root, root / NON_PERSISTENT
 
 
 def is_non_persistent(folder: Path) -> bool:
-    """Whether a checkpoint is not one of the permanent ones of its run."""
+    """Return whether a checkpoint is a non-persistent one."""
     return folder.parent.name == NON_PERSISTENT
 
 
 def read_tracker(root: Path) -> int | None:
-    """The iteration that the tracker names; None without a tracker, UserError where it is damaged."""
+    """Return the iteration that the tracker names; None without a tracker.  Raises UserError where it is damaged."""
     tracker = root / TRACKER
     try:
         written = tracker.read_text().strip()
@@ -136,8 +136,8 @@ def read_tracker(root: Path) -> int | None:
     return int(written)
 
 
-def _named(root: Path, iteration: int) -> Path:
-    """A checkpoint that a tracker names."""
+def _tracked_folder(root: Path, iteration: int) -> Path:
+    """Return the folder of the checkpoint that a tracker names."""
     folder = iteration_folder(root, iteration)
     found = next((path for path in (folder, _replaced(folder)) if path.is_dir()), None)
     if found is None:
@@ -146,12 +146,12 @@ def _named(root: Path, iteration: int) -> Path:
 
 
 def candidates(root: Path) -> list[tuple[Path, str | None]]:
-    """Every finished checkpoint of a run, newest first, and why it is not to be continued; permanent ones first.
+    """Return all finished checkpoints of a run, newest and permanent first, each with a reason to ignore it or None.
 
-    With a damaged tracker none is refused.
+    None is ignored where the tracker is damaged.
     """
     found: list[tuple[int, int, Path, str | None]] = []
-    for place, order in zip(_places(root), (1, 0), strict=True):
+    for place, order in zip(_checkpoint_roots(root), (1, 0), strict=True):
         try:
             last = read_tracker(place)
         except UserError:
@@ -166,7 +166,7 @@ def candidates(root: Path) -> list[tuple[Path, str | None]]:
 
 
 def finished_checkpoints(root: Path) -> dict[int, Path]:
-    """The folders of a run's checkpoints by iteration, also one that another was about to replace."""
+    """Return a run's checkpoint folders by iteration, including one that was about to be replaced."""
     patterns = (r"\.iter_([0-9]{7,})\.old", r"iter_([0-9]{7,})")
     names = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     matches = [(match, name) for pattern in patterns for name in names if (match := re.fullmatch(pattern, name))]
@@ -174,7 +174,7 @@ def finished_checkpoints(root: Path) -> dict[int, Path]:
 
 
 def resolve(load: Path) -> Path:
-    """The checkpoint meant by a run's folder, or by one of its iter_ folders; UserError where there is none."""
+    """Return the checkpoint of a run's folder or of an iter_ folder; raise UserError where there is none."""
     if (load / FILE_NAME).is_file():
         return load
     found = latest(load)
@@ -185,6 +185,6 @@ def resolve(load: Path) -> Path:
 
 
 def _available(root: Path) -> str:
-    """What to load instead."""
+    """Say what to load instead."""
     names = sorted(path.name for path in root.glob("iter_*") if (path / FILE_NAME).is_file())
     return f"load one of {', '.join(names)} by its folder" if names else "give a folder that a run has saved to"

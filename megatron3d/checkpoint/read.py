@@ -1,7 +1,7 @@
-"""Reading boxes: what a file holds is compared with the index before it is used, and box by box with its checksum.
+"""Reading of boxes: files are checked against the index before their content is used.
 
-A box that is read whole is compared with its checksum.  Of one that is read in part the file's header is compared with
-the index, and the file's length with its header; a run has all bytes verified before it loads any.
+A box that is read completely is verified with its checksum.  For a box that is read in part, the file's header is
+compared with the index and the file's length with its header; a run verifies all bytes before it loads any.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Wanted = tuple[Box, Piece]
 
 
 def read_meta(path: Path) -> dict[str, JsonValue]:
-    """What was saved beside the tensors of the checkpoint `path`."""
+    """Return the metadata of the checkpoint `path`."""
     return read_index(path).meta
 
 
@@ -47,24 +47,24 @@ def load(path: Path, pieces: Iterable[Piece]) -> None:
 
 
 def load_with_index(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
-    """`load` with an index that was read before."""
+    """Load like `load`, with an index that has been read already."""
     wanted = [piece for piece in pieces if piece.tensor.numel() > 0]
     UserError.collect(f"checkpoint {path}: {difference}" for difference in _differences(index, wanted))
     raise_if_damaged(
-        path, (found for file, boxes in _by_file(index, wanted) for found in _fill(path / file, index, boxes))
+        path, (found for file, boxes in _by_file(index, wanted) for found in _load_file(path / file, index, boxes))
     )
 
 
 def raise_if_damaged(path: Path, damages: Iterable[str]) -> None:
-    """Raise UserError with all that is damaged, if anything is."""
+    """Raise UserError with all damage, if there is any."""
     UserError.collect(f"checkpoint {path}: {damage}; load another checkpoint of the run" for damage in damages)
 
 
 def find_damage(path: Path, index: Index, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """What is wrong with the numbers of a checkpoint, a sentence each; all of them are read, box by box.
+    """Read all boxes of a checkpoint and yield a sentence for each damage.
 
     Args:
-        share: (i, n) reads every n-th file from the i-th on, so that n ranks together read all.
+        share: (i, n) reads every n-th file starting with the i-th, so that n ranks together read all.
     """
     for name, tensor in index.tensors.items() if share[0] == 0 else ():
         if found := tensor.coverage_error():
@@ -78,12 +78,12 @@ def find_damage(path: Path, index: Index, share: tuple[int, int] = (0, 1)) -> It
             for name, stored in files[file]:
                 box = boxes.read(stored, index.tensors[name])
                 if box is not None and checksum(box) != stored.checksum:
-                    boxes.problems.append(_flipped(path / file, stored))
+                    boxes.problems.append(_checksum_mismatch(path / file, stored))
         yield from boxes.problems
 
 
 class BoxFile:
-    """One file, while entered; what is wrong with it is collected in `flaws` instead of raised."""
+    """An open safetensors file of boxes; damage is collected in `problems` instead of raised."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.problems = path, list[str]()
@@ -103,7 +103,7 @@ class BoxFile:
             self._file.__exit__(None, None, None)
 
     def read(self, stored: StoredBox, tensor: StoredTensor) -> Tensor | None:
-        """A box, lying in the file until it is used; None where the file has something else."""
+        """Return a box, memory-mapped from the file; None where the file does not match the index."""
         if self._file is None:
             return None
         try:
@@ -122,12 +122,12 @@ class BoxFile:
         return box
 
 
-def _flipped(path: Path, stored: StoredBox) -> str:
+def _checksum_mismatch(path: Path, stored: StoredBox) -> str:
     return f"{path.name}: {stored.key} is damaged: its bytes are not those that its checksum was taken of"
 
 
 def _differences(index: Index, pieces: Iterable[Piece]) -> Iterator[str]:
-    """What keeps the pieces from being filled, a sentence for each tensor."""
+    """Yield a sentence for each tensor that the checkpoint cannot provide."""
     for name, shape in dict.fromkeys((piece.name, piece.shape) for piece in pieces):
         stored = index.tensors.get(name)
         if stored is None:
@@ -139,7 +139,7 @@ def _differences(index: Index, pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def _by_file(index: Index, pieces: Sequence[Piece]) -> list[tuple[str, Mapping[StoredBox, list[Wanted]]]]:
-    """What of which stored box goes into which pieces, file by file."""
+    """Return, for each file, the stored boxes to read and which box of which piece each of them fills."""
     files: dict[str, dict[StoredBox, list[Wanted]]] = {}
     for piece in pieces:
         for stored in index.tensors[piece.name].boxes:
@@ -149,8 +149,8 @@ def _by_file(index: Index, pieces: Sequence[Piece]) -> list[tuple[str, Mapping[S
     return sorted(files.items())
 
 
-def _fill(path: Path, index: Index, parts: Mapping[StoredBox, Sequence[Wanted]]) -> list[str]:
-    """Fill the pieces from one file; a sentence for each damage."""
+def _load_file(path: Path, index: Index, parts: Mapping[StoredBox, Sequence[Wanted]]) -> list[str]:
+    """Fill the pieces from one file; return a sentence for each damage."""
     with BoxFile(path) as boxes:
         for stored, wanted in parts.items():
             box = boxes.read(stored, index.tensors[wanted[0][1].name])
@@ -158,7 +158,7 @@ def _fill(path: Path, index: Index, parts: Mapping[StoredBox, Sequence[Wanted]])
                 continue
             is_whole = sum(math.prod(box_shape(common)) for common, _ in wanted) >= box.numel()
             if is_whole and checksum(box) != stored.checksum:
-                boxes.problems.append(_flipped(path, stored))
+                boxes.problems.append(_checksum_mismatch(path, stored))
                 continue
             for common, piece in wanted:
                 piece.tensor.detach()[slices_within(common, piece.box)].copy_(box[slices_within(common, stored.box)])

@@ -1,4 +1,4 @@
-"""The logical store: global tensors on disk, written and read as boxes by any number of ranks in any layout.
+"""Store of logical tensors on disk, written and read as boxes by any number of ranks in any layout.
 
 run/latest_checkpointed_iteration.txt        "100"
 run/iter_0000100/index.json                  which box of which tensor is in which file, and its checksum
@@ -37,10 +37,10 @@ __all__ = ["Index", "Piece", "latest", "load", "load_with_index", "read_index", 
 def save(
     root: Path, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], comm: ObjectCollectives
 ) -> Path:
-    """Write one checkpoint with all ranks and return its folder; the pieces of all ranks must make whole tensors.
+    """Write one checkpoint with all ranks and return its folder; the pieces of all ranks must cover whole tensors.
 
-    It is complete on disk, and the newest of the run, when this returns on any rank.  Where a rank fails all raise
-    the same UserError, and earlier checkpoints remain as they were.
+    When this returns on any rank, the checkpoint is complete on disk and the newest of the run.  Where a rank fails,
+    all ranks raise the same UserError, and earlier checkpoints remain as they were.
     """
     folder = iteration_folder(root, iteration)
     is_first = comm.mesh.rank == 0
@@ -61,7 +61,7 @@ def _begin(folder: Path) -> None:
 
 
 def _write(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
-    """Write this rank's file; what is in it, by tensor."""
+    """Write this rank's file; return its boxes by tensor."""
     if not temporary_folder(folder).is_dir():
         unseen = f"checkpoint.save={folder.parent}: some ranks do not see the folder that rank 0 made there"
         raise UserError(f"{unseen}; save to a file system that all nodes share")

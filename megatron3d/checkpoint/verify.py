@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete and undamaged to the last bit, and which is the newest of a run that is."""
+"""Verification that a checkpoint is complete and undamaged, and search for the newest such one of a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WHOLE = (0, 1)
 
 
 def verify(folder: Path, share: tuple[int, int] = WHOLE) -> tuple[str, ...]:
-    """Everything that is wrong with a checkpoint, a sentence each; all its bytes are read and compared with checksums.
+    """Read all bytes of a checkpoint and return a sentence for each damage.
 
     Args:
-        share: (i, n) reads only the i-th of n parts of the files.
+        share: (i, n) reads only the i-th of n shares of the files.
     """
     try:
         return tuple(find_damage(folder, read_index(folder), share))
@@ -30,9 +30,9 @@ def verify(folder: Path, share: tuple[int, int] = WHOLE) -> tuple[str, ...]:
 
 
 def verify_on_all_ranks(folder: Path, comm: ObjectCollectives, prefix: str = "") -> None:
-    """Read all bytes of the tensors whose names begin so, each rank a part of the files.
+    """Read all bytes of the tensors whose names start with `prefix`, each rank its share of the files.
 
-    Every rank raises UserError with all that is wrong.
+    Every rank raises UserError with all damage.
     """
     share = comm.mesh.rank, comm.mesh.world_size
     run_on_all_ranks(
@@ -41,30 +41,30 @@ def verify_on_all_ranks(folder: Path, comm: ObjectCollectives, prefix: str = "")
 
 
 def newest_intact(root: Path, comm: ObjectCollectives | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest complete and undamaged checkpoint of a run, and the newer ones that were passed over, with reasons.
+    """Return the newest intact checkpoint of a run (None: there is none), and the newer ones skipped, with reasons.
 
-    Never raises for what lies in the folder: None where nothing is good.  A checkpoint beyond the tracker is passed
-    over, since its save was not finished, or the run has gone back to before it.
+    Never raises for the content of the folder.  A checkpoint later than the tracker is skipped, since its save was
+    not finished, or the run was rolled back to before it.
 
     Args:
-        comm: of all ranks, which then read a part each and come to the same answer.
+        comm: communicator of all ranks, which then read a share each and return the same answer.
     """
-    passed: list[tuple[Path, str]] = []
-    for folder, refusal in _everywhere(comm, lambda _: candidates(root))[0]:
+    skipped: list[tuple[Path, str]] = []
+    for folder, refusal in _on_every_share(comm, lambda _: candidates(root))[0]:
         problems = [refusal] if refusal else _problems(folder, comm)
         if not problems:
-            return folder, passed
-        passed.append((folder, "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if problems[3:] else "")))
-    return None, passed
+            return folder, skipped
+        skipped.append((folder, "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if problems[3:] else "")))
+    return None, skipped
 
 
 def _problems(folder: Path, comm: ObjectCollectives | None) -> list[str]:
-    parts = _everywhere(comm, lambda share: verify(folder, share))
+    parts = _on_every_share(comm, lambda share: verify(folder, share))
     return list(dict.fromkeys(problem for part in parts for problem in part))
 
 
-def _everywhere(comm: ObjectCollectives | None, action: Callable[[tuple[int, int]], T]) -> list[T]:
-    """What `action(my share)` gives on every rank, in rank order, on every rank."""
+def _on_every_share(comm: ObjectCollectives | None, action: Callable[[tuple[int, int]], T]) -> list[T]:
+    """Return the results of `action(share)` of all ranks, in rank order, on every rank."""
     if comm is None:
         return [action(WHOLE)]
     mesh = comm.mesh

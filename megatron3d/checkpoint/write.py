@@ -1,4 +1,4 @@
-"""One rank's file of boxes, written box by box: a safetensors file that never exists in memory.
+"""Writing of one rank's safetensors file box by box, without building it in memory.
 
 8 bytes: length of the header | header: {"w[0:2,0:4]": {"dtype", "shape", "data_offsets"}, ...} | bytes of the boxes
 (https://github.com/huggingface/safetensors, "Format"; little-endian, boxes without holes between them)
@@ -15,29 +15,29 @@ from typing import BinaryIO
 import xxhash
 
 from megatron3d.checkpoint.index import StoredBox, StoredTensor
-from megatron3d.checkpoint.piece import DTYPES, PIECE_BYTES, Piece, dtype_name, raw_bytes
+from megatron3d.checkpoint.piece import CHUNK_BYTES, DTYPES, Piece, dtype_name, raw_bytes
 from megatron3d.runtime.files import fsync
 
 ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 
 def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
-    """Write the pieces that are not empty to a new file, and have it reach the disk; what it holds, by tensor.
+    """Write the pieces that are not empty to a new file and fsync it; return the stored boxes by tensor.
 
-    Needs memory for one box where pieces are not contiguous on the host, else none; makes no file of nothing.
+    Needs memory for one box where pieces are not contiguous on the host, else none.  Creates no file without pieces.
     Raises OSError where the file cannot be written.
     """
-    full = sorted((piece for piece in pieces if piece.tensor.numel()), key=lambda piece: ORDER[piece.tensor.dtype])
-    keys = [piece.key for piece in full]
+    nonempty = sorted((piece for piece in pieces if piece.tensor.numel()), key=lambda piece: ORDER[piece.tensor.dtype])
+    keys = [piece.key for piece in nonempty]
     assert len(set(keys)) == len(keys), f"{path.name} was given twice: {[key for key in keys if keys.count(key) > 1]}"
-    if not full:
+    if not nonempty:
         return {}
     with path.open("xb") as file:
-        file.write(_header(full))
-        checksums = [_write(file, piece) for piece in full]
+        file.write(_header(nonempty))
+        checksums = [_write(file, piece) for piece in nonempty]
     fsync(path)
     stored: dict[str, StoredTensor] = {}
-    for piece, checksum in zip(full, checksums, strict=True):
+    for piece, checksum in zip(nonempty, checksums, strict=True):
         box = StoredBox(box=piece.box, file=path.name, key=piece.key, checksum=checksum)
         before = stored[piece.name].boxes if piece.name in stored else ()
         dtype = dtype_name(piece.tensor.dtype)
@@ -46,7 +46,7 @@ def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
-    """Padded with spaces, so that the first box begins at a multiple of 8 bytes."""
+    """Return the header, padded with spaces so that the first box starts at a multiple of 8 bytes."""
     assert sys.byteorder == "little", "safetensors files are little-endian"
     table, end = {}, 0
     for piece in pieces:
@@ -59,11 +59,11 @@ def _header(pieces: Sequence[Piece]) -> bytes:
 
 
 def _write(file: BinaryIO, piece: Piece) -> str:
-    """Write a box; its checksum, taken of each part while that is in the processor's cache."""
-    content, digest = raw_bytes(piece.make() if piece.make else piece.tensor), xxhash.xxh3_64()
+    """Write a box and return its checksum, computed chunk by chunk while the chunk is in the CPU's cache."""
+    content, digest = raw_bytes(piece.compute() if piece.compute else piece.tensor), xxhash.xxh3_64()
     assert len(content) == piece.tensor.nbytes, f"{piece.key} has {len(content)} bytes, not {piece.tensor.nbytes}"
-    for start in range(0, len(content), PIECE_BYTES):
-        part = content[start : start + PIECE_BYTES]
-        digest.update(part)
-        file.write(part)
+    for start in range(0, len(content), CHUNK_BYTES):
+        chunk = content[start : start + CHUNK_BYTES]
+        digest.update(chunk)
+        file.write(chunk)
     return digest.hexdigest()

@@ -89,7 +89,7 @@ def test_a_failure_is_told_at_once_and_the_next_save_is_the_next_try(tmp_path, r
         tell = told.append if comm.mesh.rank == 0 else lambda line: None
         weights, saver = (
             Weights(comm),
-            CheckpointSaver(tmp_path, comm, RetentionPolicy(1), in_background=True, tell=tell),
+            CheckpointSaver(tmp_path, comm, RetentionPolicy(1), in_background=True, log=tell),
         )
         found = []
         for iteration in (1, 2):
@@ -173,12 +173,12 @@ def test_a_crash_in_the_background_is_raised_at_the_next_turn(tmp_path, run_rank
 def test_a_snapshot_uses_its_memory_again():
     snapshot, first, second = Snapshot(), torch.arange(4.0), torch.arange(3)
     for _ in range(3):
-        snapshot.begin()
+        snapshot.reset()
         copies = [snapshot.copy(first), snapshot.copy(second)]
-        snapshot.settle()
+        snapshot.synchronize()
         assert torch.equal(copies[0], first) and torch.equal(copies[1], second)
         assert snapshot.num_bytes == first.nbytes + second.nbytes
         first.add_(1)
-    snapshot.begin()
+    snapshot.reset()
     again = snapshot.copy(first)
     assert again.data_ptr() == copies[0].data_ptr() != first.data_ptr()

@@ -75,7 +75,7 @@ def refusals(checkpoint):
     for action in (
         lambda: load(checkpoint, [Piece("model.w", (3, 2), ((0, 3), (0, 2)), w)]),
         lambda: list(describe_differences(checkpoint, checkpoint)),
-        lambda: [piece.make() for piece in mean_pieces([checkpoint]) if piece.make],
+        lambda: [piece.compute() for piece in mean_pieces([checkpoint]) if piece.compute],
     ):
         with pytest.raises(UserError) as caught:
             action()
@@ -148,7 +148,7 @@ def test_hostile_indexes(checkpoint, name):
         with pytest.raises(UserError):
             load(checkpoint, [Piece("model.w", (3, 2), ((0, 3), (0, 2)), w)])
         assert newest_intact(checkpoint.parent)[0] is None and not w.any()
-        for action in (describe_differences, lambda *paths: (p.make() for p in mean_pieces(paths) if p.make)):
+        for action in (describe_differences, lambda *paths: (p.compute() for p in mean_pieces(paths) if p.compute)):
             try:
                 done = list(action(checkpoint, checkpoint))
             except UserError:
