@@ -59,8 +59,8 @@ import resource, sys, threading, time
 from pathlib import Path
 import torch
 from megatron3d.checkpoint.store import Piece, load, save
-from megatron3d.comm import ObjectComm
-from megatron3d.mesh import Mesh
+from megatron3d.comm.process_comm import ObjectComm
+from megatron3d.parallel.mesh import Mesh
 
 def memory(kind):
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(kind))) * 1024
