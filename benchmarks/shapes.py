@@ -94,4 +94,4 @@ class Ours:
         """Whole parameters by their path; of a world of one process."""
         buffers = self.state.buffers
         shapes = {name: spec.local_shape(self.recorder.mesh) for name, spec in buffers.specs.items()}
-        return {name: values.detach().view(shapes[name]) for name, _, values in buffers.held("main")}
+        return {name: values.detach().view(shapes[name]) for name, _, values in buffers.shards("main")}

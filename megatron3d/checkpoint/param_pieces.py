@@ -41,7 +41,7 @@ def ranges_to_write(buffers: Buffers) -> dict[str, ParamRange]:
     """Return the range of each parameter, and of its optimizer state, that this rank writes: `split_among_replicas`."""
     held = [
         ParamRange(name, buffers.specs[name], start, start + len(values))
-        for name, start, values in buffers.held("main")
+        for name, start, values in buffers.shards("main")
     ]
     return {each.name: each for each in split_among_replicas(held, buffers.comm.mesh, buffers.sharding.axes)}
 

@@ -31,7 +31,7 @@ from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
-from megatron3d.zero import Block
+from megatron3d.zero import FsdpUnit
 
 ActivationHook = Callable[[str, Tensor], None]
 
@@ -88,21 +88,21 @@ class GPT(nn.Module):
         """The head's [V, H]; the embedding's where they are tied."""
         return self.get_parameter(HEAD if HEAD in self.specs else EMBEDDING)
 
-    def blocks(self) -> list[Block]:
-        """What needs its parameters at one time, in the order of the forward pass."""
-        found: list[Block] = []
+    def fsdp_units(self) -> list[FsdpUnit]:
+        """Return the FSDP units of this rank's stages, in the order of the forward pass."""
+        found: list[FsdpUnit] = []
         for index, stage in enumerate(self.stages):
             if stage.has_embedding:
-                found.append(Block("embedding", self.embedding, index, in_backward=False))
-            found += [Block(f"layers.{n}", self.layers[str(n)], index, in_backward=True) for n in stage.layers]
+                found.append(FsdpUnit("embedding", self.embedding, index, in_backward=False))
+            found += [FsdpUnit(f"layers.{n}", self.layers[str(n)], index, in_backward=True) for n in stage.layers]
             if stage.has_head:
                 path = "head" if HEAD in self.specs else "embedding"
-                found.append(Block("final_norm", self.final_norm, index, in_backward=True))
-                found.append(Block(path, self.head, index, in_backward=False))
+                found.append(FsdpUnit("final_norm", self.final_norm, index, in_backward=True))
+                found.append(FsdpUnit(path, self.head, index, in_backward=False))
         return found
 
     def _prefetched_weights(self, stage: Stage) -> list[tuple[str, PrefetchedWeight]]:
-        """Block and weight of a stage's linears, in the order of the forward pass."""
+        """FsdpUnit and weight of a stage's linears, in the order of the forward pass."""
         linears = [
             (f"layers.{n}", module)
             for n in stage.layers

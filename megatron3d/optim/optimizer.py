@@ -12,7 +12,7 @@ from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.apex import adam_kernel
 from megatron3d.optim.adamw import Group, Update, update_fused, update_in_pieces, update_with_apex
 from megatron3d.optim.precision import LossScale
-from megatron3d.zero import Buffers, Flat
+from megatron3d.zero import Buffers, FlatBuffer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_DTYPES: Mapping[str | None, torch.dtype | None] = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,16 +27,17 @@ class Optimizer:
 
     def __init__(self, buffers: Buffers, config: OptimizerConfig, loss_scale: LossScale | None = None) -> None:
         self.buffers, self.config, self.loss_scale = buffers, config, loss_scale
-        self._update = choose_update(config, buffers.flats)
+        self._update = choose_update(config, buffers.flat_buffers)
         dtypes = [MOMENT_DTYPES[name] for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype)]
         self._moments = [
-            [torch.zeros_like(flat.main, dtype=dtype or flat.main.dtype) for dtype in dtypes] for flat in buffers.flats
+            [torch.zeros_like(flat.main, dtype=dtype or flat.main.dtype) for dtype in dtypes]
+            for flat in buffers.flat_buffers
         ]
-        self.num_steps = torch.zeros((), device=next((flat.main.device for flat in buffers.flats), None))
+        self.num_steps = torch.zeros((), device=next((flat.main.device for flat in buffers.flat_buffers), None))
 
-    def moment(self, flat: Flat, which: str) -> Tensor:
+    def moment(self, flat: FlatBuffer, which: str) -> Tensor:
         """AdamW's running average `which` (one of `MOMENTS`) of a flat buffer."""
-        index = next(index for index, mine in enumerate(self.buffers.flats) if mine is flat)
+        index = next(index for index, mine in enumerate(self.buffers.flat_buffers) if mine is flat)
         return self._moments[index][MOMENTS.index(which)]
 
     @property
@@ -56,7 +57,7 @@ class Optimizer:
         """
         factor = self._factor(grad_norm)
         if factor is not None:
-            for flat in self.buffers.flats:
+            for flat in self.buffers.flat_buffers:
                 flat.grad.mul_(factor)
         skipped = (~torch.isfinite(grad_norm)).to(torch.float32)
         self.num_steps = self.num_steps.to(skipped.device)
@@ -80,15 +81,15 @@ class Optimizer:
     def _groups(self) -> tuple[Group, Group]:
         """What is decayed, and what is not."""
         groups = Group(self.config.weight_decay), Group(0.0)
-        for flat, moments in zip(self.buffers.flats, self._moments, strict=True):
-            for group, where in zip(groups, flat.decayed_and_not, strict=True):
+        for flat, moments in zip(self.buffers.flat_buffers, self._moments, strict=True):
+            for group, where in zip(groups, flat.decay_slices, strict=True):
                 if where.start < where.stop:
                     for tensors, tensor in zip(group.lists, (flat.grad, flat.main, *moments), strict=True):
                         tensors.append(tensor[where])
         return groups
 
 
-def choose_update(config: OptimizerConfig, flats: Sequence[Flat]) -> Update:
+def choose_update(config: OptimizerConfig, flats: Sequence[FlatBuffer]) -> Update:
     """The fused kernel that is asked for; where moments and weights differ in type, the update in pieces.
 
     Raises UserError where apex is asked for and NVIDIA's is not there, or not for these flats' device.

@@ -116,7 +116,7 @@ def load_state(
                 "checkpoint.no_load_optim=true to continue without the optimizer's state"
             )
         state.buffers.settle()
-        for flat in state.buffers.flats:
+        for flat in state.buffers.flat_buffers:
             flat.main.zero_()  # no checkpoint has the padding, which must not keep non-finite values after a rollback
         store.load_with_index(folder, index, _pieces(state, None, None if options.optimizer else "model"))
         state.buffers.publish()
@@ -186,14 +186,14 @@ def _pieces(
     """Yield the pieces of weights and optimizer state that this rank holds; with `copy`, copies of those it writes."""
     buffers, mesh = state.buffers, state.model.comm.mesh
     shares = ranges_to_write(buffers)
-    flats = [("model", flat, flat.main) for flat in buffers.flats] + [
+    flats = [("model", flat, flat.main) for flat in buffers.flat_buffers] + [
         (f"optimizer.{moment}", flat, state.optimizer.moment(flat, moment))
         for moment in MOMENTS
-        for flat in buffers.flats
+        for flat in buffers.flat_buffers
     ]
     for prefix, flat, memory in (each for each in flats if only in (None, each[0])):
         for name in flat.spans:
-            start, where = flat.held(name)
+            start, where = flat.shard_range(name)
             values, (_, spec, low, high) = memory[where], shares[name]
             if copy is not None:
                 start, values = low, copy(values[low - start : high - start])

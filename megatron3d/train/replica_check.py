@@ -36,7 +36,7 @@ def check_replicas(state: TrainState) -> None:
     buffers, comm = state.buffers, state.model.comm
     buffers.settle()
     axes = DATA[:1] if buffers.sharding.params else DATA
-    weights = [flat.main if buffers.sharding.params else flat.whole for flat in buffers.flats]
+    weights = [flat.main if buffers.sharding.params else flat.params for flat in buffers.flat_buffers]
     mine = [digest(values.detach()) for values in weights]
     place = tuple(comm.mesh.coord(axis) for axis in comm.mesh.names if axis not in axes)
     notes = comm.gather_object((place, mine, socket.gethostname()))

@@ -68,17 +68,17 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
         bucket_bytes=config.train.bucket_mb * 2**20,
         main_grads=model.main_grads,
         sharding=spec.sharding,
-        blocks=model.blocks(),
+        units=model.fsdp_units(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
     )
     if config.train.compile:
         compiler = Compiler(comm.mesh.rank, is_opaque)
         for layer in model.layers.values():
             compiler.block(layer)
-    for name, start, values in buffers.held("main") if has_values else ():
+    for name, start, values in buffers.shards("main") if has_values else ():
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
     if spec.overlap.weight_gather:
-        model.prefetch_weights(buffers.make_whole)
+        model.prefetch_weights(buffers.unshard)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale)
     return TrainState(spec, model, buffers, optimizer, loss_scale, PipelineExecutor(model, spec.pipeline))

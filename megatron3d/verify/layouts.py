@@ -71,7 +71,7 @@ def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, 
     mine = ranges_to_write(state.buffers)
     pieces = [
         piece
-        for name, start, values in state.buffers.held(which)
+        for name, start, values in state.buffers.shards(which)
         for _, spec, low, high in [mine[name]]
         for piece in param_pieces(prefix, spec, values[low - start : high - start], comm.mesh, low)
     ]

@@ -1,7 +1,7 @@
-"""The data axis: where parameters, gradients and the optimizer's state live, and how they are summed and gathered."""
+"""ZeRO and FSDP: flat buffers of parameters, gradients and master weights, and their communication over data ranks."""
 
 from megatron3d.parallel.sharding import Sharding
 from megatron3d.zero.buffers import Buffers, square_sum
-from megatron3d.zero.flat_buffer import Block, Flat, Kind
+from megatron3d.zero.flat_buffer import FlatBuffer, FsdpUnit
 
-__all__ = ["Block", "Buffers", "Flat", "Kind", "Sharding", "square_sum"]
+__all__ = ["Buffers", "FlatBuffer", "FsdpUnit", "Sharding", "square_sum"]

@@ -1,13 +1,13 @@
-"""The data axis: who holds which parameters and gradients, and how gradients are summed (ZeRO stages 0 to 3).
+"""Buffers of parameters and gradients, and their communication over data ranks (ZeRO stages 0 to 3).
 
-              gradients                                           parameters
-    stage 0   all-reduced                                         whole, updated everywhere
-    stage 1   reduce-scattered when the last microbatch is in     whole; updated parts are gathered under the forward
-    stage 2   reduce-scattered after each microbatch, added up    as in stage 1
-    stage 3   as in stage 2                                       gathered for a block's forward and backward
+              gradients                                    parameters
+    stage 0   all-reduced                                  replicated, updated by every rank
+    stage 1   reduce-scattered after the last microbatch   replicated; updated shards are gathered during the forward
+    stage 2   reduce-scattered after each microbatch       as in stage 1
+    stage 3   as in stage 2                                sharded; gathered for a unit's forward and backward
 
-Every transfer is begun as soon as its data are there and waited for when its result is needed.  Sums are kept in fp32
-or better, beside parameters of lower precision.  (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023,
+Every collective starts as soon as its input is complete and is waited for when its result is needed.  Gradients are
+summed in fp32 or wider.  (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023,
 arXiv:2304.11277.)
 """
 
@@ -24,24 +24,24 @@ from megatron3d.ops.main_grad import MainGrads
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import DATA
 from megatron3d.parallel.sharding import Sharding
-from megatron3d.zero.flat_buffer import Block, Flat, make_flats
-from megatron3d.zero.grad_reduction import Reduction
-from megatron3d.zero.hooks import wait_for_blocks, watch_blocks
+from megatron3d.zero.flat_buffer import FlatBuffer, FsdpUnit, make_flat_buffers
+from megatron3d.zero.grad_reduction import GradReduction
+from megatron3d.zero.hooks import register_unshard_hooks, register_wait_hooks
 
-EVERYTHING = Sharding()
+REPLICATED = Sharding()
 
 
 class Buffers:
-    """Memory of a model's parameters and gradients.
+    """Parameters, main_grad and master weights of a model in flat buffers.
 
     Args:
         model: a module whose parameters have no memory yet; they get it here.
-        stage_specs: of its parameters by path, for each stage of the pipeline that the module holds.
-        dtype: of the parameters that the network uses; sums and the optimizer's copy are fp32 or better.
-        bucket_bytes: gradients are summed in pieces of about so many bytes.
-        sharding: what is shared out, over which axes.
-        blocks: the pieces of the network, in the order of the forward pass; every parameter is in some.
-        reduce_dtype: of gradients on their way; None: as they are summed.
+        stage_specs: specs of its parameters by path, for each pipeline stage that the module holds.
+        dtype: dtype of the parameters; main_grad and master weights are fp32 or wider.
+        bucket_bytes: size of a bucket of gradients that are reduced together.
+        sharding: what is sharded over which axes.
+        units: FSDP units in the order of the forward pass; every parameter is in one.
+        reduce_dtype: dtype in which gradients are reduced; None: that of main_grad.
         main_grads: registry in which each parameter's gradient buffer is entered; None: one of its own.
     """
 
@@ -53,127 +53,117 @@ class Buffers:
         dtype: torch.dtype,
         device: torch.device,
         bucket_bytes: float,
-        sharding: Sharding = EVERYTHING,
-        blocks: Sequence[Block] = (),
+        sharding: Sharding = REPLICATED,
+        units: Sequence[FsdpUnit] = (),
         reduce_dtype: torch.dtype | None = None,
         main_grads: MainGrads | None = None,
     ) -> None:
         self.comm, self.sharding, self._reduce_dtype = comm, sharding, reduce_dtype
         self.specs = {name: spec for specs in stage_specs.values() for name, spec in specs.items()}
-        block_of = {name: block.path for block in blocks for name in self.specs if block.has(name)}
-        assert not sharding.axes or block_of.keys() == self.specs.keys(), "some parameters are in no block"
-        self.flats = make_flats(stage_specs, block_of, sharding, comm.mesh, dtype, device, bucket_bytes)
-        # A sum waits for the one before where it has memory of its own, or where a second transfer follows the first.
+        unit_of = {name: unit.path for unit in units for name in self.specs if unit.has(name)}
+        assert not sharding.axes or unit_of.keys() == self.specs.keys(), "some parameters are in no FSDP unit"
+        self.flat_buffers = make_flat_buffers(stage_specs, unit_of, sharding, comm.mesh, dtype, device, bucket_bytes)
+        # Reductions run one after another where each has memory of its own, or where a second collective follows.
         is_grouped = bool(sharding.axes) and comm.mesh.sizes[DATA[0]] > 1
-        self._takes_turns = sharding.grads or reduce_dtype is not None or is_grouped
+        self._is_sequential = sharding.grads or reduce_dtype is not None or is_grouped
         self._num_microbatches = 1
-        self._reductions: list[Reduction] = []
+        self._reductions: list[GradReduction] = []
         registry = main_grads or MainGrads()
-        for flat in self.flats:
+        for flat in self.flat_buffers:
             for name in flat.spans:
-                self._give_memory(model, flat, name, registry)
+                self._place_param(model, flat, name, registry)
             if sharding.params:
-                flat.forget()
-        self._flats_of = {
-            block.path: [flat for flat in self.flats if any(map(block.has, flat.spans))] for block in blocks
+                flat.free()
+        self._buffers_of = {
+            unit.path: [flat for flat in self.flat_buffers if any(map(unit.has, flat.spans))] for unit in units
         }
         if sharding.axes:
-            (watch_blocks if sharding.params else wait_for_blocks)(self, blocks)
+            (register_unshard_hooks if sharding.params else register_wait_hooks)(self, units)
 
-    def _give_memory(self, model: nn.Module, flat: Flat, name: str, main_grads: MainGrads) -> None:
+    def _place_param(self, model: nn.Module, flat: FlatBuffer, name: str, main_grads: MainGrads) -> None:
         owner, _, leaf = name.rpartition(".")
         param = flat.param(name, self.specs[name].local_shape(self.comm.mesh))
         setattr(model.get_submodule(owner), leaf, param)
         main_grads.register(param, _MainGradView(self, flat, name, param.shape))
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Gradients of so many microbatches will come; the first of each parameter replaces that of the last step."""
+        """Expect gradients of `num_microbatches`; the first of each parameter overwrites that of the last step."""
         self._num_microbatches = num_microbatches
-        for flat in self.flats:
+        for flat in self.flat_buffers:
             flat.begin_step()
 
-    def count_grad(self, flat: Flat) -> None:
-        """Begin to reduce when gradients are complete: of all microbatches, or of one where they are shared out."""
-        flat.num_arrived += 1
-        if flat.num_arrived % (flat.num_uses * (1 if self.sharding.grads else self._num_microbatches)):
+    def count_grad(self, flat: FlatBuffer) -> None:
+        """Start the reduction after the gradients of all microbatches, or of each one where gradients are sharded."""
+        if not flat.count_grad(1 if self.sharding.grads else self._num_microbatches):
             return
-        if self._takes_turns:
+        if self._is_sequential:
             self._advance()
-        self._reductions.append(Reduction(flat, self.comm, self._reduce_dtype))
+        self._reductions.append(GradReduction(flat, self.comm, self._reduce_dtype))
 
     def _advance(self) -> None:
-        """Take each sum that is under way one transfer further."""
+        """Take each reduction in flight one collective further."""
         self._reductions = [reduction for reduction in self._reductions if not reduction.advance()]
 
     def check_stage(self, stage: int) -> None:
-        """Hold that the sums of a stage's gradients are under way, now that its last microbatch is through."""
-        for flat in self.flats:
-            missing = flat.num_uses * self._num_microbatches - flat.num_arrived if flat.stage == stage else 0
-            assert missing == 0, f"{missing} gradients of stage {stage} never arrived: of {', '.join(flat.spans)}"
+        """Assert that all gradients of a stage are complete, after its last microbatch."""
+        for flat in self.flat_buffers:
+            missing = flat.grads_per_microbatch * self._num_microbatches - flat.num_grads if flat.stage == stage else 0
+            assert missing == 0, f"{missing} gradients of stage {stage} are missing: of {', '.join(flat.spans)}"
 
     def reduce_grads(self) -> None:
-        """Wait until every gradient is summed over its axes (the gradient rule), and over its holders."""
-        for stage in {flat.stage for flat in self.flats}:
+        """Wait until every gradient is summed over its axes (the gradient rule) and its link."""
+        for stage in {flat.stage for flat in self.flat_buffers}:
             self.check_stage(stage)
         while self._reductions:
             self._advance()
-        for flat in self.flats:
-            if flat.kind.link is not None:
-                self.comm.all_reduce_pair(flat.grad, flat.kind.link).wait()
+        for flat in self.flat_buffers:
+            if flat.sync.link is not None:
+                self.comm.all_reduce_pair(flat.grad, flat.sync.link).wait()
 
     def square_norm(self) -> Tensor:
-        """My part of the squared global gradient norm: local squares over the number of copies (the norm rule)."""
-        return torch.stack([square_sum(flat.grad) / flat.kind.copies for flat in self.flats]).sum()
+        """Return this rank's share of the squared global gradient norm: local squares over copies (the norm rule)."""
+        return torch.stack([square_sum(flat.grad) / flat.sync.copies for flat in self.flat_buffers]).sum()
 
     def publish(self) -> None:
-        """Give the network what the optimizer has updated: parts are gathered in the order in which they are used."""
+        """Start to all-gather the updated parameters in the order of their use; at stage 3 free them."""
         self.settle()
-        for flat in self.flats:
+        for flat in self.flat_buffers:
             if self.sharding.params:
-                flat.forget()
+                flat.free()
             else:
-                self._gather(flat)
+                flat.start_gather(self.comm)
 
     def settle(self) -> None:
-        """Wait until nothing is on its way to the network: then `main` may be written."""
-        for flat in self.flats:
-            self._wait(flat)
+        """Wait until no all-gather is in flight, so that `main` may be written."""
+        for flat in self.flat_buffers:
+            flat.wait_for_gather()
 
-    def _gather(self, flat: Flat) -> None:
-        flat.remember()
-        flat.gathering = self.comm.all_gather_into(flat.raw, self.sharding.axes)
+    def start_unshard(self, path: str) -> None:
+        """Start to all-gather the parameters of the FSDP unit `path`, unless they are gathered or in flight."""
+        for flat in self._buffers_of[path]:
+            if not flat.is_allocated:
+                flat.start_gather(self.comm)
 
-    def _wait(self, flat: Flat) -> None:
-        if flat.gathering is not None:
-            flat.gathering.wait()
-            flat.gathering = None
+    def wait_for_unshard(self, path: str) -> None:
+        """Wait until the parameters of a unit are gathered."""
+        for flat in self._buffers_of[path]:
+            flat.wait_for_gather()
 
     def unshard(self, path: str) -> None:
-        """Begin to gather what the block `path` needs, unless that is whole or on its way."""
-        for flat in self._flats_of[path]:
-            if not flat.is_whole:
-                self._gather(flat)
-
-    def wait(self, path: str) -> None:
-        """Wait until all that a block needs is whole."""
-        for flat in self._flats_of[path]:
-            self._wait(flat)
-
-    def make_whole(self, path: str) -> None:
-        """Both."""
-        self.unshard(path)
-        self.wait(path)
+        """All-gather the parameters of a unit and wait for them."""
+        self.start_unshard(path)
+        self.wait_for_unshard(path)
 
     def reshard(self, path: str) -> None:
-        """Forget what a block needed, where parameters are shared out."""
-        for flat in self._flats_of[path] if self.sharding.params else ():
-            flat.forget()
+        """Free the parameters of a unit, where parameters are sharded."""
+        for flat in self._buffers_of[path] if self.sharding.params else ():
+            flat.free()
 
-    def held(self, which: str) -> Iterator[tuple[str, int, Tensor]]:
-        """Of every parameter: its name, the first element that I hold, and all these of `which` ("main", "grad")."""
-        for flat in self.flats:
+    def shards(self, which: str) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield each parameter's name, the first element of this rank's shard, and its `which`: main or grad."""
+        for flat in self.flat_buffers:
             for name in flat.spans:
-                start, where = flat.held(name)
+                start, where = flat.shard_range(name)
                 yield name, start, getattr(flat, which)[where]
 
 
@@ -182,7 +172,7 @@ class _MainGradView:
     """main_grad of one parameter: a view of its flat buffer of gradients."""
 
     buffers: Buffers
-    flat: Flat
+    flat: FlatBuffer
     name: str
     shape: torch.Size
 
@@ -194,9 +184,9 @@ class _MainGradView:
 
 
 def square_sum(flat: Tensor, row: int = 4096) -> Tensor:
-    """Sum of squares in two levels, without a temporary of the same size.
+    """Return the sum of squares, in two levels and without a temporary of the same size.
 
-    torch adds a norm over everything one by one on a CPU: 3e-3 off for 30 million fp32 values, 1e-7 in rows.
+    On a CPU torch sums a norm over all values sequentially: 3e-3 off for 30 million fp32 values, 1e-7 in rows.
     """
     whole = len(flat) // row * row
     rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1)

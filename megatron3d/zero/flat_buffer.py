@@ -1,11 +1,11 @@
-"""Flat pieces of memory: neighbouring parameters that are summed, shared out and updated together.
+"""Flat buffers: neighbouring parameters that are reduced, sharded and updated together.
 
-    whole   | embedding.weight   | position | pad |     what the network uses, in its own type
-    main    | rank 0 | rank 1 | rank 2 | rank 3   |     what the optimizer updates, fp32 or better: my part of it
-    grad    | rank 0 | rank 1 | rank 2 | rank 3   |     its gradient
+    params  | embedding.weight   | position | pad |     parameters of the network in the model's dtype
+    main    | rank 0 | rank 1 | rank 2 | rank 3   |     this rank's shard of the master weights, fp32 or wider
+    grad    | rank 0 | rank 1 | rank 2 | rank 3   |     this rank's shard of main_grad
 
-A part is a range of elements, whatever parameters lie there, so that nothing is copied to be sent: every transfer goes
-from, and to, a range of the same memory.  (Rajbhandari et al. 2020, arXiv:1910.02054.)
+A shard is a range of elements, whatever parameters lie there, so that collectives read and write ranges of the buffers
+and nothing is copied to be sent.  (Rajbhandari et al. 2020, arXiv:1910.02054.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron3d.comm.interface import Pending
+from megatron3d.comm.interface import Comm, Pending
 from megatron3d.parallel.layout import ParamSpec, num_copies
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
@@ -25,8 +25,14 @@ from megatron3d.parallel.sharding import Sharding
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What the parameters of a flat have in common; `link` joins the ends of a pipeline that both hold them."""
+class GradSync:
+    """Where gradients of parameters are summed.
+
+    Attributes:
+        reduce_axes: axes over which gradients are summed.
+        copies: ranks that hold the same shard.
+        link: the two pipeline ranks that both hold a tied embedding.
+    """
 
     reduce_axes: Axes
     copies: int
@@ -34,11 +40,11 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A module whose forward needs the parameters below `path` at one time, in a stage of the pipeline.
+class FsdpUnit:
+    """A module of a pipeline stage whose parameters, those below `path`, are all-gathered together.
 
     Attributes:
-        in_backward: whether backward needs their values, too.
+        in_backward: backward needs the values of the parameters as well.
     """
 
     path: str
@@ -47,40 +53,40 @@ class Block:
     in_backward: bool
 
     def has(self, name: str) -> bool:
-        """Whether a parameter is one of them."""
+        """Return whether a parameter belongs to the unit."""
         return name.startswith(f"{self.path}.")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Parameters that may share a flat: of one kind, one stage of the pipeline and, where it matters, one block."""
+class BufferKey:
+    """Key of the parameters that may share a flat buffer; `unit` matters where parameters are sharded."""
 
-    kind: Kind
+    sync: GradSync
     stage: int
-    block: str | None
+    unit: str | None
 
 
-class Flat:
-    """One such piece.
+class FlatBuffer:
+    """Flat buffer of parameters, master weights and gradients.
 
     Attributes:
-        whole: padded so that all parts are equally long; without memory while parameters are shared out and not in use.
-        main: my part, a view of `whole` (`is_view`) where that is kept in the same type.
-        grad: my part of the gradient; where gradients are shared out, of the last step until the next one begins.
-        spans: where each parameter lies in `whole`: first what weight decay applies to, then the others.
+        params: padded to equal shards; without memory while parameters are sharded and not in use.
+        main: this rank's shard of the master weights; a view of `params` (`is_view`) where the dtypes are equal.
+        grad: this rank's shard of main_grad; where gradients are sharded, that of the last step until the next starts.
+        spans: range of each parameter in `params`: first those with weight decay, then the others.
     """
 
     def __init__(
         self,
-        place: Place,
+        key: BufferKey,
         specs: Mapping[str, ParamSpec],
         sharding: Sharding,
         mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.kind, self.stage, self.block, self.sharding = place.kind, place.stage, place.block, sharding
-        self.num_uses = sum(spec.uses for spec in specs.values())
+        self.sync, self.stage, self.sharding = key.sync, key.stage, sharding
+        self.grads_per_microbatch = sum(spec.uses for spec in specs.values())
         self.spans: dict[str, tuple[int, int]] = {}
         self.size, self._num_decayed = 0, 0
         for name, spec in sorted(specs.items(), key=lambda item: not item[1].decay):
@@ -89,61 +95,66 @@ class Flat:
             self._num_decayed = self.size if spec.decay else self._num_decayed
         ranks, index = mesh.size(sharding.axes), mesh.index(sharding.axes)
         part = -(-self.size // ranks)
-        self.mine, self.numel = slice(index * part, (index + 1) * part), ranks * part
+        self.shard, self.numel = slice(index * part, (index + 1) * part), ranks * part
         self.main_dtype = torch.promote_types(dtype, torch.float32)
-        self.whole = torch.zeros(self.numel, dtype=dtype, device=device)
-        # Writing through another tensor of the same memory leaves alone autograd's count of changes to saved weights.
-        self.raw = self.whole.data
+        self.params = torch.zeros(self.numel, dtype=dtype, device=device)
+        # Writing through another tensor of the same storage does not bump the version of weights that autograd saved.
+        self.params_data = self.params.data
         self.is_view = dtype == self.main_dtype and not sharding.params
-        self.main = self.whole[self.mine] if self.is_view else self._zeros(part)
-        self.whole_grad = None if sharding.grads else self._zeros(self.numel)
-        self.grad = self._zeros(part) if self.whole_grad is None else self.whole_grad[self.mine]
-        self.gathering: Pending | None = None
+        self.main = self.params[self.shard] if self.is_view else self._zeros(part)
+        self.full_grad = None if sharding.grads else self._zeros(self.numel)
+        self.grad = self._zeros(part) if self.full_grad is None else self.full_grad[self.shard]
+        self._gather: Pending | None = None
         self._renew()
 
     def _zeros(self, numel: int) -> Tensor:
-        return torch.zeros(numel, dtype=self.main_dtype, device=self.whole.device)
+        return torch.zeros(numel, dtype=self.main_dtype, device=self.params.device)
 
     def param(self, name: str, shape: Sequence[int]) -> nn.Parameter:
-        """The parameter that the network uses."""
+        """Return a parameter of the network as a view of the buffer."""
         low, high = self.spans[name]
-        return nn.Parameter(self.whole[low:high].view(*shape))
+        return nn.Parameter(self.params[low:high].view(*shape))
 
     def begin_step(self) -> None:
-        """The next gradient of each parameter replaces that of the last step."""
+        """Let the next gradient of each parameter overwrite that of the last step."""
         if self.sharding.grads:
             self.grad = self.grad.new_empty(0)
         self._renew()
 
     def _renew(self) -> None:
-        self.num_arrived, self.num_reduced = 0, 0
+        self.num_grads, self.num_reduced = 0, 0
         self._missing = set(self.spans)
-        if self.whole_grad is not None:
-            self.whole_grad[self.size :].zero_()  # a step that was not finite has left what it is there
+        if self.full_grad is not None:
+            self.full_grad[self.size :].zero_()  # a step that was not finite may have left inf or nan
+
+    def count_grad(self, num_microbatches: int) -> bool:
+        """Count one gradient; return whether those of `num_microbatches` are complete, or of the next as many."""
+        self.num_grads += 1
+        return self.num_grads % (self.grads_per_microbatch * num_microbatches) == 0
 
     def main_grad(self, name: str, shape: Sequence[int]) -> tuple[Tensor, bool]:
         """Return the gradient buffer of a parameter, and whether it already holds gradients of this step."""
-        if self.whole_grad is None:
-            self.whole_grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.whole.device)
-            self.whole_grad[self.size :].zero_()
+        if self.full_grad is None:
+            self.full_grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.params.device)
+            self.full_grad[self.size :].zero_()
             self._missing = set(self.spans)
         low, high = self.spans[name]
         has_values = name not in self._missing
         self._missing.discard(name)
-        return self.whole_grad[low:high].view(*shape), has_values
+        return self.full_grad[low:high].view(*shape), has_values
 
-    def give_grad(self) -> Tensor:
-        """All that was collected, to be reduced; where gradients are shared out the next one gets other memory."""
-        whole_grad = self.whole_grad
-        assert whole_grad is not None, "there is nothing to reduce"
+    def take_grad(self) -> Tensor:
+        """Return the gradients to be reduced; where gradients are sharded, the next ones get a buffer of their own."""
+        full_grad = self.full_grad
+        assert full_grad is not None, "there is no gradient to reduce"
         for low, high in map(self.spans.__getitem__, self._missing):
-            whole_grad[low:high].zero_()
+            full_grad[low:high].zero_()
         if self.sharding.grads:
-            self.whole_grad = None
-        return whole_grad
+            self.full_grad = None
+        return full_grad
 
-    def take_sum(self, total: Tensor) -> None:
-        """Keep my part of the sum over ranks; with gradients shared out, of one sum after another."""
+    def store_reduced(self, total: Tensor) -> None:
+        """Store this rank's shard of the reduced gradients, or add it where each microbatch has its own reduction."""
         if not self.sharding.grads:
             if total.untyped_storage()._cdata != self.grad.untyped_storage()._cdata:
                 self.grad.copy_(total)
@@ -154,91 +165,102 @@ class Flat:
         self.num_reduced += 1
 
     @property
-    def decayed_and_not(self) -> tuple[slice, slice]:
-        """Where in my part weight decay applies, and where it does not."""
+    def decay_slices(self) -> tuple[slice, slice]:
+        """Return the slices of this rank's shard with and without weight decay."""
         part = len(self.main)
-        cut = min(max(self._num_decayed - self.mine.start, 0), part)
+        cut = min(max(self._num_decayed - self.shard.start, 0), part)
         return slice(0, cut), slice(cut, part)
 
-    def held(self, name: str) -> tuple[int, slice]:
-        """The first of a parameter's elements that I update, and where they lie in `main` and `grad`."""
+    def shard_range(self, name: str) -> tuple[int, slice]:
+        """Return the first element of a parameter that this rank updates, and their slice of `main` and `grad`."""
         low, high = self.spans[name]
-        start, stop = (min(max(edge, low), high) for edge in (self.mine.start, self.mine.stop))
-        offset = max(start - self.mine.start, 0)
+        start, stop = (min(max(edge, low), high) for edge in (self.shard.start, self.shard.stop))
+        offset = max(start - self.shard.start, 0)
         return start - low, slice(offset, offset + stop - start)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether `whole` has memory."""
-        return self.whole.untyped_storage().nbytes() > 0
+    def is_allocated(self) -> bool:
+        """Return whether `params` has memory."""
+        return self.params.untyped_storage().nbytes() > 0
 
-    def remember(self) -> None:
-        """Give `whole` memory, and put my part in."""
-        if not self.is_whole:
-            self.whole.untyped_storage().resize_(self.numel * self.whole.element_size())
+    def allocate(self) -> None:
+        """Allocate `params` and copy this rank's shard into it."""
+        if not self.is_allocated:
+            self.params.untyped_storage().resize_(self.numel * self.params.element_size())
         if not self.is_view:
-            self.raw[self.mine].copy_(self.main)
+            self.params_data[self.shard].copy_(self.main)
 
-    def forget(self) -> None:
-        """Give the memory of `whole` back."""
-        assert self.gathering is None, f"{', '.join(self.spans)} are forgotten while they are gathered"
-        self.whole.untyped_storage().resize_(0)
+    def start_gather(self, comm: Comm) -> None:
+        """Allocate `params` and start to all-gather it."""
+        self.allocate()
+        self._gather = comm.all_gather_into(self.params_data, self.sharding.axes)
+
+    def wait_for_gather(self) -> None:
+        """Wait for the all-gather in flight, if there is one."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+
+    def free(self) -> None:
+        """Free the memory of `params`."""
+        assert self._gather is None, f"{', '.join(self.spans)} are freed while they are gathered"
+        self.params.untyped_storage().resize_(0)
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Memory that is held between steps."""
-        weights = 0 if self.sharding.params else self.whole.nbytes
-        grad = self.grad if self.sharding.grads or self.whole_grad is None else self.whole_grad
+        """Return the bytes held between steps."""
+        weights = 0 if self.sharding.params else self.params.nbytes
+        grad = self.grad if self.sharding.grads or self.full_grad is None else self.full_grad
         return {"weights": weights + (0 if self.is_view else self.main.nbytes), "gradients": grad.nbytes}
 
 
-def make_flats(
+def make_flat_buffers(
     stage_specs: Mapping[int, Mapping[str, ParamSpec]],
-    block_of: Mapping[str, str],
+    unit_of: Mapping[str, str],
     sharding: Sharding,
     mesh: Mesh,
     dtype: torch.dtype,
     device: torch.device,
     bucket_bytes: float,
-) -> list[Flat]:
-    """Flats for all parameters, in the order of the forward pass.
+) -> list[FlatBuffer]:
+    """Return flat buffers for all parameters, in the order of the forward pass.
 
-    A flat has at least `bucket_bytes` of gradients, counted from the end, where backward begins; where parameters are
-    shared out it is a block's.
+    A buffer is one bucket: at least `bucket_bytes` of gradients, counted from the end, where backward starts.  Where
+    parameters are sharded it holds one FSDP unit.
     """
     specs = {name: spec for each in stage_specs.values() for name, spec in each.items()}
-    groups: dict[Place, list[str]] = {}
+    groups: dict[BufferKey, list[str]] = {}
     for stage, each in stage_specs.items():
         for name, spec in each.items():
-            block = block_of[name] if sharding.params else None
-            groups.setdefault(Place(_kind(spec, sharding, mesh), stage, block), []).append(name)
+            unit = unit_of[name] if sharding.params else None
+            groups.setdefault(BufferKey(_grad_sync(spec, sharding, mesh), stage, unit), []).append(name)
     least = bucket_bytes / torch.promote_types(dtype, torch.float32).itemsize
     runs = [
-        (place, run)
-        for place, names in groups.items()
+        (key, run)
+        for key, names in groups.items()
         for run in ([names] if sharding.params else _runs(names, specs, mesh, least))
     ]
     order = {name: index for index, name in enumerate(specs)}
     return [
-        Flat(place, {name: specs[name] for name in run}, sharding, mesh, dtype, device)
-        for place, run in sorted(runs, key=lambda each: order[each[1][0]])
+        FlatBuffer(key, {name: specs[name] for name in run}, sharding, mesh, dtype, device)
+        for key, run in sorted(runs, key=lambda each: order[each[1][0]])
     ]
 
 
 def local_numel(spec: ParamSpec, mesh: Mesh) -> int:
-    """Elements of a parameter on this rank."""
+    """Return the number of elements of a parameter on this rank."""
     return math.prod(spec.local_shape(mesh))
 
 
-def _kind(spec: ParamSpec, sharding: Sharding, mesh: Mesh) -> Kind:
+def _grad_sync(spec: ParamSpec, sharding: Sharding, mesh: Mesh) -> GradSync:
     shared = tuple(axis for axis in mesh.names if axis not in ("pipeline", *sharding.axes))
     copies = num_copies(spec.layout, mesh, shared) * len(spec.holders)
     link = Link("pipeline", *sorted(spec.holders)) if len(spec.holders) > 1 else None
-    return Kind(spec.reduce_axes(mesh), copies, link)
+    return GradSync(spec.reduce_axes(mesh), copies, link)
 
 
 def _runs(names: Sequence[str], specs: Mapping[str, ParamSpec], mesh: Mesh, least: float) -> Iterator[list[str]]:
-    """Neighbouring names of at least so many elements together, closed from the end."""
+    """Yield runs of neighbouring names with at least `least` elements each, filled from the end."""
     run: list[str] = []
     for name in reversed(names):
         run.insert(0, name)

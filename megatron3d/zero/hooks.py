@@ -1,10 +1,10 @@
-"""When a block's parameters must be whole: before its forward, and before its backward where that needs them.
+"""Hooks that all-gather the parameters of an FSDP unit before its forward and backward, and free them after.
 
-    forward    embedding | layer 0 | layer 1 | norm, head |  layer 1 | layer 0     backward
-    gathered   layer 0   | layer 1 | norm    | layer 1    |  layer 0               under it
+    compute       embedding | layer 0 | layer 1 | norm, head | layer 1 | layer 0     (forward, then backward)
+    all-gathers   layer 0   | layer 1 | norm    | layer 1    | layer 0               (prefetch of the next unit)
 
-The network does not know: hooks on modules and on the tensors between them say when.  Where parameters are shared out,
-what is used next is gathered under a block, and what is through is forgotten.
+The hooks are on modules and on the tensors between them; the network itself knows nothing of sharding (Zhao et al.
+2023, arXiv:2304.11277).
 """
 
 from __future__ import annotations
@@ -15,102 +15,102 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron3d.zero.flat_buffer import Block
+from megatron3d.zero.flat_buffer import FsdpUnit
 
-# Backward begins with a norm, which is too short to gather a layer under it.
-BLOCKS_UNDER_HEAD = 2
+# Backward starts with a norm, whose compute is too short to hide the all-gather of a layer.
+UNITS_PREFETCHED_BY_HEAD = 2
 
 
-class Shards(Protocol):
-    """What makes the parameters of a block whole."""
+class UnitParameters(Protocol):
+    """Parameters of FSDP units, by the unit's path."""
 
-    def unshard(self, path: str) -> None:
-        """Begin to."""
+    def start_unshard(self, path: str) -> None:
+        """Start to all-gather the parameters of a unit."""
         ...
 
-    def wait(self, path: str) -> None:
-        """Wait until they are."""
+    def wait_for_unshard(self, path: str) -> None:
+        """Wait until they are gathered."""
         ...
 
     def reshard(self, path: str) -> None:
-        """Forget them."""
+        """Free the gathered parameters."""
         ...
 
 
-class Turn(NamedTuple):
-    """A block, its neighbours in its stage, and what backward begins with if that comes right after this block."""
+class UnitNeighbours(NamedTuple):
+    """A unit, the units before and after it in its stage, and those that the head prefetches for backward."""
 
-    block: Block
-    before: Sequence[Block]
-    after: Sequence[Block]
-    backward: Sequence[Block]
-
-
-def wait_for_blocks(shards: Shards, blocks: Sequence[Block]) -> None:
-    """Have each block wait for its parameters, which are gathered once a step and stay."""
-    for block in blocks:
-        block.module.register_forward_pre_hook(lambda *_, path=block.path: shards.wait(path))
+    unit: FsdpUnit
+    before: Sequence[FsdpUnit]
+    after: Sequence[FsdpUnit]
+    backward: Sequence[FsdpUnit]
 
 
-def watch_blocks(shards: Shards, blocks: Sequence[Block]) -> None:
-    """Have each block gathered when it is needed, and forgotten after."""
-    passing_back: set[str] = set()
-    for turn in _turns(blocks):
-        _watch_forward(shards, turn, passing_back)
-        if turn.block.in_backward:
-            _watch_backward(shards, turn, passing_back)
+def register_wait_hooks(params: UnitParameters, units: Sequence[FsdpUnit]) -> None:
+    """Let each unit wait for its parameters, which are gathered once per step and stay (ZeRO stages 1 and 2)."""
+    for unit in units:
+        unit.module.register_forward_pre_hook(lambda *_, path=unit.path: params.wait_for_unshard(path))
 
 
-def _turns(blocks: Sequence[Block]) -> Iterator[Turn]:
-    for stage in dict.fromkeys(block.stage for block in blocks):
-        mine = [block for block in blocks if block.stage == stage]
-        in_backward = [block for block in mine if block.in_backward]
-        for index, block in enumerate(mine):
-            is_head = block is mine[-1] and not block.in_backward
-            before, after = mine[max(index - 1, 0) : index], mine[index + 1 : index + 2]
-            yield Turn(
-                block,
+def register_unshard_hooks(params: UnitParameters, units: Sequence[FsdpUnit]) -> None:
+    """Gather each unit when it is needed and free it afterwards (ZeRO stage 3)."""
+    in_backward_now: set[str] = set()
+    for at in _neighbours(units):
+        _hook_forward(params, at, in_backward_now)
+        if at.unit.in_backward:
+            _hook_backward(params, at, in_backward_now)
+
+
+def _neighbours(units: Sequence[FsdpUnit]) -> Iterator[UnitNeighbours]:
+    for stage in dict.fromkeys(unit.stage for unit in units):
+        in_stage = [unit for unit in units if unit.stage == stage]
+        in_backward = [unit for unit in in_stage if unit.in_backward]
+        for index, unit in enumerate(in_stage):
+            is_head = unit is in_stage[-1] and not unit.in_backward
+            before, after = in_stage[max(index - 1, 0) : index], in_stage[index + 1 : index + 2]
+            yield UnitNeighbours(
+                unit,
                 [other for other in before if other.in_backward],
                 after,
-                in_backward[::-1][:BLOCKS_UNDER_HEAD] if is_head else [],
+                in_backward[::-1][:UNITS_PREFETCHED_BY_HEAD] if is_head else [],
             )
 
 
-def _use(shards: Shards, block: Block, following: Sequence[Block]) -> None:
-    shards.unshard(block.path)
-    shards.wait(block.path)
-    for other in following:
-        shards.unshard(other.path)
+def _gather(params: UnitParameters, unit: FsdpUnit, prefetched: Sequence[FsdpUnit]) -> None:
+    params.start_unshard(unit.path)
+    params.wait_for_unshard(unit.path)
+    for other in prefetched:
+        params.start_unshard(other.path)
 
 
-def _watch_forward(shards: Shards, turn: Turn, passing_back: set[str]) -> None:
-    path = turn.block.path
+def _hook_forward(params: UnitParameters, at: UnitNeighbours, in_backward_now: set[str]) -> None:
+    path = at.unit.path
 
     def before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
-        is_repeated = path in passing_back
-        backward = turn.backward if torch.is_grad_enabled() else []
-        _use(shards, turn.block, [] if is_repeated else [*turn.after, *backward])
+        is_recomputed = path in in_backward_now
+        backward = at.backward if torch.is_grad_enabled() else []
+        _gather(params, at.unit, [] if is_recomputed else [*at.after, *backward])
 
     def after_forward(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-        if path not in passing_back:  # else backward repeats this forward, and goes on with the block
-            shards.reshard(path)
+        if path not in in_backward_now:  # else this is a recomputation, and backward uses the unit next
+            params.reshard(path)
 
-    turn.block.module.register_forward_pre_hook(before_forward)
-    turn.block.module.register_forward_hook(after_forward)
+    at.unit.module.register_forward_pre_hook(before_forward)
+    at.unit.module.register_forward_hook(after_forward)
 
 
-def _watch_backward(shards: Shards, turn: Turn, passing_back: set[str]) -> None:
-    path = turn.block.path
+def _hook_backward(params: UnitParameters, at: UnitNeighbours, in_backward_now: set[str]) -> None:
+    path = at.unit.path
 
     def after_backward(path: str) -> None:
-        passing_back.discard(path)
-        shards.reshard(path)
+        in_backward_now.discard(path)
+        params.reshard(path)
 
     def before_backward(_: Tensor) -> None:
-        for through in turn.after:
-            after_backward(through.path)
-        passing_back.add(path)
-        _use(shards, turn.block, turn.before)
+        for finished in at.after:
+            after_backward(finished.path)
+        in_backward_now.add(path)
+        _gather(params, at.unit, at.before)
 
     def hook_y(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
         if y.requires_grad:
@@ -121,6 +121,6 @@ def _watch_backward(shards: Shards, turn: Turn, passing_back: set[str]) -> None:
         if x is not None and torch.is_grad_enabled():
             x.register_hook(lambda _: after_backward(path))
 
-    turn.block.module.register_forward_hook(hook_y)
-    if not turn.before:
-        turn.block.module.register_forward_pre_hook(hook_x)
+    at.unit.module.register_forward_hook(hook_y)
+    if not at.before:
+        at.unit.module.register_forward_pre_hook(hook_x)

@@ -89,7 +89,7 @@ def test_what_is_not_a_number_is_visible_everywhere(
     step = loop.train_step
 
     def spoiled(state: TrainState, *rest: Any) -> Any:
-        for flat in state.buffers.flats if state.iteration == 1 else ():
+        for flat in state.buffers.flat_buffers if state.iteration == 1 else ():
             flat.main.mul_(math.nan)
         return step(state, *rest)
 

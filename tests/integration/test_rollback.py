@@ -55,7 +55,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, at: Callable[[TrainState], bool], v
     def train_step(state: TrainState, *rest: Any) -> Any:
         if at(state):
             state.buffers.settle()
-            for flat in state.buffers.flats:
+            for flat in state.buffers.flat_buffers:
                 flat.main.mul_(value)
             state.buffers.publish()
         return step(state, *rest)

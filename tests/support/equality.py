@@ -185,7 +185,7 @@ def skip_problems(spec: RunSpec, comm: Comm) -> Iterator[str]:
 
 def updated_values(state: TrainState) -> Tensor:
     """Return all parameters that a rank updates, one after another."""
-    return torch.cat([values.flatten().clone() for _, _, values in state.buffers.held("main")])
+    return torch.cat([values.flatten().clone() for _, _, values in state.buffers.shards("main")])
 
 
 @cache

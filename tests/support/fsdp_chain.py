@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron3d.comm.interface import Pending
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Axes, Mesh
-from megatron3d.zero import Block, Buffers, Sharding
+from megatron3d.zero import Buffers, FsdpUnit, Sharding
 
 CPU = torch.device("cpu")
 MESH = Mesh((("pipeline", 1), ("replica", 1), ("data", 2), ("x", 2)))
@@ -95,7 +95,7 @@ def chain(
     """`count` scales, each a block whose backward needs its weight."""
     comm: Any = Echo(mesh)
     model = nn.Sequential(*(Scale(size, str(i), comm.events) for i in range(count)))
-    blocks = [Block(str(i), module, 0, in_backward=True) for i, module in enumerate(model)]
+    blocks = [FsdpUnit(str(i), module, 0, in_backward=True) for i, module in enumerate(model)]
     specs = {0: {f"{i}.weight": spec(str(i), size) for i in range(count)}}
     shared = sharding(zero_stage)
     return model, Buffers(model, specs, comm, dtype, CPU, bucket_bytes, shared, blocks, reduce_dtype), comm
@@ -108,6 +108,6 @@ def parameters(count: int) -> nn.ParameterDict:
 
 def fill_main(buffers: Buffers, value: float) -> None:
     """Every parameter becomes `value`, as far as this rank holds it, and the network is given it."""
-    for _, _, values in buffers.held("main"):
+    for _, _, values in buffers.shards("main"):
         values.fill_(value)
     buffers.publish()

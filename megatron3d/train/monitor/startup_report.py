@@ -24,7 +24,7 @@ def check_built(state: TrainState) -> None:
     mine = ranges_to_write(state.buffers)
     held = sum(
         view.numel()
-        for name, start, values in state.buffers.held("main")
+        for name, start, values in state.buffers.shards("main")
         for _, spec, low, high in [mine[name]]
         for _, _, view in part_views(spec, values[low - start : high - start], mesh, low)
     )
@@ -41,7 +41,7 @@ def check_built(state: TrainState) -> None:
 
 def describe_attention_kernel(state: TrainState) -> str:
     """Describe the attention kernel of this rank; raises UserError if no kernel takes the mask that is needed."""
-    arch, whole = state.model.arch, state.buffers.flats[0].whole
+    arch, whole = state.model.arch, state.buffers.flat_buffers[0].params
     work = job_of(state.spec, whole.device).local
     heads = work.num_queries, work.num_groups, arch.kv_channels
     is_masked = state.spec.config.data.reset_attention_mask
@@ -54,8 +54,8 @@ def startup_report(state: TrainState, peak: Peak | None) -> str:
 
 
 def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
-    spec, flats = state.spec, state.buffers.flats
-    arch, whole = spec.arch, flats[0].whole
+    spec, flats = state.spec, state.buffers.flat_buffers
+    arch, whole = spec.arch, flats[0].params
     job, config = job_of(spec, whole.device), spec.config
     groups = "" if arch.num_query_groups == arch.num_attention_heads else f" ({arch.num_query_groups} key/value groups)"
     gate = " gated" if arch.activation in GATED else ""

@@ -115,7 +115,7 @@ class StepTensorStatistics:
         """Accumulate the parameters or gradients that this rank writes to checkpoints, so that each counts once."""
         buffers, statistics = self._state.buffers, self._new()
         mine, mesh = ranges_to_write(buffers), buffers.comm.mesh
-        for name, start, values in buffers.held(which):
+        for name, start, values in buffers.shards(which):
             _, spec, low, high = mine[name]
             for part, _, view in part_views(spec, values[low - start : high - start], mesh, low):
                 statistics.add(layer_of(part.name), view)

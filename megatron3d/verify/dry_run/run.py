@@ -102,10 +102,10 @@ def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbat
     """One step of a state that is built, with or without values."""
     kinds = tensors_by_kind(state)
     shared = state.buffers.sharding.params
-    resized = [flat.whole for flat in state.buffers.flats] if shared else []
+    resized = [flat.params for flat in state.buffers.flat_buffers] if shared else []
     existing = [*(tensor for tensors in kinds.values() for tensor in tensors), *(each.tokens for each in batch)]
     meter = FlopMemoryMeter(existing, resized)
-    parameters = sum(flat.size for flat in state.buffers.flats)
+    parameters = sum(flat.size for flat in state.buffers.flat_buffers)
     between = {kind: num_bytes(tensors) for kind, tensors in kinds.items()}
     run = RankDryRun(state.spec.rank, state.spec.parallel_state.pipeline_parallel_rank, parameters, between)
     recorder.calls.clear()
@@ -122,12 +122,12 @@ def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbat
 
 def tensors_by_kind(state: TrainState) -> dict[str, list[Tensor]]:
     """What a rank holds between steps."""
-    flats, optimizer = state.buffers.flats, state.optimizer
+    flats, optimizer = state.buffers.flat_buffers, state.optimizer
     mains = [flat.main for flat in flats if not flat.is_view]
     return {
-        "weights": [] if state.buffers.sharding.params else [flat.whole for flat in flats],
+        "weights": [] if state.buffers.sharding.params else [flat.params for flat in flats],
         "main weights": mains,
-        "gradients": [flat.grad if flat.whole_grad is None else flat.whole_grad for flat in flats],
+        "gradients": [flat.grad if flat.full_grad is None else flat.full_grad for flat in flats],
         "optimizer": [optimizer.moment(flat, name) for flat in flats for name in MOMENTS],
     }
 

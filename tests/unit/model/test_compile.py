@@ -197,7 +197,7 @@ def same_step(plain: TrainState, compiled: TrainState, tokens: Tensor, num_passe
         state.buffers.begin_step(num_passes)
         loss = state.executor.train(passes, state.buffers.check_stage)
         state.buffers.reduce_grads()
-        results.append((loss, *(flat.grad.clone() for flat in state.buffers.flats)))
+        results.append((loss, *(flat.grad.clone() for flat in state.buffers.flat_buffers)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 

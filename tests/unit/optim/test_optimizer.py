@@ -38,7 +38,7 @@ def build(
     }
     comm = ProcessComm(Mesh((("data", 1),)), [])
     buffers = Buffers(model, {0: specs}, comm, dtype, torch.device("cpu"), 1e6)
-    for seed, (_, _, view) in enumerate(buffers.held("main")):
+    for seed, (_, _, view) in enumerate(buffers.shards("main")):
         view.copy_(random(view, seed))
     buffers.publish()
     return model, buffers, Optimizer(buffers, config, loss_scale)
@@ -50,27 +50,27 @@ def random(like: Tensor, seed: int) -> Tensor:
 
 def give_gradients(buffers: Buffers, seed: int) -> Tensor:
     """Random gradients; returns their norm."""
-    for number, (_, _, view) in enumerate(buffers.held("grad")):
+    for number, (_, _, view) in enumerate(buffers.shards("grad")):
         view.copy_(random(view, 100 * seed + number))
     return buffers.square_norm().sqrt()
 
 
 def snapshot(buffers: Buffers, optimizer: Optimizer) -> list[Tensor]:
     """Parameters, moments and number of steps."""
-    moments = [optimizer.moment(flat, which) for flat in buffers.flats for which in MOMENTS]
-    return [t.clone() for t in (*(view for _, _, view in buffers.held("main")), *moments, optimizer.num_steps)]
+    moments = [optimizer.moment(flat, which) for flat in buffers.flat_buffers for which in MOMENTS]
+    return [t.clone() for t in (*(view for _, _, view in buffers.shards("main")), *moments, optimizer.num_steps)]
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 1.5])
 def test_it_is_torchs_adamw_per_parameter(clip_grad: float) -> None:
     config = OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, clip_grad=clip_grad)
     _, buffers, optimizer = build(config)
-    copies = {name: nn.Parameter(view.clone()) for name, _, view in buffers.held("main")}
+    copies = {name: nn.Parameter(view.clone()) for name, _, view in buffers.shards("main")}
     groups = [{"params": [p], "weight_decay": 0.3 if name in DECAYED else 0.0} for name, p in copies.items()]
     theirs = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False)
     for step, lr in enumerate((0.1, 0.05, 0.2, 0.0)):
         norm = give_gradients(buffers, step)
-        for name, _, view in buffers.held("grad"):
+        for name, _, view in buffers.shards("grad"):
             copies[name].grad = view.clone()
         if clip_grad:
             assert norm > clip_grad
@@ -79,7 +79,7 @@ def test_it_is_torchs_adamw_per_parameter(clip_grad: float) -> None:
             group["lr"] = lr
         theirs.step()
         assert optimizer.step(norm, lr).item() == 0
-        for name, _, view in buffers.held("main"):
+        for name, _, view in buffers.shards("main"):
             torch.testing.assert_close(view, copies[name].detach(), rtol=1e-12, atol=1e-14)
     assert optimizer.num_steps == 4
 
@@ -89,9 +89,9 @@ def test_clipping_scales_by_the_given_norm(norm: float, clip_grad: float, factor
     """The norm is that of the whole world, not of what this rank holds."""
     _, buffers, optimizer = build(OptimizerConfig(clip_grad=clip_grad))
     give_gradients(buffers, 1)
-    before = [view.clone() for _, _, view in buffers.held("grad")]
+    before = [view.clone() for _, _, view in buffers.shards("grad")]
     optimizer.step(torch.tensor(norm, dtype=torch.float64), 0.1)
-    for (_, _, after), gradient in zip(buffers.held("grad"), before, strict=True):
+    for (_, _, after), gradient in zip(buffers.shards("grad"), before, strict=True):
         torch.testing.assert_close(after, factor * gradient, rtol=1e-6, atol=0)
 
 
@@ -103,7 +103,7 @@ def test_a_non_finite_gradient_changes_nothing(bad: float, clip_grad: float, dty
     assert optimizer.step(give_gradients(buffers, 1), 0.1).item() == 0
     before, network = snapshot(buffers, optimizer), [p.detach().clone() for p in model.parameters()]
     give_gradients(buffers, 2)
-    buffers.flats[-1].grad[-1] = bad
+    buffers.flat_buffers[-1].grad[-1] = bad
     assert optimizer.step(buffers.square_norm().sqrt(), 0.1).item() == 1
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(buffers, optimizer), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(network, model.parameters(), strict=True))
@@ -114,7 +114,7 @@ def test_a_non_finite_gradient_changes_nothing(bad: float, clip_grad: float, dty
 def test_the_network_sees_the_update() -> None:
     model, buffers, optimizer = build(OptimizerConfig(), torch.bfloat16)
     optimizer.step(give_gradients(buffers, 1), 0.1)
-    for name, _, view in buffers.held("main"):
+    for name, _, view in buffers.shards("main"):
         assert torch.equal(model.get_parameter(name).detach().flatten(), view.bfloat16())
 
 
@@ -123,7 +123,7 @@ def test_continuing_from_moments_and_steps_is_going_on() -> None:
     _, buffers, optimizer = build(config)
     optimizer.step(give_gradients(buffers, 1), 0.1)
     _, others, continued = build(config)
-    for mine, theirs in zip(others.flats, buffers.flats, strict=True):
+    for mine, theirs in zip(others.flat_buffers, buffers.flat_buffers, strict=True):
         mine.main.copy_(theirs.main)
         for which in MOMENTS:
             continued.moment(mine, which).copy_(optimizer.moment(theirs, which))
@@ -148,7 +148,7 @@ def test_scaled_gradients_give_the_update_of_the_unscaled(clip_grad: float, scal
     for seed in range(3):
         norm = give_gradients(plain, seed)
         give_gradients(scaled, seed)
-        for flat in scaled.flats:
+        for flat in scaled.flat_buffers:
             flat.grad.mul_(scale)
         assert other.loss_scale is not None
         optimizer.step(norm, 0.1)
@@ -164,11 +164,11 @@ def test_gradients_are_multiplied_once_or_not_at_all(
     clip_grad: float, precision: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, buffers, optimizer = build(OptimizerConfig(clip_grad=clip_grad), loss_scale=scaled_by(precision=precision))
-    norm, versions = give_gradients(buffers, 1), [flat.grad._version for flat in buffers.flats]
+    norm, versions = give_gradients(buffers, 1), [flat.grad._version for flat in buffers.flat_buffers]
     monkeypatch.setattr(optimizer, "_update", lambda *_: None)
     optimizer.step(norm, 0.1)
-    assert [flat.grad._version - before for flat, before in zip(buffers.flats, versions, strict=True)] == [
-        passes for _ in buffers.flats
+    assert [flat.grad._version - before for flat, before in zip(buffers.flat_buffers, versions, strict=True)] == [
+        passes for _ in buffers.flat_buffers
     ]
 
 
@@ -179,7 +179,7 @@ def test_the_loss_scale_halves_with_skipped_updates_until_one_is_made() -> None:
     for bad in (math.inf, math.nan, math.inf, None):
         give_gradients(buffers, 1)
         if bad is not None:
-            buffers.flats[0].grad[0] = bad
+            buffers.flat_buffers[0].grad[0] = bad
         skipped = optimizer.step(loss_scale.unscale(buffers.square_norm().sqrt()), 0.1)
         seen.append((skipped.item(), math.log2(float(loss_scale.factor))))
     assert seen == [(1, 32), (1, 31), (1, 30), (0, 30)]
@@ -190,9 +190,9 @@ def test_the_loss_scale_halves_with_skipped_updates_until_one_is_made() -> None:
 def test_moments_have_the_type_that_is_asked_for(dtype: torch.dtype) -> None:
     _, buffers, optimizer = build(OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"), dtype)
     optimizer.step(give_gradients(buffers, 1), 0.1)
-    for flat in buffers.flats:
+    for flat in buffers.flat_buffers:
         assert [optimizer.moment(flat, which).dtype for which in MOMENTS] == [torch.bfloat16, torch.float32]
-    assert optimizer.num_bytes == sum(6 * flat.main.numel() for flat in buffers.flats)
+    assert optimizer.num_bytes == sum(6 * flat.main.numel() for flat in buffers.flat_buffers)
 
 
 def test_bf16_moments_are_the_fused_ones_up_to_rounding() -> None:
@@ -202,7 +202,7 @@ def test_bf16_moments_are_the_fused_ones_up_to_rounding() -> None:
     for seed in range(3):
         optimizer.step(give_gradients(wide, seed), 0.01)
         other.step(give_gradients(narrow, seed), 0.01)
-    for mine, theirs in zip(narrow.flats, wide.flats, strict=True):
+    for mine, theirs in zip(narrow.flat_buffers, wide.flat_buffers, strict=True):
         for which in MOMENTS:
             a, b = other.moment(mine, which), optimizer.moment(theirs, which)
             torch.testing.assert_close(a.double(), b, rtol=3 * 2**-7, atol=3 * 2**-7 * b.abs().max().item())
@@ -217,27 +217,27 @@ def test_flats_may_be_shards_of_any_length_with_new_gradients_each_step(options:
     halves = []
     for part in (0, 1):
         _, shard, _ = build(config)
-        for number, flat in enumerate(shard.flats):
+        for number, flat in enumerate(shard.flat_buffers):
             cut = 0 if number == 0 else len(flat.main) // 3
             flat.main = flat.main.split([cut, len(flat.main) - cut])[part].clone()
         halves.append((shard, Optimizer(shard, config)))
     for seed in range(3):
         norm = give_gradients(whole, seed)
         for part, (shard, own) in enumerate(halves):
-            for number, (flat, theirs) in enumerate(zip(shard.flats, whole.flats, strict=True)):
+            for number, (flat, theirs) in enumerate(zip(shard.flat_buffers, whole.flat_buffers, strict=True)):
                 cut = 0 if number == 0 else len(theirs.main) // 3
                 flat.grad = theirs.grad.split([cut, len(theirs.main) - cut])[part].clone()
             own.step(norm, 0.1)
         optimizer.step(norm, 0.1)
-    assert len(halves[0][0].flats[0].main) == 0
-    for number, flat in enumerate(whole.flats):
-        joined = torch.cat([shard.flats[number].main for shard, _ in halves])
+    assert len(halves[0][0].flat_buffers[0].main) == 0
+    for number, flat in enumerate(whole.flat_buffers):
+        joined = torch.cat([shard.flat_buffers[number].main for shard, _ in halves])
         torch.testing.assert_close(joined, flat.main, rtol=1e-12, atol=1e-14)
 
 
 def test_a_rank_without_parameters_counts_as_the_others() -> None:
     _, buffers, _ = build(OptimizerConfig())
-    buffers.flats = []
+    buffers.flat_buffers = []
     optimizer = Optimizer(buffers, OptimizerConfig())
     assert optimizer.step(torch.tensor(1.0), 0.1).item() == 0
     assert optimizer.step(torch.tensor(math.inf), 0.1).item() == 1

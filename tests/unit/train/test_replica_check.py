@@ -23,8 +23,8 @@ def checked(rank: int, world_size: int, parallel: dict[str, Any], precision: str
     state = build_state(spec, connect(spec), torch.device("cpu"))
     state.buffers.settle()
     if rank == wrong:
-        flat = state.buffers.flats[-1]
-        values = flat.main if state.buffers.sharding.params else flat.whole.detach()
+        flat = state.buffers.flat_buffers[-1]
+        values = flat.main if state.buffers.sharding.params else flat.params.detach()
         values.view(torch.int16 if values.element_size() == 2 else torch.int32)[3].bitwise_xor_(1)
     try:
         check_replicas(state)

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.zero import Block, Buffers, square_sum
+from megatron3d.zero import Buffers, FsdpUnit, square_sum
 from tests.support.fsdp_chain import CPU, HYBRID, MESH, Echo, chain, fill_main, parameters, sharding, spec
 from tests.support.pool import Pool
 from tests.support.shards import every_group
@@ -69,7 +69,7 @@ def test_microbatches_are_added_and_reduced_once(zero_stage: int) -> None:
     for _ in range(2):
         events = only(train(model, buffers, comm, 1.0, 10.0, 100.0), "begin", "backward")
         assert events[:4] == ["backward of 1", "backward of 0"] * 2 and "begin" not in " ".join(events[:5])
-        for _, _, grad in buffers.held("grad"):
+        for _, _, grad in buffers.shards("grad"):
             assert set(grad.tolist()) == {2 * 2 * 111.0}
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -80,9 +80,9 @@ def test_shared_out_gradients_are_reduced_for_each_microbatch(zero_stage: int) -
     fill_main(buffers, 2.0)
     for _ in range(2):
         assert only(train(model, buffers, comm, 1.0, 10.0, 100.0), "begin scatter") == ["begin scatter"] * 6
-        for _, _, grad in buffers.held("grad"):
+        for _, _, grad in buffers.shards("grad"):
             assert grad.tolist() == [2 * 2 * 111.0]
-        assert all(flat.whole_grad is None for flat in buffers.flats)
+        assert all(flat.full_grad is None for flat in buffers.flat_buffers)
 
 
 def test_what_did_not_arrive_in_time_counts_nothing() -> None:
@@ -93,11 +93,11 @@ def test_what_did_not_arrive_in_time_counts_nothing() -> None:
     buffers.begin_step(2)
     for _ in range(2):
         model[1](torch.full((2,), 3.0)).sum().backward()
-    assert buffers.flats[0].num_arrived == 2 and buffers.flats[0].whole_grad is None
+    assert buffers.flat_buffers[0].num_grads == 2 and buffers.flat_buffers[0].full_grad is None
     for _ in range(2):
         model[0](torch.full((2,), 5.0)).sum().backward()
     buffers.reduce_grads()
-    assert [grad.tolist() for _, _, grad in buffers.held("grad") if len(grad)] == [[20.0, 20.0]]
+    assert [grad.tolist() for _, _, grad in buffers.shards("grad") if len(grad)] == [[20.0, 20.0]]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -116,7 +116,7 @@ def test_a_parameter_used_twice_arrives_once() -> None:
     buffers.begin_step(1)
     model[0](model[0](torch.ones(2))).sum().backward()
     buffers.reduce_grads()
-    assert [grad.tolist() for _, _, grad in buffers.held("grad")] == [[12.0, 12.0]]
+    assert [grad.tolist() for _, _, grad in buffers.shards("grad")] == [[12.0, 12.0]]
     assert only(comm.events, "begin") == ["begin sum"]
 
 
@@ -131,7 +131,7 @@ def test_groups_scatter_inside_and_sum_between(zero_stage: int) -> None:
     else:
         begin, end = (("begin scatter", ("data",), 4), ("end scatter", ("data",), 4))
         assert events[:4] == [begin, end, ("begin sum", ("replica",), 2), begin]
-    assert all(set(grad.tolist()) == {4.0} for _, _, grad in buffers.held("grad"))
+    assert all(set(grad.tolist()) == {4.0} for _, _, grad in buffers.shards("grad"))
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -141,7 +141,7 @@ def test_gradients_on_their_way_may_be_narrow(zero_stage: int) -> None:
     fill_main(buffers, 1.0)
     train(model, buffers, comm, 1.0, 2.0**-10)
     expected = 2 * (1 + 2.0**-10) if zero_stage >= 2 else 2.0
-    (grad,) = (grad for _, _, grad in buffers.held("grad"))
+    (grad,) = (grad for _, _, grad in buffers.shards("grad"))
     assert set(grad.tolist()) == {expected} and grad.dtype == torch.float32
 
 
@@ -152,7 +152,7 @@ def test_a_step_that_was_not_finite_leaves_nothing_behind(zero_stage: int) -> No
         model, buffers, comm = chain(count=1, size=3, zero_stage=zero_stage, mesh=MESH.at(rank))
         fill_main(buffers, 1.0)
         train(model, buffers, comm, torch.nan)
-        for flat in buffers.flats:
+        for flat in buffers.flat_buffers:
             flat.grad.mul_(torch.nan)
         train(model, buffers, comm, 1.0)
         assert buffers.square_norm().isfinite()
@@ -175,9 +175,9 @@ def test_the_norm_counts_every_logical_element_once(zero_stage: int) -> None:
         model = nn.ModuleDict({"all": parameters(3)})
         named = {0: {f"all.{name}": each for name, each in specs.items()}}
 
-        blocks = [Block("all", model["all"], 0, in_backward=False)]
+        blocks = [FsdpUnit("all", model["all"], 0, in_backward=False)]
         buffers = Buffers(model, named, comm, torch.float32, CPU, 1, sharding(zero_stage), blocks)
-        for name, start, grad in buffers.held("grad"):
+        for name, start, grad in buffers.shards("grad"):
             value = values[name[-1]].chunk(2)[here.coord("x")] if name == "all.1" else values[name[-1]]
             grad.copy_(value[start : start + len(grad)])
         total += buffers.square_norm().item()
@@ -203,7 +203,7 @@ def publish_twice(rank: int, world_size: int, zero_stage: int, dtype: torch.dtyp
     buffers.comm = every_group(mesh)
     for value in (1.0, 2.0, 3.0):
         buffers.settle()
-        for _, _, part in buffers.held("main"):
+        for _, _, part in buffers.shards("main"):
             part.fill_(value + rank)
         buffers.publish()
     with torch.no_grad():

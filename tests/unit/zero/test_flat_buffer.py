@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.p2p import Link
-from megatron3d.zero import Block, Buffers, Sharding
+from megatron3d.zero import Buffers, FsdpUnit, Sharding
 from tests.support.fsdp_chain import CPU, MESH, Echo, chain, fill_main, parameters, sharding, spec
 
 SHAPES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=8)
@@ -26,7 +26,7 @@ def build(specs: dict[str, Any], mesh: Mesh, zero_stage: int, bucket_bytes: floa
     model = nn.ParameterDict({name: nn.Parameter(torch.empty(0, device="meta")) for name in specs})
     model = nn.ModuleDict({"all": model})
     named = {0: {f"all.{name}": each for name, each in specs.items()}}
-    blocks = [Block("all", model["all"], 0, in_backward=False)]
+    blocks = [FsdpUnit("all", model["all"], 0, in_backward=False)]
     return Buffers(model, named, comm, torch.float32, CPU, bucket_bytes, sharding(zero_stage), blocks, **options)
 
 
@@ -46,14 +46,14 @@ def test_ranks_hold_every_element_once(
     times = {f"all.{name}": torch.zeros(shapes[int(name)]).flatten() for name in specs}
     for rank in range(ranks):
         buffers = build(specs, mesh.at(rank), zero_stage, bucket_bytes)
-        for name, start, values in buffers.held("main"):
+        for name, start, values in buffers.shards("main"):
             times[name][start : start + len(values)] += 1
-        for flat in buffers.flats:
+        for flat in buffers.flat_buffers:
             spans = list(flat.spans.values())
             assert spans[0][0] == 0 and all(end == start for (_, end), (start, _) in pairwise(spans))
             assert flat.numel - (ranks if zero_stage else 1) < spans[-1][1] <= flat.numel
             assert flat.main.shape == flat.grad.shape == (flat.numel // (ranks if zero_stage else 1),)
-            assert flat.num_uses == len(flat.spans)
+            assert flat.grads_per_microbatch == len(flat.spans)
     copies = 1 if zero_stage and ranks > 1 else ranks
     assert all((count == copies).all() for count in times.values())
 
@@ -64,19 +64,19 @@ def test_weight_decay_applies_to_its_parameters(shapes: list[tuple[int, int]], d
     specs = {str(i): spec(str(i), *s, decay=d) for i, (s, d) in enumerate(zip(shapes, decay, strict=False))}
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", ranks)))
     for rank in range(ranks):
-        (flat,) = build(specs, mesh.at(rank), 1, bucket_bytes=1e6).flats
+        (flat,) = build(specs, mesh.at(rank), 1, bucket_bytes=1e6).flat_buffers
         applies = torch.full((len(flat.main),), torch.nan)
-        for where, value in zip(flat.decayed_and_not, (1.0, 0.0), strict=True):
+        for where, value in zip(flat.decay_slices, (1.0, 0.0), strict=True):
             applies[where] = value
         assert not applies.isnan().any()
         for name in flat.spans:
-            assert (applies[flat.held(name)[1]] == decay[int(name[-1])]).all()
+            assert (applies[flat.shard_range(name)[1]] == decay[int(name[-1])]).all()
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), bucket_bytes=st.floats(1, 800))
 def test_all_but_the_first_flat_fill_a_bucket(sizes: list[int], bucket_bytes: float) -> None:
     specs = {str(i): spec(str(i), size) for i, size in enumerate(sizes)}
-    flats = build(specs, MESH, 0, bucket_bytes).flats
+    flats = build(specs, MESH, 0, bucket_bytes).flat_buffers
     assert all(4 * flat.size >= bucket_bytes for flat in flats[1:])
     assert [name for flat in flats for name in flat.spans] == [f"all.{name}" for name in specs]
 
@@ -86,7 +86,10 @@ def test_a_rank_may_hold_nothing_of_a_parameter(zero_stage: int) -> None:
     """Three elements and one over two ranks: the second holds one element of the first, and the other."""
     specs = {"long": spec("long", 3), "short": spec("short", 1)}
     held = [
-        {name: (start, len(values)) for name, start, values in build(specs, MESH.at(rank), zero_stage, 64).held("grad")}
+        {
+            name: (start, len(values))
+            for name, start, values in build(specs, MESH.at(rank), zero_stage, 64).shards("grad")
+        }
         for rank in (0, 2)
     ]
     everything = {"all.long": (0, 3), "all.short": (0, 1)}
@@ -97,8 +100,8 @@ def test_a_rank_may_hold_nothing_of_a_parameter(zero_stage: int) -> None:
 def test_a_part_may_be_padding_only() -> None:
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", 4)), rank=3)
     buffers = build({"w": spec("w", 5)}, mesh, 1)
-    assert [len(values) for _, _, values in buffers.held("main")] == [0]
-    assert buffers.flats[0].main.shape == (2,) and buffers.square_norm() == 0
+    assert [len(values) for _, _, values in buffers.shards("main")] == [0]
+    assert buffers.flat_buffers[0].main.shape == (2,) and buffers.square_norm() == 0
 
 
 def test_kinds_differ_in_sums_copies_and_links() -> None:
@@ -111,13 +114,13 @@ def test_kinds_differ_in_sums_copies_and_links() -> None:
         "other matrix": spec("other matrix", 2, 4, layout=((), ("x",))),
         "tied": spec("tied", 4, 4, layout=(("x",), ()), holders=(0, 2)),
     }
-    flats = build(specs, mesh, 0).flats
+    flats = build(specs, mesh, 0).flat_buffers
     names = [["all.matrix", "all.other matrix", "all.bias"], ["all.norm"], ["all.position"], ["all.tied"]]
-    wide = build(specs, mesh, 0, bucket_bytes=1e6).flats
+    wide = build(specs, mesh, 0, bucket_bytes=1e6).flat_buffers
     assert [list(flat.spans) for flat in wide] == names
-    assert [flat.kind.reduce_axes for flat in wide] == [("data",), ("data", "x"), ("data",), ("data",)]
-    assert [flat.kind.copies for flat in wide] == [2, 4, 4, 4]
-    assert [flat.kind.link for flat in wide] == [None, None, None, Link("pipeline", 0, 2)]
+    assert [flat.sync.reduce_axes for flat in wide] == [("data",), ("data", "x"), ("data",), ("data",)]
+    assert [flat.sync.copies for flat in wide] == [2, 4, 4, 4]
+    assert [flat.sync.link for flat in wide] == [None, None, None, Link("pipeline", 0, 2)]
     assert len(flats) == 6, "a bucket of one byte is one parameter"
 
 
@@ -125,7 +128,7 @@ def test_shared_out_elements_have_no_copies_along_their_axes() -> None:
     mesh = Mesh((("pipeline", 1), ("replica", 3), ("data", 2), ("x", 2)))
     specs = {"matrix": spec("matrix", 4, 4, layout=(("x",), ())), "norm": spec("norm", 4, decay=False)}
     for zero_stage, copies in ((0, [6, 12]), (1, [3, 6]), (2, [3, 6]), (3, [3, 6])):
-        assert [flat.kind.copies for flat in build(specs, mesh, zero_stage, 1e6).flats] == copies
+        assert [flat.sync.copies for flat in build(specs, mesh, zero_stage, 1e6).flat_buffers] == copies
 
 
 def test_stages_and_blocks_have_their_own_flats() -> None:
@@ -138,8 +141,8 @@ def test_stages_and_blocks_have_their_own_flats() -> None:
         for module in model:
             module["weight"] = nn.Parameter(torch.empty(4, device="meta"))
         specs = {0: {f"{i}.weight": spec(str(i), 4) for i in (0, 1)}, 5: {"2.weight": spec("2", 4)}}
-        blocks = [Block(str(i), module, 0 if i < 2 else 5, False) for i, module in enumerate(model)]
-        flats = Buffers(model, specs, comm, torch.float32, CPU, 1e6, sharding(zero_stage), blocks).flats
+        blocks = [FsdpUnit(str(i), module, 0 if i < 2 else 5, False) for i, module in enumerate(model)]
+        flats = Buffers(model, specs, comm, torch.float32, CPU, 1e6, sharding(zero_stage), blocks).flat_buffers
         assert [list(flat.spans) for flat in flats] == expected
         assert [flat.stage for flat in flats][-1] == 5
 
@@ -148,16 +151,16 @@ def test_stages_and_blocks_have_their_own_flats() -> None:
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_wide_networks_have_one_copy(dtype: torch.dtype, zero_stage: int) -> None:
     _, buffers, _ = chain(count=1, size=4, zero_stage=zero_stage, dtype=dtype)
-    (flat,) = buffers.flats
-    assert flat.is_view and flat.main.untyped_storage().data_ptr() == flat.whole.untyped_storage().data_ptr()
-    assert flat.main.data_ptr() == flat.whole[flat.mine].data_ptr() and flat.grad.dtype == flat.main.dtype == dtype
+    (flat,) = buffers.flat_buffers
+    assert flat.is_view and flat.main.untyped_storage().data_ptr() == flat.params.untyped_storage().data_ptr()
+    assert flat.main.data_ptr() == flat.params[flat.shard].data_ptr() and flat.grad.dtype == flat.main.dtype == dtype
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_bf16_network_has_fp32_sums_and_an_fp32_copy(zero_stage: int) -> None:
     model, buffers, _ = chain(count=1, size=2, zero_stage=zero_stage, dtype=torch.bfloat16)
-    (flat,) = buffers.flats
-    assert (flat.main.dtype, flat.whole.dtype, flat.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    (flat,) = buffers.flat_buffers
+    assert (flat.main.dtype, flat.params.dtype, flat.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     gradients = [1.0] + [2.0**-9] * 64
     fill_main(buffers, 1.0)
     buffers.begin_step(len(gradients))
@@ -177,7 +180,7 @@ def test_bytes_that_stay(zero_stage: int, weights: int, gradients: int) -> None:
     """Nine elements in fp32 over two ranks: ten with padding."""
     _, buffers, _ = chain(count=1, size=9, zero_stage=zero_stage)
     padding = 4 if zero_stage == 0 else 0
-    assert buffers.flats[0].nbytes == {"weights": weights - padding, "gradients": gradients - padding}
+    assert buffers.flat_buffers[0].nbytes == {"weights": weights - padding, "gradients": gradients - padding}
 
 
 def test_nothing_is_shared_out_over_no_ranks() -> None:

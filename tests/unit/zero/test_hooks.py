@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron3d.comm.interface import Pending
 from megatron3d.ops.recompute import repeated
 from megatron3d.parallel.mesh import Axes
-from megatron3d.zero import Block, Buffers
+from megatron3d.zero import Buffers, FsdpUnit
 from tests.support.fsdp_chain import CPU, MESH, Echo, Scale, chain, fill_main, sharding, spec
 
 SIZE = 4
@@ -35,7 +35,7 @@ def uneven_chain(count: int, stages: tuple[int, ...] = (), head: bool = False) -
     is_head = [head and i == count - 1 for i in range(count)]
     model = nn.ModuleList(Scale(SIZE + 2 * i, str(i), comm.events, is_head[i]) for i in range(count))
     stage_of = stages or (0,) * count
-    blocks = [Block(str(i), module, stage_of[i], not is_head[i]) for i, module in enumerate(model)]
+    blocks = [FsdpUnit(str(i), module, stage_of[i], not is_head[i]) for i, module in enumerate(model)]
     specs = {
         stage: {f"{i}.weight": spec(str(i), SIZE + 2 * i) for i in range(count) if stage_of[i] == stage}
         for stage in dict.fromkeys(stage_of)
@@ -52,7 +52,7 @@ def run(blocks: Any, x: Tensor) -> Tensor:
 
 def whole_bytes(buffers: Buffers) -> list[int]:
     """Bytes of each flat that has memory for all of its parameters."""
-    return [n for flat in buffers.flats if (n := flat.whole.untyped_storage().nbytes())]
+    return [n for flat in buffers.flat_buffers if (n := flat.params.untyped_storage().nbytes())]
 
 
 def test_blocks_are_gathered_ahead_and_in_backward_again() -> None:
@@ -186,7 +186,7 @@ def test_the_network_computes_with_the_latest_shards(zero_stage: int) -> None:
         loss.backward()
         buffers.reduce_grads()
         assert loss.item() == 4 * value**3 and x.grad == 4 * value**3
-        assert all(set(grad.tolist()) == {2 * value**2} for _, _, grad in buffers.held("grad"))
+        assert all(set(grad.tolist()) == {2 * value**2} for _, _, grad in buffers.shards("grad"))
 
 
 def test_weights_may_be_forgotten_and_written_between_forward_and_backward() -> None:
@@ -198,12 +198,12 @@ def test_weights_may_be_forgotten_and_written_between_forward_and_backward() -> 
     for loss in losses:
         loss.backward()
     buffers.reduce_grads()
-    assert all(set(grad.tolist()) == {2 * 3 * 2.0} for _, _, grad in buffers.held("grad"))
+    assert all(set(grad.tolist()) == {2 * 3 * 2.0} for _, _, grad in buffers.shards("grad"))
 
 
 def test_what_is_being_gathered_cannot_be_forgotten() -> None:
     _, buffers, _ = chain(count=1, size=4, zero_stage=3)
-    buffers.unshard("0")
+    buffers.start_unshard("0")
     with pytest.raises(AssertionError, match=r"0\.weight are forgotten while they are gathered"):
         buffers.reshard("0")
 
@@ -217,7 +217,7 @@ def test_shared_out_gradients_are_whole_for_a_moment_only(zero_stage: int) -> No
     begin = comm.reduce_scatter
 
     def reduce_scatter(x: Tensor, axes: Axes, dim: int) -> Pending:
-        whole.append(sum(flat.whole_grad is not None for flat in buffers.flats))
+        whole.append(sum(flat.full_grad is not None for flat in buffers.flat_buffers))
         return begin(x, axes, dim)
 
     comm.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
@@ -225,6 +225,6 @@ def test_shared_out_gradients_are_whole_for_a_moment_only(zero_stage: int) -> No
     for _ in range(2):
         model(torch.ones(())).sum().backward()
         assert len(buffers._reductions) == 1
-        assert all(flat.whole_grad is None for flat in buffers.flats)
+        assert all(flat.full_grad is None for flat in buffers.flat_buffers)
     assert whole == [0] * 10
-    assert all(len(flat.grad) in (0, 2) for flat in buffers.flats)
+    assert all(len(flat.grad) in (0, 2) for flat in buffers.flat_buffers)

@@ -55,8 +55,8 @@ def moved(rank: int, world_size: int, config: Config) -> tuple[dict[str, float],
         if set(call.axes) <= {*DATA}:
             sent["x".join(call.axes)] = sent.get("x".join(call.axes), 0.0) + call.wire_bytes
     sizes, stage, m = comm.mesh.sizes, config.parallel.zero_stage, MICROBATCHES
-    elements = sum(flat.numel for flat in state.buffers.flats)
-    grads, params = elements * 4, elements * state.buffers.flats[0].whole.element_size()
+    elements = sum(flat.numel for flat in state.buffers.flat_buffers)
+    grads, params = elements * 4, elements * state.buffers.flat_buffers[0].params.element_size()
     joined = "x".join(comm.mesh.nontrivial(DATA))
     expected = dict.fromkeys(DATA, 0.0) | {joined: 2 * ring(NUM_RANKS) * (grads * (stage == 0) + THREE_NUMBERS)}
     if stage:

@@ -70,10 +70,10 @@ def layouts() -> list[Config]:
 
 def states(state: TrainState) -> dict[str, list[Tensor]]:
     """What lasts from step to step by category; main weights of the network's own type are its weights."""
-    flats = state.buffers.flats
+    flats = state.buffers.flat_buffers
     return {
-        "weights": [t for flat in flats for t in (flat.whole, flat.main) if t.dtype == flat.whole.dtype],
-        "main weights": [flat.main for flat in flats if flat.main.dtype != flat.whole.dtype],
+        "weights": [t for flat in flats for t in (flat.params, flat.main) if t.dtype == flat.params.dtype],
+        "main weights": [flat.main for flat in flats if flat.main.dtype != flat.params.dtype],
         "gradients": [flat.grad for flat in flats],
         "optimizer": [state.optimizer.moment(flat, which) for flat in flats for which in MOMENTS],
     }

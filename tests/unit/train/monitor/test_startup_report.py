@@ -64,7 +64,7 @@ def test_parameters_too_many_or_too_few_are_refused() -> None:
 def test_the_report_adds_up() -> None:
     state = build(0, 1, {})
     text = startup_report(state, Peak(2e12, "a data sheet"))
-    values = sum(flat.main.numel() for flat in state.buffers.flats)
+    values = sum(flat.main.numel() for flat in state.buffers.flat_buffers)
     assert f"{num_parameters(state.model.arch):,} in the model" in text
     assert f"{16 * values / 2**20:,.1f} MiB = weights" in text
     assert "2 TFLOP/s per device (a data sheet)" in text
