@@ -15,20 +15,20 @@ from megatron3d.runtime import process
 def main() -> int:
     """Check the configuration, which needs no torch; then train."""
     arguments = parse_args(sys.argv[1:])
-    place = process.placement()
+    env = process.launcher_env()
     if arguments.check:
-        return run_check(arguments, place.world_size)
+        return run_check(arguments, env.world_size)
     if arguments.dry_run:
         from megatron3d.verify.dry_run.program import run_dry
 
-        return run_dry(arguments, place.world_size)
-    return pretrain(arguments, place.world_size)
+        return run_dry(arguments, env.world_size)
+    return pretrain(arguments, env.world_size)
 
 
 def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train it to its end."""
     resolved = resolve(arguments.config, arguments.overrides, world_size)
-    phases = process.StartupPhases(printing=process.placement().rank == 0)
+    phases = process.StartupPhases(printing=process.launcher_env().rank == 0)
     with phases("importing torch"):
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train

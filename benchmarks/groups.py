@@ -88,7 +88,7 @@ def gloo(num_ranks: int) -> Start:
 def fake(num_ranks: int) -> Start:
     """Of the last rank alone."""
     begin = time.perf_counter()
-    with process.pretend(num_ranks - 1, num_ranks):
+    with process.fake_world(num_ranks - 1, num_ranks):
         met = time.perf_counter()
         connect(RunSpec(config_of(num_ranks), num_ranks, VOCAB_SIZE, num_ranks - 1))
         return Start(met - begin, time.perf_counter() - met)

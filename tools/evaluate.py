@@ -36,9 +36,9 @@ WHOLE, SPLITS = "whole", ("train", "valid", "test")
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, evaluate, print on rank 0."""
     args = parse_args(argv)
-    place = process.placement()
+    env = process.launcher_env()
     folder = resolve(args.load)
-    config = read_run(folder, args.overrides, place.world_size, args.micro_batch_size)
+    config = read_run(folder, args.overrides, env.world_size, args.micro_batch_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     samples = find_samples(config, tokenizer, args.split, args.samples)
     with process.start() as here, torch.no_grad():

@@ -26,9 +26,9 @@ from megatron3d.runtime.exit_codes import ExitCode
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, sample, print on rank 0."""
     args = parse_args(argv)
-    place = process.placement()
+    env = process.launcher_env()
     folder = resolve(args.load)
-    config = read_run(folder, args.overrides, place.world_size)
+    config = read_run(folder, args.overrides, env.world_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     prompts = [] if args.interactive else encode(read_prompts(args), tokenizer)
     with process.start() as here, torch.no_grad():

@@ -22,7 +22,7 @@ from rich.table import Table
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.runtime.tool_main import positive, run_tool, waiting
+from megatron3d.runtime.tool_main import positive, run_tool, spinner
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
@@ -32,7 +32,7 @@ def inspect(arguments: argparse.Namespace) -> None:
     for prefix in arguments.prefix:
         data = IndexedDataset(str(prefix).removesuffix(".bin").removesuffix(".idx"))
         if arguments.verify:
-            with waiting(f"verifying {prefix}"):
+            with spinner(f"verifying {prefix}"):
                 data.verify()
         if arguments.documents:
             show_documents(data, arguments)

@@ -27,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install lm_eval")
-    place = process.placement()
+    env = process.launcher_env()
     folder = resolve(args.load)
-    config = read_run(folder, args.overrides, place.world_size)
+    config = read_run(folder, args.overrides, env.world_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     with process.start() as here, torch.no_grad():
         import lm_eval

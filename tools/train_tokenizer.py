@@ -30,7 +30,7 @@ from megatron3d.data.preprocess.tokenizer_training import (
 from megatron3d.data.token_files.files import replace_output, with_suffix
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.runtime.tool_main import positive, run_tool, waiting
+from megatron3d.runtime.tool_main import positive, run_tool, spinner
 
 # By --type, the tokenizer that reads the model and the suffix of its file.
 OUTPUTS = {
@@ -69,7 +69,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     output = with_suffix(arguments.output_prefix, suffix)
     text = select_text(paths, arguments.json_keys, None if characters else arguments.max_mb * 1e6)
     began = time.monotonic()
-    with replace_output(output) as file, waiting(f"learning {arguments.type} from {len(paths)} files"):
+    with replace_output(output) as file, spinner(f"learning {arguments.type} from {len(paths)} files"):
         file.write(train(text, "char", 0) if characters else train_in_child(text, arguments.type, arguments.vocab_size))
     vocab_size = build_tokenizer(tokenizer_type, str(output)).vocab_size
     print(f"{output}: {tokenizer_type} of {vocab_size} tokens, learnt in {time.monotonic() - began:.1f} s")

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron3d.comm.interface import Pending, completed
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link, matchings
+from megatron3d.runtime.backends import CPU_BACKEND
 
 # torch 2.13 renamed these two and warns under the old names, which are the only ones that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,7 +53,7 @@ class ObjectComm:
         if self.mesh.world_size == 1:
             return value
         values = [value]
-        device = torch.device("cpu") if dist.get_backend(self._world_group) == "gloo" else None
+        device = torch.device("cpu") if dist.get_backend(self._world_group) == CPU_BACKEND else None
         dist.broadcast_object_list(values, src=0, group=self._world_group, device=device)
         return values[0]
 
@@ -65,7 +66,7 @@ def background_comm(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectComm:
     if mesh.world_size == 1:
         return ObjectComm(mesh)
     ranks, timeout = list(range(mesh.world_size)), timedelta(seconds=timeout_s)
-    group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True, group_desc="aside")
+    group = dist.new_group(ranks, timeout, backend=CPU_BACKEND, use_local_synchronization=True, group_desc="aside")
     return ObjectComm(mesh, group)
 
 
@@ -202,7 +203,7 @@ class ProcessComm(ObjectComm):
             shards = shards if order is None else shards[[order.index(place) for place in range(ranks)]]
             x = shards.flatten(0, 1)
         x = x.contiguous()
-        if dist.get_backend(group) == "gloo":  # its reduce-scatter is an all-reduce, with twice the bytes
+        if dist.get_backend(group) == CPU_BACKEND:  # its reduce-scatter is an all-reduce, with twice the bytes
             shards = torch.empty_like(x)
             work = dist.all_to_all_single(shards, x, group=group, async_op=True)
             return self._pending(work, shards, axes, lambda shards: shards.unflatten(0, (ranks, -1)).sum(0))

@@ -30,7 +30,7 @@ def before(typed: argparse.Namespace) -> int:
 
     What only another node finds wrong with files is that node's fault.
     """
-    allocation, is_first = process.allocation(), process.placement().rank == 0
+    allocation, is_first = process.slurm_job(), process.launcher_env().rank == 0
     problems: list[str] = []
     try:
         config = resolve(typed.config, typed.overrides, typed.world_size).config
@@ -54,7 +54,7 @@ def after(typed: argparse.Namespace) -> int:
     """0 where the job is to be queued again, else 1; says why."""
     root = run_folder(read_config(typed.config, typed.overrides).config)
     ended = Ended(typed.code, typed.before_limit)
-    again, why = verdict(ended, begun_at(root, process.allocation()), newest_iteration(root))
+    again, why = verdict(ended, begun_at(root, process.slurm_job()), newest_iteration(root))
     print(f"> {why}", flush=True)
     return ExitCode.DONE if again else ExitCode.CRASH
 

@@ -25,7 +25,7 @@ from megatron3d.errors import UserError
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.launcher_env import Allocation
+from megatron3d.runtime.launcher_env import SlurmJob
 
 FILE_NAME = "slurm.jsonl"
 # Starts in a row that may save nothing.
@@ -90,10 +90,10 @@ def run_folder(config: Config) -> Path:
     return Path(config.checkpoint.save)
 
 
-def note_start(root: Path, allocation: Allocation) -> Start:
+def note_start(root: Path, slurm_job: SlurmJob) -> Start:
     """Add a line for this start, and return it."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    start = Start(allocation.job, allocation.num_requeues, allocation.nodes, newest_iteration(root), now)
+    start = Start(slurm_job.job_id, slurm_job.num_requeues, slurm_job.nodes, newest_iteration(root), now)
     lines = [json.dumps(asdict(each)) + "\n" for each in (*_starts(root), start)]
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,10 @@ def note_start(root: Path, allocation: Allocation) -> Start:
     return start
 
 
-def begun_at(root: Path, allocation: Allocation) -> list[int]:
+def begun_at(root: Path, slurm_job: SlurmJob) -> list[int]:
     """Iterations with which the starts of this job began; empty where the present one is not among them."""
-    mine = [start for start in _starts(root) if start.job == allocation.job]
-    is_noted = bool(mine) and mine[-1].requeue == allocation.num_requeues
+    mine = [start for start in _starts(root) if start.job == slurm_job.job_id]
+    is_noted = bool(mine) and mine[-1].requeue == slurm_job.num_requeues
     return [start.iteration for start in mine] if is_noted else []
 
 

@@ -1,22 +1,22 @@
-"""Host memory of a process that computes on processors: tensors find what those of the step before have freed.
+"""Host memory of a process that computes on the CPU: freed memory is kept for the tensors of the next step.
 
-What the C library gives back to the system it asks for again, page by page ("Switch Memory allocator" in PyTorch's
-performance tuning guide).  And what torch's flight recorder keeps of every collective lies between the holes, in which
-glibc then finds no room for tensors of the size that they had; `TORCH_FR_BUFFER_SIZE=0` turns it off.  GPUs' memory has
-an allocator of torch's own.
+Memory that the C library returns to the system is faulted in again page by page ("Switch Memory allocator" in PyTorch's
+performance tuning guide).  Records that torch's flight recorder keeps of every collective fragment the heap, so that
+tensors no longer fit where earlier ones were freed; `TORCH_FR_BUFFER_SIZE=0` turns it off.  GPU memory has torch's own
+allocator.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-# Of glibc's mallopt: M_TRIM_THRESHOLD without a bound, M_MMAP_MAX, M_ARENA_MAX.
-KEEPING = ((-1, -1), (-4, 0), (-8, 1))
+# Options of glibc's mallopt: M_TRIM_THRESHOLD unlimited, M_MMAP_MAX 0, M_ARENA_MAX 1.
+MALLOC_OPTIONS = ((-1, -1), (-4, 0), (-8, 1))
 
 
 def keep_freed_memory() -> None:
-    """For this process; nothing where there is no glibc."""
+    """Make this process keep freed memory; does nothing without glibc."""
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
-        for option, value in KEEPING:
+        for option, value in MALLOC_OPTIONS:
             library.mallopt(option, value)

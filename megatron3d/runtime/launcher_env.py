@@ -1,4 +1,4 @@
-"""Which rank this process is, out of how many, and where rank 0 listens: read from what the launcher left behind.
+"""Environment of the launcher: rank, world size and the address of rank 0.
 
 torchrun: RANK, WORLD_SIZE, ...     srun: SLURM_PROCID, SLURM_NTASKS, ...     neither: one process
 """
@@ -15,8 +15,8 @@ _FIRST_PORT, _NUM_PORTS = 15000, 15000
 
 
 @dataclass(frozen=True)
-class Placement:
-    """One process of `world_size`, of which `local_world_size` are on this machine; rank 0 listens at address:port."""
+class LauncherEnv:
+    """Rank of this process among `world_size`, of which `local_world_size` are local; rank 0 is at address:port."""
 
     launcher: str = "none"
     rank: int = 0
@@ -27,7 +27,7 @@ class Placement:
     port: int = 0
 
     def problems(self) -> list[str]:
-        """What is impossible about the numbers."""
+        """Return what is wrong with the numbers."""
         rules = {
             f"the launcher gives world size {self.world_size}: it must be at least 1": self.world_size >= 1,
             f"the launcher gives rank {self.rank} in a world of {self.world_size}: ranks are 0 to "
@@ -41,28 +41,29 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Allocation:
-    """The SLURM job that this process belongs to, and what of it is on this machine.
+class SlurmJob:
+    """SLURM job that this process belongs to.
 
     Attributes:
-        num_requeues: how often the job has been queued again, its number staying the same.
-        num_gpus: that the job has on this machine.
-        node, nodes: names of this machine, and of all of the job's, as `--exclude` takes them.
+        job_id: number of the job, which a requeue does not change.
+        num_requeues: how often the job was requeued.
+        num_gpus: GPUs of the job on this machine.
+        node, nodes: names of this machine, and of all machines of the job, in the form that `--exclude` takes.
     """
 
-    job: int
+    job_id: int
     num_requeues: int
     num_gpus: int
     node: str
     nodes: str
 
 
-def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """What SLURM says of a job; raises UserError outside of one."""
+def read_slurm_job(environ: Mapping[str, str]) -> SlurmJob:
+    """Return the SLURM job of this process; raises UserError outside of one."""
     if "SLURM_JOB_ID" not in environ:
-        raise UserError("SLURM_JOB_ID is not set: this is a part of a SLURM job; submit one as docs/slurm.md says")
-    return Allocation(
-        job=_number(environ, "SLURM_JOB_ID"),
+        raise UserError("SLURM_JOB_ID is not set: this program runs in a SLURM job; submit one as docs/slurm.md says")
+    return SlurmJob(
+        job_id=_number(environ, "SLURM_JOB_ID"),
         num_requeues=_number(environ, "SLURM_RESTART_COUNT", "0"),
         num_gpus=_number(environ, "SLURM_GPUS_ON_NODE", "0"),
         node=environ.get("SLURMD_NODENAME", "localhost"),
@@ -70,42 +71,42 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
     )
 
 
-def read_environment(environ: Mapping[str, str]) -> Placement:
-    """This process's place: torchrun's variables, else SLURM's, else a single process.
+def read_launcher_env(environ: Mapping[str, str]) -> LauncherEnv:
+    """Return the environment from torchrun's variables, else SLURM's, else of a single process.
 
     Raises:
         UserError: a variable is missing, is no number, or contradicts another.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        placement = _torchrun(environ)
+        env = _torchrun(environ)
     elif "SLURM_PROCID" in environ:
-        placement = _slurm(environ)
+        env = _slurm(environ)
     else:
-        placement = Placement()
-    UserError.collect(placement.problems())
-    return placement
+        env = LauncherEnv()
+    UserError.collect(env.problems())
+    return env
 
 
 def first_host(node_list: str) -> str:
-    """The first machine of a SLURM node list: `n[07-12,3],m1` -> `n07`."""
+    """Return the first machine of a SLURM node list: `n[07-12,3],m1` -> `n07`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
     if first is None:
         raise UserError(f"the SLURM node list {node_list!r} names no machine; set MASTER_ADDR to rank 0's machine")
     return re.sub(r"\[([^\]]*)\]", lambda brackets: re.split("[-,]", brackets[1])[0], first[0])
 
 
-def _torchrun(environ: Mapping[str, str]) -> Placement:
+def _torchrun(environ: Mapping[str, str]) -> LauncherEnv:
     needed = ["RANK", "WORLD_SIZE"]
     if environ.get("WORLD_SIZE") != "1":
         needed += ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
     UserError.collect(
-        f"{name} is not set beside {', '.join(other for other in needed if other in environ)}: start all processes "
+        f"{name} is not set next to {', '.join(other for other in needed if other in environ)}: start all processes "
         f"with torchrun or srun, or set {', '.join(needed)}"
         for name in needed
         if name not in environ
     )
     world_size = _number(environ, "WORLD_SIZE")
-    return Placement(
+    return LauncherEnv(
         launcher="torchrun",
         rank=_number(environ, "RANK"),
         world_size=world_size,
@@ -116,14 +117,14 @@ def _torchrun(environ: Mapping[str, str]) -> Placement:
     )
 
 
-def _slurm(environ: Mapping[str, str]) -> Placement:
+def _slurm(environ: Mapping[str, str]) -> LauncherEnv:
     tasks = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     world_size = _number(environ, tasks)
     if world_size > 1 and "MASTER_ADDR" not in environ and nodes not in environ:
         raise UserError(f"{nodes} is not set, but SLURM_PROCID is: start with srun, or set MASTER_ADDR")
     port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID", "0") % _NUM_PORTS
-    return Placement(
+    return LauncherEnv(
         launcher="srun",
         rank=_number(environ, "SLURM_PROCID"),
         world_size=world_size,
@@ -135,7 +136,7 @@ def _slurm(environ: Mapping[str, str]) -> Placement:
 
 
 def _tasks_here(environ: Mapping[str, str], world_size: int) -> int:
-    """Tasks on this machine, from SLURM's `4(x2),3` and this machine's position; without them, all."""
+    """Return the tasks on this machine, from SLURM's `4(x2),3` and the machine's position; all if they are not set."""
     written = environ.get(_first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), str(world_size))
     runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in written.split(",")]
     counts = [int(run[1]) for run in runs if run for _ in range(int(run[2] or 1))]
@@ -144,7 +145,7 @@ def _tasks_here(environ: Mapping[str, str], world_size: int) -> int:
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
-    """The first of `names` that is set, else the last."""
+    """Return the first of `names` that is set, else the last."""
     return next((name for name in names if name in environ), names[-1])
 
 

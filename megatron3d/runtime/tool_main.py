@@ -1,4 +1,4 @@
-"""What every command-line tool shares: exit codes, messages, progress."""
+"""Entry point of the command-line tools: exit codes, messages, progress bars."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from megatron3d.runtime.exit_codes import ExitCode
 def run_tool(
     work: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> int:
-    """Exit code of a tool: 0 done, 2 what the user gave is wrong (a message per problem), 130 stopped by Ctrl-C.
+    """Run a tool and return its exit code: 0 done, 2 user error (a message per problem), 130 stopped by Ctrl-C.
 
-    2 is also a file that the system does not let it read or write, 141 that nobody reads what it prints.
+    2 is also a file that cannot be read or written, 141 a closed output pipe.
     """
     arguments = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal that lacks a character
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
     try:
         work(arguments)
         sys.stdout.flush()
@@ -41,7 +41,7 @@ def run_tool(
         for problem in error.problems:
             print(f"{parser.prog}: {problem}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    except BrokenPipeError:  # such as in `| head`: nobody reads on
+    except BrokenPipeError:  # as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BROKEN_PIPE
     except OSError as error:
@@ -54,14 +54,14 @@ def run_tool(
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1; for argparse."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
 
 
 def byte_progress(*more: str) -> Progress:
-    """A bar of bytes with its speed and time left, and columns of more; on standard error, drawn only on a terminal."""
+    """Return a bar of bytes with speed, time left and further columns; on standard error, drawn only on a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -73,8 +73,8 @@ def byte_progress(*more: str) -> Progress:
     )
 
 
-def waiting(description: str) -> Progress:
-    """A spinner with the time spent, for work that cannot say how far it is."""
+def spinner(description: str) -> Progress:
+    """Return a spinner with the time spent, for work of unknown length."""
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True)
     )

@@ -177,7 +177,7 @@ def test_an_array_writes_the_bytes_of_one_process(slurm: Slurm, jobs: Jobs) -> N
 
 def test_an_allocation_in_which_srun_starts_ranks(slurm: Slurm) -> None:
     program = (
-        "from megatron3d.runtime import process; p = process.placement(); "
+        "from megatron3d.runtime import process; p = process.launcher_env(); "
         "print(p.rank, p.world_size, p.local_rank, p.address)"
     )
     typed = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "srun", sys.executable, "-c", program]

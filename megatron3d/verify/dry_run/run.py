@@ -24,7 +24,7 @@ from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
-from megatron3d.runtime.process import pretend
+from megatron3d.runtime.process import fake_world
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
@@ -82,7 +82,7 @@ def with_few_microbatches(spec: RunSpec) -> RunSpec:
 
 def run_rank(spec: RunSpec) -> RankDryRun:
     """Return one dry step of the rank `spec.rank`."""
-    with pretend(spec.rank, spec.world_size) if spec.world_size > 1 else contextlib.nullcontext(), FakeTensorMode():
+    with fake_world(spec.rank, spec.world_size) if spec.world_size > 1 else contextlib.nullcontext(), FakeTensorMode():
         recorder = Recorder(connect(spec))
         state = build_state(spec, recorder, torch.device("cpu"), has_values=False)
         return measure_step(state, recorder, microbatches(spec))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.launch.requeue import PATIENCE, Ended, begun_at, newest_iteration, note_start, run_folder, verdict
-from megatron3d.runtime.launcher_env import Allocation
+from megatron3d.runtime.launcher_env import SlurmJob
 
 KILLED = 137
 
@@ -57,8 +57,8 @@ def test_a_start_that_was_not_noted_is_the_last() -> None:
     )
 
 
-def allocation(job: int, num_requeues: int) -> Allocation:
-    return Allocation(job, num_requeues, 0, "n1", "n[1-2]")
+def allocation(job: int, num_requeues: int) -> SlurmJob:
+    return SlurmJob(job, num_requeues, 0, "n1", "n[1-2]")
 
 
 def test_a_job_remembers_its_own_starts(tmp_path: Path) -> None:

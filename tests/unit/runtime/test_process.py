@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron3d.errors import UserError
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.launcher_env import Placement, first_host, read_environment
+from megatron3d.runtime.launcher_env import LauncherEnv, first_host, read_launcher_env
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
 
@@ -49,29 +49,29 @@ def torchrun(**changes: str) -> dict[str, str]:
 
 
 def test_no_launcher_is_a_single_process() -> None:
-    assert read_environment({"PATH": "/bin", "SLURM_NTASKS": "8"}) == Placement()
+    assert read_launcher_env({"PATH": "/bin", "SLURM_NTASKS": "8"}) == LauncherEnv()
 
 
 def test_torchrun() -> None:
-    assert read_environment(torchrun()) == Placement("torchrun", 3, 4, 1, 2, "host", 29500)
+    assert read_launcher_env(torchrun()) == LauncherEnv("torchrun", 3, 4, 1, 2, "host", 29500)
 
 
 def test_srun() -> None:
-    assert read_environment(slurm()) == Placement("srun", 5, 11, 1, 4, "n07", 16005)
+    assert read_launcher_env(slurm()) == LauncherEnv("srun", 5, 11, 1, 4, "n07", 16005)
 
 
 def test_srun_step_is_smaller_than_its_job() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "m1", "SLURM_STEP_TASKS_PER_NODE": "6"}
-    place = read_environment(slurm(**step, SLURM_NODEID="0"))
+    place = read_launcher_env(slurm(**step, SLURM_NODEID="0"))
     assert (place.world_size, place.local_world_size, place.address) == (6, 6, "m1")
 
 
 def test_torchrun_inside_a_slurm_job_wins() -> None:
-    assert read_environment(slurm() | torchrun()).launcher == "torchrun"
+    assert read_launcher_env(slurm() | torchrun()).launcher == "torchrun"
 
 
 def test_master_address_and_port_can_be_chosen_under_srun() -> None:
-    place = read_environment(slurm(MASTER_ADDR="ib0", MASTER_PORT="1234"))
+    place = read_launcher_env(slurm(MASTER_ADDR="ib0", MASTER_PORT="1234"))
     assert (place.address, place.port) == ("ib0", 1234)
 
 
@@ -94,7 +94,7 @@ def test_master_address_and_port_can_be_chosen_under_srun() -> None:
 )
 def test_contradictions_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        read_environment(environ)
+        read_launcher_env(environ)
     assert message in str(caught.value)
 
 
@@ -138,8 +138,8 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(process, "num_cores", lambda: cores)
-    monkeypatch.setattr(process, "_device", lambda place: torch.device("cpu"))
-    monkeypatch.setattr(process, "placement", lambda: Placement(local_world_size=ranks))
+    monkeypatch.setattr(process, "_device", lambda env: torch.device("cpu"))
+    monkeypatch.setattr(process, "launcher_env", lambda: LauncherEnv(local_world_size=ranks))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with process.start():
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -286,11 +286,11 @@ def test_other_ranks_name_themselves(tmp_path: Path) -> None:
 def test_absent_ranks_are_reported(tmp_path: Path) -> None:
     ranks = _launch(
         """
-        if process.placement().rank == 0:
+        if process.launcher_env().rank == 0:
             with process.start(timeout_s=1):
                 pass
         """,
         tmp_path,
     )
     assert ranks[0].returncode == ExitCode.USER_ERROR, ranks[0].stderr
-    assert "rank 0 of 2 did not meet the others at localhost:" in ranks[0].stderr
+    assert "rank 0 of 2: rendezvous at localhost:" in ranks[0].stderr
