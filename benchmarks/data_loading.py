@@ -40,13 +40,13 @@ BLOCK = 1 << 22
 FIRST = """
 import sys, time
 import numpy as np
-from megatron3d.data.blended import Samples
-from megatron3d.data.indexed import IndexedDataset
-from megatron3d.data.samples import Split
+from megatron3d.data.corpus.blended import TokenFileSamples
+from megatron3d.data.token_files.indexed import IndexedDataset
+from megatron3d.data.corpus.samples import Split
 prefix, length, batch, vocab_size = sys.argv[1], *map(int, sys.argv[2:])
 begin = time.perf_counter()
 data = IndexedDataset(prefix)
-Samples(data, Split(0, data.num_tokens), length, vocab_size, 1).read(np.arange(batch))
+TokenFileSamples(data, Split(0, data.num_tokens), length, vocab_size, 1).read(np.arange(batch))
 print(time.perf_counter() - begin)
 """
 

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules, precision and the loss scale."""
+"""AdamW on flat buffers, learning-rate schedules, precision and the loss scale."""

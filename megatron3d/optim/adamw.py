@@ -1,12 +1,12 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) over flat tensors, as three functions of one signature.
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on flat tensors, as three functions with the same signature.
 
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
     w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
 
-Where `skipped` is not 0 nothing changes; no value is read on the host.  Moments in bf16 are rounded at random, up as
-often as the distance says: to the nearest, v with b2 = 0.999 would never fall, since a thousandth is less than half of
-bf16's last place.  The random bits are a hash of the step and of the leading bits of the element's weight and
-gradient, so that they do not depend on where the element lies.
+Where `skipped` is not 0 nothing changes; no value is read on the host.  Moments in bf16 are rounded stochastically:
+rounding to nearest, v with b2 = 0.999 would never decrease, since a thousandth is less than half a unit in bf16's last
+place.  The random bits are a hash of the step and of the leading bits of the element's weight and gradient, so that
+they do not depend on how the tensor is sharded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.optim.adamw import adamw
 
 from megatron3d.config.schema import OptimizerConfig
 
-# Elements that are updated at one time: within a core's cache, or enough to be worth a GPU's launches.
-CPU_PIECE, PIECE = 2**18, 2**22
+# Elements updated together by `update_chunked`: few enough for a core's cache, or enough to amortize GPU launches.
+CPU_CHUNK, GPU_CHUNK = 2**18, 2**22
 _MAX_KERNEL_SIZE = 2**30
 
 
 @dataclass
-class Group:
-    """Flat tensors that share a weight decay; the lists have the same order, and shapes where they are at one index."""
+class ParamGroup:
+    """Flat tensors with the same weight decay; entries of the lists at the same index have the same shape."""
 
     weight_decay: float
     mains: list[Tensor] = field(default_factory=list)
@@ -37,17 +37,17 @@ class Group:
 
     @property
     def lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients, weights and moments, in the order of apex's kernel."""
+        """Gradients, master weights and moments, in the order of apex's kernel."""
         return self.grads, self.mains, self.exp_avgs, self.exp_avg_sqs
 
 
-# Of a group, with the options, the learning rate, the updates made before this one and whether it is skipped (0 or 1).
-Update = Callable[[Group, OptimizerConfig, float, Tensor, Tensor], None]
+# Update of a group: (group, config, learning rate, number of earlier updates, skipped (0 or 1)) -> None.
+Update = Callable[[ParamGroup, OptimizerConfig, float, Tensor, Tensor], None]
 
 
 @torch.no_grad()
-def update_fused(group: Group, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
-    """torch's fused kernel; the moments have the weights' type."""
+def update_fused(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
+    """Update with torch's fused kernel; the moments must have the weights' dtype."""
     adamw(
         group.mains,
         group.grads,
@@ -68,12 +68,12 @@ def update_fused(group: Group, config: OptimizerConfig, lr: float, num_steps: Te
 
 
 def update_with_apex(kernel: Callable[..., None]) -> Update:
-    """apex's fused kernel `amp_C.multi_tensor_adam_capturable`, for fp32.
+    """Return an update with apex's fused kernel `amp_C.multi_tensor_adam_capturable`, for fp32.
 
-    It is that of apex.optimizers.FusedAdam, whose class would count a skipped step as made until the next one.
+    It is the kernel of apex.optimizers.FusedAdam, a class that counts a skipped step until the next one.
     """
 
-    def update(group: Group, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
+    def update(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
         lists = [[piece for t in ts if len(t) for piece in t.split(_MAX_KERNEL_SIZE)] for ts in group.lists]
         if not lists[0]:
             return
@@ -96,21 +96,25 @@ def update_with_apex(kernel: Callable[..., None]) -> Update:
 
 
 @torch.no_grad()
-def update_in_pieces(group: Group, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
-    """Any types of moments, with arithmetic in the weights' type and little memory beside the tensors."""
+def update_chunked(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
+    """Update chunk by chunk, for moments of any dtype, with arithmetic in the weights' dtype and little workspace."""
     step = num_steps.double() + 1
     corrections = 1 - config.adam_beta1**step, 1 - config.adam_beta2**step
     for tensors in zip(*group.lists, strict=True):
-        size = CPU_PIECE if tensors[0].device.type == "cpu" else PIECE
+        size = CPU_CHUNK if tensors[0].device.type == "cpu" else GPU_CHUNK
         for g, w, m, v in zip(*(t.split(size) for t in tensors), strict=True):
-            new = _adamw(g, w, m, v, config, lr, group.weight_decay, corrections)
-            noise = _noise(w, g, num_steps) if torch.bfloat16 in (m.dtype, v.dtype) else None
+            new = _adamw_step(g, w, m, v, config, lr, group.weight_decay, corrections)
+            noise = _random_bits(w, g, num_steps) if torch.bfloat16 in (m.dtype, v.dtype) else None
             for old, wide, shift in zip((w, m, v), new, (0, 0, 16), strict=True):
-                rounded = _round(wide, noise >> shift) if noise is not None and old.dtype == torch.bfloat16 else wide
+                rounded = (
+                    _round_stochastically(wide, noise >> shift)
+                    if noise is not None and old.dtype == torch.bfloat16
+                    else wide
+                )
                 old.copy_(torch.where(skipped != 0, old, rounded.to(old.dtype)))
 
 
-def _adamw(
+def _adamw_step(
     g: Tensor,
     w: Tensor,
     m: Tensor,
@@ -120,7 +124,7 @@ def _adamw(
     weight_decay: float,
     corrections: tuple[Tensor, Tensor],
 ) -> Sequence[Tensor]:
-    """New weights and moments, in the weights' type."""
+    """Return new weights and moments, in the weights' dtype."""
     m = torch.lerp(m.to(w.dtype), g, 1 - config.adam_beta1)
     v = (v.to(w.dtype) * config.adam_beta2).addcmul_(g, g, value=1 - config.adam_beta2)
     root = (v / corrections[1]).sqrt_().add_(config.adam_eps)
@@ -128,8 +132,8 @@ def _adamw(
     return w, m, v
 
 
-def _noise(w: Tensor, g: Tensor, num_steps: Tensor) -> Tensor:
-    """32 random bits per element, from the step and the first 16 bits of weight and gradient (Wellons' lowbias32)."""
+def _random_bits(w: Tensor, g: Tensor, num_steps: Tensor) -> Tensor:
+    """Hash the step and the first 16 bits of weight and gradient to 32 bits per element (Wellons' lowbias32)."""
     w, g = (t.float().view(torch.int32) for t in (w, g))
     x = (w & -0x10000) | ((g >> 16) & 0xFFFF)
     x += num_steps.to(torch.int32) * 0x61C88647
@@ -139,7 +143,7 @@ def _noise(w: Tensor, g: Tensor, num_steps: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16) & 0xFFFF)
 
 
-def _round(wide: Tensor, noise: Tensor) -> Tensor:
-    """One of the two bf16 numbers about `wide`, each as often as it is near; 16 bits of `noise` decide."""
+def _round_stochastically(wide: Tensor, noise: Tensor) -> Tensor:
+    """Round stochastically to one of the two nearest bf16 numbers; 16 bits of `noise` decide."""
     bits = wide.float().view(torch.int32) + (noise & 0xFFFF)
     return (bits & -0x10000).view(torch.float32).bfloat16()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron3d.config.schema import Config
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
-from megatron3d.optim.optimizer import learning_rate
+from megatron3d.optim.lr_schedule import learning_rate
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.process import StopSignal
 from megatron3d.train.checkpointing import describe, source_of

@@ -17,8 +17,9 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.init import initialize
 from megatron3d.model.layers import is_opaque
 from megatron3d.ops.norm import TORCH_NORMS
+from megatron3d.optim.loss_scale import LossScale
 from megatron3d.optim.optimizer import Optimizer
-from megatron3d.optim.precision import PRECISIONS, LossScale
+from megatron3d.optim.precision import PRECISIONS
 from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.zero import Buffers
 

@@ -14,7 +14,7 @@ from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
-from megatron3d.optim.optimizer import learning_rate
+from megatron3d.optim.lr_schedule import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step

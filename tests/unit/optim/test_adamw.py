@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.optim import adamw
-from megatron3d.optim.adamw import Group, Update, update_fused, update_in_pieces, update_with_apex
+from megatron3d.optim.adamw import ParamGroup, Update, update_chunked, update_fused, update_with_apex
 
 CONFIG = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
 MADE, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
@@ -26,8 +26,8 @@ def random(size: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def build(main: torch.dtype, moments: torch.dtype | None = None, sizes: Sequence[int] = SIZES) -> Group:
-    group = Group(weight_decay=0.3)
+def build(main: torch.dtype, moments: torch.dtype | None = None, sizes: Sequence[int] = SIZES) -> ParamGroup:
+    group = ParamGroup(weight_decay=0.3)
     for seed, size in enumerate(sizes):
         group.mains.append(random(size, seed, main))
         group.grads.append(torch.zeros(size, dtype=main))
@@ -36,12 +36,12 @@ def build(main: torch.dtype, moments: torch.dtype | None = None, sizes: Sequence
     return group
 
 
-def give_gradients(group: Group, seed: int) -> None:
+def give_gradients(group: ParamGroup, seed: int) -> None:
     for number, grad in enumerate(group.grads):
         grad.copy_(random(len(grad), 100 * seed + number))
 
 
-def snapshot(group: Group) -> list[Tensor]:
+def snapshot(group: ParamGroup) -> list[Tensor]:
     return [t.clone() for tensors in group.lists[1:] for t in tensors]
 
 
@@ -77,9 +77,9 @@ def apex_kernel(
 
 UPDATES: dict[str, tuple[Update, torch.dtype, torch.dtype]] = {
     "fused": (update_fused, torch.float32, torch.float32),
-    "in pieces": (update_in_pieces, torch.float32, torch.float32),
-    "bf16": (update_in_pieces, torch.float32, torch.bfloat16),
-    "bf16 beside fp64": (update_in_pieces, torch.float64, torch.bfloat16),
+    "in pieces": (update_chunked, torch.float32, torch.float32),
+    "bf16": (update_chunked, torch.float32, torch.bfloat16),
+    "bf16 beside fp64": (update_chunked, torch.float64, torch.bfloat16),
     "apex": (update_with_apex(apex_kernel), torch.float32, torch.float32),
 }
 
@@ -98,9 +98,9 @@ def steps_agree(update: Update, main: torch.dtype, tolerance: float) -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 2**18])
 def test_pieces_are_the_fused_update(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "CPU_PIECE", piece)
-    steps_agree(update_in_pieces, torch.float64, 1e-12)
-    steps_agree(update_in_pieces, torch.float32, 2e-6)
+    monkeypatch.setattr(adamw, "CPU_CHUNK", piece)
+    steps_agree(update_chunked, torch.float64, 1e-12)
+    steps_agree(update_chunked, torch.float32, 2e-6)
 
 
 def test_apexs_kernel_is_the_fused_update() -> None:
@@ -135,7 +135,7 @@ def test_nothing_to_update_is_no_error(name: str) -> None:
 
 
 def test_temporary_memory_is_that_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "CPU_PIECE", 64)
+    monkeypatch.setattr(adamw, "CPU_CHUNK", 64)
     group = build(torch.float32, torch.bfloat16, (1000,))
     own = {t.untyped_storage().data_ptr() for tensors in group.lists for t in tensors}
     largest = []
@@ -150,7 +150,7 @@ def test_temporary_memory_is_that_of_a_piece(monkeypatch: pytest.MonkeyPatch) ->
             return out
 
     with Watch():
-        update_in_pieces(group, CONFIG, 0.1, torch.zeros(()), MADE)
+        update_chunked(group, CONFIG, 0.1, torch.zeros(()), MADE)
     assert max(largest) == 64
 
 
@@ -163,7 +163,7 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_rounding_at_random_takes_a_neighbour_and_is_right_on_average() -> None:
     x = random(2000, 1, torch.float32)
     near, far = neighbours(x)
-    draws = torch.stack([adamw._round(x, random_bits(2000, seed)).float() for seed in range(400)])
+    draws = torch.stack([adamw._round_stochastically(x, random_bits(2000, seed)).float() for seed in range(400)])
     assert bool(((draws == near) | (draws == far)).all())
     error = (draws.mean(0) - x) / (far - near)
     assert error.abs().max() < 5 * 0.5 / math.sqrt(400)
@@ -177,7 +177,7 @@ def random_bits(size: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5, 2.0**-126, math.inf, -math.inf])
 def test_what_bf16_can_say_is_kept(value: float) -> None:
     x = torch.full((100,), value)
-    assert torch.equal(adamw._round(x, random_bits(100, 1)), x.bfloat16())
+    assert torch.equal(adamw._round_stochastically(x, random_bits(100, 1)), x.bfloat16())
 
 
 @pytest.mark.parametrize("other_step", [False, True])
@@ -186,8 +186,8 @@ def test_the_hash_is_even_and_independent(other_step: bool) -> None:
     weights and gradients of a few neighbouring values."""
     size = 2**15
     w, g = 1 + torch.arange(size) % 128 / 128, torch.arange(size) // 128 / 4096
-    first = adamw._noise(w, g, torch.tensor(7.0))
-    second = adamw._noise(w, g, torch.tensor(8.0)) if other_step else first.roll(1)
+    first = adamw._random_bits(w, g, torch.tensor(7.0))
+    second = adamw._random_bits(w, g, torch.tensor(8.0)) if other_step else first.roll(1)
     bits, others = ((noise.unsqueeze(-1) >> torch.arange(32)) & 1 for noise in (first, second))
     band = 5 * 0.5 / math.sqrt(size)
     assert (bits.double().mean(0) - 0.5).abs().max() < band
@@ -199,7 +199,7 @@ def test_bf16_moments_do_not_depend_on_where_elements_lie(monkeypatch: pytest.Mo
     """One tensor, or its elements in another order in several: the same bits."""
     whole = build(torch.float32, torch.bfloat16, (50,))
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
-    parts = Group(whole.weight_decay)
+    parts = ParamGroup(whole.weight_decay)
     for mine, theirs in zip(parts.lists, whole.lists, strict=True):
         mine.extend(theirs[0][order].split([17, 0, 33]))
     for step in range(5):
@@ -207,8 +207,8 @@ def test_bf16_moments_do_not_depend_on_where_elements_lie(monkeypatch: pytest.Mo
         for part, piece in zip(parts.grads, whole.grads[0][order].split([17, 0, 33]), strict=True):
             part.copy_(piece)
         for group, piece_size in ((whole, 2**18), (parts, 5)):
-            monkeypatch.setattr(adamw, "CPU_PIECE", piece_size)
-            update_in_pieces(group, CONFIG, 0.1, torch.tensor(float(step)), MADE)
+            monkeypatch.setattr(adamw, "CPU_CHUNK", piece_size)
+            update_chunked(group, CONFIG, 0.1, torch.tensor(float(step)), MADE)
     for mine, theirs in zip(parts.lists, whole.lists, strict=True):
         assert torch.equal(torch.cat(mine), theirs[0][order])
 
@@ -216,13 +216,13 @@ def test_bf16_moments_do_not_depend_on_where_elements_lie(monkeypatch: pytest.Mo
 def test_bf16_squares_fall_where_the_nearest_would_stand_still() -> None:
     """1000 steps with a beta2 of 0.999 and no gradient: what is left is 0.999^1000 = 0.368 of the squares."""
     config = OptimizerConfig(adam_beta2=0.999)
-    group, nearest = Group(0.0), torch.ones(4096).bfloat16()
+    group, nearest = ParamGroup(0.0), torch.ones(4096).bfloat16()
     for tensors, values in zip(group.lists, (torch.zeros(4096), random(4096, 1).float()), strict=False):
         tensors.append(values)
     group.exp_avgs.append(torch.zeros(4096).bfloat16())
     group.exp_avg_sqs.append(torch.ones(4096).bfloat16())
     for step in range(1000):
-        update_in_pieces(group, config, 0.0, torch.tensor(float(step)), MADE)
+        update_chunked(group, config, 0.0, torch.tensor(float(step)), MADE)
         nearest = (nearest.float() * 0.999).bfloat16()
     assert torch.equal(nearest, torch.ones(4096).bfloat16())
     assert group.exp_avg_sqs[0].float().mean().item() == pytest.approx(0.999**1000, rel=3e-3)
@@ -234,7 +234,7 @@ def test_each_moment_has_its_own_type(types: tuple[torch.dtype, torch.dtype]) ->
     mixed, fused = build(torch.float32), build(torch.float32)
     for tensors, dtype in zip(mixed.lists[2:], types, strict=True):
         tensors[:] = [t.to(dtype) for t in tensors]
-    for group, update in ((mixed, update_in_pieces), (fused, update_fused)):
+    for group, update in ((mixed, update_chunked), (fused, update_fused)):
         give_gradients(group, 1)
         update(group, CONFIG, 0.1, torch.zeros(()), MADE)
     for mine, theirs, dtype in zip(mixed.lists[2:], fused.lists[2:], types, strict=True):
@@ -261,6 +261,6 @@ def regression(update: Update, moments: torch.dtype) -> float:
 
 def test_bf16_moments_train_as_well() -> None:
     """Within 5 % of fp32's last loss, of which 0.01 is noise of the data."""
-    wide, narrow = regression(update_fused, torch.float32), regression(update_in_pieces, torch.bfloat16)
+    wide, narrow = regression(update_fused, torch.float32), regression(update_chunked, torch.bfloat16)
     assert wide < 0.02
     assert narrow == pytest.approx(wide, rel=0.05)

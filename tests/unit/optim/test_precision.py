@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.config.schema import TrainConfig
-from megatron3d.optim.precision import PRECISIONS, LossScale
+from megatron3d.optim.loss_scale import LossScale
+from megatron3d.optim.precision import PRECISIONS
 
 CPU = torch.device("cpu")
 

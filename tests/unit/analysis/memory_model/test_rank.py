@@ -27,7 +27,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.model.recompute_spec import Recompute
-from megatron3d.optim.adamw import CPU_PIECE, PIECE
+from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_SENDS_IN_FLIGHT
@@ -236,7 +236,7 @@ def test_pieces_are_closed_from_the_end() -> None:
 
 
 def test_what_is_counted_is_what_others_do() -> None:
-    assert (KERNELS["cpu"].update_piece, KERNELS["gpu"].update_piece) == (CPU_PIECE, PIECE)
+    assert (KERNELS["cpu"].update_piece, KERNELS["gpu"].update_piece) == (CPU_CHUNK, GPU_CHUNK)
     assert KERNELS["cpu"].num_leaving == MAX_SENDS_IN_FLIGHT
 
 
