@@ -27,6 +27,8 @@ LOADS_TORCH: Mapping[str, bool] = {
     "megatron3d.data.corpus.samples": False,
     "megatron3d.data.corpus.blend": False,
     "megatron3d.data.corpus.spec": False,
+    "megatron3d.data.permutation": False,
+    "megatron3d.data.preprocess.hub_datasets": False,
     "megatron3d.data.ramp": False,
     "megatron3d.model.architecture": False,
     "megatron3d.model.flops": False,
@@ -40,9 +42,9 @@ LOADS_TORCH: Mapping[str, bool] = {
     "megatron3d.metrics": False,
     "megatron3d.analysis": False,
     "megatron3d.analysis.calibrate": True,
-    "megatron3d.convert.dialect": False,
-    "megatron3d.convert.settings": False,
-    "megatron3d.convert.names": False,
+    "megatron3d.convert.model_types": False,
+    "megatron3d.convert.config_json": False,
+    "megatron3d.convert.tensor_names": False,
     "megatron3d.launch.__main__": False,
 }
 

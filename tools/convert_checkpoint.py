@@ -1,7 +1,7 @@
 """Checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --input FOLDER --output FOLDER`.
 
-Tensors go one by one.  Before success is printed our GPT and the other side's model have computed the same logits for
-stored inputs.  Exit code 0: converted, 1: the logits differ, 2: wrong input; then nothing has been written.
+Tensors are converted one by one.  Success is printed after our GPT and the Hugging Face model have computed the same
+logits for stored inputs.  Exit codes: 0 converted, 1 the logits differ, 2 wrong input; 1 and 2 write nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert, compare, say what was done."""
+    """Run the tool and return its exit code."""
     try:
         return run_tool(convert, make_parser(), argv)
     except LogitsDiffer as error:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Two directions with one set of options."""
+    """Return the parser: two directions with one set of options."""
     parser = argparse.ArgumentParser("convert_checkpoint.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("direction", choices=_DIRECTIONS)
     parser.add_argument("--input", type=Path, required=True, help="a Hugging Face folder; or a run, or its checkpoint")
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--without-transformers",
         action="store_true",
-        help="do not run transformers' own model, which is in memory whole; a plain forward of the files is always run",
+        help="do not run transformers' own model, which is in memory whole; a plain forward of the files always runs",
     )
     return parser
 
@@ -61,7 +61,7 @@ def _size(text: str) -> int:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """One conversion."""
+    """Convert, and print the comparisons."""
     request = ConversionRequest(
         source=args.input,
         target=args.output,

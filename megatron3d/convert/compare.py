@@ -1,7 +1,7 @@
-"""Logits of a checkpoint beside those of a Hugging Face folder, on stored inputs, with weights rounded alike.
+"""Compare the logits of a checkpoint and of a Hugging Face folder, on stored inputs, with weights rounded alike.
 
-Our GPT runs as a pipeline with one layer per stage, stages one after another in this process, so that a layer and a
-matrix of the vocabulary are in memory, whatever the model's size.
+Our GPT runs as a pipeline of one layer per stage, one stage after another in this process, so that memory holds one
+layer and one vocabulary matrix, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLAIN_TOLERANCE, TRANSFORMERS_TOLERANCE = 1e-9, 1e-4
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """How far the logits of two models are apart."""
+    """The largest difference between the logits of two models; conversion.json stores these fields."""
 
     witness: str
     largest_difference: float
@@ -42,7 +42,7 @@ class LogitComparison:
 
     @property
     def holds(self) -> bool:
-        """Whether they are equal but for rounding."""
+        """Whether the logits are equal up to rounding."""
         return self.largest_difference <= self.tolerance * self.largest_logit
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class LogitComparison:
 
 
 def stored_inputs(vocab_size: int, max_positions: int) -> Tensor:
-    """The same tokens [B, S] for every conversion of such a vocabulary, its first and last token among them."""
+    """Return tokens [B, S] that depend on the vocabulary size only, including its first and last token."""
     shape = NUM_SEQUENCES, min(MAX_POSITIONS, max_positions)
     tokens = np.random.default_rng(1234).integers(vocab_size, size=shape)
     tokens[0, 0], tokens[-1, 0] = 0, vocab_size - 1
@@ -62,7 +62,7 @@ def stored_inputs(vocab_size: int, max_positions: int) -> Tensor:
 
 @torch.no_grad()
 def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, tokens_BS: Tensor) -> Tensor:
-    """Logits [B, S, V] of our GPT in float64, its weights rounded to a data type first."""
+    """Return the logits [B, S, V] of our GPT in float64, its weights rounded to a dtype first."""
     num_stages = arch.num_layers
     pipeline = StageAssignment(make_stages([1] * num_stages), tuple(range(num_stages)))
     mode = build_mode(next(iter(MODES)), None, (1,))
@@ -88,19 +88,19 @@ def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, token
 def compare(
     ours_BSV: Tensor, hf: HubConfig, weights: Weights, rounded: torch.dtype, tokens_BS: Tensor
 ) -> LogitComparison:
-    """Our logits against a plain forward in float64 of a file's tensors, rounded to a data type."""
+    """Compare our logits with a reference forward in float64 of a file's tensors, rounded to a dtype."""
     theirs = REFERENCE_LOGITS[str(hf["model_type"])](hf, lambda name: weights(name).to(rounded).double(), tokens_BS)
     return _agreement("a plain forward of the files' tensors in float64", ours_BSV, theirs, PLAIN_TOLERANCE)
 
 
 def has_transformers() -> bool:
-    """Whether Hugging Face's own models can be run."""
+    """Return whether the transformers package is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
 @torch.no_grad()
 def compare_transformers(ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor) -> LogitComparison:
-    """Our logits against those of transformers' model of a folder in fp32; the whole model is in memory."""
+    """Compare our logits with those of transformers' model in fp32; the whole model is in memory."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""config.json to a model section and back; what either side cannot say is refused, or said, never dropped."""
+"""Convert config.json to a model section and back; what the target cannot represent is refused or reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROPE = ("rope_parameters", "rope_scaling")
 
 
 def model_type_of(settings: HubConfig) -> str:
-    """The model type; raises UserError for one that is not converted."""
+    """Return the model type; raises UserError for one that cannot be converted."""
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise UserError(
@@ -36,56 +36,56 @@ def model_type_of(settings: HubConfig) -> str:
 
 
 def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelConfig:
-    """The model section of a config.json; raises UserError with every field that our model cannot represent.
+    """Return the model section of a config.json; raises UserError with every field that our model cannot represent.
 
     Args:
-        seq_length: of later training; the longest that the model takes where None.
+        seq_length: of later training; None for the longest that the model supports.
     """
     model_type = model_type_of(settings)
-    dialect = MODEL_TYPES[model_type]
-    settings, problems = _plain_rope(settings, dialect)
-    values, found = _values(settings, dialect)
-    problems += [*found, *_unknown(settings, dialect)]
+    hub_type = MODEL_TYPES[model_type]
+    settings, problems = _merge_rope(settings, hub_type)
+    values, found = _values(settings, hub_type)
+    problems += [*found, *_unknown(settings, hub_type)]
     UserError.collect(f"config.json: {problem}" for problem in problems)
     longest = values["max_position_embeddings"]
     values |= {"family": model_type, "seq_length": longest if seq_length is None else seq_length}
     if isinstance(longest, int) and seq_length is not None and seq_length > longest:
         raise UserError(f"--seq-length {seq_length}: the model has {longest} positions; use at most {longest}")
     try:
-        return ModelConfig.model_validate(values | {**dialect.traits})
+        return ModelConfig.model_validate(values | {**hub_type.fixed})
     except ValidationError as error:
         raise UserError(
-            *(_wrong(dialect, detail["loc"], detail["msg"], values) for detail in error.errors())
+            *(_wrong(hub_type, detail["loc"], detail["msg"], values) for detail in error.errors())
         ) from error
 
 
 def write_settings(arch: Architecture) -> tuple[str, dict[str, JsonValue], tuple[str, ...]]:
-    """Model type, config.json without token ids and data type, and notes on what it cannot say.
+    """Return the model type, config.json without token ids and dtype, and notes on what it cannot represent.
 
-    Raises UserError, with what keeps it from the nearest model type, where no model type computes the same.
+    Raises UserError where no model type computes the same, with the obstacles of the nearest one.
     """
-    obstacles = {name: list(_obstacles(arch, dialect)) for name, dialect in MODEL_TYPES.items()}
+    obstacles = {name: list(_obstacles(arch, hub_type)) for name, hub_type in MODEL_TYPES.items()}
     model_type = min(obstacles, key=lambda name: len(obstacles[name]))
     UserError.collect(
         f"model.{problem}; no model type of Hugging Face that is written ({', '.join(MODEL_TYPES)}) computes this "
         f"model, {model_type} being the nearest; train a model without it to convert it"
         for problem in obstacles[model_type]
     )
-    dialect = MODEL_TYPES[model_type]
-    settings: dict[str, JsonValue] = {"model_type": model_type, "architectures": [dialect.class_name]}
-    for ours, key in dialect.keys.items():
+    hub_type = MODEL_TYPES[model_type]
+    settings: dict[str, JsonValue] = {"model_type": model_type, "architectures": [hub_type.class_name]}
+    for ours, key in hub_type.fields.items():
         settings |= dict.fromkeys(key.names, getattr(arch, ours))
-    field, _, known = dialect.activation
+    field, _, known = hub_type.activation
     settings[field] = next(theirs for theirs, ours in known.items() if ours == arch.activation)
-    if dialect.has_rope:  # the first is read by transformers 5, the others by what came before
+    if hub_type.has_rope:  # transformers 5 reads the first, earlier versions the others
         settings["rope_parameters"] = {"rope_type": "default", "rope_theta": arch.rotary_base}
         settings["rope_scaling"] = None
-    return model_type, settings, tuple(_unsaid(arch, dialect))
+    return model_type, settings, tuple(_lost_values(arch, hub_type))
 
 
-def _plain_rope(settings: HubConfig, dialect: ModelType) -> tuple[HubConfig, list[str]]:
-    """The same with the base of rotary positions in `rope_theta`, and what is wrong with what describes them."""
-    if not dialect.has_rope:
+def _merge_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, list[str]]:
+    """Return the settings with the base of rotary positions in `rope_theta`, and problems of their description."""
+    if not hub_type.has_rope:
         found = [name for name in ("rope_theta", *_ROPE) if settings.get(name) is not None]
         return settings, [f"{name}={_show(settings[name])}: gpt2 has no rotary positions; remove it" for name in found]
     problems = []
@@ -107,17 +107,17 @@ def _plain_rope(settings: HubConfig, dialect: ModelType) -> tuple[HubConfig, lis
     return settings, problems
 
 
-def _values(settings: HubConfig, dialect: ModelType) -> tuple[dict[str, JsonValue], list[str]]:
-    """Our keys' values, and a sentence for each field that none of ours can have."""
+def _values(settings: HubConfig, hub_type: ModelType) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return the values of our keys, and a sentence for each field that they cannot represent."""
     values: dict[str, JsonValue] = {}
     problems = []
-    for ours, key in dialect.keys.items():
+    for ours, key in hub_type.fields.items():
         theirs = {name: settings.get(name, key.default) for name in key.names}
         values[ours] = theirs[key.names[0]]
         if any(value != values[ours] for value in theirs.values()):
             pairs = " and ".join(f"{name}={_show(value)}" for name, value in theirs.items())
             problems.append(f"{pairs}: both are model.{ours} here; give them the same value if the network allows it")
-    field, default, known = dialect.activation
+    field, default, known = hub_type.activation
     activation = settings.get(field, default)
     if isinstance(activation, str) and activation in known:
         values["activation"] = known[activation]
@@ -126,11 +126,11 @@ def _values(settings: HubConfig, dialect: ModelType) -> tuple[dict[str, JsonValu
     return values, problems
 
 
-def _unknown(settings: HubConfig, dialect: ModelType) -> Iterator[str]:
-    """A sentence for each field that could make another network."""
-    known = {name for key in dialect.keys.values() for name in key.names} | {dialect.activation[0]} | METADATA
+def _unknown(settings: HubConfig, hub_type: ModelType) -> Iterator[str]:
+    """Yield a sentence for each field that may describe another network."""
+    known = {name for key in hub_type.fields.values() for name in key.names} | {hub_type.activation[0]} | METADATA
     for name, value in settings.items():
-        rule = dialect.rules.get(name)
+        rule = hub_type.rules.get(name)
         if rule is not None:
             if value not in rule.allowed:
                 works = " or ".join(map(_show, rule.allowed))
@@ -139,31 +139,38 @@ def _unknown(settings: HubConfig, dialect: ModelType) -> Iterator[str]:
             yield f"{name}={_show(value)}: unknown here, so that it may mean another network; remove it if it does not"
 
 
-def _obstacles(arch: Architecture, dialect: ModelType) -> Iterator[str]:
-    """What keeps a model from being one of this type."""
-    for name, trait in dialect.traits.items():
+def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
+    """Yield the properties of a model that this type cannot represent."""
+    for name, trait in hub_type.fixed.items():
         if getattr(arch, name) != trait:
-            yield f"{name}={_show(getattr(arch, name))}: {dialect.class_name} has {_show(trait)}"
-    known = tuple(dict.fromkeys(dialect.activation[2].values()))
+            yield f"{name}={_show(getattr(arch, name))}: {hub_type.class_name} has {_show(trait)}"
+    known = tuple(dict.fromkeys(hub_type.activation[2].values()))
     if arch.activation not in known:
-        yield f"activation={arch.activation}: {dialect.class_name} has {' or '.join(known)}"
-    yield from dialect.demands(arch)
+        yield f"activation={arch.activation}: {hub_type.class_name} has {' or '.join(known)}"
+    yield from hub_type.obstacles(arch)
 
 
-def _unsaid(arch: Architecture, dialect: ModelType) -> Iterator[str]:
-    """What matters for further training only, and has no field."""
-    said = {*dialect.keys, *dialect.traits, "activation", "padded_vocab_size", "num_query_groups", "kv_channels"}
-    said |= set() if dialect.has_rope else {"rotary_base"}
-    for name in (field.name for field in fields(arch) if field.name not in said):
+def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
+    """Yield a note for each value that config.json has no field for; these matter for further training only."""
+    known_names = {
+        *hub_type.fields,
+        *hub_type.fixed,
+        "activation",
+        "padded_vocab_size",
+        "num_query_groups",
+        "kv_channels",
+    }
+    known_names |= set() if hub_type.has_rope else {"rotary_base"}
+    for name in (field.name for field in fields(arch) if field.name not in known_names):
         value, silent = getattr(arch, name), {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings}[name]
         if value != silent:
             yield f"model.{name}={_show(value)} has no field in config.json; a conversion back will say {_show(silent)}"
 
 
-def _wrong(dialect: ModelType, place: tuple[int | str, ...], rule: str, values: HubConfig) -> str:
-    """The message for a field whose value our schema refuses."""
+def _wrong(hub_type: ModelType, place: tuple[int | str, ...], rule: str, values: HubConfig) -> str:
+    """Return the message for a field whose value our schema refuses."""
     ours = str(place[0])
-    theirs = dialect.keys[ours].names[0] if ours in dialect.keys else ours
+    theirs = hub_type.fields[ours].names[0] if ours in hub_type.fields else ours
     return f"config.json: {theirs}={_show(values.get(ours))}: {rule[0].lower()}{rule[1:]}"
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder to a run's folder and back, tensor by tensor, into a folder that appears when all is proven.
+"""Convert a Hugging Face folder to a run's folder and back, tensor by tensor; the output appears once verified.
 
 from: config.json, *.safetensors, tokenizer     to: config.yaml, iter_0000000/, tokenizer, conversion.json
 """
@@ -40,12 +40,12 @@ _PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """What is converted into what.
+    """Source, target and options of a conversion.
 
     Attributes:
-        dtype: of the weights that are written; as they are where None.
-        max_shard_bytes: of a safetensors file, on the way to Hugging Face.
-        seq_length: of training, on the way from there.
+        dtype: of the weights that are written; None keeps it.
+        max_shard_bytes: largest safetensors file, for a conversion to Hugging Face.
+        seq_length: of later training, for a conversion from Hugging Face.
     """
 
     source: Path
@@ -60,18 +60,18 @@ class ConversionRequest:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was done: a sentence each."""
+    """Sentences on what was converted, and the comparisons of logits."""
 
     notes: tuple[str, ...]
     agreements: tuple[LogitComparison, ...] = field(default=())
 
 
 class LogitsDiffer(RuntimeError):
-    """Both models were run and compute different logits; nothing was written."""
+    """The two models compute different logits; nothing was written."""
 
 
 def from_hub(request: ConversionRequest) -> ConversionReport:
-    """A run's folder with the weights of a Hugging Face folder; raises UserError, or Disagreement."""
+    """Write a run's folder with the weights of a Hugging Face folder; raises UserError or LogitsDiffer."""
     settings = read_json(request.source / "config.json")
     model = read_settings(settings, request.seq_length)
     assert model.vocab_size is not None, "config.json has a vocabulary"
@@ -105,16 +105,16 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
         train = Config().train.model_copy(update={"precision": precision})
         config = Config(model=model, train=train, data=data)
         write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
-        agreements = _agree(checkpoint, arch, settings, weights, request, request.source)
-        _record(folder, request, agreements, arch)
+        agreements = _compare_logits(checkpoint, arch, settings, weights, request, request.source)
+        _write_record(folder, request, agreements, arch)
     return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files",), agreements)
 
 
 def to_hub(request: ConversionRequest) -> ConversionReport:
-    """A Hugging Face folder with the weights of a checkpoint; raises UserError, or Disagreement."""
+    """Write a Hugging Face folder with the weights of a checkpoint; raises UserError or LogitsDiffer."""
     checkpoint = store.resolve(request.source)
     arch = read_architecture(checkpoint)
-    model_type, settings, unsaid = write_settings(arch)
+    model_type, settings, lost_notes = write_settings(arch)
     table = file_tensors(arch, model_type)
     dtype = request.dtype or _stored_dtype(checkpoint, table)
     data = _data_section(request, checkpoint)
@@ -128,12 +128,12 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
         shards = divide(table, dtype, request.max_shard_bytes)
         write_shards(folder, shards, dtype, _values(checkpoint, table, dtype))
         weights = HubWeights(folder, table, model_type, arch.tie_embeddings)
-        agreements = _agree(checkpoint, arch, settings, weights, request, folder)
-        _record(folder, request, agreements, arch)
-    return ConversionReport((f"{len(table)} tensors into {len(shards)} files", *unsaid, *notes), agreements)
+        agreements = _compare_logits(checkpoint, arch, settings, weights, request, folder)
+        _write_record(folder, request, agreements, arch)
+    return ConversionReport((f"{len(table)} tensors into {len(shards)} files", *lost_notes, *notes), agreements)
 
 
-def _agree(
+def _compare_logits(
     checkpoint: Path,
     arch: Architecture,
     settings: HubConfig,
@@ -141,7 +141,7 @@ def _agree(
     request: ConversionRequest,
     hub: Path,
 ) -> tuple[LogitComparison, ...]:
-    """Run both models on the stored inputs; raises Disagreement."""
+    """Run both models on the stored inputs; raises LogitsDiffer."""
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
     rounded = request.dtype or torch.float64
     ours = compare.our_logits(checkpoint, arch, rounded, tokens)
@@ -159,7 +159,7 @@ def _agree(
 def _pieces(
     table: Sequence[FileTensor], weights: HubWeights, dtype: torch.dtype | None, scratch: Path
 ) -> Iterator[Piece]:
-    """The logical tensors, as views of the mapped files, or of files of their own where their type is converted."""
+    """Yield the logical tensors, as views of the mapped files, or of scratch files where their dtype is converted."""
     for tensor in table:
         values = _converted(weights.tensor(tensor.name), dtype, scratch)
         joined = _transposed(values) if tensor.is_transposed else values
@@ -169,12 +169,12 @@ def _pieces(
 
 
 def _transposed(values: Tensor) -> Tensor:
-    """A view; of a single row or column the plain one, whose elements lie side by side."""
+    """Return the transpose as a view, contiguous for a single row or column."""
     return values.T if min(values.shape) > 1 else values.reshape(values.shape[::-1])
 
 
 def _converted(values: Tensor, dtype: torch.dtype | None, scratch: Path) -> Tensor:
-    """The values in another type, in memory that a file without a name backs, so that the system may page it out."""
+    """Return the values in another dtype, in memory backed by an unlinked file, which the system may page out."""
     if dtype is None or values.dtype == dtype:
         return values
     path = scratch / "scratch"
@@ -184,7 +184,7 @@ def _converted(values: Tensor, dtype: torch.dtype | None, scratch: Path) -> Tens
 
 
 def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """The tensors of the files, read from a checkpoint in runs that are no larger than the largest one."""
+    """Yield the tensors of the files, read from a checkpoint in runs no larger than the largest tensor."""
     budget = max(num_bytes(tensor, dtype) for tensor in table)
     run: list[FileTensor] = []
     for tensor in (*table, None):
@@ -207,7 +207,7 @@ def _read(checkpoint: Path, run: Sequence[FileTensor], dtype: torch.dtype) -> It
 
 
 def read_architecture(checkpoint: Path) -> Architecture:
-    """The model that a checkpoint is of; raises UserError where another version wrote it."""
+    """Return the architecture of a checkpoint; raises UserError where an incompatible version wrote it."""
     said = read_meta(checkpoint).model
     try:
         return Architecture(**said, padded_vocab_size=said["vocab_size"])  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def _stored_dtype(checkpoint: Path, table: Sequence[FileTensor]) -> torch.dtype:
 
 
 def _data_section(request: ConversionRequest, checkpoint: Path) -> DataConfig:
-    """Which tokenizer: the one that was named, or the run's."""
+    """Return the data section that names the tokenizer: the requested one, or the run's."""
     if request.tokenizer_type is not None:
         named = {"tokenizer_type": request.tokenizer_type, "tokenizer_model": request.tokenizer_model}
         return DataConfig.model_validate(named)
@@ -239,10 +239,10 @@ def _data_section(request: ConversionRequest, checkpoint: Path) -> DataConfig:
     return read_config(path).config.data
 
 
-def _record(
+def _write_record(
     folder: Path, request: ConversionRequest, agreements: Sequence[LogitComparison], arch: Architecture
 ) -> None:
-    """What was compared, so that anyone can do it again."""
+    """Write what was compared to conversion.json, so that it can be repeated."""
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
     compared = [asdict(agreement) for agreement in agreements]
     source = {"source": str(request.source), "dtype": request.dtype and _PRECISIONS[request.dtype]}
@@ -250,7 +250,7 @@ def _record(
 
 
 def _origins(source: Path) -> dict[str, str]:
-    """Where the values of a configuration come from."""
+    """Return the origin of each value of the configuration."""
     by_section = {"model": f"{source / 'config.json'}", "data": f"{source}"}
     return {
         f"{section}.{name}": by_section.get(section, "default") for section, names in SECTIONS.items() for name in names

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder: found, checked before anything is read, and mapped into memory one by one."""
+"""Find the tensors of a Hugging Face folder, check them before any is read, and map them into memory one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, without_body
+from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, strip_body_prefix
 from megatron3d.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -24,7 +24,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 _NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-# What old versions saved beside the weights: causal masks and rotary frequencies.
+# Tensors that old versions saved with the weights: causal masks and rotary frequencies.
 _CONSTANTS = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 MAX_PROBLEMS = 8
 
@@ -40,7 +40,7 @@ class HubTensor:
 
 
 class HubWeights:
-    """The tensors of a folder by the names that a table gives them.
+    """The tensors of a folder, by the names of a table.
 
     Raises UserError with every problem where files are missing, damaged or foreign, or tensors other than the table's.
     """
@@ -50,7 +50,7 @@ class HubWeights:
         self.files = find_files(folder)
         found = {tensor.name: tensor for path in self.files for tensor in self._open(path)}
         found = {name: tensor for name, tensor in found.items() if not _CONSTANTS.search(name)}
-        bare = {without_body(tensor.name, model_type): tensor.name for tensor in tensors}
+        bare = {strip_body_prefix(tensor.name, model_type): tensor.name for tensor in tensors}
         self._stored = {bare.get(name, name): tensor for name, tensor in found.items()}
         head = self._stored.pop(TIED_HEAD, None) if is_tied else None
         _raise(folder, _differences(self._stored, tensors))
@@ -62,11 +62,11 @@ class HubWeights:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Those of all tensors."""
+        """The dtypes that occur."""
         return frozenset(tensor.dtype for tensor in self._stored.values())
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored, mapped from the file."""
+        """Return a tensor as stored, mapped from the file."""
         return self._read(self._stored[name])
 
     def _read(self, stored: HubTensor) -> Tensor:
@@ -97,7 +97,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 
 def find_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files of a folder; raises UserError where they are absent, pickles, or some are missing."""
+    """Return the weight files of a folder; raises UserError where there are none, only pickles, or some are missing."""
     if (folder / INDEX).is_file():
         names = sorted(set(_weight_map(folder / INDEX).values()))
         missing = [name for name in names if not (folder / name).is_file()]
@@ -125,12 +125,12 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: no weight_map can be read ({error!r}); copy or download it again") from error
     if not is_map or not named or any(Path(file).name != file for file in named.values()):
-        raise UserError(f"{path}: its weight_map is not from tensors to files beside it; copy or download it again")
+        raise UserError(f"{path}: its weight_map is not from tensors to files next to it; copy or download it again")
     return dict(named)
 
 
 def _differences(stored: Mapping[str, HubTensor], tensors: Iterable[FileTensor]) -> Iterator[str]:
-    """What keeps the files from being the model that config.json describes."""
+    """Yield the differences between the files and the model that config.json describes."""
     wanted = {tensor.name: tensor.shape for tensor in tensors}
     for name, shape in wanted.items():
         if name not in stored:

@@ -1,4 +1,4 @@
-"""How each model type of Hugging Face spells what a model section says: tables, from which both directions follow.
+"""The fields of config.json by model type of Hugging Face: tables from which both directions of conversion follow.
 
     model.num_layers = 12        gpt2: n_layer = 12        llama: num_hidden_layers = 12
 
@@ -17,7 +17,7 @@ from megatron3d.model.architecture import Architecture
 
 @dataclass(frozen=True)
 class FieldMapping:
-    """Fields of config.json that must have one value, which is one of ours; `default` holds where a field is absent."""
+    """Fields of config.json that must all have the value of one key of ours; `default` is that of an absent field."""
 
     names: tuple[str, ...]
     default: JsonValue
@@ -25,7 +25,7 @@ class FieldMapping:
 
 @dataclass(frozen=True)
 class AllowedValues:
-    """Values of a field that change nothing in our model, and what holds for all others."""
+    """Values of a field that describe our model, and why no other one is possible."""
 
     allowed: tuple[JsonValue, ...]
     why: str
@@ -33,37 +33,37 @@ class AllowedValues:
 
 @dataclass(frozen=True)
 class ModelType:
-    """One model type.
+    """A model type of Hugging Face transformers that can be converted.
 
     Attributes:
-        class_name: what `architectures` names.
-        keys: for each key of our model section, its fields.
-        activation: the field, its default, and ours for each of its values.
-        traits: what our architecture must be, beside what the keys say.
-        demands: what else it must fulfil to be written.
-        rules: fields that our model has no choice about.
-        has_rope: whether rotary positions are described.
-        body: prefix of the tensors' names, which files of the bare body leave out.
+        class_name: entry of `architectures`.
+        fields: fields of config.json for each key of our model section.
+        activation: the field, its default, and our activation for each of its values.
+        fixed: values that our architecture has in every model of this type.
+        obstacles: yields further properties of an architecture that this type cannot represent.
+        rules: fields for which our model allows only certain values.
+        has_rope: whether config.json describes rotary positions.
+        body: prefix of tensor names, which files of a model without head omit.
     """
 
     class_name: str
-    keys: Mapping[str, FieldMapping]
+    fields: Mapping[str, FieldMapping]
     activation: tuple[str, str, Mapping[str, str]]
-    traits: Mapping[str, object]
-    demands: Callable[[Architecture], Iterator[str]]
+    fixed: Mapping[str, object]
+    obstacles: Callable[[Architecture], Iterator[str]]
     rules: Mapping[str, AllowedValues]
     has_rope: bool
     body: str
 
 
-def _gpt2_demands(arch: Architecture) -> Iterator[str]:
+def _gpt2_obstacles(arch: Architecture) -> Iterator[str]:
     if arch.num_query_groups != arch.num_attention_heads:
         yield f"num_query_groups={arch.num_query_groups}: gpt2 has one per head, {arch.num_attention_heads}"
     if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
         yield f"kv_channels={arch.kv_channels}: gpt2's heads have hidden_size / num_attention_heads channels"
 
 
-def _llama_demands(arch: Architecture) -> Iterator[str]:
+def _llama_obstacles(arch: Architecture) -> Iterator[str]:
     if arch.num_attention_heads % arch.num_query_groups:
         yield f"num_query_groups={arch.num_query_groups}: in llama it divides num_attention_heads"
     if arch.hidden_size % arch.num_attention_heads:
@@ -86,7 +86,7 @@ _COMMON = {
 MODEL_TYPES: Mapping[str, ModelType] = {
     "gpt2": ModelType(
         class_name="GPT2LMHeadModel",
-        keys={
+        fields={
             "num_layers": FieldMapping(("n_layer",), 12),
             "hidden_size": FieldMapping(("n_embd",), 768),
             "ffn_hidden_size": FieldMapping(("n_inner",), None),
@@ -104,13 +104,13 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "gelu_new",
             {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
         ),
-        traits={
+        fixed={
             "position_embedding_type": "learned_absolute",
             "normalization": "LayerNorm",
             "add_bias_linear": True,
             "qk_layernorm": False,
         },
-        demands=_gpt2_demands,
+        obstacles=_gpt2_obstacles,
         rules={
             **_COMMON,
             "scale_attn_weights": AllowedValues((True,), "scores are divided by the root of a head's size"),
@@ -122,7 +122,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
     "llama": ModelType(
         class_name="LlamaForCausalLM",
-        keys={
+        fields={
             "num_layers": FieldMapping(("num_hidden_layers",), 32),
             "hidden_size": FieldMapping(("hidden_size",), 4096),
             "ffn_hidden_size": FieldMapping(("intermediate_size",), 11008),
@@ -139,8 +139,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "init_method_std": FieldMapping(("initializer_range",), 0.02),
         },
         activation=("hidden_act", "silu", {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}),
-        traits={"position_embedding_type": "rope", "normalization": "RMSNorm", "qk_layernorm": False},
-        demands=_llama_demands,
+        fixed={"position_embedding_type": "rope", "normalization": "RMSNorm", "qk_layernorm": False},
+        obstacles=_llama_obstacles,
         rules={
             **_COMMON,
             "pretraining_tp": AllowedValues((1, None), "its products are not computed in slices"),
@@ -151,7 +151,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
 }
 
-# Fields that say nothing about what the network computes.
+# Fields that do not affect what the network computes.
 _METADATA = """
 _name_or_path _commit_hash _attn_implementation_autoset architectures model_type transformers_version
 torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id

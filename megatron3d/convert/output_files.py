@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and the JSON files in it."""
+"""The output folder of a conversion, and JSON files in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron3d.runtime.files import new_folder, write_text
 
 @contextmanager
 def output_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `target` at the end, or vanishes; raises UserError where there is one."""
+    """Yield a folder that is renamed to `target` when the block succeeds; raises UserError where `target` exists."""
     if target.exists():
         raise UserError(f"--output {target}: exists already; name a new folder, or remove it")
     try:
@@ -29,7 +29,7 @@ def output_folder(target: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, JsonValue]:
-    """A JSON object of a file; raises UserError where there is none."""
+    """Return the JSON object of a file; raises UserError where there is none."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

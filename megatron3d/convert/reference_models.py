@@ -1,7 +1,7 @@
-"""The models of Hugging Face as their papers write them, straight from a file's tensors: slow, obvious, in float64.
+"""Reference forward passes of Hugging Face models, as in their papers, from a file's tensors: slow, obvious, float64.
 
-GPT-2 (Radford et al. 2019) and Llama (Touvron et al. 2023, arXiv:2302.13971).  It shares nothing with our model and
-with the table of names, so that it is a witness against both; a layer's tensors are in memory at one time.
+GPT-2 (Radford et al. 2019) and Llama (Touvron et al. 2023, arXiv:2302.13971).  They have no code in common with our
+model or the table of names, so they test both; the tensors of one layer are in memory.
 Letters: B sequences, S positions, H hidden, N heads, D features of a head, V vocabulary.
 """
 
@@ -27,7 +27,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def _causal(q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt D) v over earlier positions, heads joined: [B, S, N * D]."""
+    """Return softmax(q k^T / sqrt D) v over earlier positions, with heads concatenated: [B, S, N * D]."""
     seq, size = q_BNSD.shape[-2:]
     scores = q_BNSD @ k_BNSD.transpose(-1, -2) / size**0.5
     future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
@@ -36,7 +36,7 @@ def _causal(q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
 
 
 def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
-    """Logits [B, S, V] of GPT-2."""
+    """Return the logits [B, S, V] of GPT-2."""
     hidden, heads, eps = _int(hf, "n_embd", 768), _int(hf, "n_head", 12), _float(hf, "layer_norm_epsilon", 1e-5)
     activation = _ACTIVATIONS[str(hf.get("activation_function", "gelu_new"))]
 
@@ -58,7 +58,7 @@ def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
 
 
 def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
-    """Logits [B, S, V] of Llama."""
+    """Return the logits [B, S, V] of Llama."""
     hidden, heads, eps = (
         _int(hf, "hidden_size", 4096),
         _int(hf, "num_attention_heads", 32),
@@ -78,7 +78,7 @@ def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
         return F.linear(x, weights(f"{name}.weight"), weights(f"{name}.bias") if has_bias else None)
 
     def rotated(x_BNSD: Tensor) -> Tensor:
-        """Channel i and channel i + D/2 as real and imaginary part."""
+        """Rotate channels i and i + D/2, as real and imaginary parts."""
         turned = torch.complex(*x_BNSD.chunk(2, dim=-1)) * turn
         return torch.cat((turned.real, turned.imag), dim=-1)
 

@@ -1,9 +1,8 @@
-"""Safetensors files written tensor by tensor, so that only one is in memory: the sizes are known before the values.
+"""Write safetensors files tensor by tensor, with one in memory: their sizes are known before their values.
 
     8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the tensors' bytes, end to end
 
-The format is that of https://github.com/huggingface/safetensors; files of several are named and indexed as transformers
-does.
+Format: https://github.com/huggingface/safetensors.  Several files are named and indexed as transformers does.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file and what is in it."""
+    """A file and its tensors."""
 
     name: str
     tensors: tuple[FileTensor, ...]
 
 
 def num_bytes(tensor: FileTensor, dtype: torch.dtype) -> int:
-    """Size of a tensor's values."""
+    """Return the size in bytes of a tensor's values."""
     return torch.Size(tensor.shape).numel() * dtype.itemsize
 
 
 def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> tuple[SafetensorsFile, ...]:
-    """Files of at most `max_bytes` in the order of the tensors; a larger tensor has one of its own."""
+    """Divide tensors, in order, into files of at most `max_bytes`; a larger tensor has a file of its own."""
     groups: list[list[FileTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -55,7 +54,7 @@ def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) ->
 
 
 def write_shards(folder: Path, shards: Sequence[SafetensorsFile], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
-    """Write the files, and the index where there are several; `values` come in the order of the shards' tensors."""
+    """Write the files, and an index if there are several; `values` come in the order of the files' tensors."""
     for shard in shards:
         _write(folder / shard.name, shard.tensors, dtype, values)
     if len(shards) > 1:

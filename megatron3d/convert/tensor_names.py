@@ -1,8 +1,8 @@
-"""Which logical tensors a tensor of a Hugging Face file holds, by name: a table per model type, then arithmetic.
+"""The logical tensors in each tensor of a Hugging Face file, by name: one table per model type.
 
-    transformer.h.0.attn.c_attn.weight [H, 3H]  =  (layers.0.attention.q | .k | .v [H, H], one below the other)^T
+    transformer.h.0.attn.c_attn.weight [H, 3H]  =  (layers.0.attention.q | .k | .v [H, H], concatenated along rows)^T
 
-GPT-2's linears are `Conv1D`, y = x W + b, whose W is our weight transposed; Llama's are as ours.
+GPT-2's linears are `Conv1D`, y = x W + b, whose W is the transpose of our weight; Llama's weights are like ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron3d.model.params import param_specs
 from megatron3d.parallel.layout import Shape
 from megatron3d.parallel.modes import MODES, build_mode
 
-# Module there: modules here whose tensors are joined; {n} is the layer.  A * marks a Conv1D.
+# Hugging Face module: our modules whose tensors it concatenates; {n} is the layer, * marks a Conv1D.
 _GPT2 = {
     "transformer.wte": ("embedding",),
     "transformer.wpe": ("embedding.position",),
@@ -49,7 +49,7 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file: the logical tensors that it holds joined along dim 0, with their shapes, then transposed."""
+    """A tensor of a file: logical tensors with their shapes, concatenated along dim 0, then perhaps transposed."""
 
     name: str
     parts: tuple[tuple[str, Shape], ...]
@@ -57,23 +57,23 @@ class FileTensor:
 
     @property
     def joined_shape(self) -> Shape:
-        """Before transposition."""
+        """Shape before transposition."""
         return (sum(shape[0] for _, shape in self.parts), *self.parts[0][1][1:])
 
     @property
     def shape(self) -> Shape:
-        """As in the file."""
+        """Shape in the file."""
         return self.joined_shape[::-1] if self.is_transposed else self.joined_shape
 
 
 def logical_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Every logical tensor of the model, in the order of the forward pass."""
+    """Return the shape of every logical tensor of the model, in the order of the forward pass."""
     mode = build_mode(next(iter(MODES)), None, (1,))
     return {part.name: part.shape for spec in param_specs(arch, mode).values() for part in spec.parts}
 
 
 def file_tensors(arch: Architecture, model_type: str) -> tuple[FileTensor, ...]:
-    """The tensors of a model's files; together they hold every logical tensor once."""
+    """Return the tensors of a model's files, which together hold every logical tensor once."""
     logical = logical_shapes(arch)
     found = tuple(_tensors(_MODULES[model_type], arch.num_layers, logical))
     held = [part for tensor in found for part, _ in tensor.parts]
@@ -97,9 +97,9 @@ def _tensors(
 
 
 def _module(theirs: str, ours: tuple[str, ...], logical: Mapping[str, Shape]) -> Iterator[FileTensor]:
-    """Weight and bias of a module, as far as our model has them."""
+    """Yield weight and bias of a module, if our model has them."""
     is_conv, theirs = theirs.endswith("*"), theirs.rstrip("*")
-    if ours[0] in logical:  # a parameter by itself, which is a module there
+    if ours[0] in logical:  # our parameter without a module, which is a module there
         yield FileTensor(f"{theirs}.weight", ((ours[0], logical[ours[0]]),), is_transposed=False)
     for suffix in ("weight", "bias"):
         names = [f"{name}.{suffix}" for name in ours]
@@ -108,6 +108,6 @@ def _module(theirs: str, ours: tuple[str, ...], logical: Mapping[str, Shape]) ->
             yield FileTensor(f"{theirs}.{suffix}", parts, is_conv and suffix == "weight")
 
 
-def without_body(name: str, model_type: str) -> str:
-    """The name in a file that the bare body wrote, as those of the first GPT-2 models are."""
+def strip_body_prefix(name: str, model_type: str) -> str:
+    """Return the tensor's name in files of a model without head, such as those of the first GPT-2 models."""
     return name.removeprefix(MODEL_TYPES[model_type].body)

@@ -1,7 +1,7 @@
-"""Tokenizer files on their way from one kind of folder to the other; what is converted is tried on a text first.
+"""Convert tokenizer files between a run's folder and a Hugging Face folder, tested on a text before they are written.
 
 SentencePiece's pieces become the Unigram or BPE model of the tokenizers library, bytes its byte-level alphabet,
-characters its word-level vocabulary; a conversion that encodes otherwise is not written, and that is said.
+characters its word-level vocabulary; a conversion that encodes differently is not written, which is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, T
 from megatron3d.errors import UserError
 
 JSON, PIECES, CHARACTERS = "tokenizer.json", "tokenizer.model", "characters.json"
-# Beside a tokenizer.json; copied with it.
+# Files that are copied with a tokenizer.json.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 SAMPLE = (
     "The quick brown fox, 1234567890 times;  two spaces,\ta tab\nand a new line.\n\n"
@@ -35,7 +35,7 @@ _SPACE = "▁"
 def import_tokenizer(
     source: Path, target: Path, tokenizer_type: str | None, tokenizer_model: str | None
 ) -> tuple[Tokenizer, str, str | None]:
-    """Copy a folder's tokenizer, or the one that was named; the tokenizer, its type, and its file in `target`."""
+    """Copy a folder's or the named tokenizer; return the tokenizer, its type, and the name of its file in `target`."""
     if tokenizer_type is None:
         files = {"HuggingFaceTokenizer": source / JSON, "SentencePieceTokenizer": source / PIECES}
         tokenizer_type = next((kind for kind, path in files.items() if path.is_file()), None)
@@ -56,14 +56,14 @@ def import_tokenizer(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what lies beside a tokenizer.json and says how it is used."""
+    """Copy the files that say how a tokenizer.json is used."""
     for name in (*COMPANIONS, "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def export_tokenizer(data: DataConfig, target: Path, max_positions: int) -> tuple[Tokenizer, list[str]]:
-    """Write the tokenizer's files; the tokenizer, and sentences about what could not be."""
+    """Write the tokenizer's files; return the tokenizer, and a sentence for each that could not be written."""
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model)
     if data.tokenizer_type == "HuggingFaceTokenizer":
         assert data.tokenizer_model is not None, "a tokenizer that was read has a file"
@@ -92,19 +92,19 @@ def export_tokenizer(data: DataConfig, target: Path, max_positions: int) -> tupl
 
 
 def _agree(ours: Tokenizer, theirs: tokenizers.Tokenizer) -> bool:
-    """Whether both encode the sample alike, and decode it to one text."""
+    """Return whether both encode the sample alike, and decode it to the same text."""
     text = ours.decode(range(ours.vocab_size)) if isinstance(ours, CharTokenizer) else SAMPLE
     ids = ours.encode(text)
     return bool(theirs.encode(text, add_special_tokens=False).ids == ids and theirs.decode(ids) == ours.decode(ids))
 
 
 def _conversions(data: DataConfig) -> Iterator[tokenizers.Tokenizer]:
-    """What may be the same tokenizer, likeliest first; nothing for a type that has no counterpart."""
+    """Yield candidates for an equal tokenizer, likeliest first; none for a type without a counterpart."""
     yield from _CONVERSIONS.get(data.tokenizer_type, lambda _: iter(()))(data.tokenizer_model)
 
 
 def _bytes(_: str | None) -> Iterator[tokenizers.Tokenizer]:
-    """The library writes each byte as a printable character; ours is the byte's number."""
+    """Yield the byte-level model whose token of each byte is the byte's number, as in our tokenizer."""
     alphabet = {_byte_name(byte): byte for byte in range(256)}
     made = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -115,7 +115,7 @@ def _bytes(_: str | None) -> Iterator[tokenizers.Tokenizer]:
 
 
 def _byte_name(byte: int) -> str:
-    """The character for a byte in byte-level models (Radford et al. 2019): itself, or one above 255."""
+    """Return the character of a byte in byte-level models (Radford et al. 2019): itself, or one above 255."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if byte in printable:
         return chr(byte)
@@ -131,7 +131,7 @@ def _characters(path: str | None) -> Iterator[tokenizers.Tokenizer]:
 
 
 def _pieces(path: str | None) -> Iterator[tokenizers.Tokenizer]:
-    """As a Unigram and as a BPE model, with or without the space that SentencePiece may put before a text."""
+    """Yield the pieces as a Unigram and as a BPE model, with a space before the text if SentencePiece adds one."""
     model = sentencepiece.SentencePieceProcessor(model_file=path)
     scored = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.vocab_size())]
     falls_back = any(model.is_byte(i) for i in range(model.vocab_size()))
@@ -153,7 +153,7 @@ def _pieces(path: str | None) -> Iterator[tokenizers.Tokenizer]:
 
 
 def _merges(scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Every split of a piece into two pieces, those of the best pieces first: SentencePiece's order of merging."""
+    """Return every split of a piece into two pieces, those of the best pieces first, SentencePiece's merge order."""
     ids = {piece: i for i, (piece, _) in enumerate(scored)}
     splits = []
     for piece, score in scored:

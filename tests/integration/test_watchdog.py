@@ -78,14 +78,14 @@ def test_frames_of_the_package_only() -> None:
 HOLD = """
 import os, sys, time
 from megatron3d.runtime import process
-from megatron3d.data.loader import Prefetching
+from megatron3d.data.loader import PrefetchingLoader
 import pretrain_gpt
-step = Prefetching.step
+step = PrefetchingLoader.step
 def slow(self, first):
     if first >= 48 and os.environ["RANK"] == "1":
         time.sleep(1000)
     return step(self, first)
-Prefetching.step = slow
+PrefetchingLoader.step = slow
 sys.exit(process.run_program(pretrain_gpt.main))
 """
 

@@ -61,7 +61,7 @@ class StreamedDataset:
     """The documents of a dataset, divided into lanes.
 
     Attributes:
-        name: as hub.HubName reads it.
+        name: as `hub_datasets.parse_name` parses it.
         shuffle_rows: number of rows that are shuffled together, a block.
         seed: of the shuffle; None keeps the order of the dataset.
         faults: descriptions of the first records that were left out.

@@ -33,10 +33,10 @@ def test_there_and_back(hub: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_field_of_transformers_has_its_place(model_type: str) -> None:
     """The configuration class that is installed has no field that we would neither read nor refuse."""
-    dialect = MODEL_TYPES[model_type]
-    known = {name for key in dialect.keys.values() for name in key.names} | METADATA | set(dialect.rules)
+    hub_type = MODEL_TYPES[model_type]
+    known = {name for key in hub_type.fields.values() for name in key.names} | METADATA | set(hub_type.rules)
     ours = transformers.AutoConfig.for_model(model_type)
-    other = {name for name in ours.to_dict() if name not in known | {dialect.activation[0]}}
+    other = {name for name in ours.to_dict() if name not in known | {hub_type.activation[0]}}
     assert {name for name in other if ours.to_dict()[name] is not None} == set()
 
 

@@ -171,8 +171,8 @@ def test_what_was_compared_is_stored(tmp_path: Path) -> None:
 
 def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that exchanged two equally large tensors would not pass."""
-    from megatron3d.convert import hub as module
-    from megatron3d.convert import names
+    from megatron3d.convert import conversion as module
+    from megatron3d.convert import tensor_names as names
 
     exchanged = {"{n}.attention.k": "{n}.attention.v", "{n}.attention.v": "{n}.attention.k"}
     table = {
@@ -187,7 +187,7 @@ def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_only_some_tensors_are_in_memory(tmp_path: Path) -> None:
     """Reading for a file asks for runs of tensors no larger than the largest one."""
-    from megatron3d.convert import hub as module
+    from megatron3d.convert import conversion as module
     from megatron3d.convert.tensor_names import file_tensors
 
     state = state_of(ModelConfig(num_layers=6, hidden_size=16, num_attention_heads=2, vocab_size=257, seq_length=4))
