@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic.fields import FieldInfo
 
@@ -17,6 +17,27 @@ HEAD = """# Configuration
 Every key, as the schema (`megatron3d/config/schema.py`) has it; `python tools/show_config.py` makes this page.  A YAML
 file has these sections; any key can be given on the command line as `section.key=value`.  An unknown key is an error,
 `--check` reports every problem at once, and `config.yaml` in a run's folder says where each value came from."""
+
+# Page about each key, by how the key begins.
+PAGES: Mapping[str, str] = {
+    "parallel.tensor": "tensor_parallel.md",
+    "parallel.sequence": "tensor_parallel.md",
+    "parallel.tp": "tensor_parallel.md",
+    "parallel.pipeline": "pipeline.md",
+    "parallel.virtual": "pipeline.md",
+    "parallel.zero": "data_parallel.md",
+    "parallel.num_distributed": "data_parallel.md",
+    "train.bucket": "data_parallel.md",
+    "train.grad_reduce": "data_parallel.md",
+    "train.recompute": "memory.md",
+    "train.cpu_offloading": "memory.md",
+    "train.precision": "precision.md",
+    "train.rollback": "survival.md",
+    "train.check_weight_hash": "survival.md",
+    "data.": "data.md",
+    "checkpoint.": "checkpoints.md",
+    "logging.": "watching.md",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,13 +59,25 @@ def _lines() -> Iterator[str]:
         yield from ("", f"## {section}", "", _cell(kind.__doc__ or ""), "")
         yield from ("| key | default | values | |", "|---|---|---|---|")
         for name, inner in kind.model_fields.items():
-            cells = f"`{name}`", _default(inner), _cell(expected(section, name)), _cell(inner.description or "")
+            cells = (
+                _link(f"{section}.{name}"),
+                _default(inner),
+                _cell(expected(section, name)),
+                _cell(inner.description or ""),
+            )
             yield f"| {' | '.join(cells)} |"
 
 
 def _default(field: FieldInfo) -> str:
     """The value, or nothing where it is derived, which the description then says."""
     return "" if field.default is None else f"`{show(field.default)}`"
+
+
+def _link(key: str) -> str:
+    """Return the key's name, with a link to the page about it where there is one."""
+    pages = [page for prefix, page in PAGES.items() if key.startswith(prefix)]
+    name = f"`{key.partition('.')[2]}`"
+    return f"[{name}]({pages[0]})" if pages else name
 
 
 def _cell(text: str) -> str:

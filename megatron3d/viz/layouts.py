@@ -18,7 +18,7 @@ from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 # Pixels: of the residual stream, the inner features and the tokens, and between the parts of the picture.
 RESIDUAL, INNER, TOKENS = 112, 168, 168
-COLUMN, LEFT, TOP, ROW = 250, 24, 66, 292
+COLUMN, LEFT, TOP, ROW = 316, 24, 66, 292
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 INPUT, GATHERED, OUTPUT, PARTIAL = "#1f5fa8", "#cfe2f6", "#c2600a", "#fbdfc0"
 
