@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron3d.checkpoint.publish import finished_checkpoints, read_tracker, removal_folder
-from megatron3d.config.schema import CheckpointConfig
+from megatron3d.config.io_schema import CheckpointConfig
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 
 

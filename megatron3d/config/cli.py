@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import Resolved, read
 from megatron3d.config.report import batch_arithmetic, render
-from megatron3d.config.run_spec import RunSpec, resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.files import check_files

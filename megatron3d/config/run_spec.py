@@ -16,13 +16,14 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.schema import Config
 from megatron3d.data.corpus.spec import CorpusSpec
 from megatron3d.data.ramp import Batches, make_ramp
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
+from megatron3d.model.architecture import Architecture
 from megatron3d.model.groups import communication_axes, pipeline_links
 from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
 from megatron3d.model.stages import divide, make_stages
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from megatron3d.data.packing import Packing
 
 SEQUENCE_PARALLEL = "sequence_parallel"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -264,38 +263,3 @@ class RunSpec:
         where = tuple(stage_to_rank(self.schedule).values())
         counts = self.config.parallel.pipeline_model_parallel_layout or divide(self.arch, len(where), where)
         return Pipeline(make_stages(counts), where, self.schedule)
-
-
-def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: int = 1) -> Architecture:
-    """Resolve the defaults of a model with `vocab_size` tokens; the padded vocabulary is a multiple of
-    `vocab_multiple`, too."""
-    family = FAMILIES[model.family]
-    activation = _given(model.activation, family.activation)
-    multiple = math.lcm(model.make_vocab_size_divisible_by, vocab_multiple)
-    return Architecture(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=_given(model.ffn_hidden_size, default_ffn_hidden_size(model.hidden_size, activation)),
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=_given(model.num_query_groups, model.num_attention_heads),
-        kv_channels=_given(model.kv_channels, model.hidden_size // model.num_attention_heads),
-        seq_length=model.seq_length,
-        max_position_embeddings=_given(model.max_position_embeddings, model.seq_length),
-        vocab_size=vocab_size,
-        padded_vocab_size=-(-vocab_size // multiple) * multiple,
-        position_embedding_type=_given(model.position_embedding_type, family.position_embedding_type),
-        rotary_base=model.rotary_base,
-        normalization=_given(model.normalization, family.normalization),
-        norm_epsilon=model.norm_epsilon,
-        activation=activation,
-        add_bias_linear=_given(model.add_bias_linear, family.add_bias_linear),
-        tie_embeddings=_given(model.tie_embeddings, family.tie_embeddings),
-        qk_layernorm=model.qk_layernorm,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
-    )
-
-
-def _given(value: T | None, default: T) -> T:
-    return default if value is None else value

@@ -17,10 +17,11 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.config.io_schema import DataConfig
+from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
-from megatron3d.config.run_spec import resolve_architecture
-from megatron3d.config.schema import Config, DataConfig
+from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison

@@ -15,7 +15,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron3d.config.schema import DataConfig
+from megatron3d.config.io_schema import DataConfig
 from megatron3d.convert.output_files import write_json
 from megatron3d.data.preprocess.tokenizer_training import END_OF_DOCUMENT
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer

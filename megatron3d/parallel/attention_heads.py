@@ -1,7 +1,8 @@
-"""Which attention heads a rank holds, and whether its key/value heads are whole: arithmetic, without any tensor.
+"""Which attention heads a rank holds, and over which axes key/value heads must be all-gathered.
 
-Query heads are split evenly; of grouped queries (Ainslie et al. 2023, arXiv:2305.13245) the features of all key/value
-heads are, so that fewer heads than ranks are split inside a head and must be gathered over some axes.
+Query heads are sharded evenly.  With grouped queries (GQA, Ainslie et al. 2023, arXiv:2305.13245) the features of all
+key/value heads are sharded evenly: where there are fewer key/value heads than ranks, a shard ends within a head, and
+keys and values are all-gathered over some axes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron3d.parallel.mesh import Axes, Mesh
 
 
 class Placed(Protocol):
-    """Something that knows its place in the mesh."""
+    """Anything with a mesh, such as a communicator."""
 
     @property
     def mesh(self) -> Mesh:
@@ -25,7 +26,7 @@ class Placed(Protocol):
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The heads of one rank: `axes` split the query heads evenly and the features of all key/value heads evenly."""
+    """Heads of one rank; `axes` shard the query heads, and the features of all key/value heads, evenly."""
 
     num_heads: int
     num_groups: int
@@ -35,7 +36,7 @@ class HeadSplit:
 
     @cached_property
     def query_span(self) -> tuple[int, int]:
-        """My query heads."""
+        """Query heads of this rank, a half-open range."""
         return span(self.num_heads, self.axes, self.comm.mesh)
 
     def _groups(self, rank: int) -> tuple[int, int]:
@@ -47,12 +48,12 @@ class HeadSplit:
 
     @cached_property
     def group_span(self) -> tuple[int, int]:
-        """The key/value heads that my query heads read."""
+        """Key/value heads that this rank's query heads attend with, a half-open range."""
         return self._groups(self.comm.mesh.rank)
 
     @cached_property
     def gather_axes(self) -> Axes:
-        """The fewest last axes over which keys and values must be gathered, the same for every rank."""
+        """Fewest trailing axes over which keys and values must be all-gathered, the same on every rank."""
         mesh, width = self.comm.mesh, self.num_groups * self.size
         for start in range(len(self.axes), -1, -1):
             kept, gathered = self.axes[:start], self.axes[start:]
@@ -67,12 +68,12 @@ class HeadSplit:
 
     @cached_property
     def group_of_query(self) -> list[int]:
-        """Position within my key/value heads for each of my query heads."""
+        """For each query head of this rank, the index of its key/value head in `group_span`."""
         return [self._group(head) - self.group_span[0] for head in range(*self.query_span)]
 
     @cached_property
     def are_even(self) -> bool:
-        """Whether each of my key/value heads serves equally many of my query heads, one after another."""
+        """Whether each key/value head of this rank serves equally many consecutive query heads."""
         num_heads, num_groups = len(self.group_of_query), self.group_span[1] - self.group_span[0]
-        share = max(num_heads // num_groups, 1)
-        return self.group_of_query == [head // share for head in range(num_heads)] and num_heads % num_groups == 0
+        ratio = max(num_heads // num_groups, 1)
+        return self.group_of_query == [head // ratio for head in range(num_heads)] and num_heads % num_groups == 0

@@ -1,8 +1,8 @@
-"""Which mesh axes split each dimension of a tensor, and what follows from it.
+"""Layouts: which mesh axes split each dim of a tensor, and the box of index ranges that each rank then holds.
 
-A layout is a tuple of axes per dimension, major first: `(("x", "y"), ("z",))` splits dim 0 over x and then y, dim 1
-over z.  Axes that a layout does not name hold copies.  Boxes are cut axis by axis, each time in equal pieces of
-ceil(size / n), so that the last pieces may be short or empty.
+A layout is a tuple of axes per dim, major first: `(("x", "y"), ("z",))` splits dim 0 over x and then y, dim 1 over z.
+The tensor is replicated over the axes that a layout does not name.  Each axis splits a range into n parts of
+ceil(size / n), so the last parts may be shorter or empty.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Box = tuple[tuple[int, int], ...]
 
 
 def layout_axes(layout: Layout) -> frozenset[str]:
-    """Every axis that splits some dimension."""
+    """Return all axes that split some dim."""
     return frozenset(axis for axes in layout for axis in axes)
 
 
 def span(size: int, axes: Axes, mesh: Mesh) -> tuple[int, int]:
-    """My half-open range of a dimension of `size` that `axes` split."""
+    """Return this rank's half-open range of a dim of `size` that is split over `axes`."""
     low, high = 0, size
     for axis in axes:
         step = -(-(high - low) // mesh.sizes[axis])
@@ -33,25 +33,25 @@ def span(size: int, axes: Axes, mesh: Mesh) -> tuple[int, int]:
 
 
 def box(shape: Shape, layout: Layout, mesh: Mesh) -> Box:
-    """My part of a global tensor: one half-open range per dimension."""
+    """Return the box of a global tensor that this rank holds: one half-open range per dim."""
     assert len(shape) == len(layout), f"shape {shape} and layout {layout} have different lengths"
     return tuple(span(size, axes, mesh) for size, axes in zip(shape, layout, strict=True))
 
 
 def box_shape(part: Box) -> Shape:
-    """Number of elements per dimension of a box."""
+    """Return the number of elements of a box along each dim."""
     return tuple(high - low for low, high in part)
 
 
 def num_copies(layout: Layout, mesh: Mesh, shared: Iterable[str]) -> int:
-    """How many ranks along the axes `shared` hold the same box."""
+    """Return how many ranks along the axes `shared` hold the same box."""
     held = layout_axes(layout)
     return mesh.size(axis for axis in shared if axis not in held)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One logical tensor: its name and global shape, and the shape after padding that is really split."""
+    """One logical tensor: its name, its global shape, and the padded shape that is sharded."""
 
     name: str
     shape: Shape
@@ -60,18 +60,18 @@ class Part:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as stored: one logical tensor, or several of one layout joined along dim 0 (q, k and v; gate and up).
+    """A parameter as stored: one logical tensor, or several of one layout concatenated along dim 0 (q, k, v; gate, up).
 
-    With `blocks` above 1, dim 0 of the local tensor is that many blocks, each holding its share of every part; then a
-    later split of dim 0 into `blocks` pieces still finds whole shares of every part.
+    With `blocks` above 1, dim 0 of the local tensor consists of that many blocks with a shard of every part each, so
+    that splitting dim 0 further into `blocks` pieces leaves whole shards of every part.
 
     Attributes:
-        layout: axes per dimension, equal for all parts.
-        token_axes: axes that split the tokens (or rows) where the parameter is used.
-        init: standard deviation of the normal initial values; for constant ones, `init=0` and `fill`.
+        layout: mesh axes per dim, the same for all parts.
+        token_axes: axes that split the tokens (rows of the matmul) where the parameter is used.
+        init: standard deviation of normally distributed initial values; constant ones have `init=0` and `fill`.
         decay: whether weight decay applies.
-        uses: how often a microbatch adds to the gradient; a tied embedding is also the head.
-        holders: coordinates along the pipeline of the ranks that hold the parameter, the one that writes it first.
+        uses: contributions of a microbatch to the gradient; 2 where embedding and head are tied on one rank.
+        holders: pipeline ranks that hold the parameter; the first one writes it to checkpoints.
     """
 
     parts: tuple[Part, ...]
@@ -85,15 +85,15 @@ class ParamSpec:
     holders: tuple[int, ...] = (0,)
 
     def part_boxes(self, mesh: Mesh) -> tuple[Box, ...]:
-        """My box of every part, in padded coordinates."""
+        """Return the box of every part that this rank holds, in padded coordinates."""
         return tuple(box(part.padded_shape, self.layout, mesh) for part in self.parts)
 
     def local_shape(self, mesh: Mesh) -> Shape:
-        """Shape of the local tensor."""
+        """Return the shape of the local tensor."""
         shapes = [box_shape(part) for part in self.part_boxes(mesh)]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def reduce_axes(self, mesh: Mesh) -> Axes:
-        """Gradient rule: the axes that split the tokens where I am used and do not split me (and, beside these, the
-        holders)."""
+        """Return the axes over which the gradient is reduced: those that split the tokens where the parameter is used
+        and do not split the parameter.  Tied embeddings are also reduced between their holders."""
         return mesh.nontrivial(mesh.in_order(set(self.token_axes) - layout_axes(self.layout)))

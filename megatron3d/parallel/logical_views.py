@@ -1,9 +1,9 @@
-"""Where the logical tensors lie inside a parameter's local tensor.
+"""Views of the logical tensors (q, k, v; gate, up) in the local tensor of a fused parameter.
 
     local rows, parts q and k, two blocks:      q run 0 | k run 0 | q run 1 | k run 1
 
-A part's box is cut along dim 0 into one run per block; each run is a plain view, so whatever fills the views (initial
-values, a checkpoint) fills the parameter.  Tensors have one or two dims.
+The box of a part consists of one run of rows per block.  Each run is a view, so writing initial values or a checkpoint
+into the views writes the parameter.  Tensors have one or two dims.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron3d.parallel.mesh import Mesh
 
 
 def part_views(spec: ParamSpec, local: Tensor, mesh: Mesh, start: int = 0) -> list[tuple[Part, Box, Tensor]]:
-    """The boxes of every part that `local` holds: the part, the box in its logical tensor, a view without autograd.
+    """Return for every box that `local` holds: the part, the box in its logical tensor, a view without autograd.
 
-    `local` is the local tensor, or a range of its elements that begins at `start`; an edge of a range inside a row
-    makes a box of its own.  Boxes end at the logical shape: padding is in no view, and a box that is all padding is
-    left out.  Together the views of all ranks that differ along the axes of the layout cover each logical tensor
+    `local` is the local tensor, or a range of its elements that begins at `start` (a ZeRO shard); a partial row is a
+    box of its own.  Boxes end at the logical shape: no view contains padding, and boxes of padding only are dropped.
+    Together the views of all ranks that differ along the axes of the layout cover each logical tensor
     exactly once.
     """
     values, shape, boxes = local.detach().view(-1), spec.local_shape(mesh), spec.part_boxes(mesh)
@@ -46,7 +46,7 @@ def part_views(spec: ParamSpec, local: Tensor, mesh: Mesh, start: int = 0) -> li
 
 
 def _rectangles(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
-    """The elements [first, last) of rows of a width, cut into the end of a row, whole rows, and the start of a row."""
+    """Split the elements [first, last) of rows of a width into the end of a row, whole rows, and the start of a row."""
     if first >= last:
         return
     cuts = sorted({first, min(-(-first // width) * width, last), max(last // width * width, first), last})
@@ -56,7 +56,7 @@ def _rectangles(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
 def _clipped(
     part: Part, row: int, others: Sequence[tuple[int, int]], column: int, view: Tensor
 ) -> Iterator[tuple[Part, Box, Tensor]]:
-    """The view [rows, columns] of a part from (row, column of its box) on, without padding; nothing where all is."""
+    """Yield the view [rows, columns] of a part at (row, column) without its padding; nothing if it is all padding."""
     held: Box = ((row, row + view.shape[0]),)
     if others:
         low = others[0][0] + column

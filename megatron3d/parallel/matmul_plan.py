@@ -1,11 +1,11 @@
-"""One matmul for every tensor-parallel mode: Y[M, N] = X[M, K] W[K, N], and who holds what.
+"""The plan of a sharded matmul Y[M, N] = X[M, K] W[K, N]: which axes split M, K and N, and what is communicated.
 
-M are tokens, K and N features.  A plan names the mesh axes that split M, K and N while multiplying, and the dimension
-along which each operand is split further where it is stored:
+M are tokens, K and N features.  A plan names the mesh axes that split M, K and N in the GEMM, and the dim along which
+each operand is sharded further where it is stored:
 
-    X is gathered over axes in n, W over axes in m; Y, a partial sum over each axis in k, is scattered or all-reduced.
-
-Backward is the same sentence with the roles turned: gather dY, multiply twice, reduce dX over n and dW over w.
+    forward     all-gather X over axes of n and W over axes of m; GEMM; reduce-scatter or all-reduce the partial sums Y
+                over the axes of k
+    backward    all-gather dY; dgrad and wgrad GEMMs; reduce dX over n and dW over m
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SWAP = {"M": "M", "K": "N", "N": "K", None: None}
 
 
 class Move(NamedTuple):
-    """Axes that together gather or scatter one dimension; `dim` None means an all-reduce."""
+    """One collective: axes fused into a group, and the dim that is gathered or scattered; None: an all-reduce."""
 
     axes: Axes
     dim: str | None
@@ -30,10 +30,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """Which axes split M, K, N while multiplying, and how each operand is stored split.
+    """Axes that split M, K and N in the GEMM, and how each operand is sharded where it is stored.
 
-    `x` and `w` map an axis to the dimension that is gathered before the product; `y` maps each axis of `k` to the
-    dimension over which partial sums are scattered, or None where they are all-reduced.
+    `x` and `w` map an axis to the dim that is all-gathered before the GEMM; `y` maps each axis of `k` to the dim along
+    which partial sums are reduce-scattered, or to None where they are all-reduced.
     """
 
     m: Axes = ()
@@ -54,17 +54,17 @@ class MatmulPlan:
         assert set(self.y) == set(self.k), f"Y is partial over {self.k}, but the plan reduces it over {tuple(self.y)}"
 
     def swapped(self) -> MatmulPlan:
-        """The plan of the next matmul: K and N trade places, and so do X's gathers and Y's scatters."""
+        """Return the plan of the next matmul: K and N are exchanged, and so are X's gathers and Y's scatters."""
         gathers = {axis: str(_SWAP[dim]) for axis, dim in self.dy.items()}
         return MatmulPlan(self.m, self.n, self.k, gathers, self.w, {axis: _SWAP[self.x.get(axis)] for axis in self.n})
 
     def transposed(self) -> MatmulPlan:
-        """The swapped plan over the same stored matrix (W[N, K] read as W[K, N]): an embedding tied to its head."""
+        """Return the swapped plan over the same stored matrix (W[N, K] read as W[K, N]), for a tied embedding."""
         swap = self.swapped()
         return MatmulPlan(swap.m, swap.k, swap.n, swap.x, {a: str(_SWAP[d]) for a, d in self.w.items()}, swap.y)
 
     def on(self, mesh: Mesh) -> MatmulPlan:
-        """The plan without the axes that have size 1 on this mesh."""
+        """Return the plan without the axes that have size 1 on this mesh."""
 
         def keep(table: Mapping[str, str]) -> dict[str, str]:
             return {axis: dim for axis, dim in table.items() if mesh.sizes[axis] > 1}
@@ -75,32 +75,32 @@ class MatmulPlan:
 
     @property
     def x_layout(self) -> Layout:
-        """How X[M, K] is stored."""
+        """Layout of X[M, K] as stored."""
         return _stored(self.m, self.k, self.x, "M", "K")
 
     @property
     def w_layout(self) -> Layout:
-        """How W is stored, in torch's order of dimensions [N, K]."""
+        """Layout of W as stored, in PyTorch's order of dims [N, K]."""
         return _stored(self.n, self.k, self.w, "N", "K")
 
     @property
     def y_layout(self) -> Layout:
-        """How Y[M, N] is left."""
+        """Layout of the result Y[M, N]."""
         return _stored(self.m, self.n, self.y, "M", "N")
 
     @property
     def dy(self) -> dict[str, str]:
-        """What Y was scattered over, and dY is gathered over."""
+        """Axes over which Y is scattered, and dY gathered, with the dim."""
         return {axis: dim for axis, dim in self.y.items() if dim}
 
     @property
     def dx_moves(self) -> tuple[Move, ...]:
-        """Reductions that turn the partial dX into the gradient of the stored X."""
+        """Reductions of the partial dX to the gradient of the stored X."""
         return moves({axis: self.x.get(axis) for axis in self.n})
 
 
 def moves(table: Mapping[str, str] | Mapping[str, str | None]) -> tuple[Move, ...]:
-    """The table's collectives in order; neighbouring axes that move the same dimension are fused into one."""
+    """Return the collectives of a table in order; neighbouring axes of the same dim are fused into one group."""
     runs = groupby(table.items(), key=lambda item: item[1])
     return tuple(Move(tuple(axis for axis, _ in run), dim) for dim, run in runs)
 
@@ -115,7 +115,7 @@ def _stored(
 
 
 class Traffic(NamedTuple):
-    """One collective of a plan: what moves, and the bytes that each rank sends over a ring."""
+    """One collective of a plan, and the bytes that each rank sends over a ring."""
 
     collective: str
     axes: Axes
@@ -123,7 +123,7 @@ class Traffic(NamedTuple):
 
 
 class Flows(NamedTuple):
-    """One matmul's collectives by what they move; backward gathers X and W again, since only shards are kept."""
+    """Collectives of one matmul by operand; backward all-gathers X and W again, since only shards are saved."""
 
     gather_x: list[Traffic]
     gather_w: list[Traffic]
@@ -134,9 +134,10 @@ class Flows(NamedTuple):
 
 
 def flows(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> Flows:
-    """Closed form of one matmul's collectives for global sizes m, n, k.
+    """Return the collectives of one matmul for global sizes m, n, k.
 
-    A gather or a scatter over p ranks sends (p-1)/p of the whole, an all-reduce twice that (Thakur et al. 2005).
+    A ring all-gather or reduce-scatter over p ranks sends (p-1)/p of the whole tensor, an all-reduce twice that (Thakur
+    et al. 2005).
     """
     plan = plan.on(mesh)
     x, w, y = whole_bytes(plan, mesh, m, n, k, itemsize)
@@ -151,7 +152,7 @@ def flows(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -
 
 
 def whole_bytes(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> tuple[float, float, float]:
-    """Of X, W and Y as a rank multiplies them, all pieces gathered and none scattered."""
+    """Return the bytes of X, W and Y as a rank multiplies them: after all-gathers, before reductions."""
     x = m * k / mesh.size(plan.m + plan.k)
     w = n * k / mesh.size(plan.n + plan.k)
     y = m * n / mesh.size(plan.m + plan.n)
@@ -159,17 +160,17 @@ def whole_bytes(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: 
 
 
 def traffic(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> list[Traffic]:
-    """Closed form of one matmul's collectives, forward and then backward, for global sizes m, n, k."""
+    """Return the collectives of one matmul, forward and then backward, for global sizes m, n, k."""
     flow = flows(plan, mesh, m, n, k, itemsize)
     forward = flow.gather_x + flow.gather_w + flow.reduce_y
     return forward + flow.gather_dy + flow.gather_w + flow.gather_x + flow.reduce_dx + flow.reduce_dw
 
 
 def crossing(stored: Layout, copies: Axes, mesh: Mesh, m: int, n: int, itemsize: int) -> list[Traffic]:
-    """Closed form of X[m, n] on its way to another rank of the pipeline, and back from it as a gradient.
+    """Return the traffic of sending X[m, n] to the next pipeline rank, or its gradient back.
 
-    Ranks along `copies` hold the same shard, send a part of it each, and join the parts at the other end (Narayanan et
-    al. 2021, arXiv:2104.04473, section 4.1); parts that do not come out even are filled up.
+    Ranks along `copies` hold the same shard: each sends a part of it, and the receivers all-gather the parts (Narayanan
+    et al. 2021, arXiv:2104.04473, section 4.1); uneven parts are padded.
     """
     ranks = mesh.size(copies)
     part = -(-m * n // (mesh.size(sum(stored, ())) * ranks)) * itemsize
@@ -178,7 +179,7 @@ def crossing(stored: Layout, copies: Axes, mesh: Mesh, m: int, n: int, itemsize:
 
 
 def _gathers(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Traffic]:
-    """All-gathers that end at `whole_bytes`; the axes that were split last are gathered first."""
+    """Return the all-gathers that end at `whole_bytes`; the axes that were split last are gathered first."""
     out = []
     for axes, _ in steps:
         ranks = mesh.size(axes)
@@ -188,7 +189,7 @@ def _gathers(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Tr
 
 
 def reductions(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Traffic]:
-    """Reductions in turn that start at `whole_bytes`; each scatter leaves less for the next."""
+    """Return successive reductions that start at `whole_bytes`; each reduce-scatter leaves less for the next."""
     out = []
     for axes, dim in steps:
         ranks = mesh.size(axes)

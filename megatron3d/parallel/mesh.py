@@ -1,6 +1,6 @@
-"""The grid of ranks: arithmetic on axis names and sizes, without any communicator.
+"""The grid of ranks: named axes with sizes, and the arithmetic of coordinates and groups on them.
 
-ranks = arange(world).reshape(pipeline, data, *tensor axes)      # last axis fastest
+ranks = arange(world_size).reshape(pipeline, replica, data, *tensor axes)      # the last axis varies fastest
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from itertools import product
 
 Axes = tuple[str, ...]
 
-# All data-parallel ranks.  What ZeRO shares out it shares over the second; the first holds copies of that.
+# Axes of data parallelism: ZeRO shards over `data`; `replica` is HSDP's replicate axis, of copies of these shards.
 DATA: Axes = ("replica", "data")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes and their sizes, seen from one rank; the last axis varies fastest."""
+    """Named axes and their sizes, seen from the global rank `rank`; the last axis varies fastest."""
 
     axes: tuple[tuple[str, int], ...]
     rank: int = 0
@@ -51,42 +51,42 @@ class Mesh:
         return strides
 
     def coord(self, axis: str) -> int:
-        """My position along one axis."""
+        """Return the coordinate of this rank along one axis."""
         return self.rank // self._strides[axis] % self.sizes[axis]
 
     def size(self, axes: Iterable[str]) -> int:
-        """Number of ranks along several axes together."""
+        """Return the number of ranks of a group over several axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def index(self, axes: Iterable[str]) -> int:
-        """My position along several axes fused into one, the first axis slowest."""
+        """Return the rank of this process within its group over several axes, the first axis slowest."""
         position = 0
         for axis in axes:
             position = position * self.sizes[axis] + self.coord(axis)
         return position
 
     def ranks(self, axes: Axes) -> tuple[int, ...]:
-        """Ranks that differ from mine along `axes` only, the first of `axes` slowest."""
+        """Return the global ranks of this rank's group over `axes`, the first of `axes` slowest."""
         origin = self.rank - sum(self.coord(axis) * self._strides[axis] for axis in axes)
         steps = [range(0, self.sizes[axis] * self._strides[axis], self._strides[axis]) for axis in axes]
         return tuple(origin + sum(offsets) for offsets in product(*steps))
 
     def nontrivial(self, axes: Iterable[str]) -> Axes:
-        """Those of `axes` that really split something, in the given order."""
+        """Return those of `axes` that have more than one rank, in the given order."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
     def in_order(self, axes: Iterable[str]) -> Axes:
-        """`axes` without repeats, in mesh order."""
+        """Return `axes` in mesh order, each once."""
         wanted = set(axes)
         return tuple(name for name in self.names if name in wanted)
 
     def at(self, rank: int) -> Mesh:
-        """The same mesh seen from another rank."""
+        """Return the mesh seen from another rank."""
         return Mesh(self.axes, rank)
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Ranks in few words, `0-3, 8`."""
+    """Format ranks as `0-3, 8`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] + 1 == rank:

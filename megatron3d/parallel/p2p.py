@@ -1,4 +1,4 @@
-"""Links between two ranks, over which pipelines send, and the rounds in which all of them can be made."""
+"""Point-to-point links of the pipeline, and the order in which all ranks create them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron3d.parallel.mesh import Mesh
 
 @dataclass(frozen=True, order=True)
 class Link:
-    """Two ranks that differ along one axis only: where they stand on it, the smaller first."""
+    """Two ranks that differ along one axis only: their coordinates on it, the smaller first."""
 
     axis: str
     low: int
@@ -21,17 +21,17 @@ class Link:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Positions of both ends."""
+        """Coordinates of both ends."""
         return self.low, self.high
 
     def ranks(self, mesh: Mesh) -> tuple[int, int]:
-        """Ranks of both ends, seen from one of them."""
+        """Return the global ranks of both ends, given the mesh of either."""
         line = mesh.ranks((self.axis,))
         return line[self.low], line[self.high]
 
 
 def matchings(links: Iterable[Link]) -> list[list[Link]]:
-    """All links in as few rounds as come up easily, no rank being in two links of a round."""
+    """Return all links in rounds (greedy matchings): no rank is in two links of one round."""
     rounds: list[list[Link]] = []
     for link in sorted(set(links)):
         free = (r for r in rounds if not any({*link.ends} & {*other.ends} for other in r))

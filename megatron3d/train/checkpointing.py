@@ -16,7 +16,8 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.async_saver import PieceSource
 from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
 from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
-from megatron3d.config.schema import CheckpointConfig, Config
+from megatron3d.config.io_schema import CheckpointConfig
+from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.train.state import TrainState

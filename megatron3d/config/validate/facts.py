@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron3d.config.run_spec import RunSpec, resolve_architecture
+from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import show
 from megatron3d.model.architecture import Architecture

@@ -1,4 +1,4 @@
-"""The tensor-parallel modes by name and form.  A new mode is a file beside this one and an entry here."""
+"""The tensor-parallel modes by name and form.  A new mode is a file in this folder and an entry here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModeEntry:
-    """How a mode is asked for: names of its axes, its forms (the first is the default), and its shape for a size."""
+    """A mode as configured: its axis names, its forms (the first is the default), and the default shape of a size."""
 
     axis_names: tuple[str, ...]
     forms: Mapping[str, Callable[[Shape], Mode]]
@@ -29,12 +29,12 @@ def _factorizations(size: int, num_axes: int) -> Iterator[Shape]:
 
 
 def _balanced(num_axes: int) -> Callable[[int], Shape]:
-    """The factorization with the smallest sum, larger factors on later (faster) axes."""
+    """Return a function to the factorization with the smallest sum, larger factors on later (faster) axes."""
     return lambda size: min(_factorizations(size, num_axes), key=lambda shape: (sum(shape), shape))
 
 
 def _square_with_depth(size: int) -> Shape:
-    """The most even d, q, q, with a depth of at most q where there is one (Wang et al. 2021, section 3.1)."""
+    """Return the most even d, q, q, with depth d <= q where possible (Wang et al. 2021, section 3.1)."""
     shapes = (shape for shape in _factorizations(size, 3) if shape[1] == shape[2])
     return min(shapes, key=lambda shape: (shape[0] > shape[1], sum(shape)))
 
@@ -55,6 +55,6 @@ MODES: Mapping[str, ModeEntry] = {
 
 
 def build_mode(name: str, form: str | None, shape: Shape) -> Mode:
-    """The mode `name` in `form` (None: its first form) with axes of the sizes `shape`."""
+    """Return the mode `name` in `form` (None: its first form) with axes of the sizes `shape`."""
     entry = MODES[name]
     return entry.forms[form or next(iter(entry.forms))](shape)

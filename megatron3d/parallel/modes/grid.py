@@ -2,8 +2,8 @@
 
     Y[M/z, N/y]  =  sum over x of  X[M/z, K/x] W[K/x, N/y]
 
-Tokens are split over z, W is stored split over z as well.  Y is all-reduced over x, so that the residual stream
-[z, x] is copied over y and the inner stream [z, y] over x; or it is scattered, which stores nothing twice.
+Tokens are sharded over z, and so is W where it is stored.  Y is all-reduced over x, so that the residual stream [z, x]
+is replicated over y and the inner stream [z, y] over x; or it is reduce-scattered, and nothing is replicated.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def _axes(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
 
 
 def all_reduce(shape: tuple[int, ...]) -> Mode:
-    """AxoNN's own form: outputs are all-reduced."""
+    """AxoNN's form: all-reduce Y."""
     up = MatmulPlan(m=("z",), k=("x",), n=("y",), w={"z": "K"}, y={"x": None})
     return Mode("grid", _axes(shape), expand=up, contract=up.swapped())
 
 
 def scatter(shape: tuple[int, ...]) -> Mode:
-    """Outputs are scattered over their features and gathered where they are read."""
+    """Reduce-scatter Y over its features, and all-gather it as the next X."""
     up = MatmulPlan(m=("z",), k=("x",), n=("y",), x={"y": "K"}, w={"z": "K"}, y={"x": "N"})
     return Mode("grid", _axes(shape), expand=up, contract=up.swapped())

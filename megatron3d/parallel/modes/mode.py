@@ -1,4 +1,4 @@
-"""What a tensor-parallel mode is: mesh axes with sizes, and two plans that fit each other."""
+"""A tensor-parallel mode: mesh axes with sizes, and the plans of its two kinds of linears."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from megatron3d.parallel.mesh import Axes
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode: `expand` leads from the residual to the inner stream (qkv, up, head), `contract` back (proj, down)."""
+    """A tensor-parallel mode.
+
+    `expand` is the plan of linears from the residual to the inner stream (qkv, fc1, head; column-parallel in Megatron),
+    `contract` that of linears back to the residual stream (proj, fc2; row-parallel).
+    """
 
     name: str
     axes: tuple[tuple[str, int], ...]
@@ -34,23 +38,23 @@ class Mode:
 
     @property
     def copies(self) -> Axes:
-        """Axes along which ranks hold the same shard of the residual stream."""
+        """Axes over which the residual stream is replicated."""
         split = layout_axes(self.residual)
         return tuple(name for name, _ in self.axes if name not in split)
 
     @property
     def inner(self) -> Layout:
-        """Layout of the inner stream [tokens, heads or ffn]; its token axes split whole sequences."""
+        """Layout of the inner stream [tokens, heads or ffn]; its token axes shard whole sequences."""
         return self.expand.y_layout
 
     @property
     def embed(self) -> MatmulPlan:
-        """Plan of the embedding, a product with one-hot tokens over the head's own stored matrix."""
+        """Plan of the embedding: a matmul of one-hot tokens with the matrix that the head stores."""
         return self.expand.transposed()
 
     @property
     def batch_axes(self) -> Axes:
-        """Axes that split the sequences of a microbatch before they are read."""
+        """Axes that shard the sequences of a microbatch when they are read."""
         return self.expand.m
 
     @property

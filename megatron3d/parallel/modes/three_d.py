@@ -2,8 +2,8 @@
 
     Y[M/x, N/y]  =  sum over z of  X[M/x, K/z] W[K/z, N/y]
 
-X is kept split over y as well (tokens), W over x (its K rows), Y over z: over heads, or over tokens as in the paper.
-Nothing is stored twice.  The next matmul is the same with y and z exchanged.
+X is stored sharded over y as well (tokens), W over x (its K rows), Y over z: over heads, or over tokens as in the
+paper.  Nothing is replicated.  The next matmul exchanges y and z.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def _axes(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
 
 
 def heads(shape: tuple[int, ...]) -> Mode:
-    """Residual tokens live on x*y, inner features on y*z: a microbatch needs only x sequences."""
+    """Shard residual tokens over x*y and inner features over y*z: a microbatch needs a multiple of x sequences."""
     up = MatmulPlan(m=("x",), k=("z",), n=("y",), x={"y": "M"}, w={"x": "K"}, y={"z": "N"})
     return Mode("3d", _axes(shape), expand=up, contract=up.swapped())
 
 
 def tokens(shape: tuple[int, ...]) -> Mode:
-    """The paper's form: inner tokens live on x*z, inner features on y: a microbatch needs x*z sequences."""
+    """The paper's form: shard inner tokens over x*z, inner features over y: a microbatch needs x*z sequences."""
     up = MatmulPlan(m=("x",), k=("z",), n=("y",), x={"y": "M"}, w={"x": "K"}, y={"z": "M"})
     return Mode("3d", _axes(shape), expand=up, contract=up.swapped())

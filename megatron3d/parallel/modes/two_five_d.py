@@ -2,7 +2,7 @@
 
     Y[M/dr, N/c]  =  X[M/dr, K] W[K, N/c]      2-D SUMMA on every depth layer
 
-Depth splits tokens; weights are copied over it, so their gradients are summed over it by the gradient rule.
+Tokens are sharded over the depth d; weights are replicated over it, and their gradients all-reduced.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ def _axes(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
 
 
 def summa(shape: tuple[int, ...]) -> Mode:
-    """Both matmuls gather X and W."""
+    """SUMMA in all linears: all-gather X and W."""
     up = MatmulPlan(m=("d", "r"), n=("c",), x={"c": "K"}, w={"r": "K"})
     return Mode("2.5d", _axes(shape), expand=up, contract=up)
 
 
 def weight_stationary(shape: tuple[int, ...]) -> Mode:
-    """The contracting matmul scatters its output instead of gathering its (larger) input."""
+    """Reduce-scatter the output of contracting linears instead of all-gathering their larger input."""
     up = MatmulPlan(m=("d", "r"), n=("c",), x={"c": "K"}, w={"r": "K"})
     return Mode("2.5d", _axes(shape), expand=up, contract=up.swapped())

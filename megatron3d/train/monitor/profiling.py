@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron3d.config.schema import Config, LoggingConfig
+from megatron3d.config.io_schema import LoggingConfig
+from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Action
 from megatron3d.train.step import Watch

@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.config_json import read_settings, write_settings
 from megatron3d.convert.model_types import METADATA, MODEL_TYPES

@@ -11,7 +11,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.schema import DataConfig
+from megatron3d.config.io_schema import DataConfig
 from megatron3d.convert import tokenizer as module
 from megatron3d.convert.tokenizer import SAMPLE, export_tokenizer, import_tokenizer
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece

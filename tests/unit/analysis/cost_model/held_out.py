@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, step_time
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.model.flops import flops_per_token
 from tests.unit.analysis.cost_model.framework_profiles import PROFILES

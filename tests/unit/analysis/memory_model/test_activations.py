@@ -23,7 +23,7 @@ from megatron3d.analysis.memory_model.activations import (
 )
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.comm.interface import Comm
-from megatron3d.config.run_spec import resolve_architecture
+from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.data.packing import Packing
 from megatron3d.model.architecture import Architecture
