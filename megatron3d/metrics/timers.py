@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action, ActionKind
 
@@ -60,11 +61,6 @@ def clock(device: torch.device) -> Clock:
     return Clock(stamp, elapsed)
 
 
-def along(axes: Axes) -> str:
-    """Return the timer name of waiting for communication over these axes."""
-    return f"along {'·'.join(axes)}"
-
-
 class _Interval:
     """Records the time stamps of the start and end of its body."""
 
@@ -98,7 +94,7 @@ class Timers:
 
     def waiting(self, axes: Axes) -> AbstractContextManager[None]:
         """Time the body, which waits for communication over `axes`."""
-        return _NO_TIMER if self._is_paused else _Interval(along(axes), self._clock.stamp, self._intervals)
+        return _NO_TIMER if self._is_paused else _Interval(ExposedComm(axes), self._clock.stamp, self._intervals)
 
     @contextlib.contextmanager
     def between_steps(self, name: str) -> Iterator[None]:
@@ -157,7 +153,7 @@ def spread(values: Sequence[float]) -> Spread:
 def own_ms(times: Mapping[str, float]) -> float:
     """Return the milliseconds of a step on a rank without those in which it waits for other ranks."""
     parts = sum(times.get(name, 0.0) for name in PARTS)
-    return parts - sum(ms for name, ms in times.items() if name.startswith("along "))
+    return parts - sum(ms for name, ms in times.items() if isinstance(name, ExposedComm))
 
 
 def pipeline_bubble(ranks: Sequence[Mapping[str, float]]) -> float | None:

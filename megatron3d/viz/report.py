@@ -24,6 +24,7 @@ from megatron3d.analysis.memory_model.table import BYTES, unit_for
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
+from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import ranges
 from megatron3d.pipeline.plot import figure
 from megatron3d.pipeline.simulate import simulate_durations
@@ -142,7 +143,7 @@ def _phases(steps: Rows) -> dict[str, tuple[Cells, float]]:
         slowest = [spread["max_rank"] for spread in spreads]
         times = [median(spread[key] for spread in spreads) for key in ("min", "mean", "max")]
         cells = (name, *(f"{ms:,.3f}" for ms in times), max(set(slowest), key=slowest.count))
-        phases[name] = cells, 1e-3 * times[1]
+        phases[ExposedComm.from_log(name)] = cells, 1e-3 * times[1]
     return phases
 
 

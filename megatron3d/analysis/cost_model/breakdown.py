@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import Axes
 
-COMPUTATION, BUBBLE, UPDATE, DATA, ALONG = "computation", "bubble", "update", "data", "along "
+COMPUTATION, BUBBLE, UPDATE, DATA = "computation", "bubble", "update", "data"
 PRODUCTS, ATTENTION, MEMORY, TAX = COMPUTE = ("products", "attention", "passes over memory", "slowed by transfers")
 
 
@@ -43,14 +44,15 @@ def combine(many: Iterable[TimeBreakdown]) -> TimeBreakdown:
 
 def exposed_time(axes: Axes, seconds: float) -> TimeBreakdown:
     """Time that is spent waiting for a collective."""
-    return TimeBreakdown({ALONG + "·".join(axes): seconds}) if seconds > 0 else TimeBreakdown()
+    return TimeBreakdown({ExposedComm(axes): seconds}) if seconds > 0 else TimeBreakdown()
 
 
 def is_exposed(kind: str) -> bool:
     """Whether a kind is waiting for communication."""
-    return kind.startswith(ALONG)
+    return isinstance(kind, ExposedComm)
 
 
 def exposed_axes(kind: str) -> Axes:
     """The axes that a wait's communication goes along."""
-    return tuple(kind.removeprefix(ALONG).split("·"))
+    assert isinstance(kind, ExposedComm), f"{kind} is no exposed communication"
+    return kind.axes

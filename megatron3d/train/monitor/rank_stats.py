@@ -10,7 +10,8 @@ import torch
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.hardware.peaks import device_name
 from megatron3d.metrics.memory import memory_bytes
-from megatron3d.metrics.timers import PHASES, Spread, along, spread
+from megatron3d.metrics.timers import PHASES, Spread, spread
+from megatron3d.parallel.exposed_comm import ExposedComm
 
 Table = Mapping[str, Spread]
 TIMERS, MEMORY = "timers", "memory"
@@ -29,7 +30,7 @@ class RankStatistics:
     def __init__(self, comm: ProcessComm, device: torch.device, num_lanes: int = 0) -> None:
         self._comm, self._device = comm, device
         self._lanes = tuple(f"skipped records of lane {lane}" for lane in range(num_lanes))
-        self._timers = (*PHASES, *map(along, comm.axis_sets))
+        self._timers = (*PHASES, *map(ExposedComm, comm.axis_sets))
         self._memory = tuple(memory_bytes(device))
         self.devices: Sequence[str] = comm.gather_object(f"host {socket.gethostname()}, {device_name(device)}") or ()
 

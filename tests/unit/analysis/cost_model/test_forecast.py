@@ -12,6 +12,7 @@ from megatron3d.analysis.cost_model.hardware import load_accelerator
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
+from megatron3d.parallel.exposed_comm import ExposedComm
 
 MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 8192}
 
@@ -62,7 +63,7 @@ def test_a_slow_link_is_named() -> None:
     found = forecast_of(config, "perlmutter", 8)
     assert isinstance(found, Forecast)
     for axis, where in (("t", "76 GB/s through node (Perlmutter)"), ("data", "GB/s through network (Perlmutter)")):
-        slow = {**found.parts, f"along {axis}": found.step.step_s}
+        slow = {**found.parts, ExposedComm((axis,)): found.step.step_s}
         assert any(f"along {axis} is +" in line and where in line for line in found.compare(1.0, slow))
 
 
