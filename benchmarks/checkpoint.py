@@ -22,13 +22,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from report import Row, show, write
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.report import Row, show, write
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.store import Piece, load, resolve
 from megatron3d.comm.process_comm import background_comm
@@ -127,8 +127,8 @@ class Bench:
 
     def _async_save(self) -> object:
         state = self.state.dtensors(ROWS)
-        writer = dcp.FileSystemWriter(self.folder / "torch async")
-        return dcp.async_save(state, storage_writer=writer, process_group=self.aside, async_stager=self.stager)
+        writer = dcp.FileSystemWriter(self.folder / "torch async")  # type: ignore[attr-defined]
+        return dcp.async_save(state, storage_writer=writer, process_group=self.aside, async_stager=self.stager)  # type: ignore[attr-defined]
 
     def save_ours_now(self) -> Mapping[str, float]:
         """In the foreground."""
@@ -136,8 +136,8 @@ class Bench:
 
     def save_torch_now(self) -> Mapping[str, float]:
         """In the foreground."""
-        writer = dcp.FileSystemWriter(self.folder / "torch")
-        return {"save torch": timed(lambda: dcp.save(self.state.dtensors(ROWS), storage_writer=writer))}
+        writer = dcp.FileSystemWriter(self.folder / "torch")  # type: ignore[attr-defined]
+        return {"save torch": timed(lambda: dcp.save(self.state.dtensors(ROWS), storage_writer=writer))}  # type: ignore[attr-defined]
 
     def load_ours(self, what: str, by: tuple[Any, ...]) -> Mapping[str, float]:
         """Whole boxes where `by` is what was saved, else a part of each rank's."""
@@ -147,8 +147,8 @@ class Bench:
 
     def load_torch(self, what: str, by: tuple[Any, ...]) -> Mapping[str, float]:
         """The same by torch."""
-        reader = dcp.FileSystemReader(self.folder / "torch")
-        seconds = timed(lambda: dcp.load(self.state.dtensors(by), storage_reader=reader))
+        reader = dcp.FileSystemReader(self.folder / "torch")  # type: ignore[attr-defined]
+        seconds = timed(lambda: dcp.load(self.state.dtensors(by), storage_reader=reader))  # type: ignore[attr-defined]
         self.state.check(by)
         return {f"{what} torch": seconds}
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 import xxhash
-
-from benchmarks.report import Row, interleaved, show, write
+from report import Row, interleaved, show, write
 
 NUM_BYTES = 2**26
 
@@ -35,7 +34,7 @@ def contestants(content: bytes) -> Mapping[str, Callable[[], object]]:
             function = getattr(importlib.import_module(module), call)
         except ImportError:
             continue
-        found[module] = lambda function=function: getattr(function(content), "digest", int)()
+        found[module] = lambda function=function: getattr(function(content), "digest", int)()  # type: ignore[misc]
     return found
 
 

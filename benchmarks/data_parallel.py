@@ -101,7 +101,7 @@ def fsdp(model: PlainGPT, reshard_after_forward: bool = True) -> nn.Module:
     """A group for each layer and one for the rest; without resharding after forward it is ZeRO 2."""
     for block in model.h:
         fully_shard(block, reshard_after_forward=reshard_after_forward)
-    return fully_shard(model, reshard_after_forward=reshard_after_forward)
+    return fully_shard(model, reshard_after_forward=reshard_after_forward)  # type: ignore[return-value]
 
 
 def unwrapped(model: PlainGPT) -> nn.Module:
@@ -136,7 +136,7 @@ def contestants(fused_peer: bool) -> Iterator[Contestant]:
     for suffix, fused in (("", False), (", fused AdamW", True))[: 1 + fused_peer]:
         program = f"plain alone{suffix}"
         for name, (wrap, stage) in wraps.items():
-            build = partial(plain, wrap=wrap, fused=fused)
+            build = partial(plain, wrap=wrap, fused=fused)  # type: ignore[arg-type]
             yield Contestant(f"{name}{suffix}", build, f"ZeRO {stage}", program)
         lonely = partial(plain, wrap=unwrapped, fused=fused)
         yield Contestant(program, lambda size, *_, lonely=lonely: lonely(size, 1, 0), "ours alone", program)

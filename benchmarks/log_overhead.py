@@ -97,7 +97,7 @@ class Contest:
         run = self.run
         with watch("batch-generator"):
             batch = run.train_data.step(run.state.consumed_samples)
-        return train_step(run.state, batch, LR, run.settings(run.batches.last), watch=watch)
+        return train_step(run.state, batch, LR, run.step_settings(run.batches.last), watch=watch)
 
     @contextlib.contextmanager
     def _note(self, what: Action | str) -> Iterator[None]:

@@ -76,7 +76,7 @@ def contestants(size: Size) -> list[Contestant]:
             run = Ours(size, size.config("fp32", parallel), NUM_RANKS, dist.get_rank())
             if engine == "torch":
                 num_tokens = size.num_tokens // size.num_microbatches
-                run.state.executor = TorchExecutor(run.state.model, run.state.executor.pipeline, name, num_tokens)
+                run.state.executor = TorchExecutor(run.state.model, run.state.executor.pipeline, name, num_tokens)  # type: ignore[assignment]
             found.append(Contestant(name, engine, run))
     return found
 

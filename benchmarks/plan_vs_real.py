@@ -111,7 +111,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
             for label, took in zip(mine, found, strict=True):
                 seconds[label].append(took)
     with tempfile.TemporaryDirectory() as name:
-        sheet, cluster = calibrate.write(Path(name), calibrate.medians(numbers))
+        sheet, cluster = calibrate.write_files(Path(name), calibrate.medians(numbers))
         local, accelerator = load_cluster("local", cluster.parent), load_accelerator("local", sheet.parent)
     rows: list[Row] = []
     for label, num_ranks, *_ in chosen:
@@ -136,7 +136,7 @@ def pairs_in_order(rows: list[Row]) -> float:
     """The part of all pairs of layouts that prediction and measurement put in one order."""
     pairs = [(a, b) for index, a in enumerate(rows) for b in rows[:index]]
     same = [(a["predicted_ms"] < b["predicted_ms"]) == (a["measured_ms"] < b["measured_ms"]) for a, b in pairs]
-    return sum(same) / len(same)
+    return sum(same) / len(same)  # type: ignore[no-any-return]
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def scaling(folder: Path, source: Path, kind: str, copies: int, rounds: int) -> 
 def times(turns: Turns, base: str, name: str, clock: str) -> float:
     """Median over rounds of the base's time over this one's in the same round: how many times as fast this one is."""
     pairs = zip(turns[base], turns[name], strict=True)
-    return statistics.median(getattr(one, clock) / getattr(other, clock) for one, other in pairs)
+    return statistics.median(getattr(one, clock) / getattr(other, clock) for one, other in pairs)  # type: ignore[no-any-return]
 
 
 def contestants(folder: Path, source: Path, kind: str) -> Mapping[str, Callable[[], object]]:

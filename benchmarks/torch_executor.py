@@ -46,9 +46,9 @@ class TorchExecutor:
         self._microbatches = len({action.mb for action in pipeline.schedule[0]})
         kind, settings = PEERS[name], {"loss_fn": _loss, "scale_grads": False}
         if issubclass(kind, PipelineScheduleMulti):
-            self._schedule = kind(self._stages, self._microbatches, **settings)
+            self._schedule = kind(self._stages, self._microbatches, **settings)  # type: ignore[arg-type]
         else:
-            self._schedule = kind(self._stages[0], self._microbatches, **settings)
+            self._schedule = kind(self._stages[0], self._microbatches, **settings)  # type: ignore[arg-type, assignment]
 
     def _stage(self, stage: Stage, num_tokens: int) -> PipelineStage:
         """With shapes given: the peer's trial run would make a head's gradient that belongs to no microbatch."""

@@ -83,7 +83,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Iterator[Pat
         for words in commands(WALK):
             if reason(words) is None:
                 do(words, pool)
-        with mock.patch.object(train_tokenizer, "in_child", train_tokenizer.learn):
+        with mock.patch.object(train_tokenizer, "train_in_child", train_tokenizer.train):
             furnish(pool)
     finally:
         os.chdir(back)

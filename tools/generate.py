@@ -73,7 +73,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         ) from error
     if not prompts:
         raise UserError(f"--prompts {args.prompts}: is empty; give a prompt per line")
-    return prompts
+    return prompts  # type: ignore[no-any-return]
 
 
 def encode(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

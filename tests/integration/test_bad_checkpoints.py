@@ -203,7 +203,7 @@ ANOTHER_STEP = ["checkpoint.save_interval=1", "train.train_iters=10"]
 
 def fails_once(patch: pytest.MonkeyPatch, error: OSError) -> None:
     """Have the first file of boxes fail, after a part of it was written."""
-    errors, write = [error], store.write_boxes
+    errors, write = [error], store.write_boxes  # type: ignore[attr-defined]
 
     def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
         if errors:

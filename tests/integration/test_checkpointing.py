@@ -59,7 +59,7 @@ def test_in_the_background_the_same_bits_are_saved(config: Path, whole: Path, po
 def test_what_a_checkpoint_says(whole: Path) -> None:
     meta = read_meta(whole / "iter_0000008")
     assert (meta.iteration, meta.consumed_samples, meta.optimizer_steps) == (8, 128, 8)
-    assert meta.config["train"]["precision"] == "fp64" and meta.identity["train.seed"] == 1234
+    assert meta.config["train"]["precision"] == "fp64" and meta.identity["train.seed"] == 1234  # type: ignore[call-overload, index]
     assert set(meta.mesh.values()) == {1} and meta.versions["torch"] == torch.__version__
     assert len(str(meta.identity["corpus"])) == len(str(meta.identity["tokenizer"])) == 64
 

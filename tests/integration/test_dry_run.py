@@ -186,9 +186,9 @@ def test_the_picture_has_what_is_held() -> None:
     (panel, *rest) = figure(runs, sums).axes
     assert len(rest) == len(runs) - 1
     (line,) = panel.lines
-    top, size = list(line.get_ydata()), sums[0].peak / max(line.get_ydata())
+    top, size = list(line.get_ydata()), sums[0].peak / max(line.get_ydata())  # type: ignore[operator, type-var]
     assert top == pytest.approx([peak / size for peak in sums[0].peaks])
-    highest = max(y for area in panel.collections for path in area.get_paths() for _, y in path.vertices)
+    highest = max(y for area in panel.collections for path in area.get_paths() for _, y in path.vertices)  # type: ignore[misc, str-unpack, type-var, union-attr]
     assert highest == pytest.approx(max(sums[0].timeline) / size, rel=1e-6)
 
 

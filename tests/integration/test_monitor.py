@@ -86,7 +86,7 @@ def test_what_is_not_a_number_is_visible_everywhere(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the terminal, in metrics.jsonl, in tensorboard; in the loss, its gradient, and the validation loss."""
-    step = loop.train_step
+    step = loop.train_step  # type: ignore[attr-defined]
 
     def spoiled(state: TrainState, *rest: Any) -> Any:
         for flat in state.buffers.flat_buffers if state.iteration == 1 else ():

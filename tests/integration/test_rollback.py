@@ -50,7 +50,7 @@ def test_a_spike_is_far_from_the_others() -> None:
 
 def spoiled(monkeypatch: pytest.MonkeyPatch, at: Callable[[TrainState], bool], value: float) -> None:
     """Weights are multiplied before a step, when `at` says so."""
-    step = loop.train_step
+    step = loop.train_step  # type: ignore[attr-defined]
 
     def train_step(state: TrainState, *rest: Any) -> Any:
         if at(state):

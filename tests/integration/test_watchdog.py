@@ -30,7 +30,7 @@ BUSY = ("train/loop.py:9 train", "data/loader.py:5 step")
 
 
 def later(beat: Heartbeat, **changes: object) -> Heartbeat:
-    return replace(beat, sequence=beat.sequence + 3, **changes)  # type: ignore[arg-type]
+    return replace(beat, sequence=beat.sequence + 3, **changes)
 
 
 def test_a_rank_whose_heartbeat_stops_is_at_fault() -> None:
@@ -71,7 +71,7 @@ def test_many_at_one_place_are_one_line() -> None:
 def test_frames_of_the_package_only() -> None:
     assert package_stack(inspect.currentframe()) == ()
     found: list[tuple[str, ...]] = []
-    process_comm.Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[arg-type,return-value]
+    process_comm.Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[arg-type, attr-defined, return-value]
     assert len(found[0]) == 1 and found[0][0].startswith("comm/process_comm.py:") and found[0][0].endswith(" wait")
 
 

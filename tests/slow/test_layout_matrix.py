@@ -96,7 +96,7 @@ def pipeline_matrix(turn: int, folder: Path) -> list[tuple[str, Config]]:
             schedule = any_schedule(choose, where, inner.num_microbatches)
             write_schedule(schedule, Path(parallel["pipeline_schedule_file"]))
         model = {**MODELS[name], "num_layers": NUM_LAYERS}
-        where = RunSpec(configure(model, parallel, **train), NUM_RANKS).stage_owners
+        where = RunSpec(configure(model, parallel, **train), NUM_RANKS).stage_owners  # type: ignore[assignment]
         division = list(divisions(where, NUM_LAYERS, choose).values())[(turn - index) % 4]
         found.append((name, configure(model, {**parallel, "pipeline_model_parallel_layout": division}, **train)))
     return found

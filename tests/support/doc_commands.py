@@ -82,7 +82,7 @@ def only_parsing() -> Iterator[None]:
         return parse_and_stop
 
     patches: Mapping[str, object] = {name: stopping(name) for name in ("parse_args", "parse_intermixed_args")}
-    with mock.patch.multiple(argparse.ArgumentParser, **patches), pytest.raises(ReadError):
+    with mock.patch.multiple(argparse.ArgumentParser, **patches), pytest.raises(ReadError):  # type: ignore[call-overload]
         yield
 
 

@@ -75,7 +75,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "hidden_dropout": 0.2,
     },
 }
-RECOMPUTATIONS: Mapping[str, Mapping[str, Any]] = {
+RECOMPUTATIONS: Mapping[str, dict[str, Any]] = {
     "nothing": {},
     "attention core": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "attention core and activation": {
@@ -90,7 +90,7 @@ RECOMPUTATIONS: Mapping[str, Mapping[str, Any]] = {
     "first layer": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
 NO_OVERLAP = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
-OVERLAPS: Mapping[str, Mapping[str, Any]] = {
+OVERLAPS: Mapping[str, dict[str, Any]] = {
     "all": {},
     "gathered weights kept": {"tp_keep_gathered_weights": True},
     "3 panels": {"tp_num_panels": 3},

@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
     for name, asked in (("one", []), ("seed", ["train.seed=5"])):
         assert run(config, *in_run(str(folder / name)), *FP64, SAVES, *asked).code == ExitCode.DONE
     cube = ["parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"]
-    asked = [[*in_run(str(folder / "other")), *FP64, SAVES, *cube]]
+    asked = [[*in_run(str(folder / "other")), *FP64, SAVES, *cube]]  # type: ignore[list-item]
     assert pool.run(run_as_rank, 8, config, asked) == [[ExitCode.DONE]] * 8
     return folder
 

@@ -57,11 +57,11 @@ def text(folder: Path, capsys: pytest.CaptureFixture[str], typed: list[str]) -> 
 def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: list[list[str]]) -> list[str]:
     """What a rank would print in each layout."""
     args = generate.parse_args(["--load", str(folder), *typed])
-    checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)
+    checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)  # type: ignore[attr-defined]
     here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
     found = []
     for layout in layouts:
-        config = generate.read_run(checkpoint, layout, world_size)
+        config = generate.read_run(checkpoint, layout, world_size)  # type: ignore[attr-defined]
         sampler = Sampler(restore(config, tokenizer, checkpoint, here), here.device)
         (tokens,) = generate.complete(sampler, [tokenizer.encode(PROMPT)], tokenizer.eod, args)
         found.append(tokenizer.decode(tokens) + "\n")
@@ -153,7 +153,7 @@ def test_the_end_of_a_document_ends_the_text() -> None:
     said = iter([(65, 70), (66, 71), (256, 72), (67, 256)])
     sampler = Namespace(next_logits=lambda _: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
     args = Namespace(max_new_tokens=9, temperature=0, top_k=0, seed=1)
-    tokens = generate.complete(sampler, [[60], [61]], 256, args)  # type: ignore[arg-type]
+    tokens = generate.complete(sampler, [[60], [61]], 256, args)
     assert tokens == [[60, 65, 66], [61, 70, 71, 72]]
 
 

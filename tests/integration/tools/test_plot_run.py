@@ -56,7 +56,7 @@ def test_curves_of_several_runs_are_drawn_again_until_all_have_ended(tmp_path: P
     for run, wanted in zip(runs, (5, 7), strict=True):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"iteration": 0, "start": {"train_iters": wanted}}) + "\n")
-    with mock.patch.object(plot_run.time, "sleep", look):
+    with mock.patch.object(plot_run.time, "sleep", look):  # type: ignore[attr-defined]
         assert plot_run.main([*map(str, runs), "--output", str(output), "--refresh", "1"]) == 0
     pictures.append(output.read_bytes())
     assert len(set(pictures)) == 3 and all(picture.startswith(PNG) for picture in pictures)
@@ -66,7 +66,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 6, "lm_')
-    assert len(plot_run.read_run(run)) == 6
+    assert len(plot_run.read_run(run)) == 6  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def examples() -> list[tuple[str, str]]:
 
 def test_the_document_shows_every_schedule() -> None:
     shown = {shlex.split(command)[2] for command, _ in examples()}
-    assert shown == set(plot_schedule.SCHEDULES)
+    assert shown == set(plot_schedule.SCHEDULES)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("command", "output"), examples())

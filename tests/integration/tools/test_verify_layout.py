@@ -56,7 +56,7 @@ def test_a_pipeline_stays_one_with_uneven_stages(name: str, has_layout: bool) ->
         given = {"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": virtual}
         stages = 4 * (virtual or SCHEDULES[name].min_virtual)
         if has_layout:
-            given["pipeline_model_parallel_layout"] = [20, *[0] * (stages - 1)]
+            given["pipeline_model_parallel_layout"] = [20, *[0] * (stages - 1)]  # type: ignore[assignment]
         small, num_ranks = verify_layout.shrink(pipelines(pipeline_model_parallel_size=4, **given), 4)
         assert num_ranks == 2 and check(small, num_ranks) == []
         spec = RunSpec(small, num_ranks, verify_layout.VOCAB_SIZE)

@@ -83,7 +83,7 @@ def test_training_goes_on_under_it(tmp_path, run_ranks, gate):
 def test_a_failure_is_told_at_once_and_the_next_save_is_the_next_try(tmp_path, run_ranks, gate):
     gate.opened.set()
     gate.failures.append(OSError(28, "No space left on device"))
-    told = []
+    told = []  # type: ignore[var-annotated]
 
     def train(comm):
         tell = told.append if comm.mesh.rank == 0 else lambda line: None

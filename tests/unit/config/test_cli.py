@@ -90,7 +90,7 @@ def test_a_run_refuses_what_a_rule_finds(tmp_path: Path, changes: Any, world_siz
     path.write_text(yaml.safe_dump(json.loads(json.dumps(sections(changes)))))
     with pytest.raises(UserError) if found else contextlib.nullcontext() as caught:
         resolve(path, [], world_size, elsewhere=True)
-    assert not found or [problem.partition("=")[0] for problem in caught.value.problems] == found, message
+    assert not found or [problem.partition("=")[0] for problem in caught.value.problems] == found, message  # type: ignore[union-attr]
 
 
 def test_the_command_line_reports_or_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,7 +196,7 @@ def test_only_some_tensors_are_in_memory(tmp_path: Path) -> None:
     asked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         load = store.load
-        patch.setattr(module.store, "load", lambda path, pieces: (asked.append(size(pieces)), load(path, pieces)))
+        patch.setattr(module.store, "load", lambda path, pieces: (asked.append(size(pieces)), load(path, pieces)))  # type: ignore[attr-defined]
         list(module._values(store.resolve(tmp_path / "run"), table, torch.float32))
     assert max(asked) <= 257 * 16 < sum(asked) and len(asked) < len(table)
 

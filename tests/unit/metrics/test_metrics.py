@@ -268,7 +268,7 @@ def wandb_log(path: Path) -> list[Any]:
 
 def wandb_records(path: Path) -> Iterator[Any]:
     """Of a .wandb file: 7 bytes, and LevelDB's log of protocol buffers in blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     data, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(data):

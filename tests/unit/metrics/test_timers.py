@@ -25,7 +25,7 @@ class Hands:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now_ms = 0.0
-        patch.setattr(timers.time, "perf_counter", lambda: self.now_ms / 1e3)
+        patch.setattr(timers.time, "perf_counter", lambda: self.now_ms / 1e3)  # type: ignore[attr-defined]
 
     def move(self, ms: float) -> None:
         self.now_ms += ms

@@ -84,7 +84,7 @@ def build(compiler: Compiler, inner: type[nn.Module] = Inner) -> tuple[list[nn.M
     compiled, eager = ([Block(seed, inner) for seed in range(3)] for _ in range(2))
     blocks = [compiler.block(block) for block in compiled]
     assert all(a is b for a, b in zip(blocks, compiled, strict=True))
-    return blocks, eager
+    return blocks, eager  # type: ignore[return-value]
 
 
 def is_inner(module: nn.Module) -> bool:

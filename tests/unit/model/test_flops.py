@@ -50,7 +50,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         "add_bias_linear": [True, False],
         "tie_embeddings": [True, False],
     }
-    fields |= {name: draw(st.sampled_from([None, *values])) for name, values in optional.items()}
+    fields |= {name: draw(st.sampled_from([None, *values])) for name, values in optional.items()}  # type: ignore[misc]
     return resolve_architecture(ModelConfig(**fields), vocab_size=draw(st.integers(1, 60)), vocab_multiple=4)
 
 

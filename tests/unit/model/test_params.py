@@ -110,7 +110,7 @@ def test_every_parameter_is_where_it_is_used(assignment: StageAssignment, tied: 
     found: dict[tuple[int, str], ParamSpec] = {}
     for rank in range(assignment.num_ranks):
         stages = stage_specs(arch, mode, assignment, rank)
-        assert list(stages) == [stage.index for stage in assignment.mine(rank)]
+        assert list(stages) == [stage.index for stage in assignment.on_rank(rank)]
         for index, specs in stages.items():
             for path, spec in specs.items():
                 assert (rank, path) not in found, f"{path} is in two stages of rank {rank}"

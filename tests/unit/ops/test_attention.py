@@ -63,7 +63,7 @@ def projections(num_heads: int, num_groups: int) -> list[Tensor]:
 def test_on_one_rank(num_heads: int, num_groups: int) -> None:
     heads = Heads(num_heads, num_groups, SIZE, (), ProcessComm(Mesh(()), []))
     whole = [t.requires_grad_() for t in projections(num_heads, num_groups)]
-    got, expected = run(heads, torch.cat(whole, 1)), reference(*whole, num_heads)
+    got, expected = run(heads, torch.cat(whole, 1)), reference(*whole, num_heads)  # type: ignore[call-arg]
     assert error(got.detach(), expected.detach()) < 1e-13
     dy = normal(*got.shape, seed=9)
     for mine, theirs in zip(torch.autograd.grad(got, whole, dy), torch.autograd.grad(expected, whole, dy), strict=True):
@@ -92,7 +92,7 @@ def split_errors(rank: int, world_size: int) -> list[str]:
         whole = [t.requires_grad_() for t in projections(num_heads, num_groups)]
         mine = [cut(t.detach(), ((), axes), mesh).requires_grad_() for t in whole]
         heads = Heads(num_heads, num_groups, SIZE, axes, comm)
-        expected, got = reference(*whole, num_heads), run(heads, torch.cat(mine, 1))
+        expected, got = reference(*whole, num_heads), run(heads, torch.cat(mine, 1))  # type: ignore[call-arg]
         dy = normal(*expected.shape, seed=9)
         expected.backward(dy)
         got.backward(cut(dy, ((), axes), mesh))

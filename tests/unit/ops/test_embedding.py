@@ -74,7 +74,7 @@ def test_lookup_and_gradient_in_every_form(pool: Pool, world_size: int) -> None:
 def test_on_one_rank_it_is_torchs() -> None:
     got = embedding(
         token_ids(), normal(PADDED_VOCAB, HIDDEN, seed=1).requires_grad_(), PADDED_VOCAB, MatmulPlan(), None
-    )  # type: ignore[arg-type]
+    )
     assert got.grad_fn is not None and got.grad_fn.name() == "EmbeddingBackward0"
 
 

@@ -37,7 +37,7 @@ def test_a_linear_layer_has_torchs_gradients_in_fp32() -> None:
     alone = ProcessComm(Mesh((("t", 1),)), [])
     inputs = [normal(40, 24).float(), normal(56, 24).float(), normal(56).float()]
     ours, torchs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
-    y = linear(*ours, MatmulPlan(), alone)
+    y = linear(*ours, MatmulPlan(), alone)  # type: ignore[call-arg]
     expected = F.linear(*torchs)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-4)
     y.square().sum().backward()

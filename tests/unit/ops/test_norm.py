@@ -38,8 +38,8 @@ def split_errors(rank: int, world_size: int) -> dict[str, float]:
             whole = [t.requires_grad_() for t in (x_MH.clone(), *parameters(centred))]
             mine = [cut(t.detach(), ((),) * (t.ndim - 1) + (axes,), mesh).requires_grad_() for t in whole]
             bias: list[Tensor | None] = [None] * (not centred)
-            expected = reference(*whole, *bias, 1e-5)
-            got = norm(*mine, *bias, 1e-5, axes, comm)
+            expected = reference(*whole, *bias, 1e-5)  # type: ignore[call-arg]
+            got = norm(*mine, *bias, 1e-5, axes, comm)  # type: ignore[call-arg]
             expected.backward(dy_MH)
             got.backward(cut(dy_MH, ((), axes), mesh))
             found[f"y {axes} {centred}"] = error(got.detach(), cut(expected.detach(), ((), axes), mesh))
@@ -94,6 +94,6 @@ def test_on_one_rank_it_is_torchs(centred: bool) -> None:
     nobody: Any = None
     bias: list[Tensor | None] = [None] * (not centred)
     inputs = [t.requires_grad_() for t in (normal(6, 24, seed=1), *parameters(centred))]
-    got = norm(*inputs, *bias, 1e-5, (), nobody)
-    assert error(got.detach(), reference(*inputs, *bias, 1e-5).detach()) < 1e-13
+    got = norm(*inputs, *bias, 1e-5, (), nobody)  # type: ignore[call-arg]
+    assert error(got.detach(), reference(*inputs, *bias, 1e-5).detach()) < 1e-13  # type: ignore[call-arg]
     assert got.grad_fn is not None and "SplitNorm" not in got.grad_fn.name()

@@ -37,7 +37,7 @@ class Chain:
         in_order = []
         for index in range(NUM_LINEARS):
             plan = CUBE.swapped() if index % 2 else CUBE
-            weight = PrefetchedWeight(lambda index=index: self.weights[index], plan, self.diary, overlap)
+            weight = PrefetchedWeight(lambda index=index: self.weights[index], plan, self.diary, overlap)  # type: ignore[misc]
             in_order.append((weight, lambda index=index: self.made_whole.append(index)))
             self.matmuls.append(Matmul(plan, self.diary, overlap, None, self.grads, weight))
         if overlap.weight_gather:

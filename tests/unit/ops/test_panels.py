@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from live import Live
 from torch import Tensor
 
-from benchmarks.live import Live
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.recording import Recorder
 from megatron3d.ops.main_grad import MainGrads

@@ -138,7 +138,7 @@ def test_temporary_memory_is_that_of_a_piece(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(adamw, "CPU_CHUNK", 64)
     group = build(torch.float32, torch.bfloat16, (1000,))
     own = {t.untyped_storage().data_ptr() for tensors in group.lists for t in tensors}
-    largest = []
+    largest = []  # type: ignore[var-annotated]
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(

@@ -125,4 +125,4 @@ def test_an_all_reduce_costs_a_scatter_and_a_gather() -> None:
 )
 def test_a_table_that_contradicts_itself_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        MatmulPlan(**fields)  # type: ignore[arg-type]
+        MatmulPlan(**fields)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from live import Live
 
-from benchmarks.live import Live
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import (
     COMPUTATIONS,
@@ -63,8 +63,8 @@ def wrong(got: list[tuple[dict[Any, Any], dict[Any, Any]]], schedule: Schedule, 
     m = len({action.mb for action in schedule[0]})
     for what, expected in enumerate(reference(len(stage_to_rank(schedule)), m, **sizes)):
         merged = {key: value for rank in got for key, value in rank[what].items()}
-        assert merged.keys() == expected.keys(), f"there are {list(merged)}, not {list(expected)}"
-        found += [f"{key}: {e}" for key in expected if (e := error(merged[key], expected[key])) > TOLERANCE]
+        assert merged.keys() == expected.keys(), f"there are {list(merged)}, not {list(expected)}"  # type: ignore[attr-defined, call-overload]
+        found += [f"{key}: {e}" for key in expected if (e := error(merged[key], expected[key])) > TOLERANCE]  # type: ignore[attr-defined, index]
     return found
 
 
@@ -128,7 +128,7 @@ def held_in_one(rank: int, world_size: int, schedule: Schedule, depth: int) -> t
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     after = []
-    with Live([*weights, *(weight.grad for weight in weights)]) as live:
+    with Live([*weights, *(weight.grad for weight in weights)]) as live:  # type: ignore[list-item]
         before = live.now
 
         @contextlib.contextmanager

@@ -24,7 +24,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, m
 def build(specs: dict[str, Any], mesh: Mesh, zero_stage: int, bucket_bytes: float = 1, **options: Any) -> Buffers:
     comm: Any = Echo(mesh)
     model = nn.ParameterDict({name: nn.Parameter(torch.empty(0, device="meta")) for name in specs})
-    model = nn.ModuleDict({"all": model})
+    model = nn.ModuleDict({"all": model})  # type: ignore[assignment]
     named = {0: {f"all.{name}": each for name, each in specs.items()}}
     blocks = [FsdpUnit("all", model["all"], 0, in_backward=False)]
     return Buffers(model, named, comm, torch.float32, CPU, bucket_bytes, sharding(zero_stage), blocks, **options)
@@ -139,7 +139,7 @@ def test_stages_and_blocks_have_their_own_flats() -> None:
     ):
         model = nn.ModuleList(parameters(0) for _ in range(3))
         for module in model:
-            module["weight"] = nn.Parameter(torch.empty(4, device="meta"))
+            module["weight"] = nn.Parameter(torch.empty(4, device="meta"))  # type: ignore[operator]
         specs = {0: {f"{i}.weight": spec(str(i), 4) for i in (0, 1)}, 5: {"2.weight": spec("2", 4)}}
         blocks = [FsdpUnit(str(i), module, 0 if i < 2 else 5, False) for i, module in enumerate(model)]
         flats = Buffers(model, specs, comm, torch.float32, CPU, 1e6, sharding(zero_stage), blocks).flat_buffers

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from live import Live
 from torch import nn
 
-from benchmarks.live import Live
 from megatron3d.analysis.memory_model.activations import (
     KeptTensor,
     document_activations,

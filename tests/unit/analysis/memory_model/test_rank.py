@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from live import Live
 from torch import Tensor
 
-from benchmarks.live import Live
 from megatron3d.analysis.memory_model.activations import recomputed_activations
 from megatron3d.analysis.memory_model.local_sizes import KERNELS
 from megatron3d.analysis.memory_model.rank import (

@@ -133,7 +133,7 @@ def test_a_blend_reads_each_corpus_in_its_own_order(prefix: Path) -> None:
         opened(config(path, data__split="80,10,10", data__data_path=str(path)), ByteTokenizer(None)).train
         for path in (prefix, other)
     ]
-    order, positions = corpus.train.blend.locate(np.arange(40))
+    order, positions = corpus.train.blend.locate(np.arange(40))  # type: ignore[union-attr]
     assert np.bincount(order).tolist() == [30, 10]
     read = corpus.train.read(np.arange(40))
     assert read[order == 0].tolist() == alone[0].read(positions[order == 0]).tolist()
