@@ -71,7 +71,7 @@ def test_many_at_one_place_are_one_line() -> None:
 def test_frames_of_the_package_only() -> None:
     assert package_stack(inspect.currentframe()) == ()
     found: list[tuple[str, ...]] = []
-    process_comm.Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[attr-defined]
+    process_comm.Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[attr-defined, return-value]
     assert len(found[0]) == 1 and found[0][0].startswith("comm/process_comm.py:") and found[0][0].endswith(" wait")
 
 
