@@ -36,6 +36,7 @@ IMAGE = "makes an image of a container from others, which come from a registry"
 NOT_DONE: Mapping[str, str] = {
     "bash scripts/quickstart.sh": "installs, and trains for minutes; the walk has its programs",
     "bash scripts/test.sh": "installs, and runs these tests",
+    "bash scripts/mutations.sh": "runs the tests of equality once per seeded bug",
     "bash scripts/docs.sh": "installs; tests/integration/test_site.py builds the site",
     "pip install": "installs",
     "docker build": IMAGE,
