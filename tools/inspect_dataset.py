@@ -1,4 +1,4 @@
-"""What token files hold: statistics, a complete check, and documents as text.
+"""Shows what token files hold: statistics, a complete check, and documents as text.
 
     python tools/inspect_dataset.py data/web_text_document                          counts and lengths of documents
     python tools/inspect_dataset.py data/web_text_document --verify                 every entry, and the checksums
@@ -28,7 +28,7 @@ QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
 
 def inspect(arguments: argparse.Namespace) -> None:
-    """Print what was asked for of each corpus."""
+    """Print the statistics or documents of each corpus."""
     for prefix in arguments.prefix:
         data = IndexedDataset(str(prefix).removesuffix(".bin").removesuffix(".idx"))
         if arguments.verify:
@@ -41,7 +41,7 @@ def inspect(arguments: argparse.Namespace) -> None:
 
 
 def show_statistics(data: IndexedDataset, is_verified: bool) -> None:
-    """Counts, what made it, and how long its documents are."""
+    """Print counts, tokenizer, and lengths of documents."""
     table = Table(title=str(data.prefix), show_header=False)
     for name, value in [*facts(data), *length_facts(data)]:
         table.add_row(name, value)
@@ -51,7 +51,7 @@ def show_statistics(data: IndexedDataset, is_verified: bool) -> None:
 
 
 def facts(data: IndexedDataset) -> Iterator[tuple[str, str]]:
-    """What is known without reading the index."""
+    """Yield what is known without reading the index."""
     yield "documents", f"{data.num_documents:,}"
     if data.num_sequences != data.num_documents:
         yield "sequences", f"{data.num_sequences:,}"
@@ -68,8 +68,8 @@ def facts(data: IndexedDataset) -> Iterator[tuple[str, str]]:
 
 
 def length_facts(data: IndexedDataset) -> Iterator[tuple[str, str]]:
-    """Of the lengths of documents: how they are distributed, by a histogram of bounded size."""
-    edges = np.unique(np.round(1.02 ** np.arange(1500)).astype(np.int64))  # to 2 % of any length
+    """Yield quantiles of the documents' lengths, from a histogram of bounded size."""
+    edges = np.unique(np.round(1.02 ** np.arange(1500)).astype(np.int64))  # within 2 % of any length
     longest = empty = 0
     counts: npt.NDArray[np.int64] = np.zeros(len(edges) + 1, np.int64)
     for lengths in data.document_lengths():
@@ -85,7 +85,7 @@ def length_facts(data: IndexedDataset) -> Iterator[tuple[str, str]]:
 
 
 def show_documents(data: IndexedDataset, arguments: argparse.Namespace) -> None:
-    """Documents by number, negative ones from the end, decoded where a tokenizer is given."""
+    """Print documents by number, negative ones from the end, decoded if a tokenizer is given."""
     decode = None
     if arguments.tokenizer_type is not None:
         tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
@@ -111,7 +111,7 @@ def show_documents(data: IndexedDataset, arguments: argparse.Namespace) -> None:
 
 
 def decoded(data: IndexedDataset, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Their text; raises UserError where they cannot be of this tokenizer, which a file of Megatron does not tell."""
+    """Return the text of token ids; raises UserError for ids that this tokenizer does not have."""
     wrong = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
     if wrong is not None:
         raise UserError(
@@ -122,7 +122,7 @@ def decoded(data: IndexedDataset, tokenizer: Tokenizer, ids: Sequence[int]) -> s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="inspect_dataset", description=__doc__.partition("\n")[0])
     parser.add_argument("prefix", nargs="+", type=Path, help="prefix of .bin and .idx")
     parser.add_argument("--verify", action="store_true", help="check every entry of the index, and the checksums")

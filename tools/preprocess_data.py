@@ -172,7 +172,7 @@ def progress_report(num_bytes: int, log_interval: int) -> Iterator[OnProgress]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="preprocess_data", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add(

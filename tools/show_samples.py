@@ -1,9 +1,9 @@
-"""The text that a run trains on: samples of some iterations, all of them or those of one rank of any layout.
+"""Shows the text that a run trains on: the samples of some iterations, all or those of one rank of any layout.
 
     python tools/show_samples.py --config configs/quickstart.yaml --iterations 1-2
     python tools/show_samples.py --config configs/modes/3d.yaml --iterations 100 --world-size 16 --rank 5
 
-It reads the corpus as training does, without a model, processes or torch.distributed.
+It reads the corpus as training does, without a model, other processes or torch.distributed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron3d.runtime.tool_main import positive, run_tool
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print the samples, in the order in which they are read."""
+    """Print the samples in the order in which training reads them."""
     first, last = parse_iterations(arguments.iterations)
     config = read_config(arguments.config, arguments.overrides).config
     UserError.collect(check(config, arguments.world_size))
@@ -53,7 +53,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def parse_iterations(text: str) -> tuple[int, int]:
-    """First and last of `N` or `FIRST-LAST`; raises UserError."""
+    """Parse `N` or `FIRST-LAST` to the first and last iteration; raises UserError."""
     first, dash, last = text.partition("-")
     bounds = first, last if dash else first
     if not all(bound.isdecimal() for bound in bounds) or not 1 <= int(bounds[0]) <= int(bounds[1]):
@@ -76,7 +76,7 @@ def positions(
 def describe(
     samples: BlendedSamples | StreamedSamples, number: int, length: int, tokenizer: Tokenizer, packing: Packing
 ) -> str:
-    """Where a sample comes from, and its text up to a length."""
+    """Return where a sample comes from, and its text up to a length."""
     (tokens,) = samples.read(np.array([number]))[:, : length + 1]
     masked = int((packing.labels(torch.from_numpy(tokens[None])) == IGNORED).sum()) if packing.masks_loss else 0
     text = "".join(pieces(tokens.tolist(), tokenizer))
@@ -84,7 +84,7 @@ def describe(
 
 
 def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Text, with a mark where documents end."""
+    """Yield the text with a mark at the end of each document."""
     begin = 0
     for place in [place for place, token in enumerate(tokens) if token == tokenizer.eod]:
         yield tokenizer.decode(tokens[begin:place]) + "<end of document>"
@@ -93,7 +93,7 @@ def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="show_samples", description=__doc__.partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True, help="of the run")
     parser.add_argument("--iterations", default="1", metavar="N", help="one, or FIRST-LAST")

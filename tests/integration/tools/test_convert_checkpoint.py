@@ -84,7 +84,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     ),
     "an index that leads out": (
         edit("model.safetensors.index.json", weight_map={"x": "../../etc/x.safetensors"}),
-        "its weight_map is not from tensors to files beside it",
+        "its weight_map is not from tensors to files next to it",
     ),
     "an index of nothing": (edit("model.safetensors.index.json", weight_map={}), "its weight_map is not"),
     "an index of text": (
