@@ -1,4 +1,4 @@
-"""Measures this machine and writes it as the cluster `local`, for tools/plan.py and the lines at the start of a run.
+"""Measures this machine and writes it as the cluster `local`, for tools/plan.py and the prediction at a run's start.
 
 python tools/calibrate.py
 """
@@ -15,7 +15,7 @@ from megatron3d.runtime.tool_main import run_tool
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and write."""
+    """Measure and write the files."""
     from megatron3d.analysis.calibrate import calibrate
 
     paths = calibrate(arguments.output_dir, arguments.seconds)
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="calibrate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--output-dir", type=Path, default=FOLDER, metavar="DIR", help="default: the package's hardware/"

@@ -1,4 +1,4 @@
-"""Plans a run before it starts: the fastest layouts that fit a cluster, one layout explained, or two compared.
+"""Plans a run before it starts: the fastest layouts on a cluster, one layout explained, or two compared.
 
 python tools/plan.py --config configs/gpt3-175b.yaml --cluster selene --num-gpus 1024 --output layout.yaml
 
@@ -32,7 +32,7 @@ from megatron3d.runtime.tool_main import positive, run_tool
 
 
 def layout_of(config: Config) -> LayoutChoice:
-    """What a configuration chooses."""
+    """Return the layout that a configuration chooses."""
     parallel, train = config.parallel, config.train
     spec = RunSpec(config)
     forms = MODES[parallel.tensor_parallel_mode].forms
@@ -50,7 +50,7 @@ def layout_of(config: Config) -> LayoutChoice:
 
 
 def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | None = None) -> PlanningProblem:
-    """The model, batch and cluster that are asked for; UserError where the vocabulary is not known."""
+    """Return the planning problem of the arguments.  Raises UserError if the vocabulary size is not known."""
     vocab_size = arguments.vocab_size or config.model.vocab_size
     if vocab_size is None:
         raise UserError("model.vocab_size: not known before the tokenizer is read; give --vocab-size")
@@ -58,7 +58,7 @@ def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | N
 
 
 def planned(arguments: argparse.Namespace, path: Path) -> tuple[PredictedLayout, PlanningProblem]:
-    """The plan of a file as it is."""
+    """Predict the layout of a file."""
     config = resolve(path, arguments.overrides, arguments.num_gpus, elsewhere=True).config
     problem = problem_of(arguments, config)
     return problem.predicted(layout_of(config), config), problem
@@ -95,13 +95,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def num_tokens(arguments: argparse.Namespace, config: Config) -> float:
-    """Of the whole run, batches that grow as they are."""
+    """Return the tokens of the whole run, batch ramp-up included."""
     batches = RunSpec(config).batches
     return arguments.tokens or float(batches.num_tokens(batches.consumed_samples(config.train.train_iters)))
 
 
 def growing(config: Config) -> Iterator[str]:
-    """What is not predicted where batches or lengths grow; nothing elsewhere."""
+    """Yield what is not predicted of a batch or length ramp-up."""
     batches = RunSpec(config).batches
     *ramp, last = batches.runs()
     if ramp:
@@ -113,7 +113,7 @@ def growing(config: Config) -> Iterator[str]:
 
 
 def write(plan: PredictedLayout, resolved: Resolved, path: Path, num_ranks: int) -> None:
-    """The configuration with the layout, which `pretrain_gpt.py --check --world-size N` accepts."""
+    """Write the configuration with the layout, which `pretrain_gpt.py --check --world-size N` accepts."""
     if not path.parent.is_dir():
         raise UserError(f"--output {path}: {path.parent} is no folder; make it, or use another")
     chosen = plan.layout.apply_to(resolved.config)
@@ -131,7 +131,7 @@ def _value(config: Config, key: str) -> object:
 
 
 def scaling(arguments: argparse.Namespace, config: Config) -> dict[int, float]:
-    """Tokens per second of the best layout for each number of ranks of --scale, the batch growing with them."""
+    """Return tokens per second of the best layout for each number of ranks of --scale; the batch grows with them."""
     speeds = {}
     for num_ranks in arguments.scale or ():
         size = max(config.train.global_batch_size * num_ranks // arguments.num_gpus, 1)
@@ -147,7 +147,7 @@ def scaling(arguments: argparse.Namespace, config: Config) -> dict[int, float]:
 def draw(
     arguments: argparse.Namespace, plans: Sequence[PredictedLayout], speeds: Mapping[int, float] | None = None
 ) -> None:
-    """Stacked bars of the plans' times, and where there are several numbers of ranks the speeds over them."""
+    """Draw stacked bars of the plans' times, and the speeds over the number of ranks."""
     if not arguments.picture:
         return
     import matplotlib
@@ -177,7 +177,7 @@ def draw(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="plan", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="model, batch and precision; its layout is replaced"

@@ -1,8 +1,8 @@
-"""Prints what every tensor-parallel mode moves for one transformer layer, forward and backward, as a Markdown table.
+"""Prints what every tensor-parallel mode sends for one transformer layer, forward and backward, as a Markdown table.
 
 python tools/show_traffic.py --hidden-size 12288 --seq-length 2048 --micro-batch-size 16 --num-ranks 8 64
 
-The numbers are closed forms (megatron3d/parallel/matmul_plan.py); tests hold them against recorded collectives.
+The numbers are closed forms (megatron3d/parallel/matmul_plan.py); tests compare them with recorded collectives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Layer:
     itemsize: int
 
     def matmuls(self, mode: Mode) -> Iterator[tuple[str, MatmulPlan, int, int]]:
-        """Name, plan, N and K of q/k/v, projection, up and down."""
+        """Yield name, plan, N and K of the four linears."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         yield "qkv", mode.expand, 3 * hidden, hidden
         yield "proj", mode.contract, hidden, hidden
@@ -44,13 +44,13 @@ class Layer:
         yield "down", mode.contract, hidden, ffn
 
     def traffic(self, mode: Mode) -> list[Traffic]:
-        """Every collective of forward and backward."""
+        """Return every collective of forward and backward."""
         mesh, tokens = Mesh(mode.axes), self.sequences * self.seq_length
         steps = [traffic(plan, mesh, tokens, n, k, self.itemsize) for _, plan, n, k in self.matmuls(mode)]
         return [step for matmul in steps for step in matmul]
 
     def problems(self, mode: Mode, label: str) -> Iterator[str]:
-        """Every size that the mode's axes do not divide."""
+        """Yield every size that the mode's axes do not divide."""
         mesh, tokens = Mesh(mode.axes), self.sequences * self.seq_length
         yield from _undivided(f"{label}: --micro-batch-size", self.sequences, mesh.size(mode.batch_axes))
         for name, plan, n, k in self.matmuls(mode):
@@ -66,7 +66,7 @@ def _undivided(what: str, size: int, ranks: int) -> Iterator[str]:
 
 
 def rows(layer: Layer, num_ranks: int, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, ...]]:
-    """A row of the table for every mode, shape and form; the first is what the others are compared with."""
+    """Yield a row of the table for every mode, shape and form, relative to the first."""
     first = 0.0
     for name, entry in MODES.items():
         asked = [shape for mode, shape in shapes if mode == name and math.prod(shape) == num_ranks]
@@ -86,13 +86,13 @@ def rows(layer: Layer, num_ranks: int, shapes: Sequence[tuple[str, tuple[int, ..
 
 
 def share(mode: Mode, layout: Layout) -> str:
-    """The part of a tensor that a rank stores."""
+    """Return the fraction of a tensor that a rank stores."""
     parts = math.prod(Mesh(mode.axes).size(axes) for axes in layout)
     return "1" if parts == 1 else f"1/{parts}"
 
 
 def by_axis(steps: Sequence[Traffic]) -> str:
-    """Bytes by the axes that they travel along."""
+    """Return the bytes by the axes that they are sent along."""
     sums: dict[str, float] = {}
     for step in steps:
         axes = "·".join(step.axes)
@@ -101,12 +101,12 @@ def by_axis(steps: Sequence[Traffic]) -> str:
 
 
 def gigabytes(wire_bytes: float) -> str:
-    """10^9 bytes, two decimals."""
+    """Return 10^9 bytes with two decimals."""
     return f"{wire_bytes / 1e9:.2f}"
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """`2.5d=4x4x4` as a mode's name and its axes' sizes."""
+    """Parse `2.5d=4x4x4` into a mode's name and its axes' sizes."""
     name, _, sizes = text.partition("=")
     if name not in MODES:
         raise argparse.ArgumentTypeError(f"{text}: the modes are {', '.join(MODES)}")
@@ -134,7 +134,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="show_traffic", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--hidden-size", type=positive, required=True)
     parser.add_argument("--ffn-hidden-size", type=positive, help="default: 4 times the hidden size")

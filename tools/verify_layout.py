@@ -1,7 +1,8 @@
-"""Prove that a configuration's layout computes what one process computes: `verify_layout.py --config FILE [overrides]`.
+"""Verify that a configuration's layout computes the numbers of one process: `verify_layout.py --config FILE
+[overrides]`.
 
 The model and the axes are made small, every axis above 1 staying above 1; a schedule from a file keeps its ranks and
-microbatches, and layers are divided among stages anew.  Some steps are trained in float64 on one
+microbatches, and layers are divided among stages again.  Some steps are trained in float64 on one
 process and on the requested layout over gloo on this machine; losses, gradient norms, gradients and parameters are
 compared, and the first tensor that differs is named.  Exit code 0: equal, 1: different, 2: wrong input.
 """
@@ -31,7 +32,7 @@ MAX_RANKS = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Shrink, run both, compare."""
+    """Shrink the configuration, run it and one process, and compare."""
     args = parse_args(argv)
     config = read_config(args.config, args.overrides).config
     world_size = args.world_size or default_world_size(config)
@@ -49,19 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def default_world_size(config: Config) -> int:
-    """TP x PP, and twice that where two data ranks can share the batch and few processes are enough for it."""
+    """Return TP x PP, or twice that where two data-parallel ranks are possible and cheap enough."""
     alone = RunSpec(config).sizes.model
     shared = not problems(config, 2 * alone) and shrink(config, 2 * alone)[1] <= MAX_RANKS
     return 2 * alone if shared else alone
 
 
 def problems(config: Config, world_size: int) -> list[str]:
-    """What is wrong with a configuration and its schedule's file; no other file is read."""
+    """Return the rules that a configuration and its schedule file break; no other file is read."""
     return [*check(config, world_size), *file_problems(Facts(config, world_size))]
 
 
 def too_large(small: Config, num_ranks: int) -> Iterator[str]:
-    """A schedule from a file cannot be made smaller."""
+    """Yield the error of a schedule file with too many ranks, since it cannot be shrunk."""
     if RunSpec(small).has_schedule_file and num_ranks > MAX_RANKS:
         ranks = small.parallel.pipeline_model_parallel_size
         yield (
@@ -72,7 +73,7 @@ def too_large(small: Config, num_ranks: int) -> Iterator[str]:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
+    """Parse `--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
     parser = argparse.ArgumentParser("verify_layout.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--world-size", type=int, help="processes of the real run; default: 2 x TP x PP, or TP x PP")
@@ -86,7 +87,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:
-    """The same model and layout, small: axes of 2 for axes above 1, and sizes that these divide."""
+    """Return a small model with this layout: axes above 1 become 2, and sizes are multiples of them."""
     spec = RunSpec(config, world_size)
     mesh, mode, is_file = spec.mesh, spec.mode, spec.has_schedule_file
     sizes = {name: size if is_file and name == "pipeline" else min(size, 2) for name, size in mesh.axes}
@@ -113,7 +114,7 @@ def shrink(config: Config, world_size: int) -> tuple[Config, int]:
 
 
 def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> ParallelConfig:
-    """The same mode and schedule with axes of these sizes, and at most two stages per rank."""
+    """Return this mode and schedule with axes of these sizes, and at most two stages per rank."""
     virtual = parallel.virtual_pipeline_model_parallel_size
     return parallel.model_copy(
         update={
@@ -127,7 +128,7 @@ def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Paral
 
 
 def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelConfig:
-    """A layer more than stages, of the same kind; fewer key/value groups than ranks that split heads stay fewer."""
+    """Return a model of this kind with a layer more than stages; grouped-query attention stays uneven if it was."""
     unit, num_stages = shrunk.tensor_size, len(shrunk.stage_owners)
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
@@ -149,7 +150,7 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
 
 
 def compare(config_json: str, steps: int, tolerance: float) -> list[str]:
-    """One rank's part: the layout's steps, and on rank 0 the same steps alone."""
+    """Run one rank's part of the layout, and on rank 0 also one process alone; return the differences."""
     from megatron3d.train.state import connect
     from megatron3d.verify.layouts import differences, trace
 

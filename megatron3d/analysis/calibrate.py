@@ -1,8 +1,7 @@
-"""What this machine's processors and links reach, measured: the numbers of a `local` accelerator and cluster.
+"""Measure the compute and link rates of this machine: the numbers of the `local` accelerator and cluster.
 
-A product as a function of its depth, passes over memory as the network makes them, fused attention, the start of a
-kernel, and all-reduces between two ranks among products, where one waits for the other that is late.  Operands are in
-no cache, as in a step.
+Measured are GEMMs as a function of their K, memory-bound kernels as in the network, fused attention, kernel launches, and
+all-reduces between two ranks among GEMMs, where each waits for the other.  Operands are not cached, as in a step.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SMALL, LARGE, CALLS = 16, 2**19, 10
 
 
 def median_call_s(function: Callable[[], object], budget_s: float) -> float:
-    """Seconds of a call, the median of many, by this process's own clock: other programs do not count."""
+    """Return the median seconds of a call in this process's CPU time, which other programs do not affect."""
     function()
     took, end = list[float](), time.perf_counter() + budget_s
     while time.perf_counter() < end or not took:
@@ -47,7 +46,7 @@ def median_call_s(function: Callable[[], object], budget_s: float) -> float:
 
 
 def cold_cache_s(function: Callable[..., object], operands: Callable[[], tuple[Tensor, ...]], budget_s: float) -> float:
-    """Seconds of a call on operands that other calls have driven out of the caches."""
+    """Return the seconds of a call whose operands other calls have evicted from the caches."""
     first = operands()
     count = max(1, CACHE_BYTES // sum(x.nbytes for x in first))
     sets = [first, *(operands() for _ in range(count - 1))]
@@ -55,7 +54,7 @@ def cold_cache_s(function: Callable[..., object], operands: Callable[[], tuple[T
 
 
 def gemm_rates(budget_s: float) -> Measured:
-    """The rate of deep products, and the depth that starting one costs."""
+    """Measure the rate of GEMMs with large K, and the ramp-up of one as additional K."""
 
     def seconds(depth: int) -> float:
         return cold_cache_s(product, lambda: (torch.randn(ROWS, depth), torch.randn(WIDTH, depth)), budget_s)
@@ -66,7 +65,7 @@ def gemm_rates(budget_s: float) -> Measured:
 
 
 def memory_bandwidth(budget_s: float) -> Measured:
-    """Bytes per second of a norm, an addition and an activation with their gradients."""
+    """Measure the memory bandwidth of a norm, an addition and an activation with their gradients."""
     weight = torch.ones(4 * WIDTH, requires_grad=True)
 
     def operands() -> tuple[Tensor, Tensor]:
@@ -81,7 +80,7 @@ def memory_bandwidth(budget_s: float) -> Measured:
 
 
 def attention_fractions(budget_s: float, peak_tflops: float) -> Measured:
-    """Fractions of the peak of causal attention, forward and backward."""
+    """Measure causal attention forward and backward, as fractions of the peak."""
     shape, flops = (1, 8, WIDTH, 32), 4 * 8 * WIDTH * WIDTH * 32 / 2
 
     def operands() -> tuple[Tensor, ...]:
@@ -102,7 +101,7 @@ def attention_fractions(budget_s: float, peak_tflops: float) -> Measured:
 
 
 def launch_us(budget_s: float) -> float:
-    """Microseconds to start a kernel, with what surrounds it in a training step: six of them on a row each."""
+    """Measure the microseconds to launch a kernel in a training step, the framework's overhead included."""
     x, w = torch.randn(1, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
     def step() -> None:
@@ -113,14 +112,14 @@ def launch_us(budget_s: float) -> float:
 
 
 class Elapsed(NamedTuple):
-    """Seconds by the clock, and of this process's processor time."""
+    """Wall-clock seconds, and CPU seconds of this process."""
 
     wall_s: float
     busy_s: float
 
 
 def measure_all_reduces(budget_s: float) -> dict[str, Elapsed]:
-    """Between two ranks: a small all-reduce alone, what a small one adds to products, and what a large one takes more.
+    """Measure all-reduces of two ranks: a small one alone, its extra time among GEMMs, and a large one's over it.
 
     Of a round of calls the mean; of many rounds, which take turns, the median; on rank 0.
     """
@@ -149,7 +148,7 @@ def measure_all_reduces(budget_s: float) -> dict[str, Elapsed]:
 
 
 def link_rates(budget_s: float) -> Measured:
-    """The numbers of a cluster of one level, from what exchanges take between two ranks."""
+    """Return the numbers of a cluster of one level, from all-reduces between two ranks."""
     took = process.launch(2, measure_all_reduces, budget_s)
     call_s, bytes_s = (max(took[kind].wall_s, 1e-6) for kind in ("call", "bytes"))
     alone_s = min(took["alone"].wall_s, call_s)
@@ -164,7 +163,7 @@ def link_rates(budget_s: float) -> Measured:
 
 
 def measure(budget_s: float = 1.0) -> Measured:
-    """All numbers, with so many seconds for each."""
+    """Measure all numbers, each for about `budget_s` seconds."""
     torch.set_num_threads(1)
     keep_freed_memory()
     core = gemm_rates(budget_s)
@@ -178,17 +177,17 @@ def measure(budget_s: float = 1.0) -> Measured:
 
 
 def medians(rounds: Sequence[Measured]) -> Measured:
-    """The median of each number."""
+    """Return the median of each number."""
     return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def calibrate(folder: Path, budget_s: float = 1.0) -> tuple[Path, Path]:
-    """Measure in three rounds, and write `local.yaml` of the accelerator and of the cluster; returns their paths."""
+    """Measure in three rounds, write `local.yaml` of the accelerator and of the cluster, and return their paths."""
     return write_files(folder, medians([measure(budget_s / 3) for _ in range(3)]))
 
 
 def write_files(folder: Path, n: Measured) -> tuple[Path, Path]:
-    """The two files with these numbers."""
+    """Write the files of the accelerator and of the cluster, and return their paths."""
     when = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     where = f"measured by tools/calibrate.py on {platform.machine()} with one thread, {when}"
     sheet = f"""device_names: 'local'

@@ -1,4 +1,4 @@
-"""Two layouts compute the same numbers: train the same steps under each and compare every logical tensor."""
+"""Check that two layouts compute equal numbers: train some steps with each and compare every logical tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RandomSamples:
     seq_length: int
 
     def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[samples, seq_length + 1] tokens."""
+        """Return [samples, seq_length + 1] tokens."""
         shape = self.seq_length + 1
         return np.stack(
             [np.random.default_rng((self.seed, int(i))).integers(self.vocab_size, size=shape) for i in samples]
@@ -39,7 +39,8 @@ class RandomSamples:
 
 
 def trace(spec: RunSpec, comm: Comm, num_steps: int) -> StepTrace | None:
-    """Loss and gradient norm of each step, then gradients, parameters and validation loss; on rank 0, None elsewhere.
+    """Return, on rank 0, loss and gradient norm of each step, gradients, parameters and validation loss; None
+    elsewhere.
 
     Args:
         spec: its sections `model`, `parallel`, `train` and `optimizer` are used, on random tokens, and the options of
@@ -66,7 +67,7 @@ def trace(spec: RunSpec, comm: Comm, num_steps: int) -> StepTrace | None:
 
 
 def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, Tensor]:
-    """Whole tensors on rank 0, put together from the pieces that the save rule selects."""
+    """Return, on rank 0, whole tensors assembled from the pieces that the save rule selects."""
     prefix = {"grad": "gradient", "main": "parameter"}[which]
     mine = ranges_to_write(state.buffers)
     pieces = [
@@ -84,7 +85,7 @@ def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, 
 
 
 def differences(reference: StepTrace, other: StepTrace, tolerance: float) -> Iterator[str]:
-    """What differs by more than `tolerance`, first things first.
+    """Yield what differs by more than `tolerance`, in the order of the computation.
 
     Errors are relative to the tensor's largest value, or to a thousandth of the largest of its kind and step where that
     is more: some gradients are zero but for rounding (a key's bias moves no softmax).
@@ -102,7 +103,7 @@ def differences(reference: StepTrace, other: StepTrace, tolerance: float) -> Ite
 
 
 def _kind(name: str) -> tuple[str, str]:
-    """("gradient", "of step 1") of "gradient.layers.0.mlp.up.bias of step 1"."""
+    """Return ("gradient", "of step 1") for "gradient.layers.0.mlp.up.bias of step 1"."""
     tensor, _, when = name.partition(" ")
     return tensor.partition(".")[0], when
 

@@ -1,1 +1,1 @@
-"""How long a training step takes, before it runs: rooflines of kernels, links of a network, a simulated pipeline."""
+"""Predict the time of a training step: kernel rooflines, network links, a simulated pipeline."""

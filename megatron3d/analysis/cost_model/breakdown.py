@@ -1,4 +1,4 @@
-"""Seconds by kind: what computes by what it is, and what waits for communication by the axes that it goes along."""
+"""Time breakdown of a step: seconds of computation by kind, and of exposed communication by mesh axes."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import Axes
 
 COMPUTATION, BUBBLE, UPDATE, DATA = "computation", "bubble", "update", "data"
-PRODUCTS, ATTENTION, MEMORY, TAX = COMPUTE = ("products", "attention", "passes over memory", "slowed by transfers")
+# GEMMs, fused attention, memory-bound kernels, and the slowdown of computation by communication that overlaps with it.
+GEMMS, ATTENTION, MEMORY, SLOWDOWN = COMPUTE = ("GEMMs", "attention", "memory-bound kernels", "slowed by overlap")
 
 
 class TimeBreakdown(dict[str, float]):
-    """Seconds by kind; adding joins them."""
+    """Seconds by kind."""
 
     @property
     def total(self) -> float:
-        """Seconds of all kinds."""
+        """Sum over all kinds, in seconds."""
         return sum(self.values())
 
     @property
     def compute(self) -> float:
-        """Seconds of what computes."""
+        """Seconds of computation."""
         return sum(self.get(kind, 0.0) for kind in COMPUTE)
 
     def plus(self, *others: TimeBreakdown) -> TimeBreakdown:
-        """The sum."""
+        """Return the sum of this breakdown and others."""
         return combine((self, *others))
 
     def scaled(self, factor: float) -> TimeBreakdown:
-        """Each of them multiplied."""
+        """Return this breakdown with every kind multiplied by `factor`."""
         return TimeBreakdown({kind: factor * seconds for kind, seconds in self.items()})
 
 
 def combine(many: Iterable[TimeBreakdown]) -> TimeBreakdown:
-    """The sum of many."""
+    """Return the sum of breakdowns."""
     total = TimeBreakdown()
     for each in many:
         for kind, seconds in each.items():
@@ -43,16 +44,16 @@ def combine(many: Iterable[TimeBreakdown]) -> TimeBreakdown:
 
 
 def exposed_time(axes: Axes, seconds: float) -> TimeBreakdown:
-    """Time that is spent waiting for a collective."""
+    """Return a breakdown with exposed communication over `axes`; empty for 0 seconds."""
     return TimeBreakdown({ExposedComm(axes): seconds}) if seconds > 0 else TimeBreakdown()
 
 
 def is_exposed(kind: str) -> bool:
-    """Whether a kind is waiting for communication."""
+    """Return whether a kind is exposed communication."""
     return isinstance(kind, ExposedComm)
 
 
 def exposed_axes(kind: str) -> Axes:
-    """The axes that a wait's communication goes along."""
+    """Return the axes of a kind of exposed communication."""
     assert isinstance(kind, ExposedComm), f"{kind} is no exposed communication"
     return kind.axes

@@ -1,7 +1,7 @@
-"""Bytes that joining gathered pieces, and cutting what is scattered, passes over.
+"""Bytes that concatenating all-gathered shards, and splitting a tensor to reduce-scatter it, copies.
 
-Pieces come one after another, each of them a whole tensor; along the first dimension they lie where they belong, along
-the second they are read and written once more.
+A collective delivers shards one after another.  Along the first dimension they lie where they belong; along the second
+they are read and written once more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron3d.parallel.mesh import Mesh
 
 
 class ConcatCopies(NamedTuple):
-    """Bytes by operand of Y[m, n] = X[m, k] W[n, k]^T and of its gradients; dW's are W's."""
+    """Copied bytes by operand of Y[m, n] = X[m, k] W[n, k]^T and of its gradients; those of dW are W's."""
 
     x: float = 0
     w: float = 0
@@ -24,12 +24,12 @@ class ConcatCopies(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """Of the product."""
+        """Bytes of the forward matmul."""
         return self.x + self.w + self.y
 
 
 def concat_copies(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> ConcatCopies:
-    """Of one matmul for global sizes m, n, k."""
+    """Return the copies of one matmul with global sizes m, n, k."""
     plan = plan.on(mesh)
     x, w, y = whole_bytes(plan, mesh, m, n, k, itemsize)
     return ConcatCopies(

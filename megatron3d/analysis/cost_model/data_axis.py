@@ -1,7 +1,7 @@
-"""The data axis: what a rank's parameters cost once per step, or with ZeRO 2 and 3 once per microbatch.
+"""Time of the data axis: gradient reductions and weight all-gathers, per step or, with ZeRO 2 and 3, per microbatch.
 
-stage 0   all-reduce                          stage 1   reduce-scatter, then gather of the updated parts
-stage 2   reduce-scatter per microbatch       stage 3   and gathers for every forward and every backward
+stage 0   all-reduce                          stage 1   reduce-scatter, all-gather of the updated weights
+stage 2   reduce-scatter per microbatch       stage 3   and all-gathers for every forward and backward
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron3d.analysis.cost_model.breakdown import TAX, TimeBreakdown, exposed_time
+from megatron3d.analysis.cost_model.breakdown import SLOWDOWN, TimeBreakdown, exposed_time
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, param_specs
@@ -25,7 +25,7 @@ Counts = Mapping[Axes, int]
 
 
 class ParamCounts(NamedTuple):
-    """Parameters of a rank by the axes over which their gradients are summed: of a layer, and of both ends."""
+    """A rank's parameters by the axes that reduce their gradients: of one layer, of the embedding, of the head."""
 
     layer: Counts
     embedding: Counts
@@ -33,7 +33,7 @@ class ParamCounts(NamedTuple):
 
     @staticmethod
     def of(arch: Architecture, mode: Mode, mesh: Mesh) -> ParamCounts:
-        """Of a model on a mesh."""
+        """Count the parameters of a model on a mesh."""
         tables: dict[str, Counter[Axes]] = {"layers": Counter(), "embedding": Counter(), "head": Counter()}
         for path, spec in param_specs(replace(arch, num_layers=1), mode).items():
             part = path.partition(".")[0]
@@ -43,7 +43,7 @@ class ParamCounts(NamedTuple):
         return ParamCounts(tables["layers"], tables["embedding"], tables["head"])
 
     def on_rank(self, arch: Architecture, stages: Sequence[Stage]) -> Counts:
-        """Of a rank that has these stages; what is tied and here twice is here once."""
+        """Return the counts of a rank that has these stages; a tied matrix that is embedding and head counts once."""
         total: Counter[Axes] = Counter()
         for axes, count in self.layer.items():
             total[axes] += count * sum(len(stage.layers) for stage in stages)
@@ -56,7 +56,7 @@ class ParamCounts(NamedTuple):
 
 
 class DataAxisTime(NamedTuple):
-    """Seconds of the sums of gradients and of the gathers of weights, all of a step, and of their last pieces."""
+    """Seconds per step of gradient reductions and of weight all-gathers, and of the last bucket's reduction."""
 
     sums: TimeBreakdown
     gathers: TimeBreakdown
@@ -64,14 +64,14 @@ class DataAxisTime(NamedTuple):
 
 
 def collectives_per_step(zero_stage: int, num_microbatches: int) -> tuple[int, int]:
-    """How often a step sums gradients and gathers weights."""
+    """Return how often a step reduces gradients and all-gathers weights."""
     return num_microbatches if zero_stage >= 2 else 1, 2 * num_microbatches if zero_stage == 3 else 1
 
 
 def data_axis_time(
     counts: Counts, mesh: Mesh, machine: Machine, zero_stage: int, times: tuple[int, int], bucket_bytes: float
 ) -> DataAxisTime:
-    """Of a rank's parameters; `times` are how often a step sums gradients and gathers weights."""
+    """Return the time of a rank's parameters; `times` is the result of `collectives_per_step`."""
     wide = max(machine.device.itemsize, 4)
     itemsize, sums, tail = machine.profile.reduce_itemsize or wide, TimeBreakdown(), 0.0
     shared = mesh.nontrivial(DATA[1:]) if zero_stage else ()
@@ -89,7 +89,7 @@ def data_axis_time(
 
 
 def _reduction_calls(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> list[Traffic]:
-    """The collectives that sum so many bytes of gradients."""
+    """Return the collectives that reduce gradients of `num_bytes`."""
     calls = []
     if shared:
         ranks = mesh.size(shared)
@@ -102,8 +102,8 @@ def _reduction_calls(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> 
 
 
 def partly_exposed(times: TimeBreakdown, waits_s: float, tax: float) -> TimeBreakdown:
-    """What a step waits for, so many seconds of it, and what the rest takes from the computation that hides it."""
+    """Return `waits_s` seconds of `times` as exposed, and the slowdown of the computation that hides the rest."""
     if not times:
         return times
     share = min(waits_s / times.total, 1.0)
-    return times.scaled(share).plus(TimeBreakdown({TAX: (1 - share) * times.total * tax}))
+    return times.scaled(share).plus(TimeBreakdown({SLOWDOWN: (1 - share) * times.total * tax}))

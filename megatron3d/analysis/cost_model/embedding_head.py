@@ -1,8 +1,8 @@
-"""Time of what is at the ends of the network: the embedding, and the last norm with head and loss."""
+"""Time of the embedding, and of the final norm, LM head and loss."""
 
 from __future__ import annotations
 
-from megatron3d.analysis.cost_model.breakdown import MEMORY, PRODUCTS, TimeBreakdown, combine, exposed_time
+from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdown, combine, exposed_time
 from megatron3d.analysis.cost_model.concat_copies import ConcatCopies, concat_copies
 from megatron3d.analysis.cost_model.layer import Machine, OverlapModel
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
@@ -10,7 +10,7 @@ from megatron3d.parallel.matmul_plan import Traffic, flows
 
 
 def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown, TimeBreakdown]:
-    """Forward and backward of the embedding; backward adds rows up in fp32."""
+    """Return forward and backward of the embedding; backward accumulates rows in fp32."""
     arch, plan, size = local.arch, local.mode.embed, machine.device.itemsize
     sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, size)
     over = OverlapModel(machine, local.mesh, 1)
@@ -27,7 +27,7 @@ def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown,
 
 
 def head_times(local: LocalSizes, machine: Machine) -> TimeBreakdown:
-    """Of head and loss, gradients included: they are computed with the loss."""
+    """Return the time of LM head and loss with their gradients, which are computed together with the loss."""
     arch, plan, device = local.arch, local.mode.expand, machine.device
     sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
     sent = flows(plan, local.mesh, *sizes)
@@ -46,9 +46,7 @@ def head_times(local: LocalSizes, machine: Machine) -> TimeBreakdown:
     sums = Traffic("all_reduce", vocabulary, 3 * 4 * tokens / kept * 2 * (ranks - 1) / ranks)
     return combine(
         (
-            TimeBreakdown(
-                {PRODUCTS: 3 * product, MEMORY: logits + adding + normed + device.memory_bound_s(sum(copied))}
-            ),
+            TimeBreakdown({GEMMS: 3 * product, MEMORY: logits + adding + normed + device.memory_bound_s(sum(copied))}),
             *(over.exposed(calls) for calls in sent),
             exposed_time(vocabulary, machine.network.seconds(sums, local.mesh)) if vocabulary else TimeBreakdown(),
         )

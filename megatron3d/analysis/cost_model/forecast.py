@@ -1,7 +1,7 @@
-"""The step time that a run expects of its cluster, and after 20 steps what each part took instead.
+"""The step time that a run expects on its cluster, and after 20 steps the comparison with what was measured.
 
-Each part rests on one assumption: computation on the accelerator's kernels, a wait on the links that it crosses and on
-what hides it, the bubble on ranks that are as fast as each other.  The part that is off names the one to look at.
+Each part rests on one assumption: computation on the accelerator's kernel rates, exposed communication on the links
+that it crosses and on overlap, the bubble on equally fast ranks.  A wrong part names the assumption to check.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron3d.analysis.memory_model.table import align_columns
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.parallel.mesh import Mesh
 
-# After so many steps; what is nearer than that, relative to the step, is not worth a word.
+# Steps to measure before the comparison; errors below this fraction of the step are not explained.
 STEPS, NEAR = 20, 0.1
 LOCAL = "local"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prediction for a cluster, and what it rests on."""
+    """A time prediction for a cluster, and the machine that it assumes."""
 
     cluster: str
     step: TimePrediction
@@ -41,19 +41,20 @@ class Forecast:
 
     @property
     def parts(self) -> TimeBreakdown:
-        """Seconds of what can be told apart by measuring; the next batch is expected to be there in time."""
+        """Seconds of the parts that can be measured separately; the next batch is expected to be prefetched."""
         step = self.step
         return TimeBreakdown(
             {COMPUTATION: step.compute_s, **step.exposed, BUBBLE: step.bubble_s, UPDATE: step.optimizer_s}
         )
 
     def line(self) -> str:
-        """What is expected."""
+        """Return the line that a run prints at its start."""
         shown = ", ".join(f"{kind} {seconds:.4g}" for kind, seconds in self.step.breakdown.items() if seconds > 0)
         return f"step time by arithmetic on {self.cluster}: {self.step.step_s:.4g} s = {shown}"
 
     def compare(self, measured_s: float, measured: Mapping[str, float]) -> list[str]:
-        """The prediction beside the mean of some steps, all and by `parts`, in seconds, and what is to be corrected."""
+        """Return lines that compare the prediction with mean measured seconds, in all and by `parts`, and explain
+        errors."""
         expected, predicted = self.parts, self.step.step_s
         told = f"step time predicted {predicted:.4g} s, measured {measured_s:.4g} s: "
         told += f"{100 * (measured_s / predicted - 1):+.0f} %"
@@ -69,13 +70,13 @@ class Forecast:
         return [told, *(align_columns(rows) if measured else ()), *(self._assumption(k, missing[k]) for k in off)]
 
     def _assumption(self, kind: str, missing_s: float) -> str:
-        """What a part that is so many seconds off says of the files that describe the machine."""
+        """Return which assumption of the hardware files a part that is `missing_s` off rests on."""
         kernels, device = self.machine.device.kernels, self.machine.device
         sheet = f"{self.machine.network.cluster.accelerator}.yaml"
         memory = f"memory at {kernels.bytes_per_s / 1e9:,.0f} GB/s"
-        products = f"products at {device.peak * kernels.matmul_fraction / 1e12:.3g} TFLOP/s"
+        gemms = f"GEMMs at {device.peak * kernels.matmul_fraction / 1e12:.3g} TFLOP/s"
         reasons = {
-            COMPUTATION: f"{products} and {memory} ({sheet}), and no other program beside this one",
+            COMPUTATION: f"{gemms} and {memory} ({sheet}), and no other program on this machine",
             UPDATE: f"{memory} ({sheet}) and {self.machine.profile.optimizer_bytes:.0f} bytes for each parameter",
             BUBBLE: "that all ranks are as fast as each other; logging.trace_iterations draws which is not",
             DATA: "that the next batch is read while the step runs; the file system or the tokenizer is slower",
@@ -87,18 +88,18 @@ class Forecast:
     def _link(self, kind: str) -> str:
         rate, level = self.machine.network.bottleneck(self.mesh, exposed_axes(kind))
         where = f"{rate / 1e9:.3g} GB/s through {level.name} ({self.machine.network.cluster.name})"
-        return f"{where}, transfers under computation where the layout has them, and ranks that arrive together"
+        return f"{where}, transfers that overlap where the layout allows it, and ranks that arrive together"
 
 
 def forecast(spec: RunSpec, is_cpu: bool) -> Forecast | str:
-    """Of a run; where the cluster is not known, how to say it.  Raises UserError where its file is wrong."""
+    """Predict the step time of a run, or return why it cannot.  Raises UserError for a wrong cluster file."""
     config = spec.config
     cluster = config.logging.cluster or (LOCAL if is_cpu and (CLUSTERS / f"{LOCAL}.yaml").is_file() else None)
     if cluster is None:
         how = "run tools/calibrate.py" if is_cpu else "set logging.cluster"
         return f"step time is not predicted, since this machine is not known: {how} (docs/planner.md)"
     if is_cpu and config.train.precision != "fp32" and config.logging.cluster is None:
-        return "step time is not predicted: tools/calibrate.py measures processors in fp32 only"
+        return "step time is not predicted: tools/calibrate.py measures CPUs in fp32 only"
     machine = load_machine(cluster, config.train.precision, spec.world_size)
     step = simulated_step(spec, machine)
     return Forecast(cluster, step_time(step), machine, step.mesh)

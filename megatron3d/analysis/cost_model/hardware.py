@@ -1,4 +1,4 @@
-"""What a machine can do, as its YAML in `hardware/` says: an accelerator's kernels, and a cluster's links.
+"""Accelerators and clusters as the YAML files of `hardware/` describe them.
 
 An accelerator's time for a product and for a pass over memory, and a cluster's bandwidth per rank at each level:
 
@@ -24,25 +24,25 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class HardwareFile(BaseModel):
-    """A part of a YAML file: no unknown keys, no silent conversion."""
+    """Base of the models of YAML files: no unknown keys, immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class KernelRates(HardwareFile):
-    """What an accelerator's kernels reach.
+    """Rates that an accelerator's kernels reach.
 
     Attributes:
-        memory_gib: of device memory that tensors can use.
-        stream_gb_s: bandwidth of device memory by data sheet; `stream_fraction` of it is reached by long passes.
-        matmul_fraction: of the peak that the best large product sustains.
-        tile_fractions: of that, by the size of a unit's tile of the output; smaller tiles read more per operation.
-        num_units: multiprocessors, which each compute a tile at a time.
-        ramp_k: what filling and draining a tile's pipeline costs, as additional length of K.
-        attention_fractions: of the peak, that fused causal attention reaches forward and backward.
-        launch_us: least time between two kernels.
-        adds_launch: whether that is added to each kernel's time (a processor), or hidden under it where it is longer.
-        comm_units: multiprocessors that a collective keeps busy under computation.
+        memory_gib: device memory that tensors can use.
+        stream_gb_s: memory bandwidth by data sheet; long memory-bound kernels reach `stream_fraction` of it.
+        matmul_fraction: fraction of the peak that the best large GEMM sustains.
+        tile_fractions: fraction of that by the output tile of a multiprocessor; smaller tiles read more per FLOP.
+        num_units: number of multiprocessors; each computes one tile at a time.
+        ramp_k: ramp-up and drain of a tile, as additional length of K.
+        attention_fractions: fractions of the peak that fused causal attention reaches, forward and backward.
+        launch_us: least time between the starts of two kernels.
+        adds_launch: the launch time adds to each kernel's time (CPU); otherwise a longer kernel hides it (GPU).
+        comm_units: multiprocessors that a collective takes from the computation that it overlaps with.
     """
 
     memory_gib: Above0
@@ -59,18 +59,18 @@ class KernelRates(HardwareFile):
 
     @property
     def bytes_per_s(self) -> float:
-        """Of long passes over memory."""
+        """Bandwidth that long memory-bound kernels reach."""
         return self.stream_gb_s * 1e9 * self.stream_fraction
 
     @property
     def tiles(self) -> tuple[tuple[int, int, float], ...]:
-        """Rows, columns and fraction of each tile."""
+        """Rows, columns and fraction of the peak of each tile."""
         split = ((name.partition("x"), fraction) for name, fraction in self.tile_fractions.items())
         return tuple((int(rows), int(columns), fraction) for (rows, _, columns), fraction in split)
 
 
 class Accelerator(HardwareFile):
-    """A device; without `kernels` its peak alone is known."""
+    """An accelerator; without `kernels` only its peak is known."""
 
     device_names: str
     peak_tflops: Mapping[str, Above0]
@@ -79,13 +79,13 @@ class Accelerator(HardwareFile):
 
 
 class NetworkLevel(HardwareFile):
-    """Ranks that are joined in one way.
+    """One level of a cluster: ranks with the same kind of link.
 
     Attributes:
-        ranks: of a unit of this level, the units below included.
-        gb_s: that each rank of a unit can send out of the unit below it, all of them at one time.
-        is_pairwise: each two ranks have a link of their own of `gb_s`, so that rings through more ranks are faster.
-        latency_us: of one step of a collective.
+        ranks: ranks of one unit of this level, the units below included.
+        gb_s: bandwidth with which each rank can send out of its unit of the level below, while all others do, too.
+        is_pairwise: each two ranks have their own link of `gb_s`, so that rings over more ranks are faster.
+        latency_us: latency of one step of a collective.
     """
 
     name: str
@@ -96,21 +96,21 @@ class NetworkLevel(HardwareFile):
 
 
 class SlurmDefaults(HardwareFile):
-    """What jobs of a cluster need: options of sbatch (null: without a value), and lines of shell before the start."""
+    """Options of sbatch (null: without a value), and shell lines to run before the launch."""
 
     options: Mapping[str, str | int | None] = {}
     setup: tuple[str, ...] = ()
 
 
 class Cluster(HardwareFile):
-    """Accelerators and the levels that join them, from the inside to the outside.
+    """Accelerators and the network levels that connect them, the innermost first.
 
     Attributes:
-        call_us: of every collective beside its steps: starting it, and waiting for ranks that come late.
+        call_us: time of every collective in addition to its steps: its launch, and waiting for late ranks.
         slurm: for tools/make_slurm.py.
-        cores: processors that ranks share, where the accelerators are processors: with more ranks, each is slower.
-        call_busy, bytes_busy: shares of a call's latency, and of the time of its bytes, in which it keeps a processor
-            busy; while it waits, other ranks may have that.
+        cores: CPU cores that ranks share if the accelerators are CPUs; more ranks than cores slow each other down.
+        call_busy, bytes_busy: fractions of a collective's latency, and of the time of its bytes, in which it keeps a
+            core busy; while it waits, other ranks may use the core.
     """
 
     name: str
@@ -124,12 +124,12 @@ class Cluster(HardwareFile):
     bytes_busy: float = Field(1, ge=0, le=1)
 
     def slowdown(self, num_ranks: int) -> float:
-        """By how much ranks that share cores are slower than one alone."""
+        """Return the factor by which ranks that share cores are slower than one rank alone."""
         return max(1.0, min(num_ranks, self.node_ranks) / self.cores) if self.cores else 1.0
 
     @property
     def node_ranks(self) -> int:
-        """Ranks of a node: of the last level but the network."""
+        """Ranks of a node: of the last level below the network."""
         return self.levels[-2].ranks if len(self.levels) > 1 else self.levels[-1].ranks
 
 
@@ -137,7 +137,7 @@ T = TypeVar("T", bound=HardwareFile)
 
 
 def load_accelerator(name: str, folder: Path = FOLDER) -> Accelerator:
-    """The accelerator of a name such as `a100`; UserError where there is none, or its kernels are not known."""
+    """Load an accelerator by its name, such as `a100`.  Raises UserError if it is unknown or has no `kernels`."""
     found = _load(name, folder, Accelerator, "accelerator")
     if found.kernels is None:
         raise UserError(f"accelerator {name}: only its peak is known; add `kernels` to {folder.name}/{name}.yaml")
@@ -145,14 +145,14 @@ def load_accelerator(name: str, folder: Path = FOLDER) -> Accelerator:
 
 
 def load_cluster(name: str, folder: Path = CLUSTERS) -> Cluster:
-    """The cluster of a name such as `selene`, or of a YAML file."""
+    """Load a cluster by its name, such as `selene`, or by the path of a YAML file."""
     if name.endswith((".yaml", ".yml")):
         return _load(Path(name).stem, Path(name).parent, Cluster, "cluster")
     return _load(name, folder, Cluster, "cluster")
 
 
 def file_names(folder: Path) -> list[str]:
-    """Names of the files of a folder."""
+    """Return the names of the YAML files of a folder."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 

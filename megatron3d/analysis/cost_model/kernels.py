@@ -1,4 +1,4 @@
-"""Time of one kernel: a product as waves of tiles over the multiprocessors, everything else as bytes through memory.
+"""Time of one kernel: a GEMM as waves of tiles over the multiprocessors, any other kernel as bytes over the bandwidth.
 
     product    max(waves (K + ramp) tile / (share of the peak of a unit), bytes / bandwidth)
     pass       bytes / bandwidth
@@ -18,7 +18,7 @@ from megatron3d.errors import UserError
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """An accelerator in one precision.
+    """Kernel times of an accelerator in one precision.
 
     Attributes:
         peak: FLOP/s.
@@ -31,7 +31,7 @@ class DeviceModel:
     slowdown: float = 1.0
 
     def gemm_s(self, m: float, n: float, k: float, batch: float = 1) -> float:
-        """Seconds of `batch` products Y[m, n] = X[m, k] W[k, n]."""
+        """Return the seconds of `batch` GEMMs Y[m, n] = X[m, k] W[k, n]."""
         if not min(m, n, k, batch):
             return 0.0
         kernels = self.kernels
@@ -45,23 +45,23 @@ class DeviceModel:
         return self.launched(max(compute, moved))
 
     def memory_bound_s(self, num_bytes: float, kernels: int = 1) -> float:
-        """Seconds of so many kernels that together move so many bytes."""
+        """Return the seconds of `kernels` memory-bound kernels that move `num_bytes` in all."""
         return self.launched(num_bytes / self.kernels.bytes_per_s, kernels) if num_bytes else 0.0
 
     def attention_s(self, flops: float, backward: bool) -> float:
-        """Seconds of fused attention of so many operations."""
+        """Return the seconds of fused attention of `flops`."""
         if not flops:
             return 0.0
         return self.launched(flops / (self.peak * self.kernels.attention_fractions[backward]))
 
     def launched(self, seconds: float, kernels: int = 1) -> float:
-        """With what it takes to start so many kernels."""
+        """Return `seconds` of `kernels` kernels with their launch times."""
         launch = kernels * self.kernels.launch_us * 1e-6
         return self.slowdown * (seconds + launch if self.kernels.adds_launch else max(seconds, launch))
 
     @property
     def comm_tax(self) -> float:
-        """Time that computation loses for each second of communication that is hidden under it."""
+        """Slowdown of computation per second of communication that it overlaps with."""
         return self.kernels.comm_units / self.kernels.num_units
 
 
@@ -70,7 +70,7 @@ def _waves(num_tiles: float, num_units: int) -> int:
 
 
 def device_model(accelerator: Accelerator, precision: str, itemsize: int, slowdown: float = 1.0) -> DeviceModel:
-    """The accelerator in a training precision; UserError where it has none such."""
+    """Return an accelerator's kernel times in a training precision.  Raises UserError if it lacks that precision."""
     if precision not in accelerator.peak_tflops:
         known = ", ".join(accelerator.peak_tflops)
         raise UserError(f"train.precision={precision}: {accelerator.device_names} does not compute in it; use {known}")

@@ -1,10 +1,10 @@
-"""Time of a transformer layer on one rank, forward and the two halves of backward, in kinds.
+"""Time of a transformer layer on one rank: forward, dgrad and wgrad.
 
-    forward     gather X, (W came under the linear before), product, reduce Y
-    backward    gather dY, dX's product over the gather of X, dW's product over the reduction of dX,
-                W comes under the products before, dW is reduced under those that follow
+    forward     all-gather X (W was prefetched during the linear before), GEMM, reduce Y
+    backward    all-gather dY; dgrad GEMM overlaps with the all-gather of X, wgrad GEMM with the reduction of dX;
+                W is prefetched during the GEMMs before, dW is reduced during those that follow
 
-What is hidden under a product costs it a part of its units; what is longer than the product is waited for.
+Communication that overlaps with a GEMM takes multiprocessors from it; what is longer than the GEMM is exposed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.breakdown import (
     ATTENTION,
+    GEMMS,
     MEMORY,
-    PRODUCTS,
-    TAX,
+    SLOWDOWN,
     TimeBreakdown,
     combine,
     exposed_time,
@@ -34,25 +34,25 @@ from megatron3d.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes, what joins it, and what the program is like."""
+    """The device model, the network and the execution profile that times are predicted for."""
 
     device: DeviceModel
     network: Network
     profile: ExecutionProfile
 
     def accumulation_s(self, num_weights: float, gemm_s: float) -> float:
-        """Seconds to add a gradient to its sum; a product of so many seconds makes it, and may do that by the way."""
+        """Return the seconds to accumulate a gradient into main_grad, less what the wgrad GEMM of `product_s` hides."""
         seconds = self.device.memory_bound_s(num_weights * self.profile.grad_bytes)
         is_hidden = self.profile.fuses_grad_sum and not self.device.kernels.adds_launch
         return max(0.0, seconds - gemm_s) if is_hidden else seconds
 
     def compiled(self) -> Machine:
-        """With what a compiler makes of passes that are counted as they are written."""
+        """Return the machine with compiled kernels, which fuse the rotary embedding."""
         return replace(self, profile=replace(self.profile, rotary=TWO_COPIES))
 
 
 class LayerTimes(NamedTuple):
-    """Times of forward, input gradient, weight gradient, and backward in one; and of computing forward again."""
+    """Forward, dgrad, wgrad, and backward in one of a layer; recomputation is part of dgrad and of backward."""
 
     forward: TimeBreakdown
     input_grad: TimeBreakdown
@@ -83,7 +83,7 @@ def linears(local: LocalSizes) -> dict[str, Linear]:
 
 
 class LinearTime(NamedTuple):
-    """A linear's product, in seconds, and its collectives."""
+    """Time of a linear's GEMM, its collectives, and the sizes of its weight and output."""
 
     gemm_s: float
     sent: Flows
@@ -93,7 +93,7 @@ class LinearTime(NamedTuple):
 
     @staticmethod
     def of(linear: Linear, mesh: Mesh, machine: Machine) -> LinearTime:
-        """With sizes as this rank multiplies them."""
+        """Return the time of a linear with the sizes that this rank multiplies."""
         plan, (m, n, k) = linear.plan, linear[1:]
         m_here, n_here, k_here = m / mesh.size(plan.m), n / mesh.size(plan.n), k / mesh.size(plan.k)
         sent = flows(plan, mesh, m, n, k, machine.device.itemsize)
@@ -108,26 +108,27 @@ class LinearTime(NamedTuple):
 
 
 class OverlapModel:
-    """Times of communication that runs under computation, or does not."""
+    """Communication time, exposed or overlapped with computation."""
 
     def __init__(self, machine: Machine, mesh: Mesh, num_panels: int) -> None:
         self._machine, self._mesh, self._num_panels = machine, mesh, num_panels
 
     def exposed(self, calls: list[Traffic]) -> TimeBreakdown:
-        """Communication that everything waits for."""
+        """Return the time of collectives that nothing overlaps with."""
         return combine(exposed_time(call.axes, self._machine.network.seconds(call, self._mesh)) for call in calls)
 
     def overlapped(self, calls: list[Traffic], seconds: float, hides: bool = True) -> TimeBreakdown:
-        """Communication under a computation of so many seconds: what is longer, and what it takes from that."""
+        """Return the exposed rest of collectives that overlap with `seconds` of computation, and its slowdown."""
         times = self.exposed(calls)
         if not hides or not times:
             return times
         hidden = min(times.total, seconds)
-        tax = TimeBreakdown({TAX: hidden * self._machine.device.comm_tax})
+        tax = TimeBreakdown({SLOWDOWN: hidden * self._machine.device.comm_tax})
         return times.scaled(1 - hidden / times.total).plus(tax)
 
     def panelled(self, calls: list[Traffic], seconds: float) -> TimeBreakdown:
-        """Communication of a product's own operands, in panels: all but one of them under the product of another."""
+        """Return the exposed rest of collectives of a GEMM's own operands, all panels but one overlapping with the
+        GEMM."""
         if not calls:
             return TimeBreakdown()
         panels = self._num_panels
@@ -137,12 +138,12 @@ class OverlapModel:
             return self.exposed(calls)
         times, share = self.exposed(calls), (panels - 1) / panels
         hidden = min(times.total * share, seconds * share)
-        tax = TimeBreakdown({TAX: hidden * self._machine.device.comm_tax})
+        tax = TimeBreakdown({SLOWDOWN: hidden * self._machine.device.comm_tax})
         return times.scaled(1 - hidden / times.total).plus(tax)
 
 
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
-    """Of one layer for one microbatch, what is computed again being part of the backward and the input's gradient."""
+    """Return the times of one layer for one microbatch."""
     planned = {name: LinearTime.of(linear, local.mesh, machine) for name, linear in linears(local).items()}
     over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
     forward = [_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
@@ -157,18 +158,18 @@ def _forward(
 ) -> TimeBreakdown:
     overlap, parts, before = local.overlap, [], 0.0
     for each in planned.values():
-        parts.append(TimeBreakdown({PRODUCTS: each.gemm_s, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
+        parts.append(TimeBreakdown({GEMMS: each.gemm_s, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
         parts.append(over.panelled(each.sent.gather_x + each.sent.reduce_y, each.gemm_s))
         parts.append(over.overlapped(each.sent.gather_w, before, overlap.weight_gather))
         before = each.gemm_s
-    # The first linear's weight comes under the last of the layer before.
+    # The first linear's weight is prefetched during the last linear of the layer before.
     first = next(iter(planned.values()))
     parts.append(_first_gather_correction(over, first.sent.gather_w, before, overlap.weight_gather))
     return combine(parts)
 
 
 def _first_gather_correction(over: OverlapModel, calls: list[Traffic], seconds: float, hides: bool) -> TimeBreakdown:
-    """The first gather of a layer was counted as uncovered; what its neighbour covers is taken off."""
+    """Return what the layer before hides of the first weight gather, which was counted as exposed."""
     covered, bare = over.overlapped(calls, seconds, hides), over.exposed(calls)
     return TimeBreakdown({kind: covered.get(kind, 0.0) - bare.get(kind, 0.0) for kind in {*covered, *bare}})
 
@@ -176,12 +177,12 @@ def _first_gather_correction(over: OverlapModel, calls: list[Traffic], seconds: 
 def _backward(
     planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
 ) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
-    """Input's gradient, weight's gradient, and both in one."""
+    """Return dgrad, wgrad, and both in one."""
     overlap, half, late, whole = local.overlap, list[TimeBreakdown](), list[TimeBreakdown](), list[TimeBreakdown]()
     hides = overlap.input_grad and machine.profile.overlaps_input_grad
     for each in planned.values():
         sent, seconds, copied = each.sent, each.gemm_s, each.joins
-        product = TimeBreakdown({PRODUCTS: seconds})
+        product = TimeBreakdown({GEMMS: seconds})
         gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
         common = [
             product,
@@ -204,7 +205,7 @@ def _backward(
 
 
 def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterator[TimeBreakdown]:
-    """Everything between the products."""
+    """Yield the times of everything between the GEMMs."""
     profile, arch, size = machine.profile, local.arch, machine.device.itemsize
     residual, inner = local.tokens * local.hidden, local.inner_tokens
     heads = local.num_queries * arch.kv_channels
@@ -238,7 +239,7 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
 
 
 def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
-    """Fused, of the causal half; or two products of all scores, four backward, and passes over them."""
+    """Return the time of fused attention over the causal half, or of its unfused GEMMs and elementwise kernels."""
     arch, seq, device = local.arch, local.arch.seq_length, machine.device
     heads = local.sequences * local.num_queries
     if machine.profile.fuses_attention:
@@ -256,7 +257,7 @@ def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreak
 def _recomputation(
     local: LocalSizes, machine: Machine, forward: TimeBreakdown, over: OverlapModel, planned: Mapping[str, LinearTime]
 ) -> Iterator[TimeBreakdown]:
-    """What backward computes again; gathers of weights are not ahead then."""
+    """Yield the times of recomputation in backward; weights are not prefetched for it."""
     recompute, profile = local.recompute, machine.profile
     if recompute.granularity == "full":
         ahead = local.overlap.weight_gather

@@ -1,9 +1,9 @@
-"""Time of a collective: latency per step and bytes over the slowest level that its ring crosses.
+"""Time of a collective: latency per step, and bytes over the slowest level that its ring crosses.
 
     ring over n ranks    steps alpha + sent bytes / min over crossed levels of (members per unit below x link per rank)
 
-Groups that run side by side share a node's links, and each rank's share of these is what counts; a group with several
-members in a node leaves it by the links of all of them.  (Thakur, Rabenseifner and Gropp 2005; NCCL's rings.)
+Concurrent groups share a node's links; a group with several members in a node leaves it by the links of all of them
+(Thakur, Rabenseifner and Gropp 2005; NCCL's rings).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megatron3d.parallel.mesh import Axes, Mesh
 
 @dataclass(frozen=True)
 class Network:
-    """A cluster's links under the ranks of a mesh, which follow each other from node to node.
+    """A cluster's links for the ranks of a mesh, which are numbered from node to node.
 
     Attributes:
-        slowdown: by how much ranks that share processors are slower.
+        slowdown: factor by which ranks that share CPU cores are slower.
     """
 
     cluster: Cluster
     slowdown: float = 1.0
 
     def seconds(self, call: Traffic, mesh: Mesh) -> float:
-        """Of one collective of a mesh, or of a transfer to a neighbour."""
+        """Return the seconds of one collective of a mesh, or of a send/recv to a neighbour."""
         if call.collective in ("send", "add"):
             return self.transfer_s(call.wire_bytes, mesh, call.axes)
         members = members_by_level(self.cluster, mesh, call.axes)
@@ -40,7 +40,7 @@ class Network:
         return self._shared(latency_s, call.wire_bytes / self._bottleneck(members)[0], ranks / mesh.world_size)
 
     def transfer_s(self, num_bytes: float, mesh: Mesh, axes: Axes) -> float:
-        """From a rank to its neighbour along an axis, all ranks doing the same."""
+        """Return the seconds of a send from each rank to its neighbour along an axis."""
         members = members_by_level(self.cluster, mesh, axes)
         # The neighbour that is farthest away counts: some rank has it.
         crossed = [level for level, count in zip(self.cluster.levels, members, strict=True) if count > 1]
@@ -48,10 +48,10 @@ class Network:
         return self._shared(level.latency_us * 1e-6, num_bytes / (level.gb_s * 1e9), min(2 / mesh.world_size, 1.0))
 
     def _shared(self, latency_s: float, bytes_s: float, part: float) -> float:
-        """Of a call of a part of all ranks, which share processors: its work is slower; others work while it waits.
+        """Return the seconds of a collective of a fraction `part` of all ranks, which share CPU cores.
 
-        In each step a rank waits for the work of the group's others, which is slower too; while bytes are on their way
-        all of them local.  Measured between 2, 4 and 8 ranks on 2 cores, all of them or in pairs.
+        Its CPU work is slower, and so is that of the ranks that it waits for in each step; while bytes are in flight
+        all of them compute.  Measured between 2, 4 and 8 ranks on 2 cores, all of them or in pairs.
         """
         slowdown, least = self.slowdown, 1 / self.slowdown
         busy, waits = self.cluster.call_busy, max(slowdown * part**2, least)
@@ -60,11 +60,11 @@ class Network:
         return latency_s + bytes_s * (busy * slowdown + (1 - busy) * waits)
 
     def bottleneck(self, mesh: Mesh, axes: Axes) -> tuple[float, NetworkLevel]:
-        """Bytes per second of a ring along axes of several ranks, and the level that lets no more pass."""
+        """Return the bytes per second of a ring along axes, and the level that limits it."""
         return self._bottleneck(members_by_level(self.cluster, mesh, axes))
 
     def _latency_s(self, members: list[int], rounds: int) -> float:
-        """Of a ring inside of the innermost level, and a tree, or a ring where that is shorter, over units."""
+        """Return the latency of a ring inside the innermost level, and of a tree, or a shorter ring, over its units."""
         total, below = 0.0, 1
         for level, count in zip(self.cluster.levels, members, strict=True):
             units = count // below
@@ -84,7 +84,7 @@ class Network:
 
 
 def members_by_level(cluster: Cluster, mesh: Mesh, axes: Axes) -> list[int]:
-    """How many ranks of a group are in one unit of each level, the last level holding all."""
+    """Return how many ranks of a group are in one unit of each level; the last level holds all."""
     group = sorted(mesh.at(0).ranks(axes))
     counts = [sum(rank < level.ranks for rank in group) for level in cluster.levels[:-1]]
     return [*counts, len(group)]

@@ -1,4 +1,4 @@
-"""Plans as text: a line per layout, and one layout in all its parts."""
+"""Plans as text: a table of layouts, one layout in all its parts, and two side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DAY_S = 86400.0
 
 
 def result_table(found: SearchResult, problem: PlanningProblem) -> list[str]:
-    """The best layouts, and why the others are not there."""
+    """Return a table of the best layouts, and why others were refused."""
     rows: list[tuple[str, ...]] = [
         ("", "step s", "MFU %", "tokens/s", "GiB", "compute", "waits", "bubble", "update", "limited by", "layout")
     ]
@@ -40,12 +40,12 @@ def result_table(found: SearchResult, problem: PlanningProblem) -> list[str]:
 
 
 def largest_part(plan: PredictedLayout) -> str:
-    """What takes most of the step's time."""
+    """Return the part of a step that takes most of its time."""
     return next(iter(plan.step.breakdown))
 
 
 def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: float) -> list[str]:
-    """Memory by kind and time by kind of one layout."""
+    """Return the time and the memory of one layout by kind."""
     step, memory, batch = plan.step, plan.memory, problem.config.train.global_batch_size
     tokens_per_s = problem.tokens_per_s(plan)
     lines = [
@@ -62,7 +62,7 @@ def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: fl
 
 
 def memory_lines(memory: RankMemory, problem: PlanningProblem) -> Iterator[str]:
-    """Bytes by category of the rank that needs most."""
+    """Yield the bytes by category of the rank that needs most."""
     room = problem.memory_bytes / 2**30
     yield f"memory of the rank that needs most, of {room:.1f} GiB that are there:"
     for kind, size in memory.categories.items():
@@ -71,12 +71,12 @@ def memory_lines(memory: RankMemory, problem: PlanningProblem) -> Iterator[str]:
 
 
 def part_label(kind: str) -> str:
-    """What waits, in words."""
+    """Return a part's name, exposed communication marked as such."""
     return f"waiting for communication {kind}" if is_exposed(kind) else kind
 
 
 def compare_plans(one: PredictedLayout, other: PredictedLayout) -> list[str]:
-    """Two plans part by part."""
+    """Return two plans part by part."""
     rows = [("", "first s", "second s", "difference s", "")]
     totals = [{**plan.step.breakdown, "step": plan.step.step_s} for plan in (one, other)]
     for kind in dict.fromkeys((*totals[0], *totals[1])):
@@ -89,7 +89,7 @@ def compare_plans(one: PredictedLayout, other: PredictedLayout) -> list[str]:
 
 
 def scaling_table(speeds: Mapping[int, float]) -> list[str]:
-    """Tokens per second over numbers of ranks, and what of that each rank does, relative to the first number."""
+    """Return tokens per second over the number of ranks, and each rank's relative to the first number."""
     rows: list[tuple[str, ...]] = [("", "ranks", "tokens/s", "per rank %")]
     each = {num_ranks: speed / num_ranks for num_ranks, speed in speeds.items()}
     first = next(iter(each.values()))
@@ -98,5 +98,5 @@ def scaling_table(speeds: Mapping[int, float]) -> list[str]:
 
 
 def layout_labels(plans: Sequence[PredictedLayout]) -> list[str]:
-    """A short label for each."""
+    """Return a short label of each layout."""
     return [str(plan.layout).replace(", ", "\n") for plan in plans]

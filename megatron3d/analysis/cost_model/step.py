@@ -1,4 +1,4 @@
-"""Time of a training step: stages from layers, their schedule from the simulator, then gradients and the optimizer.
+"""Time of a training step: stages from layers, their simulated schedule, the exposed data axis, and the optimizer step.
 
 step = schedule of the stages + what of the data axis is not hidden + update
 """
@@ -39,7 +39,7 @@ from megatron3d.pipeline.spec import Pipeline
 
 @dataclass(frozen=True)
 class TimePrediction:
-    """A step's time on the rank of the pipeline that is busiest.
+    """The step time of the busiest pipeline rank.
 
     Attributes:
         step_s: all of it.
@@ -55,7 +55,7 @@ class TimePrediction:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of computation, the update not included."""
+        """Seconds of computation, the optimizer step not included."""
         return self.parts.compute
 
     @property
@@ -71,7 +71,7 @@ class TimePrediction:
 
 
 def load_machine(cluster_name: str, precision: str, num_ranks: int, profile: ExecutionProfile = OURS) -> Machine:
-    """The machine of a cluster."""
+    """Load a cluster and its accelerator as the machine of `num_ranks` ranks."""
     cluster = load_cluster(cluster_name)
     return make_machine(cluster, load_accelerator(cluster.accelerator), precision, num_ranks, profile)
 
@@ -79,7 +79,7 @@ def load_machine(cluster_name: str, precision: str, num_ranks: int, profile: Exe
 def make_machine(
     cluster: Cluster, accelerator: Accelerator, precision: str, num_ranks: int, profile: ExecutionProfile = OURS
 ) -> Machine:
-    """The machine of a cluster of accelerators; where ranks share processors, each has its part of them."""
+    """Return the machine of a cluster of accelerators; ranks that share CPU cores slow each other down."""
     slowdown = cluster.slowdown(num_ranks)
     computes = device_model(accelerator, precision, ITEMSIZES[precision], slowdown)
     return Machine(computes, Network(cluster, slowdown), profile)
@@ -87,7 +87,7 @@ def make_machine(
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What a step's time follows from."""
+    """The inputs of a step's simulation."""
 
     local: LocalSizes
     pipeline: Pipeline
@@ -114,7 +114,7 @@ class SimulatedStep:
 
 
 def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
-    """The step of a valid configuration, of whose steady microbatches a few are simulated."""
+    """Return the step of a valid run; of many microbatches a few are simulated."""
     train, zero_stage = spec.config.train, spec.config.parallel.zero_stage
     itemsize, kernels = ITEMSIZES[train.precision], KERNELS["gpu"]
     local = LocalSizes(
@@ -144,7 +144,7 @@ def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
 
 
 def step_time(step: SimulatedStep) -> TimePrediction:
-    """The time of a step."""
+    """Simulate a step and return its time."""
     durations = stage_times(step)
     ranks = range(step.pipeline.num_ranks)
     busy = [_computation(step, durations, rank) for rank in ranks]
@@ -161,7 +161,7 @@ Durations = Mapping[tuple[int, ActionKind], TimeBreakdown]
 
 
 def stage_times(step: SimulatedStep) -> Durations:
-    """Of each stage, each kind of computation of one microbatch."""
+    """Return the seconds of each kind of computation of each stage, for one microbatch."""
     local, machine, full = step.local, step.machine, step.local.recompute.granularity == "full"
     plain = layer_times(replace(local, recompute=KEEP_ALL) if full else local, machine)
     again = layer_times(local, machine) if full else plain
@@ -193,7 +193,7 @@ def _stage(local: LocalSizes, stage: Stage, plain: LayerTimes, again: LayerTimes
 
 
 def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
-    """Of the residual stream from a stage to the next one on another rank."""
+    """Return the time to send the residual stream to the next pipeline rank."""
     local, machine, mesh = step.local, step.machine, step.mesh
     if mesh.sizes["pipeline"] == 1:
         return TimeBreakdown()
@@ -205,7 +205,7 @@ def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
 
 @dataclass(frozen=True)
 class ScheduleTimes:
-    """When the stages begin and end.
+    """When the stages start and end.
 
     Attributes:
         total_s: from the first start to the last end on any rank, for all microbatches.
@@ -220,7 +220,7 @@ class ScheduleTimes:
 
 
 def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
-    """The schedule in seconds; of many microbatches, the steady ones are not simulated but multiplied."""
+    """Simulate the schedule; the steady state of many microbatches is multiplied instead."""
     seconds = {key: times.total for key, times in durations.items()}
     hop = stage_transfer_time(step).total if step.machine.profile.overlaps_pipeline else 0.0
 
@@ -245,7 +245,7 @@ def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
 
 
 def _computation(step: SimulatedStep, durations: Durations, rank: int) -> TimeBreakdown:
-    """A rank's computations of all microbatches."""
+    """Return a rank's computation of all microbatches."""
     return combine(
         durations[action.stage, action.kind] for action in step.pipeline.schedule[rank] if action.mb == 0
     ).scaled(step.num_microbatches)
@@ -256,7 +256,7 @@ def _param_counts(step: SimulatedStep, stages: Sequence[Stage]) -> Mapping[tuple
 
 
 def exposed_data_axis(step: SimulatedStep, durations: Durations, line: ScheduleTimes, rank: int) -> TimeBreakdown:
-    """What a rank waits for along the data axis beyond the end of the schedule."""
+    """Return the communication of a rank's data axis that is exposed after the schedule."""
     m, zero, profile, tax = step.num_microbatches, step.zero_stage, step.machine.profile, step.machine.device.comm_tax
     times = collectives_per_step(zero, m)
     each = {
@@ -273,7 +273,7 @@ def exposed_data_axis(step: SimulatedStep, durations: Durations, line: ScheduleT
 
 
 def _exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
-    """How long after the last end sums go on: a stage's begin with its last backward and follow each other."""
+    """Return how long reductions outlast the schedule; a stage's start with its last backward, in order."""
     end = 0.0
     for stage in sorted(each, key=lambda stage: line.lasts[stage].start):
         last, found = line.lasts[stage], each[stage]
@@ -283,7 +283,7 @@ def _exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, 
 
 
 def _exposed_gather_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
-    """How long stages wait for their weights, which are gathered in order and as layers need them."""
+    """Return how long stages wait for their weights, which are all-gathered in order as layers need them."""
     end, late = 0.0, 0.0
     for stage in sorted(each, key=lambda stage: line.firsts[stage].start):
         end += max(0.0, each[stage].gathers.total - hidden_s)
@@ -292,7 +292,7 @@ def _exposed_gather_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hid
 
 
 def _steady_s(step: SimulatedStep, durations: Durations, rank: int) -> float:
-    """Seconds of all microbatches but one on a rank, under which what is sent for each microbatch can hide."""
+    """Return a rank's seconds of all microbatches but one, with which communication per microbatch can overlap."""
     return _computation(step, durations, rank).total * (1 - 1 / step.num_microbatches)
 
 

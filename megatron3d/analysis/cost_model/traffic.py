@@ -1,4 +1,4 @@
-"""Everything that a rank sends in a training step, and every operation of its products, in closed form.
+"""Closed forms of everything that a rank sends in a training step, and of its GEMM FLOPs.
 
     microbatches (layers + ends + crossings) + gradients and weights over the data axis + one sum of three numbers
 
@@ -28,14 +28,14 @@ CountedTraffic = Iterator[tuple[int, Traffic]]
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Calls, and bytes that a rank sends over rings, by collective and axes."""
+    """Number of collectives, and bytes that a rank sends over rings, by collective and axes."""
 
     calls: Counter[tuple[str, Axes]]
     sent: dict[tuple[str, Axes], float]
 
 
 def step_traffic(step: StepSpec) -> StepTraffic:
-    """Of the rank at which the step's mesh is seen."""
+    """Return the traffic of the rank that the step's mesh is seen from."""
     found = StepTraffic(Counter(), {})
     for count, call in _step_calls(step):
         if count:
@@ -68,7 +68,7 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
 
 
 def kept_weight_gathers(step: StepSpec, stage: Stage) -> int:
-    """How often weights are gathered that stay as long as some microbatch is between its forward and its backward."""
+    """Return how often gathered weights are gathered that stay while a microbatch is in flight."""
     change, users, times = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}, 0, 0
     for action in step.actions:
         if action.stage == stage.index:
@@ -78,7 +78,7 @@ def kept_weight_gathers(step: StepSpec, stage: Stage) -> int:
 
 
 def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
-    """Of one microbatch."""
+    """Yield the collectives of one microbatch in a stage."""
     local = step.local
     for run in local.recompute.runs(stage.layers):
         for _ in run.layers:
@@ -109,7 +109,7 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
 
 
 def _norm(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    """Mean and variance of each token, gathered, or its mean square, summed; in backward one sum or two."""
+    """Yield the collectives of a norm's statistics, and of their gradients."""
     axes, tokens = local.mesh.nontrivial(local.mode.residual[1]), local.tokens * local.wide
     if not axes:
         return
@@ -120,7 +120,7 @@ def _norm(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
 
 
 def _head(step: StepSpec) -> Iterator[Traffic]:
-    """Chunk by chunk; the weight is gathered, and its gradient reduced, once."""
+    """Yield the collectives of the LM head by chunks; its weight is gathered, and dW reduced, once."""
     local, arch = step.local, step.local.arch
     mesh, plan = local.mesh, local.mode.expand.on(local.mesh)
     rows, gathered = chunk_rows(step)
@@ -139,7 +139,7 @@ def _head(step: StepSpec) -> Iterator[Traffic]:
 
 
 def _data(step: StepSpec) -> CountedTraffic:
-    """Gradients of each flat piece, and weights where they are shared out."""
+    """Yield reductions of each flat buffer's gradients, and all-gathers of weights that ZeRO shards."""
     local, m = step.local, step.num_microbatches
     shared: Axes = local.mesh.nontrivial(("data",)) if step.zero_stage else ()
     for piece in flat_buffer_sizes(step):
@@ -162,12 +162,12 @@ def _data(step: StepSpec) -> CountedTraffic:
 
 
 def unit_shards(step: StepSpec) -> Sequence[tuple[str, int]]:
-    """Name of the block of each flat piece of ZeRO 3, and the elements of a rank's part."""
+    """Return the FSDP unit's name and the shard's elements of each flat buffer of ZeRO 3."""
     return [(piece.block, -(-piece.size // step.zero_ranks)) for piece in flat_buffer_sizes(step)]
 
 
 def _is_tied_here(step: StepSpec) -> bool:
-    """Whether the head uses the embedding's matrix of this rank."""
+    """Return whether the head uses the embedding matrix of this rank."""
     first, last = (any(getattr(stage, end) for stage in step.stages) for end in ("has_embedding", "has_head"))
     return step.local.arch.tie_embeddings and first and last
 
@@ -178,7 +178,7 @@ def _all_reduce(axes: Axes, num_bytes: float, local: LocalSizes) -> Traffic:
 
 
 def step_flops(step: StepSpec) -> int:
-    """Operations of a rank's products in a step: of attention all scores are counted, in backward four products."""
+    """Return the FLOPs of a rank's GEMMs in a step; attention counts all scores, and four GEMMs in backward."""
     total = 0
     for stage in step.stages:
         for run in step.local.recompute.runs(stage.layers):
@@ -192,7 +192,7 @@ def step_flops(step: StepSpec) -> int:
 
 
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
-    """Of one layer on this rank for one microbatch."""
+    """Return the FLOPs of one layer on this rank for one microbatch."""
     products = sum(_gemm_flops(local, *each) for each in linears(local).values())
     seq = local.arch.seq_length
     attention = 4 * local.sequences * local.num_queries * seq * seq * local.arch.kv_channels

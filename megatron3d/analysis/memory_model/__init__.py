@@ -1,1 +1,1 @@
-"""What a rank needs memory for, in closed form: values from the configuration alone, held against measurement."""
+"""Predict the memory of a rank in closed form, from the RunSpec alone."""

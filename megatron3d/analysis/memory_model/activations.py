@@ -1,4 +1,4 @@
-"""What lies between forward and backward of a microbatch on one rank: every tensor that is kept, each storage once.
+"""Activations that a rank keeps from forward to backward of a microbatch, each storage once.
 
     layer   norm | qkv | rotary, attention | proj | dropout | norm | fc1 | activation | fc2 | dropout
 
@@ -20,7 +20,7 @@ _INDEX = 8
 
 
 class KeptTensor(NamedTuple):
-    """A tensor that is kept: the module that needs it in backward, which of its tensors, and its bytes."""
+    """A tensor that is kept: the module whose backward needs it, what it is, and its bytes."""
 
     site: str
     what: str
@@ -28,24 +28,24 @@ class KeptTensor(NamedTuple):
 
 
 def total_bytes(items: tuple[KeptTensor, ...]) -> int:
-    """Bytes of all items."""
+    """Return the bytes of all tensors."""
     return sum(item.num_bytes for item in items)
 
 
 def layer_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
-    """Of a transformer layer that is not computed again as a whole, though modules of it may be."""
+    """Return the tensors that a layer without full recomputation keeps."""
     return tuple(_layer(local))
 
 
 def run_activations(local: LocalSizes, run: Run) -> int:
-    """Bytes of a run of layers; of those computed again the first one's input, of those offloaded nothing here."""
+    """Return the bytes kept by a run of layers: with full recomputation its input, when offloaded nothing."""
     if run.is_offloaded or not run.layers:
         return 0
     return local.residual if run.is_repeated else len(run.layers) * total_bytes(layer_activations(local))
 
 
 def recomputed_activations(local: LocalSizes) -> int:
-    """Most bytes that layers do not keep, and that exist while their backward runs."""
+    """Return the most bytes of recomputed activations that exist while their backward runs."""
     everything = total_bytes(layer_activations(replace(local, recompute=KEEP_ALL)))
     runs = local.recompute.runs(range(local.arch.num_layers))
     longest = max((len(run.layers) for run in runs if run.is_repeated), default=0)
@@ -54,44 +54,44 @@ def recomputed_activations(local: LocalSizes) -> int:
 
 
 def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
-    """Of the embedding: which rows were looked up, and the mask of its dropout."""
+    """Return what the embedding keeps: the indices of its rows, and its dropout mask."""
     plan = local.mode.embed.on(local.mesh)
     read = local.part(local.num_tokens, plan.m)
     is_plain = not (plan.m or plan.k or plan.n) and local.itemsize == local.wide
     items = [KeptTensor("embedding", "rows", read * (_INDEX if is_plain else _INDEX + 1))]
     if (
-        local.arch.position_embedding_type == "learned_absolute" and not local.begins_anew
+        local.arch.position_embedding_type == "learned_absolute" and not local.resets_positions
     ):  # else a view of what is there
         items.append(KeptTensor("embedding", "positions", local.tokens * _INDEX))
     return (*items, *_mask(local, "embedding_dropout"))
 
 
 def head_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
-    """Of the last norm, and of the head, which computes its gradients in forward: that of its input waits."""
+    """Return what the final norm and the LM head keep; the head's dgrad is computed in forward and waits."""
     dx = KeptTensor("head", "gradient of its input", local.residual)
     return (*_norm(local, "final_norm", local.tokens, local.hidden, local.splits_features), dx)
 
 
 def rotary_tables(local: LocalSizes) -> tuple[KeptTensor, ...]:
-    """cos and sin, which all layers of a rank share."""
+    """Return cos and sin of the rotary embedding, which all layers of a rank share."""
     if local.arch.position_embedding_type != "rope":
         return ()
     return (KeptTensor("rotary", "cos and sin", 2 * local.arch.seq_length * local.arch.kv_channels * local.itemsize),)
 
 
 def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
-    """What all layers of a stage share of documents in a microbatch: who sees whom [S, S], and rotary tables."""
+    """Return what all layers of a stage share for a packed microbatch: masks [S, S] and rotary tables."""
     tokens, is_rope = local.sequences_read * local.arch.seq_length, local.arch.position_embedding_type == "rope"
     items = []
-    if local.keeps_apart and (not local.arch.attention_dropout or local.recompute != KEEP_ALL):
+    if local.masks_documents and (not local.arch.attention_dropout or local.recompute != KEEP_ALL):
         items.append(KeptTensor("documents", "mask", tokens * local.arch.seq_length * local.itemsize))
-    if local.begins_anew and is_rope:
+    if local.resets_positions and is_rope:
         items.append(KeptTensor("documents", "cos and sin", 2 * tokens * local.arch.kv_channels * local.itemsize))
     return tuple(items)
 
 
 def deferred_wgrad_activations(local: LocalSizes) -> int:
-    """Bytes of a layer between the two halves of a split backward: input and output's gradient of every matmul."""
+    """Return the bytes that a layer keeps from dgrad to its deferred wgrad: X and dY of each matmul."""
     up, down = (plan.on(local.mesh) for plan in (local.mode.expand, local.mode.contract))
     gates = 2 if local.is_gated else 1
     queries = local.num_queries * local.arch.kv_channels
@@ -121,7 +121,7 @@ def _mask(local: LocalSizes, site: str) -> Iterator[KeptTensor]:
 
 
 def _norm(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
-    """A norm's input and what it remembers of it; its output is its reader's."""
+    """Yield a norm's input and its statistics; its output is kept by the next module."""
     composed = local.arch.normalization == "RMSNorm" and not local.kernels.fused_rms_norm and not split
     if not composed or local.itemsize == local.wide:
         yield KeptTensor(site, "input", rows * width * local.itemsize)
@@ -144,7 +144,7 @@ def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool
 
 
 def _core(local: LocalSizes) -> Iterator[KeptTensor]:
-    """From qkv's output to attention's, by scaled_dot_product_attention or, with dropout, written out."""
+    """Yield the tensors from qkv's output to attention's, fused or, with dropout, materialized."""
     kept: dict[tuple[str, str], KeptTensor] = {}
     last = {}
     for name, count in (("q", local.num_queries), ("k", local.num_groups), ("v", local.num_groups)):
@@ -165,7 +165,7 @@ def _qkv_output(local: LocalSizes) -> KeptTensor:
 
 
 def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptTensor]:
-    """What keeps q, k or v on its way from qkv's output to attention, and last of all what attention reads."""
+    """Yield what keeps q, k or v between qkv's output and attention; the last one is attention's input."""
     site, width = "attention.core", local.arch.kv_channels
     here = _qkv_output(local)
     if name != "q" and local.heads.gather_axes:
@@ -186,20 +186,20 @@ def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptT
 
 
 def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
-    """scaled_dot_product_attention keeps what it reads, its output (proj's input) and a number per row of scores."""
+    """Yield what fused attention keeps: q, k, v and a number per row of scores; its output is proj's input."""
     yield from last.values()
     yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
 
 
 def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
-    """Copies of q, k and v by head, the scores after softmax, the mask and what it leaves: [heads, S, S] each."""
+    """Yield copies of q, k and v by head, the scores after softmax, the mask and its result: [heads, S, S] each."""
     site, seq = "attention.core", local.arch.seq_length
     scores = local.inner_tokens * local.num_queries * seq
     by_head = local.inner(local.num_queries * local.arch.kv_channels)
     is_copied = local.sequences > 1 and local.num_queries > 1
     yield KeptTensor(site, "q by head", by_head) if is_copied else last["q"]
     yield KeptTensor(site, "k and v by head", 2 * by_head)
-    if not local.keeps_apart:
+    if not local.masks_documents:
         yield KeptTensor(site, "which positions are later", seq * seq)
     yield KeptTensor(site, "softmax", scores * local.wide)
     yield KeptTensor(site, "dropout mask", scores)
@@ -212,7 +212,7 @@ def _input_and_output(local: LocalSizes) -> Iterator[KeptTensor]:
 
 
 def _output_only(local: LocalSizes) -> Iterator[KeptTensor]:
-    """fc2's input as well."""
+    """Yield the activation's output, which is fc2's input as well."""
     yield KeptTensor("mlp.activation", "output", local.inner(local.ffn))
 
 
@@ -223,7 +223,7 @@ def _gated(local: LocalSizes) -> Iterator[KeptTensor]:
 
 
 def _recomputed_activation(local: LocalSizes) -> Iterator[KeptTensor]:
-    """What the activation reads, and what its own gradient needs beside."""
+    """Yield the activation's input, and what its own gradient needs."""
     yield KeptTensor("mlp.fc1", "output", local.inner((2 if local.is_gated else 1) * local.ffn))
     yield from (item for item in _ACTIVATIONS[local.arch.activation](local) if item.what in _RECOMPUTED_KEEPS)
 

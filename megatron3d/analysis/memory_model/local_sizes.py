@@ -1,4 +1,4 @@
-"""One microbatch on one rank: local sizes, what is computed again, how matmuls are carried out, and which kernels."""
+"""Local sizes of one microbatch on one rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """What torch itself keeps, which differs between devices; all else is ours and the same everywhere.
+    """What torch's kernels keep, which differs between devices.
 
     Attributes:
-        narrow_statistics: LayerNorm's mean and scale are of its input's dtype, not fp32.
-        fused_rms_norm: RMSNorm keeps its input and a number per row; else what each of its operations keeps.
-        num_leaving: most shards that were sent and are not known to be gone; gloo does not say when they are.
-        num_received: whole pieces beside those that are reduced: gloo receives what all ranks have and then adds.
-        update_piece: elements that AdamW updates at one time where its moments are narrower than the weights.
+        narrow_statistics: LayerNorm keeps mean and scale in its input's dtype, not in fp32.
+        fused_rms_norm: RMSNorm keeps its input and a number per row; otherwise what each of its operations keeps.
+        num_leaving: most shards in send whose completion is not known; gloo does not report it.
+        num_received: additional whole buffers of a reduce-scatter: gloo receives all ranks' data and then adds.
+        update_piece: elements that AdamW updates at once if its moments are narrower than the weights.
     """
 
     narrow_statistics: bool
@@ -46,10 +46,10 @@ KERNELS: Mapping[str, KernelMemory] = {
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """A microbatch of `micro_batch_size` sequences over all ranks that share it, as this rank of the mesh sees it.
+    """A microbatch of `micro_batch_size` sequences over all ranks that shard it, seen from one rank of the mesh.
 
     Attributes:
-        keeps_apart: documents in a sequence do not see each other; `begins_anew`: their positions begin at 0.
+        masks_documents: attention is masked between documents; `resets_positions`: positions restart at each document.
     """
 
     arch: Architecture
@@ -60,11 +60,11 @@ class LocalSizes:
     recompute: Recompute = KEEP_ALL
     overlap: TPOverlap = OVERLAP_ALL
     kernels: KernelMemory = KERNELS["cpu"]
-    keeps_apart: bool = False
-    begins_anew: bool = False
+    masks_documents: bool = False
+    resets_positions: bool = False
 
     def part(self, size: int, axes: Axes) -> int:
-        """My share of a dimension that `axes` split."""
+        """Return this rank's part of a dimension that `axes` split."""
         low, high = span(size, axes, self.mesh)
         return high - low
 
@@ -75,7 +75,7 @@ class LocalSizes:
 
     @property
     def wide(self) -> int:
-        """Bytes of a number in fp32 or better."""
+        """Bytes of an element of main_grad and of fp32 statistics (8 in fp64)."""
         return max(self.itemsize, 4)
 
     @property
@@ -85,67 +85,67 @@ class LocalSizes:
 
     @property
     def tokens(self) -> int:
-        """My tokens of the residual stream."""
+        """This rank's tokens of the residual stream."""
         return self.part(self.num_tokens, self.mode.residual[0])
 
     @property
     def hidden(self) -> int:
-        """My features of the residual stream."""
+        """This rank's features of the residual stream."""
         return self.part(self.arch.hidden_size, self.mode.residual[1])
 
     @property
     def residual(self) -> int:
-        """Bytes of my shard of the residual stream."""
+        """Bytes of this rank's shard of the residual stream."""
         return self.tokens * self.hidden * self.itemsize
 
     @property
     def splits_features(self) -> bool:
-        """Whether norms combine their statistics over ranks."""
+        """Whether norms reduce their statistics over ranks."""
         return bool(self.mesh.nontrivial(self.mode.residual[1]))
 
     @property
     def inner_tokens(self) -> int:
-        """My tokens of the inner stream: whole sequences."""
+        """This rank's tokens inside attention and MLP, whole sequences."""
         return self.part(self.num_tokens, self.mode.inner[0])
 
     @property
     def sequences(self) -> int:
-        """My sequences of the inner stream."""
+        """This rank's sequences inside attention and MLP."""
         return self.inner_tokens // self.arch.seq_length
 
     @cached_property
     def heads(self) -> HeadSplit:
-        """My attention heads."""
+        """This rank's attention heads."""
         arch, axes = self.arch, self.mesh.nontrivial(self.mode.inner[1])
         return HeadSplit(arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, axes, self)
 
     @property
     def num_queries(self) -> int:
-        """My query heads."""
+        """Number of query heads on this rank."""
         low, high = self.heads.query_span
         return high - low
 
     @property
     def num_groups(self) -> int:
-        """The key/value heads that my query heads read."""
+        """Number of key/value heads that this rank's query heads read."""
         low, high = self.heads.group_span
         return high - low
 
     @property
     def keys_width(self) -> int:
-        """My features of the keys before they are gathered; values have as many."""
+        """Features of the keys on this rank before they are all-gathered; values have as many."""
         return self.part(self.arch.num_query_groups * self.arch.kv_channels, self.mode.inner[1])
 
     @property
     def ffn(self) -> int:
-        """My inner features of the MLP."""
+        """This rank's inner features of the MLP."""
         return self.part(self.arch.ffn_hidden_size, self.mode.inner[1])
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """Whether the MLP is gated."""
         return self.arch.activation in GATED
 
     def inner(self, width: int) -> int:
-        """Bytes of so many features for my tokens of the inner stream."""
+        """Return the bytes of `width` features for this rank's inner tokens."""
         return self.inner_tokens * width * self.itemsize

@@ -1,9 +1,9 @@
-"""Memory of one rank by category, in closed form: what is kept between steps, from forward to backward, and briefly.
+"""Memory of one rank by category, in closed form.
 
-    weights + main weights + gradients + optimizer + activations of the microbatches in flight + buffers + a moment
+    weights + master weights + gradients + optimizer + activations in flight + buffers + largest transient peak
 
-The sum is the most that tensors need at one time, give or take a layer's activations: the largest moment need not come
-when most microbatches are in flight.  What the allocator and libraries hold on top is not in it.
+The sum is the peak of all tensors, give or take a layer's activations: the largest transient peak need not coincide
+with most microbatches in flight.  What the allocator and libraries hold on top is not included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROUNDED_BYTES, _COMPUTED_BYTES, _LEFT_BYTES = 30, 20, 18
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes by category; `moments` are needed one at a time, and only the largest counts."""
+    """Bytes by category; of `transient_peaks`, which do not coincide, only the largest counts."""
 
     weights: int
     main_weights: int
@@ -54,18 +54,18 @@ class RankMemory:
 
     @property
     def categories(self) -> dict[str, int]:
-        """Bytes of each category by its name in words, the last one being the largest moment."""
+        """Bytes by category name, as in metrics.jsonl; "moment" is the largest transient peak."""
         named = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)[:-1]}
         return named | {"moment": max(self.transient_peaks.values(), default=0)}
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """Sum of all categories."""
         return sum(self.categories.values())
 
 
 def rank_memory(step: StepSpec) -> RankMemory:
-    """Of the rank at which the step's mesh is seen."""
+    """Return the memory of the rank that the step's mesh is seen from."""
     local, ranks = step.local, step.zero_ranks
     is_narrow = local.itemsize < local.wide
     mine = sum(-(-size // ranks) for size in flat_numels(step))
@@ -83,8 +83,8 @@ def rank_memory(step: StepSpec) -> RankMemory:
 
 
 class FlatBufferSize(NamedTuple):
-    """A flat piece of memory: its elements, the axes that its gradients are summed over, who holds it, and the block of
-    the network where it is one's own."""
+    """Elements of a flat buffer, the axes that reduce its gradients, the pipeline ranks that hold it, and its FSDP
+    unit."""
 
     size: int
     reduce_axes: Axes
@@ -93,13 +93,13 @@ class FlatBufferSize(NamedTuple):
 
 
 def flat_numels(step: StepSpec) -> list[int]:
-    """Elements of each flat piece of memory that my parameters lie in, which ZeRO cuts into equal parts and pads."""
+    """Return the elements of each flat buffer of this rank, which ZeRO shards evenly and pads."""
     return [piece.size for piece in flat_buffer_sizes(step)]
 
 
 def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
-    """The pieces: parameters that are reduced alike share one of at least a bucket, or with ZeRO 3 of a block of the
-    network."""
+    """Return the flat buffers: parameters with equal reductions share one of at least a bucket, or one per FSDP unit in
+    ZeRO 3."""
     mesh, is_by_block = step.local.mesh, step.shards(3)
     others = tuple(axis for axis in mesh.names if axis != "pipeline")
     least = math.inf if is_by_block else step.bucket_bytes / step.local.wide
@@ -116,7 +116,7 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
 
 
 def _merge_small(sizes: list[int], least: float) -> list[int]:
-    """Sums of neighbours of at least `least`, closed from the end, where backward begins."""
+    """Return sums of neighbouring sizes of at least `least`, merged from the end, where backward starts."""
     sums = [0]
     for size in reversed(sizes):
         sums = [*sums, size] if sums[-1] >= least else [*sums[:-1], sums[-1] + size]
@@ -124,14 +124,14 @@ def _merge_small(sizes: list[int], least: float) -> list[int]:
 
 
 def _params(step: StepSpec) -> Iterator[tuple[str, int, ParamSpec]]:
-    """Block (`layers.3`, `embedding`, ...), stage and spec of each of my parameters."""
+    """Yield FSDP unit (`layers.3`, `embedding`, ...), stage and spec of each parameter of this rank."""
     for stage, specs in stage_specs(step.local.arch, step.local.mode, step.pipeline, step.coord).items():
         for path, spec in specs.items():
             yield ".".join(path.split(".")[: 2 if path.startswith("layers.") else 1]), stage, spec
 
 
 def stage_activations(step: StepSpec, stage: Stage) -> int:
-    """Bytes that one microbatch keeps in a stage from forward to backward."""
+    """Return the bytes that one microbatch keeps in a stage from forward to backward."""
     local, runs = step.local, step.local.recompute.runs(stage.layers)
     embedding = embedding_activations(local) if stage.has_embedding else ()
     head = head_activations(local) if stage.has_head else ()
@@ -144,7 +144,7 @@ def stage_activations(step: StepSpec, stage: Stage) -> int:
 
 
 def in_flight(step: StepSpec) -> dict[int, float]:
-    """Microbatches in flight in each of my stages when my activations need most.
+    """Return the microbatches in flight in each stage of this rank when its activations peak.
 
     Between its halves a split backward holds what weight gradients need, counted as a part of a microbatch.
     """
@@ -154,7 +154,7 @@ def in_flight(step: StepSpec) -> dict[int, float]:
 
 
 def _in_flight_over_time(step: StepSpec) -> tuple[dict[int, list[float]], dict[int, int]]:
-    """Microbatches that each of my stages holds after each action, and the bytes of one."""
+    """Return the microbatches in flight in each stage after each action, and the bytes of one."""
     series, sizes = {}, {}
     for stage in step.stages:
         size = sizes[stage.index] = stage_activations(step, stage)
@@ -166,7 +166,7 @@ def _in_flight_over_time(step: StepSpec) -> tuple[dict[int, list[float]], dict[i
 
 
 def peak_activations(step: StepSpec) -> tuple[int, int]:
-    """Bytes of activations, and of residual shards on their way, when both together need most."""
+    """Return the bytes of activations, and of residual shards in transfer, when their sum peaks."""
     series, sizes = _in_flight_over_time(step)
     shards = [count * step.local.residual for count in residual_shards(step)]
     activations = [
@@ -176,10 +176,9 @@ def peak_activations(step: StepSpec) -> tuple[int, int]:
 
 
 def buffers(step: StepSpec) -> dict[str, int]:
-    """Bytes of what is there all the time: the step's tokens, rotary tables, gathered weights that stay until backward,
-    and where weights are shared out two whole blocks, one that computes and one that is gathered."""
+    """Return the bytes of permanent buffers: tokens, rotary tables, kept weights, and two gathered FSDP units."""
     local = step.local
-    token_bytes = _TOKEN_BYTES + _DOCUMENT_BYTES * (local.keeps_apart + local.begins_anew)
+    token_bytes = _TOKEN_BYTES + _DOCUMENT_BYTES * (local.masks_documents + local.resets_positions)
     blocks = Counter[str]()
     for block, _, spec in _params(step):
         blocks[block] += math.prod(spec.local_shape(local.mesh))
@@ -192,7 +191,7 @@ def buffers(step: StepSpec) -> dict[str, int]:
 
 
 def gathered_weights(step: StepSpec) -> int:
-    """Bytes of my layers' weights as they are multiplied, where these stay from forward to backward."""
+    """Return the bytes of gathered weights that are kept from forward to backward."""
     if not step.local.overlap.keep_gathered_weights:
         return 0
     layer = sum(matmul.whole_w for matmul in matmuls(step.local).values() if matmul.plan.w)
@@ -204,7 +203,7 @@ def _largest(count: int, sizes: Iterable[int]) -> int:
 
 
 def residual_shards(step: StepSpec) -> list[int]:
-    """Residual shards that lie on this rank after each action: received, handed on to another stage, or sent."""
+    """Return the number of residual shards after each action: received, passed to the next stage, or in send."""
     where, most = stage_to_rank(step.pipeline.schedule), step.local.kernels.num_leaving
     lying, sent, counts = 0, 0, []
     for action in step.actions:
@@ -215,7 +214,7 @@ def residual_shards(step: StepSpec) -> list[int]:
 
 
 def _arrivals(action: Action, where: Mapping[int, int]) -> int:
-    """Shards that an action leaves behind on this rank."""
+    """Return how many shards an action leaves on this rank."""
     if action.kind in RECEIVES:
         return 1
     step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}.get(action.kind)
@@ -223,16 +222,16 @@ def _arrivals(action: Action, where: Mapping[int, int]) -> int:
 
 
 def _consumed(action: Action, num_stages: int) -> int:
-    """Shards that an action takes up."""
+    """Return how many shards an action consumes."""
     ends = {ActionKind.F: 0, ActionKind.B: num_stages - 1, ActionKind.I: num_stages - 1}
     return int(action.kind in ends and action.stage != ends[action.kind])
 
 
 def transient_peaks(step: StepSpec) -> dict[str, int]:
-    """Bytes of every moment on this rank by its name.
+    """Return the bytes of every transient peak on this rank by its name.
 
-    Gradients that are shared out are whole for a moment: two pieces while they are reduced, those that are received,
-    and under the backward of earlier layers, when a layer at least has given up what it kept, one more that is filled.
+    Sharded gradients are whole at times: two buckets while they are reduced, those received, and during the backward of
+    earlier layers, when at least one layer has freed its activations, a third one that is being filled.
     """
     local, stages, sizes = step.local, step.stages, flat_numels(step)
     found = layer_peaks(local) if any(stage.layers for stage in stages) else {}
@@ -249,7 +248,7 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
 
 
 def _update_peak(step: StepSpec, is_over: int) -> dict[str, int]:
-    """AdamW's update with moments narrower than the weights, in pieces; what flowed through the pipeline is over."""
+    """Return the peak of AdamW with moments narrower than the weights; activations are freed by then."""
     if min(step.moment_itemsizes) == step.local.wide:
         return {}
     most, parts = step.local.kernels.update_piece, [-(-size // step.zero_ranks) for size in flat_numels(step)]

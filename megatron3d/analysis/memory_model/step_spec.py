@@ -1,4 +1,4 @@
-"""A rank's part of a training step: the values that its memory follows from."""
+"""One rank's part of a training step: the values that its memory and traffic follow from."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class StepSpec:
-    """A microbatch's work, the pipeline that many of them flow through, and what is kept from step to step.
+    """Local sizes of a microbatch, the pipeline that runs many of them, and the state that stays between steps.
 
     Attributes:
-        schedule: name of the pipeline's schedule.
-        lowered: what its ranks execute.
-        moment_itemsizes: bytes of each of AdamW's two averages.
-        reduce_itemsize: bytes of a gradient on its way over the data axis.
-        zero_stage: what the data axis shares out: 0 nothing, 1 optimizer state and main weights, 2 gradients too, 3
-            weights too.
+        schedule: name of the pipeline schedule.
+        lowered: actions of each pipeline rank, communication included.
+        moment_itemsizes: bytes of an element of AdamW's first and second moment.
+        reduce_itemsize: bytes of a gradient element in the data-parallel reduction.
+        zero_stage: what the data axis shards: 0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
+            weights.
     """
 
     local: LocalSizes
@@ -39,35 +39,35 @@ class StepSpec:
     reduce_itemsize: int = 4
 
     def at(self, rank: int) -> StepSpec:
-        """The same on another rank."""
+        """Return the same step seen from another rank."""
         return replace(self, local=replace(self.local, mesh=self.local.mesh.at(rank)))
 
     def on_pipeline_rank(self, coord: int) -> StepSpec:
-        """The same on the rank of another part of the pipeline that is otherwise where I am."""
+        """Return the same step seen from another pipeline rank with this rank's other coordinates."""
         return self.at(self.local.mesh.ranks(("pipeline",))[coord])
 
     @property
     def coord(self) -> int:
-        """My position along the pipeline."""
+        """This rank's pipeline rank."""
         return self.local.mesh.coord("pipeline")
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """My stages."""
+        """Stages of this rank."""
         return self.pipeline.on_rank(self.coord)
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What I execute."""
+        """Actions that this rank executes."""
         return self.lowered[self.coord]
 
     @property
     def zero_ranks(self) -> int:
-        """Among how many ranks something is shared out."""
+        """Number of ranks that shard what ZeRO shards."""
         return self.local.mesh.sizes["data"] if self.zero_stage else 1
 
     def shards(self, stage: int) -> bool:
-        """Whether what a stage of ZeRO shares out is shared out."""
+        """Return whether this ZeRO stage's state is sharded."""
         return self.zero_stage >= stage and self.zero_ranks > 1
 
     @property
@@ -77,7 +77,7 @@ class StepSpec:
 
 
 def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> StepSpec:
-    """Return a rank's part of a step of a valid configuration."""
+    """Return a rank's part of a step of a valid run."""
     config, train, optimizer = spec.config, spec.config.train, spec.config.optimizer
     local = LocalSizes(
         spec.arch,

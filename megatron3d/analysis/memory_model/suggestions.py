@@ -43,7 +43,7 @@ Candidates = Iterator[tuple[str, float, StepSpec]]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings that need less memory on a rank.
+    """Settings with which a rank needs less memory.
 
     Attributes:
         settings: as they are written on the command line.
@@ -62,8 +62,8 @@ class Suggestion:
 
 
 def suggest(step: StepSpec, missing: int = 0, count: int = 3) -> list[Suggestion]:
-    """The cheapest changes, each of another kind: those that alone save `missing` bytes on the step's rank, by price;
-    then, where these are too few, those that save most."""
+    """Return the cheapest changes of different kinds that each save `missing` bytes, by price; then those that save
+    most."""
     now = rank_memory(step).total
 
     def order(change: Suggestion) -> tuple[bool, float]:
@@ -105,7 +105,7 @@ def _zero_stages(step: StepSpec) -> Candidates:
 
 
 def _forms(step: StepSpec) -> Candidates:
-    """Other forms of the tensor-parallel mode at the same shape, such as sequence parallelism."""
+    """Yield other forms of the tensor-parallel mode at this shape, such as sequence parallelism."""
     mode = step.local.mode
     shape = tuple(size for _, size in mode.axes)
     for form in MODES[mode.name].forms:
@@ -143,7 +143,7 @@ def _schedules(step: StepSpec) -> Candidates:
 
 
 def with_schedule(step: StepSpec, name: str, num_microbatches: int) -> StepSpec:
-    """The step under a schedule of this name; under another one, layers are divided anew."""
+    """Return the step with the named schedule; another schedule also divides the layers again."""
     ranks, entry = step.pipeline.num_ranks, SCHEDULES[name]
     virtual = num_virtual_stages(step.pipeline.schedule)
     takes = entry.min_virtual <= virtual <= (entry.max_virtual or virtual)
@@ -157,13 +157,13 @@ def with_schedule(step: StepSpec, name: str, num_microbatches: int) -> StepSpec:
 
 
 def makespan(pipeline: Pipeline, arch: Architecture) -> float:
-    """Time of a step's computations in operations of the busiest rank, transfers being free."""
+    """Return the FLOPs of the busiest pipeline rank, bubbles included and transfers free."""
     flops = [stage_flops(arch, stage) for stage in pipeline.stages]
     return simulate_durations(pipeline.schedule, lambda action: flops[action.stage][action.kind]).makespan
 
 
 def fits(local: LocalSizes) -> bool:
-    """Whether the mode's axes divide all that they split."""
+    """Return whether the mode's axes divide all that they split."""
     mode, mesh = local.mode, local.mesh
     plans = (mode.expand, mode.contract, mode.embed)
     tokens = [mesh.size(layout[0]) for plan in plans for layout in (plan.x_layout, plan.y_layout)]

@@ -1,4 +1,4 @@
-"""The closed forms as text: a line per stage of the pipeline at the start, a line per rank beside what was measured."""
+"""Memory predictions as text: a line per stage, and a line per rank with what was measured."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ OPERATIONS: Mapping[str, float] = {"MFLOP": 1e6, "GFLOP": 1e9, "TFLOP": 1e12, "P
 
 
 def unit_for(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
-    """The largest unit of which there are at least ten, or the smallest one."""
+    """Return the largest unit of which there are at least ten, or else the smallest one."""
     fitting = [(name, size) for name, size in units.items() if largest >= 10 * size]
     return fitting[-1] if fitting else next(iter(units.items()))
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines of equally wide columns, the last column to the left and the others to the right."""
+    """Return rows as lines of aligned columns, the last to the left and the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """What a stage is, does for a microbatch over all its ranks, and keeps on the rank at this place of the mesh.
+    """Contents of a stage, its FLOPs for a microbatch over all ranks, and its activations on one rank.
 
     Attributes:
         in_flight: microbatches when most is kept.
@@ -50,7 +50,7 @@ class StageSummary:
 
 
 def stage_summaries(step: StepSpec) -> list[StageSummary]:
-    """Of every stage of the pipeline."""
+    """Return the summary of every stage of the pipeline."""
     ranks = [step.on_pipeline_rank(coord) for coord in range(step.pipeline.num_ranks)]
     counts = {stage: count for rank in ranks for stage, count in in_flight(rank).items()}
     found = []
@@ -68,7 +68,7 @@ def stage_summaries(step: StepSpec) -> list[StageSummary]:
 
 
 def stage_table(step: StepSpec) -> list[str]:
-    """The stages as text; activations are what a microbatch keeps times the microbatches in flight."""
+    """Return the stages as text; activations are those of one microbatch times the microbatches in flight."""
     stages = stage_summaries(step)
     operations, per_operation = unit_for(max(stage.flops for stage in stages), OPERATIONS)
     name, size = unit_for(max(stage.in_flight * stage.activation_bytes for stage in stages), BYTES)
@@ -101,20 +101,20 @@ def stage_table(step: StepSpec) -> list[str]:
 
 
 def describe(stage: Stage) -> str:
-    """What is in a stage."""
+    """Return the contents of a stage in words."""
     ends = stage.layers.start, stage.layers.stop - 1
     runs = {0: [], 1: [f"layer {ends[0]}"]}.get(len(stage.layers), [f"layers {ends[0]} to {ends[1]}"])
     return ", ".join(["embedding"] * stage.has_embedding + runs + ["head"] * stage.has_head)
 
 
 def stage_num_parameters(step: StepSpec, stage: Stage) -> int:
-    """Parameters of one of my stages over all ranks that share it, without padding."""
+    """Return the parameters of a stage of this rank over all ranks that shard it, without padding."""
     specs = stage_specs(step.local.arch, step.local.mode, step.pipeline, step.coord)[stage.index]
     return sum(math.prod(part.shape) for spec in specs.values() for part in spec.parts)
 
 
 def memory_table(step: StepSpec, measured: Sequence[int] | None = None) -> list[str]:
-    """Memory of the rank at this place in each part of the pipeline by category, and what it needed at most.
+    """Return the memory of one rank of each pipeline rank by category, and the measured peak.
 
     `measured` are the most bytes of tensors by pipeline rank, once a step has been made.
     """
@@ -130,5 +130,5 @@ def memory_table(step: StepSpec, measured: Sequence[int] | None = None) -> list[
 
 
 def largest_peak(memory: RankMemory) -> str:
-    """The moment that needs most."""
+    """Return the name of the largest transient peak."""
     return max(memory.transient_peaks, key=lambda name: memory.transient_peaks[name], default="")

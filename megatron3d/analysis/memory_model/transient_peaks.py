@@ -1,4 +1,4 @@
-"""What a rank needs for a moment, beside everything that it keeps; such moments do not coincide.
+"""Transient peaks of a rank's memory, on top of what it keeps; they do not coincide.
 
 A gathered operand, and a partial sum before it is reduced, are as large as the shard times the ranks that it is
 gathered or scattered over.  Small things (a number per token) are left out.
@@ -23,7 +23,7 @@ _NORM_COPIES = 6
 
 
 class LocalMatmul(NamedTuple):
-    """A planned matmul as this rank stores its operands, in elements; `whole_w` is W as it is multiplied."""
+    """A planned matmul's operands as this rank stores them, in elements; `whole_w` is W after its all-gather."""
 
     plan: MatmulPlan
     x: int
@@ -33,7 +33,7 @@ class LocalMatmul(NamedTuple):
 
 
 def matmuls(local: LocalSizes) -> dict[str, LocalMatmul]:
-    """The four of a layer by module."""
+    """Return the four matmuls of a layer by module."""
     mesh, arch = local.mesh, local.arch
     up, down = local.mode.expand.on(mesh), local.mode.contract.on(mesh)
     residual, tokens = local.tokens * local.hidden, local.inner_tokens
@@ -83,7 +83,7 @@ def matmul_backward(local: LocalSizes, site: str) -> int:
 
 
 def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
-    """Of these sizes: the sum of what is gathered, and the largest of that which has to be put in order then.
+    """Return the elements of all-gathered operands, and the largest that a copy has to reorder.
 
     Collectives move a tensor's first dimension; along another one, what they bring is copied into its order.
     """
@@ -108,7 +108,7 @@ _BACKWARD = (
 
 
 def layer_peaks(local: LocalSizes) -> dict[str, int]:
-    """Bytes of every moment inside a layer, less what it no longer keeps; what is computed again is there as well."""
+    """Return the bytes of every peak in a layer, recomputed activations included, freed ones subtracted."""
     items = layer_activations(replace(local, recompute=KEEP_ALL))
     kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
     again = recomputed_activations(local)
@@ -134,7 +134,7 @@ def layer_peaks(local: LocalSizes) -> dict[str, int]:
 
 
 def head_peaks(step: StepSpec) -> dict[str, int]:
-    """Bytes beside what is kept while the last chunk of logits becomes gradients, and before dW is reduced.
+    """Return the bytes of the last chunk of logits and its gradients, and of the head's dW before its reduction.
 
     The norm's output; W, the chunk's X and dY, gathered; logits in fp32 and in the network's type; dX and the chunk's
     dW.  Where dW is reduced its sum has memory of its own, and then there is that in the network's type, too.
@@ -152,7 +152,7 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
 
 
 def chunk_rows(step: StepSpec) -> tuple[int, int]:
-    """Rows of a chunk of mine, as `ops/loss.py` divides them, and the ranks whose rows are gathered beside them."""
+    """Return the rows of this rank in a chunk of `ops/cross_entropy.py`, and the ranks whose rows are gathered."""
     local = step.local
     plan = local.mode.expand.on(local.mesh)
     gathered, scattered = (
@@ -164,7 +164,7 @@ def chunk_rows(step: StepSpec) -> tuple[int, int]:
 
 
 def embedding_peak(local: LocalSizes) -> int:
-    """Bytes of the embedding's backward: dY gathered and wide, dW wide and in the network's type."""
+    """Return the bytes of the embedding's backward: gathered dY, and dW in fp32 and in the network's dtype."""
     mesh, plan = local.mesh, local.mode.embed.on(local.mesh)
     features, rows = local.part(local.arch.hidden_size, plan.n), local.part(local.arch.padded_vocab_size, plan.k)
     narrow = local.itemsize if local.itemsize < local.wide else 0

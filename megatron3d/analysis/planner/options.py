@@ -1,4 +1,4 @@
-"""Every layout that a planner can choose: tensor modes x shapes, pipelines, ZeRO, micro-batches, recomputation."""
+"""Every layout that the planner can choose: tensor modes x shapes, pipelines, ZeRO, microbatch sizes, recomputation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorChoice:
 
     @property
     def size(self) -> int:
-        """Its ranks."""
+        """Number of its ranks."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class TensorChoice:
 
 @dataclass(frozen=True, order=True)
 class LayoutChoice:
-    """All choices of a plan but those that a model and a cluster fix."""
+    """The choices of a plan that model and cluster leave open."""
 
     tensor: TensorChoice
     pipeline: int = 1
@@ -49,7 +49,7 @@ class LayoutChoice:
     recompute: str | None = None
 
     def apply_to(self, config: Config) -> Config:
-        """The configuration with these choices; nothing is checked."""
+        """Return a configuration with these choices; nothing is validated."""
         parallel = {
             "tensor_parallel_mode": self.tensor.mode,
             "tensor_parallel_form": self.tensor.form,
@@ -80,12 +80,12 @@ class LayoutChoice:
 
 
 def divisors(number: int) -> list[int]:
-    """All, in order."""
+    """Return all divisors, in order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def tensor_choices(num_ranks: int) -> Iterator[TensorChoice]:
-    """Every mode, form and shape on a part of the ranks; what is another mode by another name, once."""
+    """Yield every mode, form and shape on at most `num_ranks` ranks, equivalent ones once."""
     seen: set[object] = set()
     for size in divisors(num_ranks):
         if size > MAX_TENSOR:
@@ -100,7 +100,7 @@ def tensor_choices(num_ranks: int) -> Iterator[TensorChoice]:
 
 
 def signature(mode: Mode) -> object:
-    """What a mode does, whatever its axes are called and those of one rank left out."""
+    """Return what a mode does, independent of the names of its axes and of axes of size 1."""
     mesh = Mesh(mode.axes)
     place = {axis: index for index, axis in enumerate(mesh.nontrivial(mesh.names))}
     plans = []
@@ -120,7 +120,7 @@ def _shapes(size: int, num_axes: int) -> Iterator[Shape]:
 
 
 def pipelines(num_ranks: int, num_layers: int) -> Iterator[tuple[int, str, int]]:
-    """Ranks of the pipeline, schedule, and stages per rank."""
+    """Yield ranks of the pipeline, schedule, and stages per rank."""
     for ranks in divisors(num_ranks):
         if ranks > min(MAX_PIPELINE, num_layers):
             return
@@ -139,5 +139,5 @@ def _powers(low: int, high: int) -> Iterator[int]:
 
 
 def microbatch_sizes(per_data_rank: int) -> Sequence[int]:
-    """Powers of two that divide what a data-parallel rank has of the global batch."""
+    """Return the powers of two that divide a data-parallel rank's part of the global batch."""
     return [n for n in _powers(1, MAX_MICRO_BATCH) if per_data_rank % n == 0]

@@ -1,4 +1,4 @@
-"""The fastest layouts that fit: every one is bounded from below, the most promising are predicted in full.
+"""Find the fastest layouts that fit: each gets a lower bound, the most promising are predicted in full.
 
     bound = microbatches x (layers / pipeline ranks) x (forward + backward of a layer) x (1 + bubble of equal stages)
             + what transfers along the data axis take from computation at least, however well they are hidden
@@ -52,7 +52,7 @@ Bubbles = dict[tuple[int, str, int, int], float]
 
 @dataclass(frozen=True)
 class PredictedLayout:
-    """A layout with its step and the memory of the rank that needs most."""
+    """A layout with its step time and the memory of the rank that needs most."""
 
     layout: LayoutChoice
     config: Config
@@ -62,7 +62,7 @@ class PredictedLayout:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best layouts, the fastest first; how many there were, and why others were refused."""
+    """The best layouts, the fastest first; how many were considered, and why others were refused."""
 
     plans: Sequence[PredictedLayout]
     num_layouts: int
@@ -71,7 +71,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A model and its batch on so many ranks of a cluster, by a program of these habits."""
+    """A model and its batch on a number of ranks of a cluster."""
 
     config: Config
     vocab_size: int
@@ -81,17 +81,17 @@ class PlanningProblem:
 
     @cached_property
     def machine(self) -> Machine:
-        """What it runs on."""
+        """The machine that the run is planned for."""
         return load_machine(self.cluster, self.config.train.precision, self.num_ranks, self.profile)
 
     @property
     def memory_bytes(self) -> float:
-        """That tensors of a rank may need."""
+        """Bytes of a rank that tensors may use."""
         return self.machine.device.kernels.memory_gib * 2**30 * (1 - SPARE)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of the network."""
+        """Bytes of an element in the network's dtype."""
         return ITEMSIZES[self.config.train.precision]
 
     def spec(self, config: Config) -> RunSpec:
@@ -100,11 +100,11 @@ class PlanningProblem:
         return RunSpec(config.model_copy(update={"model": model}), self.num_ranks)
 
     def plan(self, layout: LayoutChoice) -> PredictedLayout:
-        """A layout in full."""
+        """Predict a layout in full."""
         return self.predicted(layout, layout.apply_to(self.config))
 
     def predicted(self, layout: LayoutChoice, config: Config) -> PredictedLayout:
-        """A configuration in full, whatever it says of its layout."""
+        """Predict a configuration in full."""
         spec = self.spec(config)
         return PredictedLayout(layout, config, self.step(spec), self.memory(spec))
 
@@ -120,25 +120,25 @@ class PlanningProblem:
         return max((rank_memory(step.on_pipeline_rank(coord)) for coord in ends), key=lambda each: each.total)
 
     def tokens_per_s(self, plan: PredictedLayout) -> float:
-        """Of all ranks."""
+        """Return the tokens per second of all ranks."""
         return self.config.train.global_batch_size * self.config.model.seq_length / plan.step.step_s
 
     def mfu(self, plan: PredictedLayout) -> float:
-        """Model operations over the peak of all ranks."""
+        """Return model FLOPs over the peak of all ranks."""
         flops = flops_per_token(self.spec(self.config).arch) * self.tokens_per_s(plan)
         return flops / (self.num_ranks * self.machine.device.peak)
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """A layout and the least that its step takes."""
+    """A layout and a lower bound of its step time."""
 
     seconds: float
     layout: LayoutChoice
 
 
 def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tuple(MODES)) -> SearchResult:
-    """The `count` fastest layouts of these modes that fit.
+    """Return the `count` fastest layouts of these modes that fit.
 
     Raises UserError where there is none, with the commonest reasons.
     """
@@ -175,7 +175,7 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
 
 
 def _reason(problem: str) -> str:
-    """A message without its numbers before the colon: what is common to many layouts."""
+    """Return a message up to its colon without numbers, which many layouts have in common."""
     return problem.partition("=")[0] + ": " + problem.partition(": ")[2].partition(";")[0]
 
 
@@ -225,20 +225,20 @@ def _bounds_of(
 
 
 def _with_batch(config: Config, problem: PlanningProblem, tensor: TensorChoice) -> Config:
-    """With a batch that no rule of batches refuses, to ask for the rules of shapes alone."""
+    """Return the configuration with a batch that no batch rule refuses, to check the rules of shapes alone."""
     size = 64 * (problem.num_ranks // tensor.size)
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
 
 
 class _DataAxisBound:
-    """Least time that the data axis costs layouts of one tensor mode: its transfers keep units from computing."""
+    """Lower bound of the data axis for layouts of one tensor mode: the slowdown of computation by its transfers."""
 
     def __init__(self, problem: PlanningProblem, num_layers: int, held: ParamCounts, mesh: Mesh) -> None:
         self._machine, self._num_layers, self._held, self._mesh = problem.machine, num_layers, held, mesh
         self._once: dict[tuple[int, bool], tuple[float, float]] = {}
 
     def least_s(self, layout: LayoutChoice, data: int, num: int) -> float:
-        """Seconds of a step of so many microbatches, the two ends of the network left out."""
+        """Return the least seconds of a step of `num` microbatches, embedding and head left out."""
         key = layout.pipeline, layout.zero_stage > 0
         if key not in self._once:
             mesh = Mesh((("pipeline", layout.pipeline), ("replica", 1), ("data", data), *self._mesh.axes[3:]))
@@ -251,7 +251,7 @@ class _DataAxisBound:
 
 
 class _LayoutBound:
-    """Least time and memory of all layouts that share a tensor mode, a micro-batch and what is computed again."""
+    """Lower bounds of time and memory for layouts with one tensor mode, microbatch size and recomputation."""
 
     def __init__(self, problem: PlanningProblem, local: LocalSizes, weights: int) -> None:
         self._work, self._weights = local, weights
@@ -264,7 +264,7 @@ class _LayoutBound:
         self._again = recomputed_activations(local) if is_full else 0
 
     def least_s(self, layout: LayoutChoice, num: int, bubbles: Bubbles) -> float:
-        """Seconds of a step with equal stages whose communication over data and pipeline costs nothing."""
+        """Return the seconds of a step with equal stages and free communication over data and pipeline."""
         few = min(num, 2 * layout.pipeline)
         key = layout.pipeline, layout.schedule, layout.virtual, few
         if key not in bubbles:
@@ -274,7 +274,7 @@ class _LayoutBound:
         return max((num + bubbles[key]) * stages, num * (stages + self._head_s / layout.pipeline))
 
     def least_bytes(self, layout: LayoutChoice, data: int, num: int) -> float:
-        """Of weights, gradients and optimizer of a rank, and of the activations of 1F1B's first rank."""
+        """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank."""
         size, wide, zero = self._work.itemsize, self._work.wide, layout.zero_stage
         main = 0 if size == wide else wide
         share = [1 / data if zero >= stage else 1 for stage in (1, 2, 3)]

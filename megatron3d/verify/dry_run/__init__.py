@@ -1,1 +1,1 @@
-"""A training step without values: what it computes, sends and holds on any rank of any world."""
+"""Dry run of a training step without values: what any rank of any world computes, sends and holds."""

@@ -1,4 +1,4 @@
-"""What the members of a group ask of it, side by side: on a cluster, a difference is a hang without a message."""
+"""Compare the collectives that the members of each group issue; on a cluster, a difference is a deadlock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron3d.verify.dry_run.run import RankDryRun
 
 
 def disagreements(runs: Sequence[RankDryRun], state: ParallelState) -> list[str]:
-    """Every first difference between what the members of a group ask of it, or the two ends of a link: a hang."""
+    """Return the first difference of each pair of group members, or of the two ends of a link."""
     found = list[str]()
     lists: dict[tuple[int, ...], dict[int, list[tuple[str, tuple[int, ...], str]]]] = {}
     for run in runs:

@@ -1,4 +1,4 @@
-"""Memory of ranks over a dry step as a picture: what is held by kind, and the most during each action.
+"""Plot the memory of ranks over a dry run: bytes by kind, and the peak during each action.
 
 weights | main weights | gradients | optimizer | activations           ___ most during an action
 """
@@ -19,7 +19,7 @@ MAX_PANELS = 8
 
 
 def figure(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> Figure:
-    """A panel per rank, one below the other on one scale of bytes."""
+    """Return a figure with a panel per rank, all on one scale of bytes."""
     count = min(len(runs), MAX_PANELS)
     shown = [round(place * (len(runs) - 1) / max(1, count - 1)) for place in range(count)]
     picture = Figure(figsize=(10, 1 + 2 * len(shown)), layout="constrained")
@@ -36,7 +36,7 @@ def figure(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> Figure:
 
 
 def _draw(axes: Axes, run: RankDryRun, sums: StepTotals, size: float) -> None:
-    """Kinds on top of each other after each action, and the most during it."""
+    """Stack the kinds after each action, and draw the peak during it."""
     kept = sum(run.between.values())
     kinds = {kind: len(sums.peaks) * [held] for kind, held in run.between.items()}
     kinds["activations"] = [max(0, held - kept) for held in (*sums.timeline, kept)]

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py --dry-run`: the ranks that differ, in several processes, and what is told of them."""
+"""`pretrain_gpt.py --dry-run`: run the ranks that differ in several processes, and report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron3d.verify.dry_run.totals import StepTotals, step_totals
 
 
 def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankDryRun]:
-    """The step of several ranks, in several processes where that is worth it."""
+    """Run the step of several ranks, in several processes where that pays off."""
     few = with_few_microbatches(spec)
     workers = min(num_cores(), -(-len(ranks) // 4))
     if workers == 1:
@@ -37,7 +37,7 @@ def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankDryRun]:
 
 
 def chosen_ranks(text: str, state: ParallelState) -> list[int]:
-    """The ranks that `--ranks` names."""
+    """Return the ranks that `--ranks` names."""
     world_size = state.world_size
     named = {"all": range(world_size), "pipeline": state.pipeline_parallel_group}
     if text in named:

@@ -1,8 +1,8 @@
-"""The training step of a configuration without values, for any rank of any world: what it computes, sends and holds.
+"""Dry run of a training step on any rank of any world: what it computes, sends and holds.
 
-Real and dry runs differ in three things: the process group is a fake one, tensors have shapes only (FakeTensorMode),
-and a recorder stands before the communicator.  All microbatches but the first and the last do the same; of many, four
-are run, and the rest of the step's list is filled in from them.
+Real and dry runs differ in three things: the process group is fake, tensors are fake (FakeTensorMode), and a recorder
+wraps the communicator.  All microbatches but the first and the last do the same; of many, four are run, and the totals
+of the step are extrapolated from them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
-# The first and the last microbatch are special; of two between them it is held that they are alike.
-ENOUGH = 4
+# The first, the last, and two between them, which tests find equal.
+NUM_MICROBATCHES = 4
 Calls = Counter[tuple[str, Axes]]
 
 
 class ActionCounts(NamedTuple):
-    """What one action, or what lies between two, does: operations, calls and bytes by collective and axes, the change
-    of what is held, and the most beyond what was held before."""
+    """FLOPs, collectives and bytes sent of one action or gap; change and peak of live bytes."""
 
     flops: int
     calls: Calls
@@ -47,7 +46,7 @@ class ActionCounts(NamedTuple):
 
 @dataclass
 class RankDryRun:
-    """A rank's step.
+    """One rank's dry run.
 
     Attributes:
         parameters: that it holds, padding included.
@@ -69,12 +68,12 @@ class RankDryRun:
 
 
 def with_few_microbatches(spec: RunSpec) -> RunSpec:
-    """The same run with as many microbatches as it takes to know what all others do.
+    """Return the run with as few microbatches as represent all others.
 
-    A schedule from a file is for all of them; and where the halves of a backward come apart, gradients that are shared
-    out are not summed at the same place of each.
+    A schedule from a file needs all of them.  So does ZeRO 2 with split backwards, where gradients are not reduced at
+    the same position of each microbatch.
     """
-    few = spec.with_microbatches(min(spec.num_microbatches, ENOUGH))
+    few = spec.with_microbatches(min(spec.num_microbatches, NUM_MICROBATCHES))
     if spec.has_schedule_file or (spec.config.parallel.zero_stage >= 2 and few.pipeline.splits_backward):
         return spec
     return few
@@ -99,7 +98,7 @@ def microbatches(spec: RunSpec) -> list[Microbatch]:
 
 
 def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankDryRun:
-    """One step of a state that is built, with or without values."""
+    """Run one step of a built state, with or without values, and count."""
     kinds = tensors_by_kind(state)
     shared = state.buffers.sharding.params
     resized = [flat.params for flat in state.buffers.flat_buffers] if shared else []
@@ -121,7 +120,7 @@ def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbat
 
 
 def tensors_by_kind(state: TrainState) -> dict[str, list[Tensor]]:
-    """What a rank holds between steps."""
+    """Return the tensors that a rank holds between steps, by kind."""
     flats, optimizer = state.buffers.flat_buffers, state.optimizer
     mains = [flat.main for flat in flats if not flat.is_view]
     return {
@@ -133,12 +132,12 @@ def tensors_by_kind(state: TrainState) -> dict[str, list[Tensor]]:
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of their storages, each once."""
+    """Return the bytes of the tensors' storages, each once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 class _ActionRecorder:
-    """Cuts what a meter and a recorder count at the begin and end of each action."""
+    """Splits the counts of a meter and a communication recorder by action."""
 
     def __init__(self, meter: FlopMemoryMeter, recorder: Recorder, run: RankDryRun) -> None:
         self._meter, self._recorder, self._run = meter, recorder, run
@@ -151,7 +150,7 @@ class _ActionRecorder:
 
     @contextlib.contextmanager
     def watch(self, what: Action | str) -> Iterator[None]:
-        """What comes right before an action, since it waits for it, is a part of it; phases are no actions."""
+        """Record an action with the wait before it; phases are not actions."""
         if not self._run.actions and not isinstance(what, str):
             self.close(None)
         yield
@@ -159,7 +158,7 @@ class _ActionRecorder:
             self.close(what)
 
     def close(self, action: Action | None) -> None:
-        """What was done since the last cut belongs to this action, or to none."""
+        """Attribute everything since the last call to this action, or to none."""
         new = self._recorder.calls[self._calls :]
         calls = Counter((call.collective, call.axes) for call in new)
         sent: Counter[tuple[str, Axes]] = Counter()

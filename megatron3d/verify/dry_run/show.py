@@ -1,4 +1,4 @@
-"""A dry run as text: per rank what it computes, sends and holds, and for one of them every collective."""
+"""Tables of a dry run: what each rank computes, sends and holds, and every collective of one rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ OPERATIONS = {"GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}
 
 
 def report(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> str:
-    """All tables."""
+    """Return all tables."""
     busiest = max(range(len(runs)), key=lambda index: sums[index].flops)
     lines = [*rank_table(runs, sums), "", f"collectives of rank {runs[busiest].rank} in a step, sent over rings:"]
     return "\n".join(f"> {line}".rstrip() for line in [*lines, *call_table(sums[busiest])])
 
 
 def rank_table(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> list[str]:
-    """A line per rank."""
+    """Return a line per rank."""
     unit, size = unit_for(max(each.peak for each in sums), BYTES)
     operations, one = unit_for(max(each.flops for each in sums), OPERATIONS)
     kinds = list(runs[0].between)
@@ -44,7 +44,7 @@ def rank_table(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> list[s
 
 
 def call_table(sums: StepTotals) -> list[str]:
-    """A line per collective and axes."""
+    """Return a line per collective and axes."""
     unit, size = unit_for(max(sums.sent.values(), default=0), BYTES)
     rows = [
         (what, "·".join(axes), f"{count:,}", f"{sums.sent[what, axes] / size:,.3f}", "")

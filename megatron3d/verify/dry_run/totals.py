@@ -1,4 +1,4 @@
-"""A rank's whole step from the microbatches that were run: totals, and bytes held after every action."""
+"""Totals of a rank's whole step, from the microbatches that were run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron3d.verify.dry_run.run import ActionCounts, RankDryRun
 
 @dataclass(frozen=True)
 class StepTotals:
-    """A rank's whole step, of however many microbatches.
+    """Counts of a rank's whole step, with all its microbatches.
 
     Attributes:
         peak: most bytes at one time, and `peak_at`, the action then; `activations` are what it held then beyond what it
@@ -33,7 +33,7 @@ class StepTotals:
 
 
 def step_totals(run: RankDryRun, actions: Sequence[Action]) -> StepTotals:
-    """What the whole list of a rank does, in which a microbatch that was not run does what the second one did.
+    """Return the totals of a rank's action list; a microbatch that was not run counts as the second one.
 
     Raises RuntimeError where microbatches between the first and the last differ.
     """

@@ -30,7 +30,7 @@ def expected(cluster: str | None, is_cpu: bool = False) -> Forecast | str:
 def test_a_known_cluster_is_predicted() -> None:
     found = expected("selene")
     assert isinstance(found, Forecast)
-    assert found.line().startswith("step time by arithmetic on selene: ") and "products" in found.line()
+    assert found.line().startswith("step time by arithmetic on selene: ") and "GEMMs" in found.line()
     assert sum(found.parts.values()) == pytest.approx(found.step.step_s, rel=0.02)
 
 

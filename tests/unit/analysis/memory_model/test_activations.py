@@ -79,7 +79,7 @@ def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
         nn.init.ones_(parameter)
     sequences = local.part(local.micro_batch_size, local.mode.batch_axes)
     tokens = torch.zeros(sequences, local.arch.seq_length + 1, dtype=torch.long)
-    packing = Packing(0, reset_attention_mask=local.keeps_apart, reset_position_ids=local.begins_anew)
+    packing = Packing(0, reset_attention_mask=local.masks_documents, reset_position_ids=local.resets_positions)
     at = model.begin(tokens, 7, 0, (1, 2), packing=packing)
     return model, stages[0], replace(at, tokens_BS=at.tokens_BS.clone())
 
@@ -179,10 +179,10 @@ def test_what_is_left_by_recomputation(name: str, recompute: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("keeps_apart,begins_anew", [(True, True), (True, False), (False, True)])
-def test_what_documents_leave(name: str, keeps_apart: bool, begins_anew: bool) -> None:
-    local = replace(alone(name), keeps_apart=keeps_apart, begins_anew=begins_anew)
-    assert document_activations(local) or not keeps_apart or local.arch.attention_dropout
+@pytest.mark.parametrize("masks_documents,resets_positions", [(True, True), (True, False), (False, True)])
+def test_what_documents_leave(name: str, masks_documents: bool, resets_positions: bool) -> None:
+    local = replace(alone(name), masks_documents=masks_documents, resets_positions=resets_positions)
+    assert document_activations(local) or not masks_documents or local.arch.attention_dropout
     for recompute in (KEEP_ALL, RECOMPUTED["core"], RECOMPUTED["every layer"]):
         check_left(replace(local, recompute=recompute))
 
