@@ -1,6 +1,6 @@
 """Measure the compute and link rates of this machine: the numbers of the `local` accelerator and cluster.
 
-Measured are GEMMs as a function of their K, memory-bound kernels as in the network, fused attention, kernel launches, and
+Measured are GEMMs as a function of K, memory-bound kernels as in the network, fused attention, kernel launches, and
 all-reduces between two ranks among GEMMs, where each waits for the other.  Operands are not cached, as in a step.
 """
 
