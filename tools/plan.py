@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=positive,
         nargs="+",
         metavar="N",
-        help="the best speed on so many ranks, too, the batch growing with them",
+        help="also the best speed on N ranks; the batch grows with them",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return run_tool(run, parser, argv)

@@ -1,4 +1,4 @@
-"""Prints what every tensor-parallel mode sends for one transformer layer, forward and backward, as a Markdown table.
+"""Prints what every tensor-parallel mode sends for a transformer layer, forward and backward, as a Markdown table.
 
 python tools/show_traffic.py --hidden-size 12288 --seq-length 2048 --micro-batch-size 16 --num-ranks 8 64
 

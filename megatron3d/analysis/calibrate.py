@@ -28,9 +28,9 @@ Measured = dict[str, float]
 ROWS, WIDTH = 1024, 256
 # Accesses of a norm, an addition and an activation, forward and backward, as in `execution_profile`: 5, 6 and 5.
 PASSES = 16
-# More than the caches of a processor hold.
+# More than the caches of a CPU hold.
 CACHE_BYTES = 2**26
-# All-reduces of so many elements, in rounds of so many calls.
+# Elements of the small and of the large all-reduce, and calls per round.
 SMALL, LARGE, CALLS = 16, 2**19, 10
 
 
@@ -156,7 +156,7 @@ def link_rates(budget_s: float) -> Measured:
         "latency_us": alone_s / 2 * 1e6,
         "call_us": (call_s - alone_s) * 1e6,
         "gb_s": 1e-9 * 4 * LARGE / bytes_s,
-        # Beside products the little that it computes is lost in what these differ by.
+        # Among GEMMs its own CPU time is below the noise of theirs.
         "call_busy": min(took["alone"].busy_s / call_s, 1.0),
         "bytes_busy": min(max(took["bytes"].busy_s, 0.0) / bytes_s, 1.0),
     }
@@ -196,23 +196,23 @@ source: {where}
 kernels:
   # Not measured: what a process may use is the machine's to say; this is a nominal 8 GiB.
   memory_gib: 8
-  # A norm, an addition and an activation with their gradients, {PASSES} passes, {where}.
+  # A norm, an addition and an activation with their gradients, {PASSES} accesses per element, {where}.
   stream_gb_s: {n["stream_gb_s"]:.4f}
   # What was measured is what is reached.
   stream_fraction: 1.0
-  # The peak is that of the measured product.
+  # The peak is that of the measured GEMM.
   matmul_fraction: 1.0
-  # One size: a processor has no waves of tiles.
+  # One size: a CPU has no waves of tiles.
   tile_fractions: {{16x16: 1.0}}
   # One core.
   num_units: 1
-  # From products of depth 64 and 1024, {where}.
+  # From GEMMs with K of 64 and 1024, {where}.
   ramp_k: {n["ramp_k"]:.2f}
   # Causal attention of 8 heads of 32 and length {WIDTH}, {where}.
   attention_fractions: [{n["attention_forward"]:.4f}, {n["attention_backward"]:.4f}]
-  # A small product, activation and sum with their gradients, {where}.
+  # A small GEMM, activation and sum with their gradients, {where}.
   launch_us: {n["launch_us"]:.2f}
-  # A processor starts a kernel when the one before is done.
+  # A CPU starts a kernel when the one before has ended.
   adds_launch: true
   # A core that sends does not compute.
   comm_units: 1
@@ -220,12 +220,12 @@ kernels:
     cluster = f"""name: local
 accelerator: local
 levels:
-  # An all-reduce of 64 bytes between two ranks over gloo, and what 2 MiB take more, {where}.
+  # An all-reduce of 64 bytes between two ranks over gloo, and the extra time of 2 MiB, {where}.
   - {{name: node, ranks: 4096, gb_s: {n["gb_s"]:.4f}, latency_us: {n["latency_us"]:.2f}}}
 source: {where}
-# What it takes more among products, where each waits for the other, {where}.
+# Its extra time among GEMMs, where each waits for the other, {where}.
 call_us: {n["call_us"]:.2f}
-# Processor time of a small one over its time among products, and of what a large one takes more, {where}.
+# CPU time over wall time of a small one among GEMMs, and of the extra time of a large one, {where}.
 call_busy: {n["call_busy"]:.3f}
 bytes_busy: {n["bytes_busy"]:.3f}
 # Cores that this process may use, of which each rank needs one.

@@ -108,7 +108,7 @@ def test_recomputation(recompute: str, mode: str) -> None:
 @pytest.mark.parametrize("zero_stage", range(4))
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_zero(zero_stage: int, schedule: str) -> None:
-    """With copies of the groups that share out, and gradients that travel in bf16."""
+    """HSDP, and gradients that are reduced in bf16."""
     parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule, "zero_stage": zero_stage}
     groups = {"num_distributed_optimizer_instances": 2}
     train = {"global_batch_size": 48, "micro_batch_size": 1, "grad_reduce_in_bf16": True}
@@ -193,7 +193,7 @@ def test_the_picture_has_what_is_held() -> None:
 
 
 def test_all_ranks_by_command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Each of 8 ranks is run and agrees with the others; those of one part of the pipeline are alike."""
+    """Each of 8 ranks is run and agrees with the others; ranks with one pipeline coordinate are alike."""
     overrides = ["parallel.tensor_parallel_mode=2d", "parallel.tensor_model_parallel_size=4"]
     overrides += ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=2"]
     words = ["--config", str(write_config(tmp_path)), "--dry-run", "--world-size", "8", "--ranks", "all"]

@@ -16,7 +16,7 @@ from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.recompute_spec import KEEP_ALL
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
-# `ops/dropout.py` hashes indices in int64, three of them at one time for each element.
+# `ops/dropout.py` hashes indices in int64; three of them are live per element.
 _HASH_BYTES = 24
 # A norm that is no single kernel cases in fp32: input, gradient, their products and sums.
 _NORM_COPIES = 6

@@ -12,7 +12,7 @@ from megatron3d.parallel.modes import MODES, Shape
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.schedules import SCHEDULES
 
-# Tensor parallelism beyond so many ranks, and pipelines of more, never pay on the clusters that we know.
+# Larger tensor-parallel and pipeline sizes never pay off on the clusters that we know.
 MAX_TENSOR, MAX_PIPELINE, MAX_MICRO_BATCH, MAX_VIRTUAL = 64, 64, 16, 8
 RECOMPUTATIONS = (None, "selective", "full")
 
@@ -76,7 +76,7 @@ class LayoutChoice:
         virtual = f" v{self.virtual}" if self.virtual > 1 else ""
         pipeline = f"PP {self.pipeline} {self.schedule}{virtual}" if self.pipeline > 1 else "no PP"
         again = f", recompute {self.recompute}" if self.recompute else ""
-        return f"{self.tensor}, {pipeline}, ZeRO {self.zero_stage}, micro-batch {self.micro_batch_size}{again}"
+        return f"{self.tensor}, {pipeline}, ZeRO {self.zero_stage}, microbatch {self.micro_batch_size}{again}"
 
 
 def divisors(number: int) -> list[int]:

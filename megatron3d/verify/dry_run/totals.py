@@ -16,7 +16,7 @@ class StepTotals:
     """Counts of a rank's whole step, with all its microbatches.
 
     Attributes:
-        peak: most bytes at one time, and `peak_at`, the action then; `activations` are what it held then beyond what it
+        peak: most live bytes, and `peak_at`, the action then; `activations` are what it held then beyond what it
             holds between steps and the moment.
         timeline: bytes that are held after each action; `peaks` are the most during each, and in the update.
     """

@@ -26,7 +26,7 @@ def test_the_documents_table_is_the_tools_output(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
 def test_1d_is_as_published(t: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 10 + 24/t and 34/t two are masks; statistics of norms and of rows of scores are too small to be seen."""
+    """Two of 10 + 24/t and of 34/t are dropout masks; statistics of norms and of score rows are negligible."""
     assert show_memory.main([*SIZES, "--num-ranks", str(t)]) == 0
     cells = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in capsys.readouterr().out.splitlines()]
     kept = {row[2]: [float(cell) for cell in row[4:]] for row in cells[2:] if row[1] == "1d"}

@@ -35,8 +35,8 @@ def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_that_share_cores_work_while_others_wait() -> None:
-    """An exchange of which processors do half: with a rank per core as alone; on half as many, the half that waits is
-    waited for where all ranks are in it, and half of that where half of them are."""
+    """A collective whose bytes keep a core busy half of the time: with a core per rank it takes 1 s; with fewer, the
+    waiting half grows for a group of all ranks, and less for a group of half of them."""
     level = NetworkLevel(name="node", ranks=8, gb_s=1, latency_us=0)
     local = Cluster(name="n", accelerator="a", levels=(level,), source="s", cores=2, bytes_busy=0.5)
 
@@ -48,8 +48,8 @@ def test_ranks_that_share_cores_work_while_others_wait() -> None:
 
 
 def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
-    """Nothing but latency, of which processors do half: where all ranks are in a group, what is waited for is slower
-    as well; where half of them are, the others have that time."""
+    """Pure latency, half of it CPU work: a group of all ranks also waits for slower work; with a group of half of the
+    ranks the others use the cores meanwhile."""
     level = NetworkLevel(name="node", ranks=8, gb_s=1e9, latency_us=0)
     local = Cluster(name="n", accelerator="a", levels=(level,), source="s", cores=2, call_us=1e6, call_busy=0.5)
 

@@ -72,7 +72,7 @@ def _model_flops(config: Config) -> float:
 
 
 def _hardware_flops(config: Config) -> float:
-    """As Narayanan et al. 2021 count, equation 3: with the forward that is computed again."""
+    """Return the FLOPs of equation 3 of Narayanan et al. 2021, which include the recomputed forward."""
     h, layers, seq = config.model.hidden_size, config.model.num_layers, config.model.seq_length
     vocabulary = (config.model.vocab_size or 0) / (16 * layers * h)
     return float(96 * config.train.global_batch_size * seq * layers * h**2 * (1 + seq / (6 * h) + vocabulary))

@@ -59,16 +59,16 @@ def sc21_step(row: Row, profile: ExecutionProfile = MEGATRON_2021, num_stages: i
 
 
 def sc21_tflops(row: Row) -> float:
-    """TFLOP/s of a GPU by the paper's equation 3, which counts the forward that is computed again."""
+    """Return the TFLOP/s per GPU by the paper's equation 3, which includes the recomputed forward."""
     h, layers, seq = row["hidden"], row["layers"], 2048
     flops = 96 * row["batch"] * seq * layers * h**2 * (1 + seq / (6 * h) + 51200 / (16 * layers * h))
     return float(flops / step_time(sc21_step(row)).step_s / row["gpus"] / 1e12)
 
 
 def core_tflops(row: Row) -> float:
-    """TFLOP/s of a GPU for a row of Megatron-Core's table, by its count.
+    """Return the TFLOP/s per GPU of a row of Megatron-Core's table, by its count of FLOPs.
 
-    Micro-batches and virtual stages are not published: those with which the model is fastest are taken, by one rule.
+    Microbatch sizes and virtual stages are not published: the model's fastest are taken, by one rule for all rows.
     """
     machine = load_machine("eos", "bf16", row["gpus"], MEGATRON_CORE)
     per_rank, each = row["gbs"] // row["dp"], row["layers"] // row["pp"]
@@ -91,5 +91,5 @@ def core_tflops(row: Row) -> float:
 
 
 def without_scatter(profile: ExecutionProfile) -> ExecutionProfile:
-    """The same without the paper's scatter and gather."""
+    """Return the profile without the paper's scatter/gather."""
     return replace(profile, scatters_pipeline=False)

@@ -43,7 +43,7 @@ def test_an_unknown_one_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_verdict_names_the_assumption_that_is_off() -> None:
-    """Of each part that is far off, the worst first, and of no other."""
+    """Each part that is far off is named, the worst first, and no other."""
     found = expected("selene")
     assert isinstance(found, Forecast)
     seconds, parts = found.step.step_s, found.parts

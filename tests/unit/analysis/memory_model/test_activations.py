@@ -174,7 +174,7 @@ RECOMPUTED = {
 
 @pytest.mark.parametrize("name,recompute", list(product(MODELS, RECOMPUTED)))
 def test_what_is_left_by_recomputation(name: str, recompute: str) -> None:
-    """Of three layers, by all tensors that a forward leaves behind: recomputation keeps what no hook sees."""
+    """Three layers, by all tensors that a forward leaves alive: no hook sees what recomputation keeps."""
     check_left(replace(alone(name), recompute=RECOMPUTED[recompute]))
 
 
@@ -211,7 +211,7 @@ def check_left(local: LocalSizes) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_not_kept_is_there_again_for_a_moment(name: str) -> None:
-    """Of as many layers as are computed again at one time; a recomputed relu keeps its input beside its output."""
+    """The longest run of recomputed layers counts; a recomputed relu keeps its input and its output."""
     for local in settings(name):
         local = replace(local, arch=replace(local.arch, num_layers=3))
         everything = total_bytes(layer_activations(local))

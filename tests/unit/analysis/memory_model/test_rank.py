@@ -80,7 +80,7 @@ def states(state: TrainState) -> dict[str, list[Tensor]]:
 
 
 def num_bytes(tensors: list[Tensor]) -> int:
-    """Of their storages, each counted once."""
+    """Return the bytes of the tensors' storages, each once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -228,7 +228,7 @@ def test_each_stage_of_zero_needs_less() -> None:
 
 
 def test_pieces_are_closed_from_the_end() -> None:
-    """Of at least a bucket of 9000 elements; a norm has 48 weights and 48 biases."""
+    """Flat buffers have at least a bucket of 9000 elements; a norm has 48 weights and 48 biases."""
     mine = step({"num_layers": 1}, {}, global_batch_size=32, bucket_mb=4 * 9000 / 2**20)
     norm, fc2, fc1, proj, qkv = 2 * 48, 48 * 192 + 48, 48 * 192 + 192, 48 * 64 + 48, 48 * 192 + 192
     positions, words = 24 * 48, 512 * 48

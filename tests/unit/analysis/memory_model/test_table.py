@@ -57,7 +57,7 @@ def test_a_line_per_stage_that_adds_up(name: str) -> None:
 
 
 def test_a_tied_matrix_is_counted_where_it_is_held() -> None:
-    """Both ends of a pipeline hold it; where they are one rank, the first stage does."""
+    """The first and the last pipeline rank hold it; if one rank is both, its first stage does."""
     apart, together = step(**PIPELINES["1f1b"]), step(**PIPELINES["zb-v"])
     for mine, copies in ((apart, 2), (together, 1)):
         tied = replace(mine, local=replace(mine.local, arch=replace(mine.local.arch, tie_embeddings=True)))

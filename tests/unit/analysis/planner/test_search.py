@@ -140,7 +140,7 @@ def test_the_written_layout_trains(tmp_path: Path, pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_the_tool_draws_the_speed_over_ranks(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each number of ranks with the best layout for its part of the batch; where none fits it says at which."""
+    """Each number of ranks has the speed of its best layout; the error names the one where none fits."""
     picture = config_file.with_name("scaling.svg")
     words = ["--config", str(config_file), *ARGUMENTS, "--modes", "1d", "--picture", str(picture)]
     assert tool.main([*words, "--scale", "4", "8", "16"]) == 0
@@ -156,7 +156,7 @@ def test_the_tool_draws_the_speed_over_ranks(config_file: Path, capsys: pytest.C
 
 
 def test_no_other_order_of_the_mesh_is_faster() -> None:
-    """GPT-3 on 1024 A100: tensor axes inside of data inside of the pipeline; some orders lose a third and more."""
+    """GPT-3 on 1024 A100: tensor axes innermost, then data, then the pipeline; other orders lose up to a third."""
     model = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048, "vocab_size": 51200}
     config = Config.model_validate({"model": model, "train": {"global_batch_size": 1536, "precision": "bf16"}})
     here = PlanningProblem(config, 51200, "selene", 1024)
@@ -196,4 +196,4 @@ def test_a_layout_reads_as_it_is_written() -> None:
     layout = LayoutChoice(TensorChoice("3d", "heads", (1, 2, 2)), 2, "interleaved", 2, 1, 1, "full")
     plan: PredictedLayout = problem().plan(layout)
     assert tool.layout_of(plan.config) == layout
-    assert str(layout) == "3d heads x1·y2·z2, PP 2 interleaved v2, ZeRO 1, micro-batch 1, recompute full"
+    assert str(layout) == "3d heads x1·y2·z2, PP 2 interleaved v2, ZeRO 1, microbatch 1, recompute full"
