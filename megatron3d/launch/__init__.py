@@ -1,1 +1,1 @@
-"""Jobs under SLURM: what is asked before the ranks start and after they have ended, and the file that is submitted."""
+"""Jobs under SLURM: checks before the ranks start, the decision to requeue after they end, and the job script."""

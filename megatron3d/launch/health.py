@@ -1,6 +1,6 @@
-"""Whether a machine is fit to hold ranks, asked on every one of a job before any rank starts.
+"""Health check of a node, run on every node of a job before any rank starts.
 
-One that is not would stop all others in their first collective, minutes later and without a name.
+An unfit node would otherwise stall all others in their first collective, minutes later and unnamed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Of a device's memory, that nobody else may hold.
+# Fraction of a GPU's memory that must be free.
 MIN_FREE = 0.9
+# Rows and columns of the test GEMM.
 SIZE = 1024
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that torch can see; `fault` is what is wrong with its results, None where they are right."""
+    """GPU that torch can see; `fault` is what is wrong with its results, None if they are right."""
 
     name: str
     free_bytes: int
@@ -28,7 +29,7 @@ class Gpu:
 
 
 def node_problems(expected: int, found: Sequence[Gpu]) -> Iterator[str]:
-    """What is wrong with a machine on which the job has `expected` GPUs."""
+    """Yield what is wrong with a node on which the job has `expected` GPUs."""
     if len(found) < expected:
         yield (
             f"torch sees {len(found)} of the {expected} GPUs that SLURM gave: one is lost, or torch is a CPU build or "
@@ -46,7 +47,7 @@ def node_problems(expected: int, found: Sequence[Gpu]) -> Iterator[str]:
 
 
 def find_gpus(expected: int) -> list[Gpu]:
-    """Every GPU of this machine, tried; torch is not even imported where none is expected."""
+    """Test and return every GPU of this node; torch is not imported if none is expected."""
     if expected == 0:
         return []
     import torch
@@ -56,7 +57,7 @@ def find_gpus(expected: int) -> list[Gpu]:
 
 
 def probe(device: torch.device) -> Gpu:
-    """A device's memory before anything is put there, and whether it multiplies rightly."""
+    """Return a device's memory, read before anything is allocated, and whether its GEMM is right."""
     import torch
 
     module = torch.get_device_module(device)
@@ -65,9 +66,9 @@ def probe(device: torch.device) -> Gpu:
 
 
 def fault_of(device: torch.device) -> str | None:
-    """What is wrong with a product of whole numbers, which is exact in every precision that a device may choose.
+    """Return what is wrong with a GEMM of integers, which is exact in every precision that a device may choose.
 
-    Entries are 0 to 6, sums of `SIZE` products of them below 2^24.
+    Entries are 0 to 6, and sums of `SIZE` products of them are below 2^24.
     """
     import torch
 
@@ -78,4 +79,4 @@ def fault_of(device: torch.device) -> str | None:
     except RuntimeError as error:
         return str(error).splitlines()[0]
     wrong = int((c_MN != a_MK @ b_KN).sum())
-    return f"{wrong} of {c_MN.numel()} entries of a product" if wrong else None
+    return f"{wrong} of {c_MN.numel()} entries of a matrix product" if wrong else None

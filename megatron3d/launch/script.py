@@ -1,6 +1,6 @@
-"""The file that is submitted: `scripts/slurm/pretrain.sbatch` with the settings of a configuration and a cluster.
+"""Job script: `scripts/slurm/pretrain.sbatch` with the settings of a configuration and a cluster.
 
-Everything from the first #SBATCH line to `END` is written here; what the job does is that very file's.
+The lines from the first #SBATCH to `END` are generated; the rest, what the job does, is copied.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from megatron3d.errors import UserError
 
 END = "# End of settings."
 FIRST = "#SBATCH"
-# Of sbatch, without the dashes; an option without a value has None.
+# Options of sbatch by name without the dashes; None for an option without a value.
 Options = Mapping[str, str | int | None]
 
 
 def options(num_nodes: int = 1, node_ranks: int = 8, time: str = "24:00:00", warn_s: int = 600) -> Options:
-    """Of a job with one rank per GPU, warned `warn_s` seconds before its limit; UserError where it has no such time."""
+    """Return the options of a job with one rank per GPU, which SLURM warns `warn_s` seconds before its time limit.
+
+    Raises UserError if the limit is shorter than that.
+    """
     if not 0 < warn_s < seconds(time):
-        raise UserError(f"--warn {warn_s}: not between 0 and --time {time}, {seconds(time)} s; use such as 600")
+        raise UserError(f"--warn {warn_s}: not between 0 and --time {time}, {seconds(time)} s; use for example 600")
     return {
         "job-name": "megatron3d",
         "nodes": num_nodes,
@@ -35,14 +38,14 @@ def options(num_nodes: int = 1, node_ranks: int = 8, time: str = "24:00:00", war
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What differs between jobs.
+class JobSettings:
+    """Settings of a job script.
 
     Attributes:
-        setup: lines of shell before anything is started, such as `module load`.
-        container: what stands before the program in each srun.
-        arguments: of pretrain_gpt.py.
-        remarks: comments.
+        setup: shell lines that run first, such as `module load`.
+        container: words before the program in each srun.
+        arguments: arguments of pretrain_gpt.py.
+        remarks: comments at the top.
     """
 
     options: Options = field(default_factory=options)
@@ -53,37 +56,37 @@ class Settings:
     remarks: tuple[str, ...] = ()
 
     def lines(self) -> Iterator[str]:
-        """Of the file."""
+        """Yield the generated lines."""
         yield from (f"# {remark}" for remark in self.remarks)
         yield from (
             f"{FIRST} --{name}" + ("" if value is None else f"={value}") for name, value in self.options.items()
         )
         yield from self.setup
         yield from (
-            f"{name}=({' '.join(map(word, getattr(self, name)))})" for name in ("python", "container", "arguments")
+            f"{name}=({' '.join(map(quoted, getattr(self, name)))})" for name in ("python", "container", "arguments")
         )
         yield END
 
 
-def fill(template: str, settings: Settings) -> str:
-    """The template with these settings instead of its own."""
+def fill_template(template: str, settings: JobSettings) -> str:
+    """Return the template with these settings in place of its own."""
     lines = template.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(FIRST))
     return "\n".join([*lines[:first], *settings.lines(), *lines[lines.index(END) + 1 :]]) + "\n"
 
 
-def word(text: str) -> str:
-    """One word for bash, in which variables are still replaced when the job runs."""
+def quoted(text: str) -> str:
+    """Return `text` as one word of bash in which variables are still expanded when the job runs."""
     if re.fullmatch(r"[\w@%+=:,./-]+", text):
         return text
     return '"' + re.sub(r'([\\"`])', r"\\\1", text) + '"'
 
 
 def seconds(time: str) -> int:
-    """Of a SLURM time: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]."""
+    """Return the seconds of a SLURM time: m, m:s, h:m:s or d-h[:m[:s]]."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
-        raise UserError(f"--time {time}: not a time of SLURM's; use such as 90, 24:00:00 or 2-12:00:00")
+        raise UserError(f"--time {time}: not a SLURM time; use for example 90, 24:00:00 or 2-12:00:00")
     days, *rest = found.groups()
     parts = [int(part) for part in rest if part is not None]
     units = (3600, 60, 1) if days is not None or len(parts) == 3 else (60, 1)
@@ -99,5 +102,5 @@ def _apptainer(image: str, mounts: Sequence[str]) -> tuple[str, ...]:
     return "apptainer", "exec", "--nv", "--bind", ",".join(("$PWD", *mounts)), "--pwd", "$PWD", image
 
 
-# Image and further folders to the words before the program: srun's own options (enroot by pyxis), or a program.
+# Functions from an image and folders to mount to the words before the program: options of srun (pyxis), or a program.
 CONTAINERS: Mapping[str, Callable[[str, Sequence[str]], tuple[str, ...]]] = {"pyxis": _pyxis, "apptainer": _apptainer}

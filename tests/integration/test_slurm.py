@@ -1,5 +1,5 @@
-"""Under a real SLURM a run that meets its time limit is queued again and ends with the numbers of one that never
-stopped; a job that cannot get further is not queued again; token files of an array are those of one process.
+"""Under a real SLURM a run that meets its time limit is requeued and ends with the numbers of one that never
+stopped; a job that cannot get further is not requeued; token files of an array are those of one process.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_a_run_that_meets_its_limit_ends_with_the_numbers_of_one_that_never_stop
     slurm.until(lambda: slurm.job(jobs.limited).num_requeues > 0, lambda: said(config, "limited"))
     slurm.run("scontrol", "update", f"JobId={jobs.limited}", "TimeLimit=10")
     assert slurm.wait(jobs.limited) == Job("COMPLETED", ExitCode.DONE, 1), said(config, "limited")
-    assert "> queued again: the time limit is near" in said(config, "limited")
+    assert "> requeued: the time limit is near" in said(config, "limited")
     begun = [json.loads(line)["iteration"] for line in (folder / "slurm.jsonl").read_text().splitlines()]
     assert begun[0] == 0 < begun[1] < NUM_ITERS and len(begun) == 2, "it was stopped on its way"
     assert steps(folder) == steps(whole) and len(steps(whole)) == NUM_ITERS
@@ -145,14 +145,16 @@ def num_steps(folder: Path) -> int:
 def test_a_wrong_configuration_is_not_queued_again(slurm: Slurm, config: Path, jobs: Jobs) -> None:
     """One that only the ranks find wrong."""
     assert slurm.wait(jobs.wrong) == Job("FAILED", ExitCode.USER_ERROR, 0), said(config, "wrong")
-    assert re.search("model.vocab_size=64.*\n(.*\n)*> not queued again: what was given is wrong", said(config, "wrong"))
+    assert re.search(
+        "model.vocab_size=64.*\n(.*\n)*> not requeued: the configuration or its files are wrong", said(config, "wrong")
+    )
     assert not list((config.parent / "wrong").glob("iter_*"))
 
 
 def test_two_starts_without_progress_are_enough(slurm: Slurm, config: Path, jobs: Jobs) -> None:
     assert slurm.wait(jobs.crashing) == Job("FAILED", ExitCode.CRASH, 1), said(config, "crashing")
-    verdicts = re.findall("> (.*queued again: .*)", said(config, "crashing"))
-    assert [line.partition(":")[0] for line in verdicts] == ["queued again", "not queued again"]
+    verdicts = re.findall("> (.*requeued: .*)", said(config, "crashing"))
+    assert [line.partition(":")[0] for line in verdicts] == ["requeued", "not requeued"]
 
 
 def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs) -> None:

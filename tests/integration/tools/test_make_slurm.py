@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.analysis.cost_model.hardware import CLUSTERS, file_names
-from megatron3d.launch.script import END, Settings, fill, seconds, word
+from megatron3d.launch.script import END, JobSettings, fill_template, quoted, seconds
 from tools import make_slurm
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ def shown(capsys: pytest.CaptureFixture[str], *typed: str) -> str:
 
 def test_the_committed_job_has_the_usual_settings() -> None:
     template = make_slurm.TEMPLATE.read_text()
-    assert fill(template, Settings()) == template
+    assert fill_template(template, JobSettings()) == template
 
 
 @pytest.mark.parametrize("cluster", file_names(CLUSTERS))
@@ -75,7 +75,7 @@ def test_arguments_and_containers_are_what_bash_reads(kind: str, capsys: pytest.
 @settings(max_examples=10)
 @given(st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters="$"), min_size=1)))
 def test_any_word_stays_one_word(words: list[str]) -> None:
-    typed = f"printf '%s\\n' {' '.join(map(word, words))}" if words else "true"
+    typed = f"printf '%s\\n' {' '.join(map(quoted, words))}" if words else "true"
     read = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=True)
     assert read.stdout == "".join(f"{text}\n" for text in words)
 
@@ -86,7 +86,7 @@ def test_any_word_stays_one_word(words: list[str]) -> None:
         (["--nodes", "3"], "world_size 24"),
         (["checkpoint.load=null"], "set both to one folder"),
         (["--time", "5", "--warn", "300"], "--warn 300: not between 0 and --time 5, 300 s"),
-        (["--time", "noon"], "--time noon: not a time of SLURM's"),
+        (["--time", "noon"], "--time noon: not a SLURM time"),
         (["--image", "a.sif"], "add --container"),
         (["--container", "pyxis"], "add --image"),
         (["--output", "absent/job.sbatch"], "cannot be written"),

@@ -43,4 +43,4 @@ def test_one_wrong_entry_of_a_product_is_found(monkeypatch: pytest.MonkeyPatch) 
         return product
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", damaged)
-    assert fault_of(device) == f"1 of {1024**2} entries of a product"
+    assert fault_of(device) == f"1 of {1024**2} entries of a matrix product"

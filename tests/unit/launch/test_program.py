@@ -46,7 +46,7 @@ def test_a_start_is_noted_once_and_judged(
         typed = ["after", "--code", "3", "--before-limit", "--config", str(config)]
         assert ask(monkeypatch, 0, *typed, SLURM_RESTART_COUNT=requeues) == again
     assert len((config.parent / "run" / "slurm.jsonl").read_text().splitlines()) == 2
-    assert "> start 2 of job 31005, on n[7-8], from iteration 0" in capsys.readouterr().out
+    assert "> launch 2 of job 31005, on n[7-8], from iteration 0" in capsys.readouterr().out
 
 
 def test_what_all_nodes_refuse_is_the_users_and_what_one_does_its_own(

@@ -1,4 +1,4 @@
-"""A job is queued again exactly where another start will get further: the table of codes, and a job's own history."""
+"""A job is requeued exactly if another launch will get further: the table of codes, and a job's own history."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
-from megatron3d.launch.requeue import PATIENCE, Ended, begun_at, newest_iteration, note_start, run_folder, verdict
+from megatron3d.launch.requeue import (
+    MAX_FRUITLESS,
+    LaunchEnd,
+    decide_requeue,
+    newest_iteration,
+    record_launch,
+    run_folder,
+    start_iterations,
+)
 from megatron3d.runtime.launcher_env import SlurmJob
 
 KILLED = 137
@@ -21,60 +29,61 @@ KILLED = 137
     [
         (0, False, False, "done"),
         (0, True, False, "done"),
-        (2, False, False, "what was given is wrong"),
-        (2, True, False, "what was given is wrong"),
+        (2, False, False, "the configuration or its files are wrong"),
+        (2, True, False, "the configuration or its files are wrong"),
         (3, False, False, "stopped on request"),
-        (3, True, True, "the time limit is near; the next start goes on from iteration 8"),
+        (3, True, True, "the time limit is near; the next launch continues from iteration 8"),
         (1, False, True, "it ended with code 1"),
         (KILLED, False, True, "it ended with code 137"),
         (1, True, True, "the time limit is near"),
     ],
 )
 def test_after_progress(code: int, before_limit: bool, again: bool, words: str) -> None:
-    decided, why = verdict(Ended(code, before_limit), [0, 4], newest=8)
+    decided, why = decide_requeue(LaunchEnd(code, before_limit), [0, 4], newest=8)
     assert decided == again and words in why
 
 
 @given(code=st.sampled_from([1, 3, KILLED]), steps=st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_a_job_never_starts_for_ever_and_never_gives_up_early(code: int, steps: list[int]) -> None:
-    """Each start saves so many iterations more; the job goes on until two in a row save none."""
-    begun, newest, idle = [], 0, 0
+def test_a_job_is_requeued_until_two_launches_save_nothing(code: int, steps: list[int]) -> None:
+    """Each launch saves `step` more iterations; the job goes on until two in a row save none."""
+    begun: list[int] = []
+    newest, idle = 0, 0
     for step in steps:
         begun.append(newest)
         newest += step
         idle = 0 if step else idle + 1
-        again, why = verdict(Ended(code, True), begun, newest)
-        assert again == (idle < PATIENCE), why
+        again, why = decide_requeue(LaunchEnd(code, True), begun, newest)
+        assert again == (idle < MAX_FRUITLESS), why
         if not again:
             assert f"nothing beyond iteration {newest}" in why
             return
 
 
 def test_a_start_that_was_not_noted_is_the_last() -> None:
-    assert verdict(Ended(1, False), [], 8) == (
+    assert decide_requeue(LaunchEnd(1, False), [], 8) == (
         False,
-        "not queued again: it ended with code 1 before its start could be noted",
+        "not requeued: it ended with code 1 before its launch could be recorded",
     )
 
 
-def allocation(job: int, num_requeues: int) -> SlurmJob:
+def slurm_job(job: int, num_requeues: int) -> SlurmJob:
     return SlurmJob(job, num_requeues, 0, "n1", "n[1-2]")
 
 
 def test_a_job_remembers_its_own_starts(tmp_path: Path) -> None:
     """In the run's folder, which is made; what a killed node left of a line is no start."""
     root = tmp_path / "runs" / "a"
-    assert note_start(root, allocation(7, 0)).iteration == 0
+    assert record_launch(root, slurm_job(7, 0)).iteration == 0
     (root / "iter_0000040").mkdir()
     (root / "latest_checkpointed_iteration.txt").write_text("40\n")
     (root / "iter_0000050").mkdir()
     assert newest_iteration(root) == 40, "a save that was not finished does not count"
-    note_start(root, allocation(8, 0))
+    record_launch(root, slurm_job(8, 0))
     with (root / "slurm.jsonl").open("a") as file:
         file.write('{"job": 7, "requ')
-    assert begun_at(root, allocation(7, 0)) == [0] and begun_at(root, allocation(7, 1)) == []
-    note_start(root, allocation(7, 1))
-    assert begun_at(root, allocation(7, 1)) == [0, 40] and begun_at(root, allocation(8, 0)) == [40]
+    assert start_iterations(root, slurm_job(7, 0)) == [0] and start_iterations(root, slurm_job(7, 1)) == []
+    record_launch(root, slurm_job(7, 1))
+    assert start_iterations(root, slurm_job(7, 1)) == [0, 40] and start_iterations(root, slurm_job(8, 0)) == [40]
 
 
 @pytest.mark.parametrize("checkpoint", [{}, {"save": "a"}, {"load": "a"}, {"save": "a", "load": "b"}])

@@ -78,8 +78,8 @@ def test_master_address_and_port_can_be_chosen_under_srun() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is not set beside RANK:"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set beside RANK, WORLD_SIZE:"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set next to RANK:"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set next to RANK, WORLD_SIZE:"),
         (torchrun(WORLD_SIZE="3"), "rank 3 in a world of 3"),
         (torchrun(WORLD_SIZE="0"), "world size 0"),
         (torchrun(LOCAL_RANK="2"), "local rank 2 of 2 processes"),
