@@ -63,7 +63,7 @@ class State:
 
     @property
     def num_bytes(self) -> int:
-        """Of all ranks together."""
+        """Return the total of all ranks."""
         return sum(tensor.nbytes for tensor in self.memory.values()) * self.mesh.world_size
 
     def pieces(self, by: tuple[Any, ...], copy: Callable[[Tensor], Tensor] = lambda t: t) -> Iterable[Piece]:
@@ -107,7 +107,7 @@ class Bench:
     copies: dict[str, Tensor]
 
     def copy(self) -> Mapping[str, float]:
-        """The same bytes, to memory that is there already."""
+        """Copy as many bytes into allocated memory."""
         return {"plain copy": timed(lambda: [self.copies[n].copy_(t) for n, t in self.state.memory.items()])}
 
     def save_ours(self) -> Mapping[str, float]:
@@ -146,7 +146,7 @@ class Bench:
         return {f"{what} ours": seconds}
 
     def load_torch(self, what: str, by: tuple[Any, ...]) -> Mapping[str, float]:
-        """The same by torch."""
+        """Measure torch.distributed.checkpoint in the same way."""
         reader = dcp.FileSystemReader(self.folder / "torch")  # type: ignore[attr-defined]
         seconds = timed(lambda: dcp.load(self.state.dtensors(by), storage_reader=reader))  # type: ignore[attr-defined]
         self.state.check(by)
@@ -193,7 +193,7 @@ def measure(state: State, folder: Path, rounds: int, warmup: int) -> dict[str, l
 
 
 def slowest(seconds: Mapping[str, float]) -> Mapping[str, float]:
-    """Of all ranks."""
+    """Return the maximum over all ranks."""
     values = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return dict(zip(seconds, values.tolist(), strict=True))

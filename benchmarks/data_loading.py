@@ -124,7 +124,7 @@ def speed(folder: Path, rounds: int, num_tokens: int = 50_000_000, num_samples: 
 
 
 def contestants(folder: Path, prefix: Path, num_samples: int) -> Mapping[str, Callable[[], object]]:
-    """What reads so many samples in another order each time, by name."""
+    """Return by name what reads `num_samples` samples in another order each time."""
     data = IndexedDataset(prefix)
     samples = TokenFileSamples(data, Split(0, data.num_tokens), SEQ_LENGTH, VOCAB_SIZE, 1)
     draw, tokens = np.random.default_rng(2), np.memmap(f"{prefix}.bin", np.uint16, "r")

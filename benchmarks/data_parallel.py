@@ -171,7 +171,7 @@ def row(each: Contestant, turns: Turns, case: Mapping[str, Any], peaks: Mapping[
 
 
 def mean_loss(each: Contestant, loss: Tensor) -> float:
-    """Of all ranks: ours is that already, a peer's is of its own part, and so is that of a program alone."""
+    """Return the mean loss over all ranks; ours is the mean already, a peer's is that of its own sequences."""
     total = loss.clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
@@ -207,7 +207,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace
 
 
 def main() -> None:
-    """Start the ranks, so many at a time."""
+    """Start the ranks of each world size."""
     options = arguments()
     rows: Sequence[Row] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -68,7 +68,7 @@ def start_rank(rank: int, num_ranks: int, store: str, results: Any) -> None:
 
 
 def gloo(num_ranks: int) -> Start:
-    """Of the slowest rank; processes come from one that has imported torch, so that this is not measured."""
+    """Return the time of the slowest rank; a fork server has imported torch before, so that this is not measured."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["megatron3d.train.state", "torch.distributed"])
     results: Any = context.Queue()
@@ -86,7 +86,7 @@ def gloo(num_ranks: int) -> Start:
 
 
 def fake(num_ranks: int) -> Start:
-    """Of the last rank alone."""
+    """Return the time of the last rank alone."""
     begin = time.perf_counter()
     with process.fake_world(num_ranks - 1, num_ranks):
         met = time.perf_counter()

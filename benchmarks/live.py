@@ -1,4 +1,4 @@
-"""Bytes of all tensors that exist at one time, as torch's dispatcher sees them made; what C++ keeps inside a library's
+"""Bytes of all tensors that exist at once, as torch's dispatcher sees them made; what C++ keeps inside a library's
 own threads is not seen.
 """
 

@@ -122,7 +122,7 @@ class Contest:
         self.run.state.iteration -= 1
 
     def logged(self) -> None:
-        """The same step as the loop makes it."""
+        """Run one step as the training loop does."""
         self.run.comm.set_wait_hook(self.run.timers.waiting)
         result = self._step(self._monitor.begin_step())
         self._monitor.end_step(result, LR, self.run.batches.last)

@@ -2,9 +2,9 @@
 
 python benchmarks/overlaps.py [--ranks 2 4 8] [--wires-gb-per-s 0.1 0.3 1] [--output benchmarks/results/overlaps.json]
 
-Executions of a form take turns; a step's time is the slowest rank's.  Over gloo the processors that multiply also copy,
-and there may be fewer processors than ranks, so that there is little to hide behind.  Hence each rank also reckons what
-the step would take on a processor of its own and a wire of its own that needs no processor: its clock is the processor
+Executions of a form take turns; a step's time is the slowest rank's.  Over gloo the CPU cores that multiply also copy,
+and there may be fewer cores than ranks, so that there is little to hide behind.  Hence each rank also estimates what
+the step would take on a core of its own and a link of its own that needs no core: its clock is the CPU
 time of the thread that computes, transfers queue on the wire, and a `wait` adds what is left of one by that clock.
 """
 
@@ -66,7 +66,7 @@ class Wire:
 
     @property
     def now(self) -> float:
-        """Processor time of this thread, and what it has waited."""
+        """CPU time of this thread, and what it has waited."""
         return time.thread_time() + self.waited_s
 
     def send(self, num_bytes: float) -> float:
@@ -183,7 +183,7 @@ def measure(name: str, configs: Mapping[str, Config], options: argparse.Namespac
 
 
 def medians(steps: Sequence[Sequence[float]]) -> list[float]:
-    """Of each clock over steps; the largest of any rank."""
+    """Return the median of each clock over steps, of the rank where it is largest."""
     found = torch.tensor(steps, dtype=torch.float64).median(0).values
     dist.all_reduce(found, dist.ReduceOp.MAX)
     values: list[float] = found.tolist()
@@ -204,7 +204,7 @@ def run_rank(
 
 
 def main() -> None:
-    """Start the ranks anew for each form: connections of others would wake up while one is measured."""
+    """Start the ranks again for each form: connections of others would wake up while one is measured."""
     options = arguments()
     rows: list[Row] = []
     for num_ranks in options.ranks:
@@ -221,7 +221,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--size", choices=SIZES, default="3M, 8 heads")
-    parser.add_argument("--wires-gb-per-s", nargs="+", type=float, default=[0.1, 0.3, 1.0], help="to be reckoned with")
+    parser.add_argument(
+        "--wires-gb-per-s", nargs="+", type=float, default=[0.1, 0.3, 1.0], help="bandwidths of the estimated link"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="timed steps per execution; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="see that it works")

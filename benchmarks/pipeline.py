@@ -61,7 +61,7 @@ class Contestant:
 
     @property
     def most_in_flight(self) -> float:
-        """Microbatches of a whole rank that this rank held at one time."""
+        """Microbatches of a whole rank that this rank held at once."""
         return self.run.state.executor.peak_in_flight / num_virtual_stages(self.order)
 
 

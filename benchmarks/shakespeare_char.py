@@ -1,4 +1,4 @@
-"""nanoGPT's published setting for a processor: validation loss of several seeds, and 8 ranks in 3-D beside one process.
+"""nanoGPT's published setting for a CPU: validation loss of several seeds, and 8 ranks in 3-D next to one process.
 
     python benchmarks/shakespeare_char.py --input tinyshakespeare.txt --output benchmarks/results/shakespeare_char.json
 
@@ -65,7 +65,7 @@ def validation_loss(data: list[str], seed: int, folder: Path) -> float:
 
 
 def largest_difference(data: list[str], folder: Path) -> float:
-    """Of the loss of the same iteration, between one process and 8, relative."""
+    """Return the largest difference of the loss of the same iteration, between one process and 8, relative."""
     short = [f"train.exit_interval={NUM_COMPARED}", "logging.log_interval=1"]
     cube = ["parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"]
     one, eight = train(data, folder / "one", short), train(data, folder / "eight", short + cube, processes=8)

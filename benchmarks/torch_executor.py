@@ -51,7 +51,7 @@ class TorchExecutor:
             self._schedule = kind(self._stages[0], self._microbatches, **settings)  # type: ignore[arg-type, assignment]
 
     def _stage(self, stage: Stage, num_tokens: int) -> PipelineStage:
-        """With shapes given: the peer's trial run would make a head's gradient that belongs to no microbatch."""
+        """Build the stage with given shapes: torch's trial run would add a gradient that belongs to no microbatch."""
         param = next(self.model.parameters())
         residual = param.new_empty(num_tokens, self.model.arch.hidden_size, requires_grad=True)
         x = torch.arange(1) if stage.has_embedding else residual

@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 REFUSED = re.compile(
     r"\b(reckon\w*|for ever|anew|at one time|inside of|so many|setbacks?|(shar(e|es|ed|ing)) out|computed again"
-    r"|put(s|ting)? off|processors?|number types?|grad[_ ]sinks?|idle part|micro-batch(es)?|queued? again"
-    r"|under the product|summed up|meet the others|part of the pipeline|part of the batch)\b".replace(" ", r"\s+"),
+    r"|put(s|ting)? off|number types?|grad[_ ]sinks?|idle part|queued? again"
+    r"|under the product|summed up|meet the others|part of the pipeline|part of the batch)\b"
+    r"|(?<![\".-])\b(processors?|micro-batch(es)?)\b(?!-size| =|\(|\.\w|\")".replace(" ", r"\s+"),
     re.IGNORECASE,
 )
 OPENING = re.compile(r"(Of|With|The same|Both)\b")

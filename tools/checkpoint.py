@@ -50,7 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("--tensors", action="store_true", help="list every tensor")
     every = commands.add_parser("verify", help="compare every byte with its checksum")
     every.add_argument("load", type=Path, nargs="+")
-    every.add_argument("--workers", type=int, default=4, help="files that are read at one time")
+    every.add_argument("--workers", type=int, default=4, help="files that are read in parallel")
     two = commands.add_parser("diff", help="what differs between two checkpoints")
     two.add_argument("load", type=Path, nargs=2)
     many = commands.add_parser("average", help="the mean of the weights of several checkpoints")
@@ -109,7 +109,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def verify_with(num_workers: int, folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, each thing once; so many threads read."""
+    """What is wrong with a checkpoint, each problem once, reading with several threads."""
     with ThreadPoolExecutor(num_workers) as threads:
         parts = threads.map(lambda part: verify(folder, (part, num_workers)), range(num_workers))
         return list(dict.fromkeys(problem for part in parts for problem in part))

@@ -54,7 +54,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("evaluate.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
     parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
-    parser.add_argument("--samples", type=int, help="only the first so many windows; default: all")
+    parser.add_argument("--samples", type=int, help="only this many windows from the start; default: all")
     parser.add_argument(
         "--micro-batch-size", type=int, help="sequences at a time; default: as few as the layout allows"
     )

@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="several make a line of JSON each; default: a new line")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line; a line of JSON for each")
-    source.add_argument("--interactive", action="store_true", help="go on after each line; an empty one begins anew")
+    source.add_argument("--interactive", action="store_true", help="go on after each line; an empty one starts over")
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all")

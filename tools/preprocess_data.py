@@ -55,7 +55,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         try:
             done = run(job, arguments.workers, arguments.ledger_interval, arguments.restart, on_progress)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("the same command goes on where it was, or anew where nothing was kept") from None
+            raise KeyboardInterrupt("the same command resumes, or starts over where nothing was kept") from None
     for prefix, counts in zip(job.prefixes, done.written, strict=True):
         lost = (done.num_documents - counts.num_documents, "empty"), (done.num_bad, "bad")
         left_out = "".join(f", {number} {kind} ones left out" for number, kind in lost if number)

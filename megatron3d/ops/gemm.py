@@ -1,6 +1,6 @@
 """The matrix product of one device: F.linear, and on a CPU in fp32 oneDNN's kernel behind the same function.
 
-torch sends fp32 products to MKL, which on processors of other makers than Intel reaches half of oneDNN's speed
+torch sends fp32 products to MKL, which on CPUs of other vendors than Intel reaches half of oneDNN's speed
 (measured on an AMD EPYC: 108 against 170 to 259 GFLOP/s per core); torch's own compiler calls this operator too.
 Both are fp32 throughout.
 """
@@ -29,7 +29,7 @@ def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
 
 
 def _strided(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """The same with any strides: oneDNN copies what comes first unless it is contiguous, so that be the smaller."""
+    """Return a b^T + bias with any strides; oneDNN copies a first operand that is not contiguous: the smaller one."""
     if not uses_onednn(a_MK.device, a_MK.dtype):
         return F.linear(a_MK, b_NK, bias_N)
     if bias_N is None and not a_MK.is_contiguous() and b_NK.numel() < a_MK.numel():

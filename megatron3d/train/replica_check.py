@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same weights do: memory and processors go wrong without a word (Hochschild et al.
+"""Whether ranks that should hold the same weights do: memory and CPUs fail silently (Hochschild et al.
 2021, "Cores that don't count"), and one wrong replica spoils the sums of all.
 """
 

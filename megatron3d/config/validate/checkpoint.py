@@ -28,7 +28,7 @@ def checkpoint_problems(facts: Facts) -> Iterator[str]:
     if checkpoint.finetune and is_own(facts.config):
         yield (
             f"{facts.named('checkpoint.finetune')}: checkpoint.load={checkpoint.load} is where this run saves to, "
-            "whose iterations would begin anew; save to another folder, or use false to continue it"
+            "whose iterations would start from 0; save to another folder, or use false to continue it"
         )
     if checkpoint.finetune and checkpoint.no_load_optim:
         yield f"{facts.named('checkpoint.no_load_optim')}: checkpoint.finetune=true loads no optimizer; leave one out"

@@ -15,7 +15,7 @@ from megatron3d.data.preprocess.hub_datasets import HF_PREFIX
 from megatron3d.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# Folder of a run's short-lived checkpoints, inside of the run's.
+# Folder of a run's short-lived checkpoints, in the run's folder.
 NON_PERSISTENT = "non_persistent"
 
 

@@ -1,4 +1,4 @@
-"""The rules of number types: what only fp16 reads, and what apex's kernels can do."""
+"""Rules of precision: what only fp16 reads, and what apex's kernels can do."""
 
 from __future__ import annotations
 
