@@ -1,10 +1,10 @@
-"""Runs that are killed and checkpoints that are damaged, at random: how many faults a run survives, exactly.
+"""Fault injection: survival of random kills and damaged checkpoints, with the losses of an undisturbed run.
 
 python benchmarks/chaos.py [--rounds 25] [--seed 0] [--output benchmarks/results/chaos.json]
 
-A round is a run of two processes under torchrun, of which one is killed (SIGKILL) at a random moment, twice; torchrun
-starts them again.  Then the newest checkpoint is damaged, and the run is started again, twice.  Each fault is survived
-when the run reaches its end and every step's loss is that of a run without faults, to the last digit.
+A round is a run of two processes under torchrun.  One of them is killed (SIGKILL) at a random moment, twice, and
+torchrun restarts both.  Then the newest checkpoint is damaged and the run is restarted, twice.  A fault is survived
+when the run reaches its end and the loss of every step equals that of a run without faults, to the last digit.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Damage = Callable[[Path, random.Random], object]
 
 
 def flip(path: Path, at: int) -> None:
-    """Change a bit."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[at % len(content)] ^= 1
     path.write_bytes(content)
 
 
 def a_file(folder: Path, choose: random.Random) -> Path:
-    """One of a checkpoint's files with tensors."""
+    """Choose one of a checkpoint's files of tensors."""
     return choose.choice(sorted(folder.glob("*.safetensors")))
 
 
@@ -67,7 +67,7 @@ DAMAGE: dict[str, Damage] = {
 
 
 class Place:
-    """A corpus, and configurations of runs over it, in a folder of their own."""
+    """Folder with a corpus and the configurations of runs on it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class Place:
         (self.prefix,) = (path.with_suffix("") for path in folder.glob("*.bin"))
 
     def config(self, name: str, layout: str, in_background: bool) -> Path:
-        """A run that saves every second iteration to the folder of its name."""
+        """Write the configuration of a run that saves every second iteration to the folder of its name."""
         train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": ITERATIONS}
         run = str(self.folder / name)
         sections = {
@@ -96,7 +96,7 @@ class Place:
 
 @contextmanager
 def launched(config: Path) -> Iterator[subprocess.Popen[str]]:
-    """The run under torchrun, which starts it again after a failure."""
+    """Start the run under torchrun, which restarts it after a failure."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command = [*launcher, f"--max-restarts={KILLS}", "pretrain_gpt.py", "--config", str(config)]
     log = config.with_suffix(".err").open("a")
@@ -138,23 +138,23 @@ def kill_one(launcher: int, choose: random.Random) -> None:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    """Iteration and loss of every step."""
+    """Return iteration and loss of every step."""
     return [(row["iteration"], row["lm_loss"]) for row in read_journal(folder / "metrics.jsonl") if "lm_loss" in row]
 
 
 class Tally:
-    """Faults by kind: how many there were, and how many were survived."""
+    """Number of faults, and of survived faults, by kind."""
 
     def __init__(self) -> None:
         self.tried, self.survived = collections.Counter[str](), collections.Counter[str]()
 
     def count(self, fault: str, good: bool, times: int = 1) -> None:
-        """Note the outcome of a fault."""
+        """Count the outcome of a fault."""
         self.tried[fault] += times
         self.survived[fault] += times * good
 
     def rows(self) -> list[dict[str, object]]:
-        """A row per fault, and their sum."""
+        """Return a row per kind of fault, and their sum."""
         rows = [{"fault": name, "tried": n, "survived": self.survived[name]} for name, n in sorted(self.tried.items())]
         return [*rows, {"fault": "all", "tried": self.tried.total(), "survived": self.survived.total()}]
 
@@ -162,7 +162,7 @@ class Tally:
 def one_round(
     number: int, place: Place, choose: random.Random, references: dict[str, list[tuple[int, float]]], tally: Tally
 ) -> None:
-    """Kills, then damages."""
+    """Kill processes, then damage checkpoints."""
     layout, in_background = list(LAYOUTS)[number % len(LAYOUTS)], bool(number // len(LAYOUTS) % 2)
     if layout not in references:
         done, _, said = train(place.config(f"reference{number}", layout, False))
@@ -189,12 +189,12 @@ def one_round(
 
 
 def keep(config: Path, what: str, said: Sequence[str]) -> None:
-    """Show what was not survived."""
+    """Print the log of a run that did not survive."""
     print(f"NOT SURVIVED: {what}\n{''.join(said[-30:])}{config.with_suffix('.err').read_text()[-4000:]}", flush=True)
 
 
 def main() -> int:
-    """Exit code 1 where a fault was not survived."""
+    """Run all rounds; return exit code 1 where a fault was not survived."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=25, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)

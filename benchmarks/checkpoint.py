@@ -1,8 +1,8 @@
-"""Saving and loading beside torch.distributed.checkpoint: stall, time to disk, time to load and to reshard.
+"""Checkpointing compared with torch.distributed.checkpoint: stall of a save, time to disk, to load and to reshard.
 
-Ranks hold equal rows of fp32 weights and two moments of a GPT (bf16 weights follow from these and are not saved); both
-sides save, and load, the same bytes of the same memory, synchronized to disk.  Ours takes checksums and compares them.
-Torch's asynchronous saving keeps its staging memory, which is its faster choice.
+Ranks hold equal rows of the fp32 master weights and both moments of a GPT (bf16 weights follow from these and are not
+saved).  Both sides save and load the same bytes of the same memory, with fsync.  Ours computes and verifies checksums.
+Torch's asynchronous save reuses its staging memory, which is its faster option.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROWS, COLUMNS = (("data",), ()), ((), ("data",))
 
 
 def shapes(size: str) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes of the weights."""
+    """Return names and shapes of the weights."""
     layers, hidden, vocabulary = SIZES[size]
     yield "embedding", (vocabulary, hidden)
     for layer in range(layers):
@@ -52,7 +52,7 @@ def shapes(size: str) -> Iterator[tuple[str, Shape]]:
 
 
 class State:
-    """This rank's part; the same memory is seen as rows, or as columns where a tensor has two dims."""
+    """This rank's shard of the state, viewed as rows, or as columns where a tensor has two dims."""
 
     def __init__(self, size: str, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -63,17 +63,17 @@ class State:
 
     @property
     def num_bytes(self) -> int:
-        """Return the total of all ranks."""
+        """Bytes of all ranks together."""
         return sum(tensor.nbytes for tensor in self.memory.values()) * self.mesh.world_size
 
     def pieces(self, by: tuple[Any, ...], copy: Callable[[Tensor], Tensor] = lambda t: t) -> Iterable[Piece]:
-        """As rows or columns, for us."""
+        """Return rows or columns as our pieces."""
         for name, shape in self.shapes.items():
             part = box(shape, by[: len(shape)] if len(shape) > 1 else ROWS[:1], self.mesh)
             yield Piece(name, shape, part, copy(self.memory[name]).view(box_shape(part)))
 
     def dtensors(self, by: tuple[Any, ...]) -> dict[str, Any]:
-        """As rows or columns, for torch."""
+        """Return rows or columns as torch's DTensors."""
         found: dict[str, Any] = {}
         for piece in self.pieces(by):
             dim = 1 if by == COLUMNS and len(piece.shape) > 1 else 0
@@ -81,14 +81,14 @@ class State:
         return found
 
     def fill(self) -> None:
-        """Every element its own number, as far as fp32 tells."""
+        """Set every element to a number of its own, within fp32's precision."""
         for number, piece in enumerate(self.pieces(ROWS)):
             (low, _), *_ = piece.box
             first = low * math.prod(piece.shape[1:])
             torch.arange(first, first + piece.tensor.numel(), out=piece.tensor.view(-1)).add_(number)
 
     def check(self, by: tuple[Any, ...]) -> None:
-        """That every tenth tensor has these numbers."""
+        """Verify the values of every tenth tensor."""
         for number, piece in list(enumerate(self.pieces(by)))[::10]:
             whole = torch.arange(math.prod(piece.shape), dtype=torch.float32).add_(number).view(piece.shape)
             assert torch.equal(piece.tensor, whole[tuple(slice(*ends) for ends in piece.box)]), piece.name
@@ -107,18 +107,18 @@ class Bench:
     copies: dict[str, Tensor]
 
     def copy(self) -> Mapping[str, float]:
-        """Copy as many bytes into allocated memory."""
+        """Copy the same bytes to allocated memory."""
         return {"plain copy": timed(lambda: [self.copies[n].copy_(t) for n, t in self.state.memory.items()])}
 
     def save_ours(self) -> Mapping[str, float]:
-        """In the background."""
+        """Save with our store in the background."""
         begin = time.perf_counter()
         stall = timed(lambda: self.ours.save(1, lambda copy: self.state.pieces(ROWS, copy), {}))
         self.ours.wait()
         return {"stall ours": stall, "async save ours": time.perf_counter() - begin}
 
     def save_torch(self) -> Mapping[str, float]:
-        """In the background."""
+        """Save with torch in the background."""
         begin = time.perf_counter()
         futures: list[Any] = []
         stall = timed(lambda: futures.append(self._async_save()))
@@ -131,22 +131,22 @@ class Bench:
         return dcp.async_save(state, storage_writer=writer, process_group=self.aside, async_stager=self.stager)  # type: ignore[attr-defined]
 
     def save_ours_now(self) -> Mapping[str, float]:
-        """In the foreground."""
+        """Save with our store in the foreground."""
         return {"save ours": timed(lambda: self.ours_now.save(1, lambda copy: self.state.pieces(ROWS, copy), {}))}
 
     def save_torch_now(self) -> Mapping[str, float]:
-        """In the foreground."""
+        """Save with torch in the foreground."""
         writer = dcp.FileSystemWriter(self.folder / "torch")  # type: ignore[attr-defined]
         return {"save torch": timed(lambda: dcp.save(self.state.dtensors(ROWS), storage_writer=writer))}  # type: ignore[attr-defined]
 
     def load_ours(self, what: str, by: tuple[Any, ...]) -> Mapping[str, float]:
-        """Whole boxes where `by` is what was saved, else a part of each rank's."""
+        """Load with our store: whole boxes where `by` is what was saved, else a part of every rank's boxes."""
         seconds = timed(lambda: load(resolve(self.ours_now.root), self.state.pieces(by)))
         self.state.check(by)
         return {f"{what} ours": seconds}
 
     def load_torch(self, what: str, by: tuple[Any, ...]) -> Mapping[str, float]:
-        """Measure torch.distributed.checkpoint in the same way."""
+        """Load with torch."""
         reader = dcp.FileSystemReader(self.folder / "torch")  # type: ignore[attr-defined]
         seconds = timed(lambda: dcp.load(self.state.dtensors(by), storage_reader=reader))  # type: ignore[attr-defined]
         self.state.check(by)
@@ -154,7 +154,7 @@ class Bench:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that it takes here, once all ranks have come."""
+    """Return the seconds of an action, after a barrier."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -162,7 +162,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def measure(state: State, folder: Path, rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of every round, of the slowest rank, by what was done; contestants take turns in who begins."""
+    """Return the seconds of every round, of the slowest rank, by action; contestants rotate within a round."""
     comm = background_comm(state.mesh)
     group = dist.new_group(backend="gloo")
     stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -193,14 +193,14 @@ def measure(state: State, folder: Path, rounds: int, warmup: int) -> dict[str, l
 
 
 def slowest(seconds: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the maximum over all ranks."""
+    """Return the maximum over ranks."""
     values = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return dict(zip(seconds, values.tolist(), strict=True))
 
 
 def table(size: str, ranks: int, num_bytes: int, found: Mapping[str, Sequence[float]]) -> list[Row]:
-    """Medians, and medians of each round's ratio to the peer: below 1 we are faster."""
+    """Return medians, and medians of each round's ratio to the baseline (our time / baseline time)."""
     peers = {"stall ours": ("plain copy", "stall torch")} | {
         f"{what} ours": (f"{what} torch",) for what in ("async save", "save", "load", "reshard")
     }
@@ -216,7 +216,7 @@ def table(size: str, ranks: int, num_bytes: int, found: Mapping[str, Sequence[fl
 
 
 def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace, rows: Any) -> None:
-    """All sizes on one of the ranks."""
+    """Measure all sizes on one of the ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for size in options.sizes:
@@ -231,7 +231,7 @@ def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace, row
 
 
 def main() -> None:
-    """Start the ranks, once for each number of them; show and write."""
+    """Start the ranks, once for each number of them; print and write the results."""
     options = arguments()
     everything: list[Row] = []
     for ranks in options.ranks:
@@ -246,14 +246,14 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Options; `--quick` is two rounds of the smallest size."""
+    """Parse the options; `--quick` is two rounds of the smallest size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["300M"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=1, help="untimed rounds before; default: %(default)s")
     parser.add_argument("--folder", type=Path, help="where to save; default: the system's temporary folder")
-    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:

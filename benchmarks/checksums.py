@@ -1,4 +1,4 @@
-"""How fast checksums are on one core, beside a copy of the same bytes: what a checkpoint's boxes can afford."""
+"""Throughput of checksums on one core, compared with a copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_BYTES = 2**26
 
 
 def contestants(content: bytes) -> Mapping[str, Callable[[], object]]:
-    """What can be had: the standard library's, xxhash's, and google-crc32c and blake3 where they are installed."""
+    """Return checksums to compare: the standard library's, xxhash's, google-crc32c and blake3 where installed."""
     tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     into = tensor.clone()
     found: dict[str, Callable[[], object]] = {
@@ -39,7 +39,7 @@ def contestants(content: bytes) -> Mapping[str, Callable[[], object]]:
 
 
 def main() -> None:
-    """Time, show and write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, help="JSON file to write")

@@ -1,4 +1,4 @@
-"""The contestants of one process: each is built with the same weights and has a `step(tokens) -> loss`."""
+"""Contestants of one process: each starts from the same weights and has a `step(tokens) -> loss`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Weights = Mapping[str, Tensor]
 
 
 def ours(size: Size, precision: str) -> Step:
-    """megatron3d: fp32, or bf16 with fp32 master weights and sums."""
+    """Return megatron3d's step: fp32, or bf16 with fp32 master weights and main_grad."""
     return Ours(size, size.config(precision)).step
 
 
 def plain(size: Size, precision: str, fused: bool = False) -> Step:
-    """The plain GPT: fp32, or bf16 by autocast over fp32 weights."""
+    """Return the step of the plain GPT: fp32, or bf16 by autocast over fp32 weights."""
     config = size.config(precision)
     model = PlainGPT(size.spec(config).arch)
     model.load_state_dict(gpt2_weights(_initial_weights(size)))
@@ -29,7 +29,7 @@ def plain(size: Size, precision: str, fused: bool = False) -> Step:
 
 
 def hugging_face(size: Size, precision: str) -> Step:
-    """transformers' GPT2LMHeadModel with torch's attention and torch's GELU, without a cache."""
+    """Return the step of transformers' GPT2LMHeadModel with torch's attention and GELU, without a KV cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     settings = GPT2Config(
@@ -68,7 +68,7 @@ CONTESTANTS: Mapping[str, Callable[[Size, str], Step]] = {
 
 
 def peer_step(model: nn.Module, loss_of: Callable[[nn.Module, Tensor], Tensor], precision: str, fused: bool) -> Step:
-    """Forward, backward, clip, AdamW, as tutorials have it."""
+    """Return a step of forward, backward, clipping and AdamW, as tutorials have it."""
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused or None)
 
     def step(tokens: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _initial_weights(size: Size) -> Weights:
 
 
 def _load(model: nn.Module, weights: Weights) -> None:
-    """Copy GPT-2's weights into Hugging Face's module, which keeps most matrices transposed."""
+    """Copy GPT-2's weights into Hugging Face's module, which stores most matrices transposed."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             value = weights[name.removeprefix("transformer.")]

@@ -52,13 +52,13 @@ print(time.perf_counter() - begin)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the start, the speed and the share."""
+    """Measure the time to the first sample, samples/s, and the share of a step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=float, nargs="*", default=[1e6, 1e9, 1e12])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=12, help="of the quickstart's model")
-    parser.add_argument("--folder", type=Path, help="for the corpora, gigabytes of them; default: a temporary one")
-    parser.add_argument("--quick", action="store_true", help="only show that it works")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of the quickstart's model")
+    parser.add_argument("--folder", type=Path, help="folder for gigabytes of corpora; default: a temporary one")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     if args.quick:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def first_sample(folder: Path, num_tokens: int, rounds: int) -> Row:
-    """Median over fresh processes, without their imports."""
+    """Return the median over fresh processes, imports excluded."""
     num_documents = max(num_tokens // (1000 if num_tokens < 10**12 else 10_000), 1)
     prefix = folder / "sparse"
     write_sparse(prefix, num_tokens, num_documents)
@@ -91,7 +91,7 @@ def first_sample(folder: Path, num_tokens: int, rounds: int) -> Row:
 
 
 def write_sparse(prefix: Path, num_tokens: int, num_documents: int) -> None:
-    """Zeros, in documents of equal lengths."""
+    """Write zeros, in documents of equal length."""
     length = num_tokens // num_documents
     with Path(f"{prefix}.bin").open("wb") as file:
         file.truncate(2 * length * num_documents)
@@ -107,7 +107,7 @@ def write_sparse(prefix: Path, num_tokens: int, num_documents: int) -> None:
 
 
 def speed(folder: Path, rounds: int, num_tokens: int = 50_000_000, num_samples: int = 2048) -> Iterator[Row]:
-    """Samples/s of all contestants by turns."""
+    """Return samples/s of all contestants, interleaved."""
     prefix = folder / "random"
     write_sparse(prefix, num_tokens, num_tokens // 1000)
     np.random.default_rng(1).integers(VOCAB_SIZE, size=num_tokens, dtype=np.uint16).tofile(f"{prefix}.bin")
@@ -124,7 +124,7 @@ def speed(folder: Path, rounds: int, num_tokens: int = 50_000_000, num_samples: 
 
 
 def contestants(folder: Path, prefix: Path, num_samples: int) -> Mapping[str, Callable[[], object]]:
-    """Return by name what reads `num_samples` samples in another order each time."""
+    """Return functions by name that read `num_samples` samples, in another order each time."""
     data = IndexedDataset(prefix)
     samples = TokenFileSamples(data, Split(0, data.num_tokens), SEQ_LENGTH, VOCAB_SIZE, 1)
     draw, tokens = np.random.default_rng(2), np.memmap(f"{prefix}.bin", np.uint16, "r")
@@ -152,14 +152,14 @@ def contestants(folder: Path, prefix: Path, num_samples: int) -> Mapping[str, Ca
 
 
 class EndToken:
-    """What GPTDataset asks of a tokenizer."""
+    """The part of a tokenizer that GPTDataset uses."""
 
     vocab_size, eod, pad = VOCAB_SIZE, 0, -1
     unique_identifiers: Mapping[str, str] = {"class": "EndToken"}
 
 
 def megatron_dataset(folder: Path, prefix: Path) -> Any:
-    """megatron-core's samples of the whole corpus, without masks; None where the package is not installed."""
+    """Return megatron-core's samples of the whole corpus, without masks; None where the package is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -189,7 +189,7 @@ def megatron_dataset(folder: Path, prefix: Path) -> Any:
 
 
 def share(folder: Path, num_steps: int) -> Row:
-    """How much of a step of the quickstart's model goes into reading, and into waiting for what is read ahead."""
+    """Return the share of a step of the quickstart's model spent reading, and waiting for prefetched batches."""
     alone = ["parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false"]
     config = read_config(Path("configs/quickstart.yaml"), alone).config
     spec, cpu = RunSpec(config, 1, VOCAB_SIZE), torch.device("cpu")

@@ -2,8 +2,8 @@
 
 python benchmarks/data_parallel.py [--sizes 3M 30M] [--ranks 2 4] [--output benchmarks/results/data_parallel.json]
 
-The same processes, one thread each, take turns with all contestants; a step's time is the slowest rank's.  "alone" is
-the same program on the same sequences without the other ranks: what a step takes longer is what data parallelism costs.
+The same processes, one thread each, run all contestants interleaved; the time of a step is that of the slowest rank.
+"alone" is the same program on the same sequences without other ranks: the difference is the cost of data parallelism.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Patient(Recorder):
-    """A communicator that begins nothing before the last thing is over: what overlap is measured against."""
+    """A communicator that finishes each collective before it returns: the baseline without overlap."""
 
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         return completed(super().all_gather_into(whole, axes).wait())
@@ -55,14 +55,14 @@ class Patient(Recorder):
 
 
 def build_ours(size: Size, num_ranks: int, rank: int, zero_stage: int, wrap: type[Recorder] = Recorder) -> TrainState:
-    """Our state, for one microbatch of a rank's part."""
+    """Build our state, for one microbatch of a rank's share."""
     whole = replace(size, batch_size=num_ranks * size.batch_size, num_microbatches=num_ranks)
     spec = whole.spec(whole.config("fp32", {"zero_stage": zero_stage}), num_ranks, rank)
     return build_state(spec, wrap(connect(spec)), CPU)
 
 
 def ours(size: Size, num_ranks: int, rank: int, zero_stage: int = 0, wrap: type[Recorder] = Recorder) -> Step:
-    """Our training step on all of a batch's rows that are this rank's."""
+    """Return our training step on this rank's rows of a batch."""
     state = build_ours(size, num_ranks, rank, zero_stage, wrap)
     settings = StepSettings(SEED, num_ranks * size.num_tokens, num_ranks * size.batch_size)
 
@@ -73,7 +73,7 @@ def ours(size: Size, num_ranks: int, rank: int, zero_stage: int = 0, wrap: type[
 
 
 def plain(size: Size, num_ranks: int, rank: int, wrap: Callable[[PlainGPT], nn.Module], fused: bool) -> Step:
-    """The plain GPT with our initial weights, wrapped; forward, backward, clip, AdamW; each rank's own mean loss."""
+    """Return the step of the wrapped plain GPT with our initial weights; the loss is each rank's own mean."""
     model = PlainGPT(size.spec(size.config("fp32")).arch)
     initial = build_ours(size, 1, 0, zero_stage=0)
     model.load_state_dict(gpt2_weights({name: value.detach() for name, value in initial.model.named_parameters()}))
@@ -93,19 +93,19 @@ def plain(size: Size, num_ranks: int, rank: int, wrap: Callable[[PlainGPT], nn.M
 
 
 def ddp(model: PlainGPT) -> nn.Module:
-    """Gradients are views of the buckets, which is faster and smaller than the default."""
+    """Wrap with DDP; gradients are views of the buckets, which is faster and smaller than the default."""
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def fsdp(model: PlainGPT, reshard_after_forward: bool = True) -> nn.Module:
-    """A group for each layer and one for the rest; without resharding after forward it is ZeRO 2."""
+    """Wrap with FSDP2, one unit per layer and one for the rest; without resharding after forward it is ZeRO 2."""
     for block in model.h:
         fully_shard(block, reshard_after_forward=reshard_after_forward)
     return fully_shard(model, reshard_after_forward=reshard_after_forward)  # type: ignore[return-value]
 
 
 def unwrapped(model: PlainGPT) -> nn.Module:
-    """Without data parallelism."""
+    """Return the model without data parallelism."""
     return model
 
 
@@ -125,7 +125,7 @@ class Contestant:
 
 
 def contestants(fused_peer: bool) -> Iterator[Contestant]:
-    """Ours by stage, with and without overlap; the peers; each program alone."""
+    """Return ours by stage, with and without overlap, the peers, and each program alone."""
     for stage in range(4):
         yield Contestant(f"ZeRO {stage}", partial(ours, zero_stage=stage), f"ZeRO {stage}", "ours alone")
     for stage in (0, 3):
@@ -143,7 +143,7 @@ def contestants(fused_peer: bool) -> Iterator[Contestant]:
 
 
 def measure(size_name: str, options: argparse.Namespace) -> list[Row]:
-    """A row per contestant, the same on all ranks."""
+    """Return a row per contestant, the same on all ranks."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = SIZES[size_name]
     part = replace(whole, batch_size=whole.batch_size // num_ranks)
@@ -158,7 +158,7 @@ def measure(size_name: str, options: argparse.Namespace) -> list[Row]:
 
 
 def row(each: Contestant, turns: Turns, case: Mapping[str, Any], peaks: Mapping[str, int]) -> Row:
-    """What is reported of a contestant."""
+    """Return the reported numbers of a contestant."""
     return {
         **case,
         "contestant": each.name,
@@ -171,14 +171,14 @@ def row(each: Contestant, turns: Turns, case: Mapping[str, Any], peaks: Mapping[
 
 
 def mean_loss(each: Contestant, loss: Tensor) -> float:
-    """Return the mean loss over all ranks; ours is the mean already, a peer's is that of its own sequences."""
+    """Return the mean loss over ranks: ours is that already, a peer's is that of its own share."""
     total = loss.clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
 
 def peak_memory(build: Callable[[], Step], tokens: Tensor) -> int:
-    """Most bytes of tensors during the second step, on the rank with the most."""
+    """Return the peak bytes of tensors in the second step, on the rank with the most."""
     with Live() as live:
         step = build()
         step(tokens)
@@ -191,7 +191,7 @@ def peak_memory(build: Callable[[], Step], tokens: Tensor) -> int:
 
 
 def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace) -> None:
-    """All sizes on one of the ranks; rank 0 shows, and leaves its rows in the folder."""
+    """Measure all sizes on one of the ranks; rank 0 prints, and writes its rows to the folder."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store{num_ranks}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
@@ -207,7 +207,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace
 
 
 def main() -> None:
-    """Start the ranks of each world size."""
+    """Start the ranks, once for each number of them."""
     options = arguments()
     rows: Sequence[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -220,14 +220,14 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Options; `--quick` is two rounds of the small size."""
+    """Parse the options; `--quick` is two rounds of the small size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["3M", "30M"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps per contestant; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before; default: %(default)s")
     parser.add_argument("--fused-peer", action="store_true", help="also the peers with torch's fused AdamW")
-    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:

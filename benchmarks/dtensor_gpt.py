@@ -1,7 +1,7 @@
 """The plain GPT under torch's own tensor and sequence parallelism: `parallelize_module` over DTensor.
 
-The plan is that of torch's tutorial: column-wise into the heads and the wide layer, row-wise back, norms on shards of
-the sequence, vocabulary split in embedding and head, loss_parallel instead of gathered logits.
+The plan is that of torch's tutorial: column-parallel into the heads and the FFN, row-parallel out of them, norms on
+shards of the sequence, embedding and head sharded over the vocabulary, loss_parallel instead of gathered logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def parallelized(model: PlainGPT, mesh: DeviceMesh) -> PlainGPT:
-    """`model` split over the ranks of `mesh`; every rank passes the same whole weights."""
+    """Shard `model` over the ranks of `mesh`; every rank passes the same full weights."""
     _regroup_heads(model, mesh.size())
     parallelize_module(model, mesh, _plan(len(model.h)))
     model.lm_head.weight = model.wte.weight
@@ -56,7 +56,7 @@ def _plan(num_layers: int) -> dict[str, ParallelStyle]:
 
 
 def _regroup_heads(model: PlainGPT, num_ranks: int) -> None:
-    """Order the rows of each q|k|v matrix so that an even cut gives every rank its heads of all three."""
+    """Order the rows of each q|k|v matrix so that an even split gives every rank its heads of all three."""
     for name, param in model.named_parameters():
         if ".c_attn." in name:
             rows = param.detach().unflatten(0, (3, num_ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -64,7 +64,7 @@ def _regroup_heads(model: PlainGPT, num_ranks: int) -> None:
 
 
 def dtensor_step(model: PlainGPT, fused: bool = False) -> Callable[[Tensor], Tensor]:
-    """Forward, backward, clip, AdamW; the loss is whole on every rank."""
+    """Return a step of forward, backward, clipping and AdamW; the loss is complete on every rank."""
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused or None)
 
     def step(tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What DTensor sends: every functional collective with its bytes over a ring, as `comm.recording` counts ours."""
+"""Traffic of DTensor: bytes of every functional collective as a ring algorithm sends them, as in `comm.recording`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
 class FunctionalTraffic(TorchDispatchMode):
-    """While entered, `wire_bytes` grows by one number per collective of this rank, each over the whole world."""
+    """Append to `wire_bytes` one number per collective of this rank; each collective spans the whole world."""
 
     def __init__(self) -> None:
         super().__init__()

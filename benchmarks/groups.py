@@ -1,5 +1,5 @@
-"""How long the groups of a layout take to start: of 64 ranks over gloo on this machine, and of one rank of 4096, whose
-others do not exist (the fake back end, as in a dry run: what a start costs besides its connections).
+"""Start-up time of a layout's process groups: 64 ranks over gloo on this machine, and one rank of 4096 with the fake
+back end, which measures everything but the connections.
 
 python benchmarks/groups.py --output benchmarks/results/groups.json
 """
@@ -36,14 +36,14 @@ LAYOUTS: Mapping[int, Mapping[str, Any]] = {
 
 
 class Start(NamedTuple):
-    """Seconds until all ranks have met, and of their groups."""
+    """Seconds until the rendezvous of all ranks, and to create their groups."""
 
     meet_s: float
     groups_s: float
 
 
 def config_of(num_ranks: int) -> Config:
-    """A model that the layout can split."""
+    """Return a model that the layout can shard."""
     parallel = {"tensor_parallel_mode": "3d", "zero_stage": 1, **LAYOUTS[num_ranks]}
     data = num_ranks // math.prod(parallel["tensor_parallel_shape"]) // parallel["pipeline_model_parallel_size"]
     train = {"micro_batch_size": 8, "global_batch_size": 8 * 16 * data}
@@ -51,7 +51,7 @@ def config_of(num_ranks: int) -> Config:
 
 
 def start_rank(rank: int, num_ranks: int, store: str, results: Any) -> None:
-    """One of many ranks over gloo, as a run starts it."""
+    """Start one of many ranks over gloo, as a run does."""
     import torch.distributed as dist
 
     begin = time.perf_counter()
@@ -68,7 +68,7 @@ def start_rank(rank: int, num_ranks: int, store: str, results: Any) -> None:
 
 
 def gloo(num_ranks: int) -> Start:
-    """Return the time of the slowest rank; a fork server has imported torch before, so that this is not measured."""
+    """Return the times of the slowest rank; ranks come from a process that has imported torch."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["megatron3d.train.state", "torch.distributed"])
     results: Any = context.Queue()
@@ -86,7 +86,7 @@ def gloo(num_ranks: int) -> Start:
 
 
 def fake(num_ranks: int) -> Start:
-    """Return the time of the last rank alone."""
+    """Return the times of the last rank alone."""
     begin = time.perf_counter()
     with process.fake_world(num_ranks - 1, num_ranks):
         met = time.perf_counter()

@@ -1,6 +1,4 @@
-"""Bytes of all tensors that exist at once, as torch's dispatcher sees them made; what C++ keeps inside a library's
-own threads is not seen.
-"""
+"""Bytes of all live tensors, as torch's dispatcher sees them created; memory inside libraries is not included."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ CASES = {
 
 
 def write_inputs(folder: Path) -> Path:
-    """Random bytes, and a model whose step takes about 50 ms on one core."""
+    """Write random bytes as a corpus, and the configuration of a model whose step takes about 50 ms on one core."""
     rng = np.random.default_rng(0)
     with IndexedWriter(folder / "corpus", token_dtype(257)) as writer:
         for _ in range(64):
@@ -68,7 +68,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 def added_pct(turns: Turns, last_iteration: int, clock: str) -> tuple[float, float]:
-    """Percent that logging adds to a step's time by a clock, on average over an interval, and 1.96 standard errors."""
+    """Return the percentage that logging adds to a step, on average over an interval, and 1.96 standard errors."""
     seconds = {name: [getattr(turn, clock) for turn in turns[name]] for name in ("bare", "logged")}
     pairs = [logged - bare for bare, logged in zip(seconds["bare"], seconds["logged"], strict=True)]
     first = last_iteration + 1 - len(pairs)
@@ -101,7 +101,7 @@ class Contest:
 
     @contextlib.contextmanager
     def _note(self, what: Action | str) -> Iterator[None]:
-        """Note what a step enters, and for what it waits."""
+        """Record which timers a step enters, and what it waits for."""
         self._entered.append(what)
         self.run.comm.set_wait_hook(self._note_wait)
         yield
@@ -112,24 +112,24 @@ class Contest:
 
     @property
     def num_timed(self) -> int:
-        """Timers that a step enters."""
+        """Number of timers that a step enters."""
         return len(self._entered) + len(self._waited)
 
     def bare(self) -> None:
-        """A step of which nobody wants to know anything, and that is not counted."""
+        """Make a step without logging, which is not counted."""
         self.run.comm.set_wait_hook(None)
         self._step(lambda what: contextlib.nullcontext()).loss.item()
         self.run.state.iteration -= 1
 
     def logged(self) -> None:
-        """Run one step as the training loop does."""
+        """Make a step as the loop does, with logging."""
         self.run.comm.set_wait_hook(self.run.timers.waiting)
         result = self._step(self._monitor.begin_step())
         self._monitor.end_step(result, LR, self.run.batches.last)
         result.loss.item()
 
     def logging_alone(self) -> None:
-        """All that they do beside training."""
+        """Do all logging of a step without the step."""
         timers = self.run.timers
         for _ in range(INTERVAL):
             watch = self._monitor.begin_step()
@@ -144,7 +144,7 @@ class Contest:
 
 
 def measure(name: str, config: Path, rounds: int) -> Row:
-    """A row of one layout, on any rank; what is printed meanwhile is thrown away."""
+    """Return a row for one layout; what is printed meanwhile is discarded."""
     with process.start(on_cpu=True) as here, contextlib.redirect_stdout(io.StringIO()):
         torch.set_num_threads(1)
         save = f"checkpoint.save={config.parent / name.replace(' ', '-')}"
@@ -172,7 +172,7 @@ def measure(name: str, config: Path, rounds: int) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Every layout; a table, and JSON where it is wanted."""
+    """Measure every layout; print a table and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])

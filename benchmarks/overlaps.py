@@ -1,11 +1,11 @@
-"""What the overlaps and panels of our matmul are worth: training steps of every mode with each of them on and off.
+"""Speed-up by each overlap of our matmul, by kept weights and by panels: training steps of every mode, on and off.
 
 python benchmarks/overlaps.py [--ranks 2 4 8] [--wires-gb-per-s 0.1 0.3 1] [--output benchmarks/results/overlaps.json]
 
-Executions of a form take turns; a step's time is the slowest rank's.  Over gloo the CPU cores that multiply also copy,
-and there may be fewer cores than ranks, so that there is little to hide behind.  Hence each rank also estimates what
-the step would take on a core of its own and a link of its own that needs no core: its clock is the CPU
-time of the thread that computes, transfers queue on the wire, and a `wait` adds what is left of one by that clock.
+Variants of a form are interleaved; a step takes as long as the slowest rank.  Over gloo the CPU cores that compute
+also copy, and there may be fewer cores than ranks, so that overlaps gain little.  Hence each rank also simulates the
+step on a core of its own and a link that needs no core: its clock is the CPU time of the computing thread, transfers
+queue on the link, and a `wait` adds what is left of a transfer on that clock.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OF_WEIGHTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass
 class Wire:
-    """One wire by the clock of a rank that it keeps waiting."""
+    """One simulated link, on the clock of a rank that waits for it."""
 
     gb_per_s: float
     free_at: float = 0.0
@@ -66,28 +66,28 @@ class Wire:
 
     @property
     def now(self) -> float:
-        """CPU time of this thread, and what it has waited."""
+        """Return the CPU time of this thread plus the time it has waited."""
         return time.thread_time() + self.waited_s
 
     def send(self, num_bytes: float) -> float:
-        """When a transfer that begins now is over."""
+        """Return when a transfer that starts now is finished."""
         self.free_at = max(self.now, self.free_at) + num_bytes / self.gb_per_s / 1e9
         return self.free_at
 
     def wait(self, until: float) -> None:
-        """Let the clock go on to the end of a transfer."""
+        """Advance the clock to the end of a transfer."""
         self.waited_s += max(0.0, until - self.now)
 
 
 class Wires(Recorder):
-    """Passes everything on, and keeps the clocks of several wires."""
+    """A communicator that passes everything on and keeps the clocks of several simulated links."""
 
     def __init__(self, comm: Comm, gb_per_s: Sequence[float]) -> None:
         super().__init__(comm)
         self.wires, self.waited_s = [Wire(each) for each in gb_per_s], 0.0
 
     def _timed(self, pending: Pending) -> Pending:
-        """The last recorded call, on its way."""
+        """Return the last recorded collective, in flight."""
         over = [wire.send(self.calls[-1].wire_bytes) for wire in self.wires]
 
         def finish() -> Tensor:
@@ -130,11 +130,11 @@ class Contestant:
         self.steps_ms: list[list[float]] = []
 
     def clocks(self) -> list[float]:
-        """Seconds waited over gloo, and the time over each wire."""
+        """Return seconds waited over gloo, and the time over each simulated link."""
         return [self.comm.waited_s, *(wire.now for wire in self.comm.wires)]
 
     def step(self) -> float:
-        """The loss before the update."""
+        """Make a step; return the loss before the update."""
         self.comm.calls.clear()
         before = self.clocks()
         loss = float(train_step(self.state, self.batch, LR, self.settings).loss)
@@ -143,7 +143,7 @@ class Contestant:
 
 
 def forms(size: Size, num_ranks: int) -> Iterator[tuple[str, dict[str, Config]]]:
-    """Every mode and form with its executions."""
+    """Return every mode and form with its variants."""
     for mode, entry in MODES.items():
         for form in entry.forms:
             shape = entry.default_shape(num_ranks)
@@ -157,7 +157,7 @@ def forms(size: Size, num_ranks: int) -> Iterator[tuple[str, dict[str, Config]]]
 
 
 def measure(name: str, configs: Mapping[str, Config], options: argparse.Namespace) -> list[Row]:
-    """A row per execution, the same on all ranks, over the same connections."""
+    """Return a row per variant, the same on all ranks, over the same connections."""
     size, wires = SIZES[options.size], options.wires_gb_per_s
     comm = connect(size.spec(configs[NOTHING], dist.get_world_size(), dist.get_rank()))
     contestants = {how: Contestant(size, each, comm, wires) for how, each in configs.items()}
@@ -183,7 +183,7 @@ def measure(name: str, configs: Mapping[str, Config], options: argparse.Namespac
 
 
 def medians(steps: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each clock over steps, of the rank where it is largest."""
+    """Return the median over steps of each clock, the largest of any rank."""
     found = torch.tensor(steps, dtype=torch.float64).median(0).values
     dist.all_reduce(found, dist.ReduceOp.MAX)
     values: list[float] = found.tolist()
@@ -193,7 +193,7 @@ def medians(steps: Sequence[Sequence[float]]) -> list[float]:
 def run_rank(
     rank: int, num_ranks: int, folder: str, name: str, configs: Mapping[str, Config], options: argparse.Namespace
 ) -> None:
-    """A form on one of the ranks; rank 0 shows it and leaves it in a file."""
+    """Measure a form on one of the ranks; rank 0 prints it and writes it to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     rows = measure(name, configs, options)
@@ -204,7 +204,7 @@ def run_rank(
 
 
 def main() -> None:
-    """Start the ranks again for each form: connections of others would wake up while one is measured."""
+    """Start the ranks once per form: idle connections of other groups would wake up during a measurement."""
     options = arguments()
     rows: list[Row] = []
     for num_ranks in options.ranks:
@@ -217,16 +217,16 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Options; `--quick` is two rounds of a tiny size on two ranks."""
+    """Parse the options; `--quick` is two rounds of a tiny size on two ranks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--size", choices=SIZES, default="3M, 8 heads")
     parser.add_argument(
-        "--wires-gb-per-s", nargs="+", type=float, default=[0.1, 0.3, 1.0], help="bandwidths of the estimated link"
+        "--wires-gb-per-s", nargs="+", type=float, default=[0.1, 0.3, 1.0], help="bandwidths of the simulated link"
     )
     parser.add_argument("--rounds", type=int, default=9, help="timed steps per execution; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before; default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:

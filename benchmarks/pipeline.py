@@ -2,7 +2,7 @@
 
 python benchmarks/pipeline.py [--sizes 6M 25M] [--output benchmarks/results/pipeline.json]
 
-The same two processes, one thread each, take turns with all contestants; a step's time is the slowest rank's.
+The same two processes, one thread each, run all contestants interleaved; a step takes as long as the slowest rank.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """Unique among the contestants."""
+        """Unique name among the contestants."""
         return f"{self.schedule}, {self.engine}"
 
     @property
     def order(self) -> Schedule:
-        """What each rank computes in which order."""
+        """Schedule of all ranks."""
         return self.run.state.executor.pipeline.schedule
 
     @property
     def most_in_flight(self) -> float:
-        """Microbatches of a whole rank that this rank held at once."""
+        """Most microbatches in flight on this rank, all of its stages counted as one."""
         return self.run.state.executor.peak_in_flight / num_virtual_stages(self.order)
 
 
 def contestants(size: Size) -> list[Contestant]:
-    """Every schedule of ours, and those that torch has."""
+    """Return every schedule of ours, and those that torch has."""
     found = []
     for name in SCHEDULE_NAMES:
         parallel = {"pipeline_model_parallel_size": NUM_RANKS, "pipeline_schedule": name}
@@ -82,7 +82,7 @@ def contestants(size: Size) -> list[Contestant]:
 
 
 def measure(size_name: str, options: argparse.Namespace) -> list[Row]:
-    """A row per contestant, the same on both ranks."""
+    """Return a row per contestant, the same on both ranks."""
     size = SIZES[size_name]
     tokens, everyone = size.tokens(), contestants(size)
     check_same_loss({each.name: float(each.run.step(tokens)) for each in everyone})
@@ -104,7 +104,7 @@ def measure(size_name: str, options: argparse.Namespace) -> list[Row]:
 
 
 def bubbles(ours: list[Contestant], tokens: Tensor, options: argparse.Namespace) -> Mapping[str, Row]:
-    """Medians of the bubbles of `rounds` traced steps and of what each of them predicts, and the most in flight."""
+    """Return medians of measured and predicted bubbles over traced steps, and the most microbatches in flight."""
     found: dict[str, list[tuple[float, float]]] = {each.name: [] for each in ours}
 
     def step(each: Contestant) -> None:
@@ -126,7 +126,7 @@ def bubbles(ours: list[Contestant], tokens: Tensor, options: argparse.Namespace)
 
 
 def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
-    """All sizes on one of the ranks; rank 0 shows and writes."""
+    """Measure all sizes on one of the ranks; rank 0 prints and writes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     rows: list[Row] = []
@@ -149,12 +149,12 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Options; `--quick` is two rounds of the smallest size."""
+    """Parse the options; `--quick` is two rounds of the smallest size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["6M", "25M"])
     parser.add_argument("--rounds", type=int, default=15, help="timed steps per contestant; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before; default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:

@@ -1,5 +1,5 @@
-"""The slow, obvious reference: a GPT-2 as one writes it with torch's own modules (Radford et al. 2019), one layer below
-another as in nanoGPT, full logits, torch.optim.AdamW as it comes.
+"""Slow, obvious reference: GPT-2 from torch's own modules (Radford et al. 2019), layer after layer as in nanoGPT, with
+full logits and default torch.optim.AdamW.
 
 Names are GPT-2's (`wte`, `h.0.attn.c_attn`, ...).  Letters: B sequences, S positions, C features.
 """
@@ -16,7 +16,7 @@ from megatron3d.model.architecture import Architecture
 
 
 class Attention(nn.Module):
-    """Causal self-attention over the heads that the projection leaves, whole or a rank's share."""
+    """Causal self-attention over the heads that the projection returns, all of them or a rank's."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide, GELU, back."""
+    """Feed-forward network: four times as wide, GELU, and back."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class PlainGPT(nn.Module):
         self.lm_head.weight = self.wte.weight
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V]."""
+        """Return the logits [B, S, V]."""
         positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         x = self.wte(tokens_BS) + self.wpe(positions)
         for block in self.h:
@@ -85,7 +85,7 @@ class PlainGPT(nn.Module):
 
 
 def plain_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean loss per token of `tokens` [B, S + 1]."""
+    """Return the mean loss per token of `tokens` [B, S + 1]."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -104,7 +104,7 @@ _NAMES = {
 
 
 def gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """megatron3d's whole parameters under GPT-2's names, the tied head included."""
+    """Return megatron3d's full parameters under GPT-2's names, the tied head included."""
     renamed = {}
     for name, value in weights.items():
         for ours, theirs in _NAMES.items():

@@ -1,7 +1,7 @@
-"""Step times that the planner predicts for this machine beside real ones: a dozen layouts of the quickstart's model.
+"""Predicted and measured step times of a dozen layouts of the quickstart's model on this machine.
 
-The machine is calibrated in the same run: rounds of calibrating and of a few steps of every layout take turns, and of
-both the median round counts.  Ranks share the machine's cores, which the cluster `local` knows.
+The machine is calibrated in the same run: calibration and a few steps of every layout alternate, and the median round
+of both counts.  Ranks share the machine's cores, which the cluster `local` describes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BATCH = 8
 
 
 def tensor(mode: str, *shape: int, form: str | None = None) -> dict[str, Any]:
-    """Keys of a tensor mode."""
+    """Return the keys of a tensor-parallel mode."""
     return {"tensor_parallel_mode": mode, "tensor_parallel_shape": shape, "tensor_parallel_form": form}
 
 
@@ -65,7 +65,7 @@ LAYOUTS: tuple[tuple[str, int, dict[str, Any], dict[str, Any]], ...] = (
 
 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], num_ranks: int) -> Config:
-    """A layout's configuration."""
+    """Return the configuration of a layout."""
     train = {"global_batch_size": BATCH, "precision": "fp32", **train}
     config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": train})
     assert not (broken := check(config, num_ranks, 2048)), broken
@@ -73,7 +73,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], num_ranks: int) -
 
 
 def measure(configs: list[str], num_steps: int) -> list[float]:
-    """Seconds of the fastest of a few steps of each, ranks starting together; one rank's part."""
+    """Return the seconds of the fastest of a few steps of each layout, on one rank, with a barrier before each step."""
     best = []
     with process.start(on_cpu=True) as here:
         torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def measure(configs: list[str], num_steps: int) -> list[float]:
 
 
 def compare(options: argparse.Namespace) -> list[Row]:
-    """Calibrate and measure in turns, then predict; a row per layout."""
+    """Calibrate and measure alternately, then predict; return a row per layout."""
     chosen = LAYOUTS[:4] if options.quick else LAYOUTS
     configs = {label: config_of(parallel, train, num_ranks) for label, num_ranks, parallel, train in chosen}
     numbers, seconds = [], defaultdict[str, list[float]](list)
@@ -133,21 +133,23 @@ def compare(options: argparse.Namespace) -> list[Row]:
 
 
 def pairs_in_order(rows: list[Row]) -> float:
-    """The part of all pairs of layouts that prediction and measurement put in one order."""
+    """Return the fraction of all pairs of layouts that prediction and measurement rank in the same order."""
     pairs = [(a, b) for index, a in enumerate(rows) for b in rows[:index]]
     same = [(a["predicted_ms"] < b["predicted_ms"]) == (a["measured_ms"] < b["measured_ms"]) for a, b in pairs]
     return sum(same) / len(same)  # type: ignore[no-any-return]
 
 
 def main() -> None:
-    """Compare, show and write."""
+    """Compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--steps", type=int, default=4, help="of each layout in a round, the first not counted; default: %(default)s"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="of calibrating and measuring; default: %(default)s")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds of calibration and measurement; default: %(default)s"
+    )
     parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement of the machine in a round")
-    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:

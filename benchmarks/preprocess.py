@@ -1,12 +1,13 @@
-"""Text to token files: MB/s and tokens/s beside the tokenizer library in a bare loop and megatron-core's builder.
+"""Preprocessing throughput: text to token files in MB/s and tokens/s, compared with the bare tokenizer library and
+megatron-core's builder.
 
 python benchmarks/preprocess.py --output benchmarks/results/preprocess.json
 python benchmarks/preprocess.py --quick
 
-The text is the standard library's sources, one document a file, encoded with a SentencePiece and a Hugging Face
-tokenizer of 8192 tokens learnt from it.  The bare loop calls the library on texts that are in memory and drops the
-ids: a ceiling.  megatron-core's builder (where the package is installed) is fed by the same tokenizer in one loop.
-Workers are timed as commands, on the text several times over, with the start of all processes.
+The text is the standard library's sources, one document per file, encoded with a SentencePiece and a Hugging Face
+tokenizer of 8192 tokens trained on it.  The bare loop calls the library on texts in memory and discards the ids: an
+upper bound.  megatron-core's builder (where installed) is fed by the same tokenizer in a loop.  Workers are timed as
+commands, on several copies of the text, with the start of all processes.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ print("peak", code, own / 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure speed with each tokenizer, then memory."""
+    """Measure throughput with each tokenizer, then memory."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mb", type=float, default=16, help="of text whose speed is measured")
+    parser.add_argument("--mb", type=float, default=16, help="MB of text to encode")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--copies", type=int, default=3, help="of the text, for workers")
+    parser.add_argument("--copies", type=int, default=3, help="copies of the text that workers encode")
     parser.add_argument("--memory-mb", type=float, nargs="*", default=[10, 100, 1000])
     parser.add_argument("--record-mb", type=float, default=200, help="size of a single record")
     parser.add_argument("--memory-tokenizer", choices=KINDS, default="SentencePiece")
-    parser.add_argument("--quick", action="store_true", help="only show that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     if args.quick:
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(folder: Path, megabytes: float) -> Path:
-    """A corpus, and a tokenizer of each kind."""
+    """Write a corpus, and train a tokenizer of each kind."""
     source = folder / "text.jsonl"
     quietly(lambda: make_corpus.main(["--output", str(source), "--max-mb", str(megabytes)]))
     words = ["--input", str(source), "--vocab-size", "8192", "--max-mb", "4", "--output-prefix"]
@@ -90,7 +91,7 @@ def prepare(folder: Path, megabytes: float) -> Path:
 
 
 def speed(folder: Path, source: Path, kind: str, rounds: int) -> Iterator[Row]:
-    """All contestants by turns, with one tokenizer."""
+    """Measure all contestants, interleaved, with one tokenizer."""
     steps = contestants(folder, source, kind)
     turns = interleaved(steps, rounds, warmup=1)
     num_bytes = source.stat().st_size
@@ -110,7 +111,7 @@ def speed(folder: Path, source: Path, kind: str, rounds: int) -> Iterator[Row]:
 
 
 def scaling(folder: Path, source: Path, kind: str, copies: int, rounds: int) -> Iterator[Row]:
-    """One and two workers by turns, in processes whose main program is the tool: workers import it."""
+    """Measure one and two workers, interleaved, in processes whose main program is the tool: workers import it."""
     tokenizer_type, file = KINDS[kind]
     large = folder / "copies.jsonl"
     large.write_bytes(source.read_bytes() * copies)
@@ -129,13 +130,13 @@ def scaling(folder: Path, source: Path, kind: str, copies: int, rounds: int) -> 
 
 
 def times(turns: Turns, base: str, name: str, clock: str) -> float:
-    """Median over rounds of the base's time over this one's in the same round: how many times as fast this one is."""
+    """Return the speed-up: the median over rounds of the baseline's time / this one's time in the same round."""
     pairs = zip(turns[base], turns[name], strict=True)
     return statistics.median(getattr(one, clock) / getattr(other, clock) for one, other in pairs)  # type: ignore[no-any-return]
 
 
 def contestants(folder: Path, source: Path, kind: str) -> Mapping[str, Callable[[], object]]:
-    """What turns the same texts into ids, by name."""
+    """Return functions by name that encode the same texts."""
     tokenizer_type, file = KINDS[kind]
     model, encode = str(folder / file), library(kind, str(folder / file))
     texts = [json.loads(line)["text"] for line in source.read_bytes().splitlines()]
@@ -155,7 +156,7 @@ def contestants(folder: Path, source: Path, kind: str) -> Mapping[str, Callable[
 
 
 def library(kind: str, model: str) -> Callable[[str], list[int]]:
-    """The tokenizer library's own call."""
+    """Return the tokenizer library's own encode function."""
     if kind == "SentencePiece":
         processor = sentencepiece.SentencePieceProcessor(model_file=model)
         return lambda text: processor.encode(text)
@@ -164,7 +165,7 @@ def library(kind: str, model: str) -> Callable[[str], list[int]]:
 
 
 def builder() -> Any:
-    """megatron-core's class, None where it is not installed."""
+    """Return megatron-core's class; None where it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -176,7 +177,7 @@ def builder() -> Any:
 
 
 def build(theirs: Any, folder: Path, source: Path, encode: Callable[[str], list[int]]) -> None:
-    """As its preprocessing loop does: a line, its ids, an item, the end of a document."""
+    """Build as its preprocessing loop does: a line, its ids, an item, the end of a document."""
     made = theirs(str(folder / "theirs.bin"), dtype=np.uint16)
     with source.open(encoding="utf-8") as lines:
         for line in lines:
@@ -186,7 +187,7 @@ def build(theirs: Any, folder: Path, source: Path, encode: Callable[[str], list[
 
 
 def inputs(folder: Path, source: Path, sizes: Sequence[float], record_mb: float) -> Iterator[tuple[str, Path]]:
-    """Files whose peak memory is measured, made one after another: the text over and over, then it as one record."""
+    """Yield files whose peak memory is measured: the text repeated, then the same as a single record."""
     for megabytes in sizes:
         large = folder / "large.jsonl"
         with large.open("wb") as file:
@@ -206,7 +207,7 @@ def inputs(folder: Path, source: Path, sizes: Sequence[float], record_mb: float)
 
 
 def peak(folder: Path, what: str, path: Path, kind: str) -> Row:
-    """Peak resident memory of the tool with two workers, in processes of its own."""
+    """Return the peak resident memory of the tool with two workers, in processes of its own."""
     tokenizer_type, model = KINDS[kind]
     words = ["--input", str(path), "--output-prefix", str(folder / "large"), "--workers", "2", "--append-eod"]
     words += ["--tokenizer-type", tokenizer_type, "--tokenizer-model", str(folder / model), "--max-record-mb", "1000"]
@@ -217,7 +218,7 @@ def peak(folder: Path, what: str, path: Path, kind: str) -> Row:
 
 
 def quietly(work: Callable[[], int]) -> None:
-    """Run a tool without its words; it must end well."""
+    """Run a tool without its output; it must succeed."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
         code = work()
     assert code == 0, errors.getvalue()

@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, the circumstances, tables and JSON."""
+"""Shared parts of all benchmarks: interleaved timing, hardware and versions, tables and JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 class Turn(NamedTuple):
-    """Seconds of one step by the clock, and of all this process's threads together."""
+    """Seconds of one step: wall-clock time, and CPU time of all threads of this process."""
 
     wall_s: float
     cpu_s: float
@@ -53,12 +53,12 @@ def interleaved(
 
 
 def times_faster(turns: Turns, ours: str, peer: str) -> float:
-    """Median over rounds of the peer's time over our time in the same round: above 1 we are faster."""
+    """Return the speed-up: the median over rounds of the baseline's time / our time in the same round."""
     return statistics.median(p.wall_s / o.wall_s for p, o in zip(turns[peer], turns[ours], strict=True))
 
 
 def milliseconds(turns: Sequence[Turn]) -> dict[str, float]:
-    """Medians of both clocks, and the best step: the least disturbed one where others use the machine."""
+    """Return the medians of both times, and the best step, which is the least disturbed by other programs."""
     return {
         "step_ms": 1e3 * statistics.median(turn.wall_s for turn in turns),
         "best_ms": 1e3 * min(turn.wall_s for turn in turns),
@@ -67,7 +67,7 @@ def milliseconds(turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Command, date, hardware and versions."""
+    """Return command, date, hardware and versions."""
     packages = ("torch", "transformers")
     return {
         "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
@@ -84,7 +84,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def _program() -> list[str]:
-    """What runs, as it was named."""
+    """Return the program that runs, as it was started."""
     spec = sys.modules["__main__"].__spec__
     return ["-m", spec.name] if spec else sys.argv[:1]
 
@@ -96,7 +96,7 @@ def _processor() -> str:
 
 
 def show(title: str, rows: Sequence[Row]) -> None:
-    """Rows as a table; floats with three significant digits or whole."""
+    """Print rows as a table; floats with three significant digits or as integers."""
     table = Table(title=title, title_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
@@ -112,7 +112,7 @@ def _cell(value: Any) -> str:
 
 
 def write(output: Path, rows: Sequence[Row], **details: Any) -> None:
-    """Circumstances, details and rows as JSON."""
+    """Write circumstances, details and rows as JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({**circumstances(), **details, "rows": rows}, indent=1) + "\n")
     print(f"written to {output}")

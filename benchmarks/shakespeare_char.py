@@ -1,4 +1,4 @@
-"""nanoGPT's published setting for a CPU: validation loss of several seeds, and 8 ranks in 3-D next to one process.
+"""nanoGPT's published CPU setting: validation loss of several seeds, and 8 ranks in 3-D compared with one process.
 
     python benchmarks/shakespeare_char.py --input tinyshakespeare.txt --output benchmarks/results/shakespeare_char.json
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(text: Path, folder: Path) -> list[str]:
-    """Tokenizer and token files; the overrides that name them."""
+    """Write tokenizer and token files; return the overrides that name them."""
     tokenizer = folder / "tokenizer"
     python("tools/train_tokenizer.py", "--input", text, "--type", "char", "--output-prefix", tokenizer)
     typed = ["--tokenizer-type", "CharTokenizer", "--tokenizer-model", f"{tokenizer}.json"]
@@ -57,7 +57,7 @@ def prepare(text: Path, folder: Path) -> list[str]:
 
 
 def validation_loss(data: list[str], seed: int, folder: Path) -> float:
-    """Loss after the last iteration."""
+    """Return the validation loss after the last iteration."""
     rows = train(data, folder, [f"train.seed={seed}"])
     (*_, last) = (row["validation_loss"] for row in rows if "validation_loss" in row)
     print(f"seed {seed}: validation loss {last:.4f}", flush=True)
@@ -65,7 +65,7 @@ def validation_loss(data: list[str], seed: int, folder: Path) -> float:
 
 
 def largest_difference(data: list[str], folder: Path) -> float:
-    """Return the largest difference of the loss of the same iteration, between one process and 8, relative."""
+    """Return the largest relative difference of the loss of an iteration between one process and 8."""
     short = [f"train.exit_interval={NUM_COMPARED}", "logging.log_interval=1"]
     cube = ["parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"]
     one, eight = train(data, folder / "one", short), train(data, folder / "eight", short + cube, processes=8)
@@ -75,7 +75,7 @@ def largest_difference(data: list[str], folder: Path) -> float:
 
 
 def train(data: list[str], folder: Path, overrides: list[str], processes: int = 1) -> list[dict[str, float]]:
-    """Run to the end; the lines of metrics.jsonl that have a loss."""
+    """Run to the end; return the lines of metrics.jsonl that have a loss."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
     folders = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
     python(*launcher, "pretrain_gpt.py", "--config", CONFIG, *data, *folders, *overrides, may_stop=True)
@@ -84,7 +84,7 @@ def train(data: list[str], folder: Path, overrides: list[str], processes: int = 
 
 
 def python(*arguments: object, may_stop: bool = False) -> None:
-    """Run Python; stopping on request (3, or torchrun's 1 for it) is allowed where said."""
+    """Run Python; exit codes of a requested stop (3, or torchrun's 1 for it) are accepted where `may_stop`."""
     done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
     if done.returncode and not (may_stop and done.returncode in (1, 3)):
         raise SystemExit(done.stdout + done.stderr)

@@ -1,4 +1,4 @@
-"""What the benchmarks train: sizes, configurations, tokens."""
+"""Sizes, configurations and tokens that the benchmarks train on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LR, SEED = 1e-4, 1234
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2 without dropout, and the batch of one step, of `num_microbatches` equal parts."""
+    """A GPT-2 without dropout, and the global batch of `num_microbatches` microbatches."""
 
     num_layers: int
     hidden_size: int
@@ -40,7 +40,7 @@ class Size:
         return self.batch_size * self.seq_length
 
     def config(self, precision: str, parallel: Mapping[str, Any] | None = None) -> Config:
-        """Our configuration of this size; AdamW's numbers are torch's defaults, so that all contestants do the same."""
+        """Return our configuration of this size; AdamW has torch's defaults, so that all contestants do the same."""
         model = {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -58,7 +58,7 @@ class Size:
         return RunSpec(config, world_size, self.vocab_size, rank)
 
     def tokens(self) -> Tensor:
-        """[batch, seq + 1] random tokens, the same for every contestant."""
+        """Return random tokens [batch, seq + 1], the same for every contestant."""
         generator = torch.Generator().manual_seed(SEED)
         return torch.randint(self.vocab_size, (self.batch_size, self.seq_length + 1), generator=generator)
 
@@ -86,12 +86,12 @@ class Ours:
         ]
 
     def step(self, tokens: Tensor, watch: Watch = no_observer) -> Tensor:
-        """Loss before the update; `tokens` are those of the whole batch."""
+        """Make a step on `tokens` of the global batch; return the loss before the update."""
         batch = [Microbatch(tokens[rows], first) for rows, first in self.parts]
         return train_step(self.state, batch, LR, self.settings, watch=watch).loss
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole parameters by their path; of a world of one process."""
+        """Return the full parameters by path, in a world of one process."""
         buffers = self.state.buffers
         shapes = {name: spec.local_shape(self.recorder.mesh) for name, spec in buffers.specs.items()}
         return {name: values.detach().view(shapes[name]) for name, _, values in buffers.shards("main")}

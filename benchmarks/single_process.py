@@ -2,7 +2,7 @@
 
 python benchmarks/single_process.py [--sizes 3M 30M] [--precisions fp32 bf16] [--output benchmarks/results/NAME.json]
 
-All start from the same weights, see the same tokens, and take turns within one run.
+All contestants start from the same weights, see the same tokens, and are interleaved within one run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OURS = next(iter(CONTESTANTS))
 
 
 def check_same_loss(steps: Mapping[str, Step], tokens: Tensor, precision: str) -> None:
-    """The first step of every contestant has the same loss; in bf16 they round at different places."""
+    """Check that the first loss of every contestant is equal, within the rounding of bf16."""
     losses = {name: float(step(tokens)) for name, step in steps.items()}
     tolerance = {"fp32": 1e-4, "bf16": 1e-2}[precision]
     spread = max(losses.values()) - min(losses.values())
@@ -35,16 +35,16 @@ def check_same_loss(steps: Mapping[str, Step], tokens: Tensor, precision: str) -
 
 
 def peak_memory_bytes(contestant: str, size: Size, precision: str, num_threads: int) -> int:
-    """Growth of a fresh process's resident set, from before the model is built to the peak of two steps."""
+    """Return the growth of a fresh process's resident set, from before the model is built to the peak of two steps."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(_growth, contestant, size, precision, num_threads).result()
 
 
 def _growth(contestant: str, size: Size, precision: str, num_threads: int) -> int:
-    """A tiny model goes first, so that libraries are loaded and threads are there.
+    """Return the growth of this process's peak resident set; a tiny model runs first to load libraries.
 
-    Linux's own high-water mark, set back; getrusage would also count the process that started this one.
+    Uses Linux's own high-water mark, reset before; getrusage would also count the parent process.
     """
     torch.set_num_threads(num_threads)
     CONTESTANTS[contestant](SIZES["tiny"], precision)(SIZES["tiny"].tokens())
@@ -63,7 +63,7 @@ def _resident_bytes() -> dict[str, int]:
 
 
 def measure(size_name: str, precision: str, names: Sequence[str], options: argparse.Namespace) -> list[Row]:
-    """A row per contestant."""
+    """Return a row per contestant."""
     size = SIZES[size_name]
     tokens = size.tokens()
     steps = {name: CONTESTANTS[name](size, precision) for name in names}
@@ -86,7 +86,7 @@ def measure(size_name: str, precision: str, names: Sequence[str], options: argpa
 
 
 def main() -> None:
-    """Measure, show, write."""
+    """Measure, print, write."""
     options = arguments()
     torch.set_num_threads(options.threads)
     names = [name for name in CONTESTANTS if options.fused_peer or "fused" not in name]
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Options; `--quick` is two rounds of the small size without memory."""
+    """Parse the options; `--quick` is two rounds of the small size without memory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["3M", "30M"])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
@@ -111,7 +111,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--fused-peer", action="store_true", help="also the plain GPT with torch's fused AdamW")
     parser.add_argument("--no-memory", action="store_true", help="leave out the fresh process per contestant")
-    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:

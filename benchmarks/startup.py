@@ -1,4 +1,4 @@
-"""From typing the command to the first step: wall time of the quickstart's training until it reports iteration 1.
+"""Start-up time: wall time from the quickstart's command until training reports iteration 1.
 
 python benchmarks/startup.py --output benchmarks/results/startup.json      # after scripts/quickstart.sh
 """
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def first_step_s(processes: int) -> float:
-    """Seconds from the launch to the line of iteration 1."""
+    """Return the seconds from the launch to the console line of iteration 1."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with tempfile.TemporaryDirectory() as folder:
         folders = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]

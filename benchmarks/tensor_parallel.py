@@ -2,7 +2,7 @@
 
 python benchmarks/tensor_parallel.py [--sizes 3M 30M] [--all-modes] [--output benchmarks/results/NAME.json]
 
-The same two processes, one thread each, take turns with all contestants; a step's time is the slowest rank's.
+The same two processes, one thread each, run all contestants interleaved; a step takes as long as the slowest rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Contestant:
 
 
 def our_modes(size: Size, every: bool) -> Iterator[tuple[str, Contestant]]:
-    """The mode to compare, then every other mode and form over two ranks."""
+    """Return the mode to compare with, then every other mode and form over two ranks."""
     forms = [(mode, form) for mode, entry in MODES.items() for form in entry.forms]
     forms.sort(key=lambda names: " ".join(names) != OURS)
     for mode, form in forms if every else forms[:1]:
@@ -51,7 +51,7 @@ def our_modes(size: Size, every: bool) -> Iterator[tuple[str, Contestant]]:
 
 
 def ours(size: Size, parallel: Mapping[str, Any]) -> Contestant:
-    """Our training step on this rank."""
+    """Return our training step on this rank."""
     rank = Ours(size, size.config("fp32", parallel), NUM_RANKS, dist.get_rank())
 
     def wire_bytes(tokens: Tensor) -> list[float]:
@@ -63,7 +63,7 @@ def ours(size: Size, parallel: Mapping[str, Any]) -> Contestant:
 
 
 def dtensor(size: Size, fused: bool) -> Contestant:
-    """The plain GPT under parallelize_module."""
+    """Return the step of the plain GPT under parallelize_module."""
     config = size.config("fp32")
     model = PlainGPT(size.spec(config).arch)
     model.load_state_dict(gpt2_weights(Ours(size, config).weights()))
@@ -79,7 +79,7 @@ def dtensor(size: Size, fused: bool) -> Contestant:
 
 
 def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
-    """All sizes on one of the ranks; rank 0 shows and writes."""
+    """Measure all sizes on one of the ranks; rank 0 prints and writes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     rows: list[Row] = []
@@ -94,7 +94,7 @@ def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
 
 
 def measure(size_name: str, options: argparse.Namespace) -> list[Row]:
-    """A row per contestant, the same on both ranks."""
+    """Return a row per contestant, the same on both ranks."""
     size = SIZES[size_name]
     tokens = size.tokens()
     contestants = dict(our_modes(size, options.all_modes)) | {"DTensor": dtensor(size, fused=False)}
@@ -118,7 +118,7 @@ def measure(size_name: str, options: argparse.Namespace) -> list[Row]:
 
 
 def check_same_loss(losses: Mapping[str, float]) -> None:
-    """The first step of every contestant has the same loss."""
+    """Check that the first loss of every contestant is equal."""
     spread = max(losses.values()) - min(losses.values())
     assert spread < 1e-4, f"the contestants compute different losses: {losses}"
     if dist.get_rank() == 0:
@@ -126,7 +126,7 @@ def check_same_loss(losses: Mapping[str, float]) -> None:
 
 
 def slowest_rank(turns: Turns) -> dict[str, list[Turn]]:
-    """Per step the larger time of the ranks."""
+    """Return the larger time of the ranks for each step."""
     times = torch.tensor([list(turns[name]) for name in turns], dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return {name: [Turn(*step) for step in steps] for name, steps in zip(turns, times.tolist(), strict=True)}
@@ -141,14 +141,14 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Options; `--quick` is two rounds of the small size."""
+    """Parse the options; `--quick` is two rounds of the small size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["3M", "30M"])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps per contestant; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before; default: %(default)s")
     parser.add_argument("--all-modes", action="store_true", help="also every other mode and form of ours")
     parser.add_argument("--fused-peer", action="store_true", help="also DTensor with torch's fused AdamW")
-    parser.add_argument("--quick", action="store_true", help="see that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:

@@ -1,6 +1,6 @@
-"""The peer's pipeline: torch.distributed.pipelining runs the stages of our model, in the place of our own `Flow`.
+"""Baseline of the pipeline benchmark: torch.distributed.pipelining runs our stages in place of our `PipelineExecutor`.
 
-Everything else of a step is the same on both sides: the layers, the loss, where gradients are collected, the optimizer.
+Everything else of a step is the same on both sides: the layers, the loss, main_grad, the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PEERS: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
 
 
 class StageModule(nn.Module):
-    """A stage as the peer calls it: with the number of the microbatch beside its input."""
+    """A stage as torch calls it, with the number of the microbatch next to its input."""
 
     def __init__(self, executor: TorchExecutor, stage: Stage) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TorchExecutor:
             self._schedule = kind(self._stages[0], self._microbatches, **settings)  # type: ignore[arg-type, assignment]
 
     def _stage(self, stage: Stage, num_tokens: int) -> PipelineStage:
-        """Build the stage with given shapes: torch's trial run would add a gradient that belongs to no microbatch."""
+        """Build a stage with given shapes; torch's shape inference would run a backward of no microbatch."""
         param = next(self.model.parameters())
         residual = param.new_empty(num_tokens, self.model.arch.hidden_size, requires_grad=True)
         x = torch.arange(1) if stage.has_embedding else residual
@@ -60,7 +60,7 @@ class TorchExecutor:
         return PipelineStage(StageModule(self, stage), stage.index, num_stages, param.device, x, y)
 
     def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Observer = no_observer) -> Tensor:
-        """As `Flow.train`; the peer's engine cannot be watched."""
+        """Run a step like `PipelineExecutor.train`; torch's engine has no observer."""
         assert watch is no_observer, "the peer's engine cannot be watched"
         self.passes = list(passes)
         numbers, losses = torch.arange(self._microbatches), list[Tensor]()
@@ -73,5 +73,5 @@ class TorchExecutor:
 
 
 def _loss(share: Tensor, _: Tensor) -> Tensor:
-    """The last stage's output is the loss."""
+    """Return the last stage's output, which is the loss."""
     return share
