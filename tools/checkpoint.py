@@ -1,11 +1,11 @@
-"""Look at checkpoints: `inspect`, `verify`, `diff` and `average`, of any layout, on one process and in little memory.
+"""Inspect, verify, compare and average checkpoints of any layout, in one process and with little memory.
 
-    checkpoint.py inspect  RUN                what it is, who wrote it, and how much of what it holds
-    checkpoint.py verify   RUN ...            every byte against its checksum
-    checkpoint.py diff     RUN OTHER          facts and tensors that differ; exit code 1 where any does
-    checkpoint.py average  RUN ... --save NEW the mean of the weights, as a checkpoint of weights
+    checkpoint.py inspect  RUN                print metadata, and number and size of the tensors
+    checkpoint.py verify   RUN ...            verify every byte with its checksum
+    checkpoint.py diff     RUN OTHER          print metadata and tensors that differ; exit code 1 where any does
+    checkpoint.py average  RUN ... --save NEW save the mean of the weights as a checkpoint of weights
 
-RUN is a run's folder, meaning its newest checkpoint (for verify: all), or an iter_ folder.
+RUN is the folder of a run, which stands for its newest checkpoint (for verify: all), or an iter_ folder.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command and its folders."""
-    parser = argparse.ArgumentParser("checkpoint.py", description="Look at checkpoints.", allow_abbrev=False)
+    """Parse the command and its folders."""
+    parser = argparse.ArgumentParser(
+        "checkpoint.py", description="Inspect, verify, compare and average checkpoints.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("inspect", help="what a checkpoint is and holds")
+    one = commands.add_parser("inspect", help="print metadata and sizes of a checkpoint")
     one.add_argument("load", type=Path)
     one.add_argument("--tensors", action="store_true", help="list every tensor")
-    every = commands.add_parser("verify", help="compare every byte with its checksum")
+    every = commands.add_parser("verify", help="verify every byte with its checksum")
     every.add_argument("load", type=Path, nargs="+")
-    every.add_argument("--workers", type=int, default=4, help="files that are read in parallel")
-    two = commands.add_parser("diff", help="what differs between two checkpoints")
+    every.add_argument("--workers", type=int, default=4, help="number of files read in parallel")
+    two = commands.add_parser("diff", help="print the differences between two checkpoints")
     two.add_argument("load", type=Path, nargs=2)
-    many = commands.add_parser("average", help="the mean of the weights of several checkpoints")
+    many = commands.add_parser("average", help="save the mean of the weights of several checkpoints")
     many.add_argument("load", type=Path, nargs="+")
     many.add_argument("--save", type=Path, required=True, help="folder of the new run")
     args = parser.parse_args(argv)
@@ -63,7 +65,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print facts, sizes and, if asked for, tensors."""
+    """Print metadata, sizes and, with --tensors, every tensor."""
     folder = resolve(args.load)
     index = read_index(folder)
     print(f"{folder}: {index.format}, version {index.version}, iteration {index.iteration}")
@@ -80,7 +82,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def sizes(index: Index) -> Mapping[str, tuple[int, int, int]]:
-    """Tensors, elements and bytes of weights and of each moment."""
+    """Return the number of tensors, elements and bytes of the weights and of each moment."""
     found: dict[str, tuple[int, int, int]] = {}
     for name, tensor in index.tensors.items():
         kind = ".".join(name.split(".")[: 2 if name.startswith("optimizer.") else 1])
@@ -92,7 +94,7 @@ def sizes(index: Index) -> Mapping[str, tuple[int, int, int]]:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Say of each checkpoint that it is good; raises UserError with all that is wrong with the others."""
+    """Print each intact checkpoint; raise UserError with all damage of the others."""
     problems: list[str] = []
     for root in args.load:
         alone = (root / FILE_NAME).is_file() or root.name.startswith("iter_")
@@ -109,14 +111,14 @@ def check(args: argparse.Namespace) -> int:
 
 
 def verify_with(num_workers: int, folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, each problem once, reading with several threads."""
+    """Return each damage of a checkpoint once; several threads read its files."""
     with ThreadPoolExecutor(num_workers) as threads:
         parts = threads.map(lambda part: verify(folder, (part, num_workers)), range(num_workers))
         return list(dict.fromkeys(problem for part in parts for problem in part))
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Print what differs."""
+    """Print the differences."""
     first, second = map(resolve, args.load)
     num_found = 0
     for line in describe_differences(first, second):
@@ -127,7 +129,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def average(args: argparse.Namespace) -> int:
-    """Save the mean of the weights under the last one's iteration, beside its run's configuration."""
+    """Save the mean of the weights with the iteration and the config.yaml of the last checkpoint."""
     folders = [resolve(load) for load in args.load]
     UserError.collect(problem for folder in folders for problem in verify_with(1, folder))
     pieces, last = list(mean_pieces(folders)), read_index(folders[-1])

@@ -1,8 +1,8 @@
-"""Prints a pipeline schedule as text with its bubble, and draws it or writes it down.
+"""Print a pipeline schedule and its bubble as text, and write it as a figure, a trace or a CSV file.
 
 python tools/plot_schedule.py --schedule zb-v -p 4 -m 8 --costs F=1,B=2,I=1,W=1,comm=0.1 --output zb-v.png
 
-Output by its ending: .png, .svg or .pdf a picture, .json a trace for ui.perfetto.dev, .csv a schedule that
+The ending selects the output: .png, .svg or .pdf a figure, .json a trace for ui.perfetto.dev, .csv a schedule that
 `--schedule file --input FILE` and torch.distributed.pipelining read.
 """
 
@@ -29,10 +29,10 @@ Writer = Callable[[Path, str, Schedule, Timeline], None]
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Simulate, print, and write what is asked for."""
+    """Simulate and print a schedule, and write the output file."""
     write = writer(arguments.output) if arguments.output else None
     costs = parse_costs(arguments.costs) if arguments.costs else Costs()
-    schedule = chosen(arguments, costs)
+    schedule = choose_schedule(arguments, costs)
     timeline = simulate(schedule, costs)
     title = f"{arguments.schedule}, p={len(schedule)} m={num_microbatches(schedule)} v={num_virtual_stages(schedule)}"
     print(text_picture(timeline), summary(title, schedule, timeline), sep="\n\n")
@@ -45,8 +45,8 @@ def show(arguments: argparse.Namespace) -> None:
         print(f"written: {arguments.output}")
 
 
-def chosen(arguments: argparse.Namespace, costs: Costs) -> Schedule:
-    """The schedule by its name, or from its file."""
+def choose_schedule(arguments: argparse.Namespace, costs: Costs) -> Schedule:
+    """Return the schedule of the given name, or from the given file."""
     name, p, m, v = arguments.schedule, arguments.p, arguments.m, arguments.v
     if name == FROM_FILE:
         if arguments.input is None:
@@ -65,7 +65,7 @@ def chosen(arguments: argparse.Namespace, costs: Costs) -> Schedule:
 
 
 def summary(title: str, schedule: Schedule, timeline: Timeline) -> str:
-    """The numbers that a schedule is chosen by."""
+    """Return time, bubble and microbatches in flight as text."""
     v = num_virtual_stages(schedule)
     peaks = " ".join(f"{peak / v:g}" for peak in peak_activations(schedule))
     return "\n".join(
@@ -80,17 +80,17 @@ def summary(title: str, schedule: Schedule, timeline: Timeline) -> str:
 
 
 def write_picture(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:
-    """In the format of the name."""
+    """Draw a figure in the format of the file's ending."""
     figure({title: timeline}).savefig(path, dpi=150)
 
 
 def write_trace(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:
-    """One unit of the costs is drawn as a millisecond."""
+    """Write a Chrome trace, in which one unit of the costs is a millisecond."""
     path.write_text(json.dumps(trace({title: timeline}, TRACE_UNIT_US)), encoding="utf-8")
 
 
 def write_csv(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:
-    """One row per rank."""
+    """Write a CSV file with one row per rank."""
     write_schedule(schedule, path)
 
 
@@ -104,23 +104,24 @@ WRITERS: Mapping[str, Writer] = {
 
 
 def writer(output: Path) -> Writer:
-    """What writes files of this ending."""
+    """Return the function that writes files of this ending."""
     if output.suffix not in WRITERS:
         raise UserError(f"--output={output}: what to write follows from the ending; use {', '.join(WRITERS)}")
     return WRITERS[output.suffix]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="plot_schedule", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--schedule", required=True, metavar="NAME", help=f"{', '.join((*SCHEDULES, FROM_FILE))}")
-    parser.add_argument("-p", type=int, help="ranks of the pipeline")
-    parser.add_argument("-m", type=int, help="microbatches")
-    parser.add_argument("-v", type=int, help="virtual stages per rank; default: the fewest that the schedule takes")
+    parser.add_argument("-p", type=int, help="number of pipeline ranks")
+    parser.add_argument("-m", type=int, help="number of microbatches")
+    parser.add_argument("-v", type=int, help="virtual stages per rank; default: the fewest that the schedule supports")
     parser.add_argument(
-        "--costs", help="times per rank and microbatch, as in F=1,B=2,I=1,W=1,comm=0.1; default: these, comm=0"
+        "--costs",
+        help="times of the actions of a microbatch on a rank, as in F=1,B=2,I=1,W=1,comm=0.1; default: these, comm=0",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE.csv", help="with --schedule file")
+    parser.add_argument("--input", type=Path, metavar="FILE.csv", help="schedule to read with --schedule file")
     parser.add_argument("--output", type=Path, help=f"file to write: {', '.join(WRITERS)}")
     return run_tool(show, parser, argv)
 

@@ -41,14 +41,14 @@ PAGES: Mapping[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page."""
+    """Print the page of all keys."""
     argparse.ArgumentParser("show_config.py", description=__doc__.split(":")[0]).parse_args(argv)
     print(page())
     return 0
 
 
 def page() -> str:
-    """The whole page without its last newline."""
+    """Return the page without its last newline."""
     return "\n".join(_lines())
 
 
@@ -69,7 +69,7 @@ def _lines() -> Iterator[str]:
 
 
 def _default(field: FieldInfo) -> str:
-    """The value, or nothing where it is derived, which the description then says."""
+    """Return the default; empty where it is derived, as the description then says."""
     return "" if field.default is None else f"`{show(field.default)}`"
 
 
