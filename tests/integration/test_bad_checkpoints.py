@@ -156,7 +156,7 @@ OF_RUNS = ("another model", "another order of samples", "checkpoint gone")
 
 @pytest.mark.parametrize("name", [name for name in LOADS if name not in (*NEW_RUNS, *OF_RUNS)])
 def test_a_run_continues_from_the_newest_good_one(config: Path, trained: Path, name: str) -> None:
-    """Of its own, in the layout that it has; without a tracker that is the newest."""
+    """Load its own checkpoint, in the layout that it has; without a tracker that is the newest."""
     damage, _, problems = LOADS[name]
     there = config.parent / "run"
     typed = [f"checkpoint.save={there}", f"checkpoint.load={there}"]

@@ -40,7 +40,7 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> boo
 
 
 def test_in_the_background_the_same_bits_are_saved(config: Path, whole: Path, pool: Pool, tmp_path: Path) -> None:
-    """On one process, and on four, which share out what they all hold."""
+    """On one process, and on four, which partition what they all hold."""
     asked = [*FP64, "checkpoint.save_interval=2", "checkpoint.async_save=true"]
     alone = run(config, *in_run(f"{tmp_path}/alone"), *asked)
     assert alone.code == ExitCode.DONE and alone.out.count("> saved ") == 4, alone
@@ -114,7 +114,7 @@ def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) ->
 
 
 def test_without_the_optimizer(config: Path, whole: Path, tmp_path: Path) -> None:
-    """Iteration and data go on; moments and their bias correction begin anew."""
+    """Iteration and data go on; moments and their bias correction start from scratch."""
     asked = [f"checkpoint.save={tmp_path}/bare", f"checkpoint.load={whole}", "checkpoint.no_load_optim=true", *FP64]
     assert run(config, *asked, "train.train_iters=9", "optimizer.adam_beta1=0").code == ExitCode.DONE
     assert [iteration for iteration, *_ in steps(tmp_path / "bare")] == [9]

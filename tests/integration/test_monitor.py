@@ -157,7 +157,7 @@ def test_moments_are_the_same_in_every_layout(config: Path, pool: Pool) -> None:
 
 
 def every_layout() -> dict[str, list[str]]:
-    """Of 4 ranks: each mode on all of them, each of ZeRO's stages on 2 with another schedule on the other 2."""
+    """Layouts of 4 ranks: each mode on all of them, each of ZeRO's stages on 2 with another schedule on the other 2."""
     found = {}
     for mode, entry in MODES.items():
         asked = {"mode": mode, "shape": list(entry.default_shape(4))}
@@ -197,7 +197,7 @@ def test_every_layout_reports_the_same(config: Path, pool: Pool) -> None:
 
 
 def test_a_profile_has_the_steps_phases(config: Path) -> None:
-    """Of the iterations that are asked for, and of rank 0 alone."""
+    """Profiles of the iterations that are asked for, and of rank 0 alone."""
     folder = config.parent / "profiled"
     asked = [
         "train.train_iters=4",

@@ -68,7 +68,7 @@ SPREAD = [name for name in LAYOUTS if name != "one process"]
 
 
 def configure(name: str) -> Config:
-    """With as many sequences per microbatch as the rules allow; of a pipeline two microbatches at least."""
+    """Use as many sequences per microbatch as the rules allow, and in a pipeline at least two microbatches."""
     ranks, least = (NUM_RANKS, 2) if "pipeline_schedule" in LAYOUTS[name] else (NUM_RANKS if name in SPREAD else 1, 1)
     for micro in (8, 4, 2, 1):
         train = {"precision": "fp64", "bucket_mb": 0.01, "micro_batch_size": micro, "global_batch_size": BATCH}
@@ -106,8 +106,10 @@ def write(rank: int, world_size: int, config: Config, root: Path) -> None:
 
 
 def read(rank: int, world_size: int, config: Config, root: Path) -> dict[str, list[float]]:
-    """With each checkpoint: losses and norms of two more steps, then this rank's largest distances from the weights and
-    the moments of a run that never stopped."""
+    """Return for each checkpoint losses and norms of two more steps, and largest distances from an uninterrupted run.
+
+    The distances are those of this rank's weights and moments.
+    """
     expected = stored(root / "never stopped", 2 * NUM_STEPS)
     scale = {kind: max(t.abs().max().item() for n, t in expected.items() if kind_of(n) == kind) for kind in KINDS}
     state, found = build(rank, world_size, config), {}

@@ -58,7 +58,7 @@ def assert_same_run(folder: Path, reference: Path) -> None:
 
 
 def assert_near_run(folder: Path, reference: Path) -> None:
-    """The same, within rounding of float64."""
+    """The resumed run equals the other within rounding of float64."""
     for got, wanted in ((steps(folder), steps(reference)), (evaluations(folder), evaluations(reference))):
         assert [row[0] for row in got] == [row[0] for row in wanted]
         assert all(
@@ -84,7 +84,7 @@ def after_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_the_same_layout_continues_bit_for_bit(config: Path, precision: str) -> None:
-    """With dropout and four microbatches a step."""
+    """Train with dropout and four microbatches a step."""
     once, twice = (config.parent / f"{precision}-{name}" for name in ("once", "twice"))
     settings = [*HARD, f"train.precision={precision}"]
     assert run(config, *in_run(str(once)), *settings).code == ExitCode.DONE

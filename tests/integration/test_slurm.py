@@ -165,7 +165,7 @@ def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs
 
 
 def test_the_committed_job_is_one_that_slurm_takes(slurm: Slurm) -> None:
-    """With as many GPUs as are there."""
+    """The job asks for as many GPUs as the node has."""
     sizes = ["--ntasks-per-node=2", "--gpus-per-node=2"]
     slurm.run("sbatch", "--test-only", *sizes, "scripts/slurm/pretrain.sbatch", "--config", "configs/quickstart.yaml")
 

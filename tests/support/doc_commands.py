@@ -56,7 +56,7 @@ def code(page: Path) -> tuple[str, str]:
 
 
 def commands(page: Path) -> list[Words]:
-    """Of the code, and those within sentences that are whole."""
+    """Return the commands in the code of a page, and whole commands within its sentences."""
     lines, prose = code(page)
     begun = [line.strip().removeprefix("$ ") for line in lines.splitlines()]
     shown = [line for line in begun if line.partition(" ")[0] in LAUNCHERS]

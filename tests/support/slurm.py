@@ -176,7 +176,7 @@ class Slurm:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of this machine."""
+    """Return ports of this machine that nobody listens on."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

@@ -193,7 +193,7 @@ def launch(program: Sequence[str], num_ranks: int = 1) -> subprocess.Popen[str]:
 
 
 def launch_local(num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
-    """The same of pretrain_gpt.py by scripts/launch_local.sh."""
+    """Run pretrain_gpt.py by scripts/launch_local.sh."""
     return _session(["bash", "scripts/launch_local.sh", str(num_ranks), *arguments])
 
 

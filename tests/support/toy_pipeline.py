@@ -96,7 +96,7 @@ def gradients(stages: Mapping[int, nn.Module]) -> dict[str, Tensor]:
 
 
 def reference(num_stages: int, m: int, tokens: int = TOKENS) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-    """The same by autograd alone, one microbatch after another."""
+    """Compute the reference by autograd alone, one microbatch after another."""
     comm: Any = None
     stages = {stage: Toy(stage, comm, None, 1, WIDER) for stage in range(num_stages)}
     losses = {}

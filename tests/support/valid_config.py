@@ -18,5 +18,5 @@ def sections(changes: Any) -> dict[str, dict[str, Any]]:
 
 
 def with_changes(changes: Any) -> Config:
-    """The same, read."""
+    """Return the valid configuration, read."""
     return Config.model_validate(sections(changes))

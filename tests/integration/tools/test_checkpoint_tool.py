@@ -86,7 +86,7 @@ def test_diff(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_average(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of three checkpoints of two layouts: the mean, one rank's file, which sampling and fine-tuning take."""
+    """Average three checkpoints of two layouts: the mean, one rank's file, which sampling and fine-tuning take."""
     sources = [runs / "one/iter_0000002", runs / "other/iter_0000004", runs / "seed"]
     assert checkpoint.main(["average", *map(str, sources), "--save", str(tmp_path / "mean")]) == ExitCode.DONE
     got = stored(tmp_path / "mean", 4)

@@ -113,7 +113,7 @@ def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float) ->
 
 
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With sequence parallelism the tokens of a norm and of most biases are spread, those of matrices are gathered."""
+    """Under sequence parallelism the tokens of a norm and of most biases are spread, those of matrices are gathered."""
     right: Callable[..., list[str]] = process.launch
     monkeypatch.setattr(process, "launch", lambda ranks, _, *rest: right(ranks, compare_with_a_wrong_rule, *rest))
     typed = ["--config", str(MODES_FOLDER / "1d-sp.yaml"), "--world-size", "2", "--steps", "1"]

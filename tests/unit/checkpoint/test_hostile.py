@@ -133,7 +133,7 @@ INDEXES = {
 
 @pytest.mark.parametrize("name", INDEXES)
 def test_hostile_indexes(checkpoint, name):
-    """With a checksum that fits, where the change leaves an index at all."""
+    """Write the index with a checksum that fits, where the change leaves an index at all."""
     path = checkpoint / "index.json"
     index = json.loads(path.read_text())
     INDEXES[name](index)

@@ -90,7 +90,7 @@ def test_names():
 @pytest.mark.parametrize("shared_out", [(), ("data",)])
 @pytest.mark.parametrize("holders", [(0,), (1,), (0, 1)])
 def test_every_element_has_one_writer_and_the_holders_write_equally_much(holders, shared_out):
-    """Of parameters that differ in layout; ZeRO's ranks hold a half each, cut anywhere."""
+    """Write parameters that differ in layout; ZeRO's ranks hold a half each, cut anywhere."""
     mesh = Mesh((("pipeline", 2), ("data", 2), ("x", 2), ("y", 3)))
     layouts = [((), ()), (("x",), ()), ((), ("y",)), (("x",), ("y",)), ((), ())]
     specs = [

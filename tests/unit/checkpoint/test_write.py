@@ -97,7 +97,7 @@ print("saved and loaded")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA as Linux has it")
 @pytest.mark.parametrize(("boxes_of_memory", "said"), [(4.5, "saved and loaded\n"), (0.5, "")])
 def test_memory_is_a_few_boxes(tmp_path, boxes_of_memory, said):
-    """Of 16 boxes of 8 MiB that are not contiguous; malloc keeps up to three.  With half a box saving fails."""
+    """Save 16 boxes of 8 MiB that are not contiguous; malloc keeps up to three.  With half a box saving fails."""
     typed = [sys.executable, "-c", IN_LITTLE_MEMORY, str(tmp_path), str(boxes_of_memory)]
     done = subprocess.run(typed, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.stdout == said, done.stderr

@@ -46,7 +46,7 @@ FUSED = {
 
 
 def plans(size: int) -> list[tuple[str, Mesh, MatmulPlan]]:
-    """Both plans of every form at its default shape, and plans whose collectives are fused or chained."""
+    """Return two plans of every form at its default shape, and plans whose collectives are fused or chained."""
     cases = []
     for name, form in EVERY_FORM:
         mode = build_mode(name, form, MODES[name].default_shape(size))

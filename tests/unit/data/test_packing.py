@@ -83,7 +83,7 @@ def executor(model: str) -> PipelineExecutor:
 
 
 def logits(model: str, tokens: list[int], packing: Packing) -> Tensor:
-    """Of every position of one sample."""
+    """Return the logits of every position of one sample."""
     made = executor(model).model
     at = replace(made.begin(torch.tensor([[*tokens, 0]]), 1, packing=packing), target=None)
     with torch.no_grad():

@@ -191,7 +191,7 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_what_was_done_last(tmp_path: Path) -> None:
-    """After a setback within a run, and a start that goes on from before its end."""
+    """After a rollback within a run, and a start that goes on from before its end."""
     config = Config(logging=LoggingConfig(tensorboard_dir=str(tmp_path / "events")))
     log_twice(tmp_path / "run", config)
     with warnings.catch_warnings():
@@ -231,7 +231,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.mark.slow
 def test_wandb_offline_needs_no_network(offline: Config, tmp_path: Path) -> None:
-    """What continues has the id of what it continues, what begins anew has another."""
+    """What continues has the id of what it continues, what starts from scratch has another."""
     ids = []
     for start in (0, 2, 0):
         write(tmp_path / "run", range(start + 1, start + 3), offline, start)
@@ -267,7 +267,7 @@ def wandb_log(path: Path) -> list[Any]:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """Of a .wandb file: 7 bytes, and LevelDB's log of protocol buffers in blocks of 32 KiB."""
+    """Return the records of a .wandb file: 7 bytes, and LevelDB's log of protocol buffers in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     data, at, parts = path.read_bytes(), 7, b""

@@ -96,7 +96,7 @@ def test_a_device_is_asked_about_a_step_after_the_next_one(monkeypatch: pytest.M
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 8), forward=st.floats(0.1, 10))
 def test_the_bubble_is_the_timelines(name: str, p: int, m: int, forward: float) -> None:
-    """Of ranks that begin and end together, as a sum over all of them after the schedule has them do."""
+    """Ranks start and end together, as the all-reduce after the schedule makes them."""
     line = simulate(build_schedule(name, p, m), Costs(F=forward, I=1.5, W=1, B=2.5))
     ranks = [
         {SCHEDULE: line.makespan, FORWARD: sum(span.end - span.start for span in spans)} for spans in line.rank_spans

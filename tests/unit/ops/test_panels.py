@@ -1,5 +1,5 @@
 """Fact: panel by panel along any dimension, the matmul gives the whole's numbers with the whole's bytes, also in a
-split backward; less of its operands exists at one time, and panels move under the products of their neighbours.
+split backward; less of its operands exists at once, and panels move under the products of their neighbours.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_every_plan_multiplies_along_every_dimension(pool: Pool, dim: str) -> No
 
 
 def registry() -> Iterator[tuple[str, Mesh, MatmulPlan]]:
-    """Both plans of every mode and form, with all axes above 1."""
+    """Return expand and contract of every mode and form, with all axes above 1."""
     for name, entry in MODES.items():
         for form in entry.forms:
             mode = build_mode(name, form, entry.default_shape(8))
@@ -175,7 +175,7 @@ def test_panels_move_under_the_products_of_their_neighbours(num_panels: int) -> 
 
 
 def test_a_backward_in_panels_moves_under_every_product() -> None:
-    """The cube along N: dY and W arrive and dW leaves in panels; X comes once, and dX is summed up before it leaves."""
+    """The cube along N: dY and W arrive and dW leaves in panels; X comes once, dX is accumulated before it leaves."""
     with pretended_world(0, 8):
         diary: Any = Diary(plan_comm(MESH, CUBE))
         x, w, _ = shards(CUBE, MESH, 48, 48, 48)

@@ -1,4 +1,4 @@
-"""Fact: what is computed again, or kept elsewhere, gives the same gradients bit for bit, and is not kept."""
+"""Fact: what is recomputed, or offloaded, gives the same gradients bit for bit, and is not kept."""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ def run_processes(rank: int, world_size: int, p: int, cases: list[Schedule], tok
 
 @pytest.mark.parametrize(("p", "copies", "tokens"), [(4, 1, 3), (4, 2, 3), (2, 4, 1)])
 def test_every_schedule_is_autograd_between_processes(pool: Pool, p: int, copies: int, tokens: int) -> None:
-    """With copies each rank sends a part of what crosses, and parts do not come out even: of 5 numbers the last of four
-    ranks has none."""
+    """Ranks that hold copies each send a part of what crosses, of uneven sizes: of 5 numbers the last of 4 has none."""
     virtual = [(name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.supports(v)]
     cases = [build_schedule(name, p, m, v) for name, v in virtual for m in (3, p + 1)]
     found = pool.run(run_processes, p * copies, p, cases, tokens)

@@ -1,4 +1,4 @@
-"""Fact: both ends of every link post the same transfers in the same order, and no rank ever waits for ever.
+"""Fact: both ends of every link post the same transfers in the same order, and no rank ever waits forever.
 
 Three machines run the lowered lists without tags: one where every transfer blocks until the other end is there, one
 where transfers are posted and waited for only by what consumes them, first in first out per pair of ranks (a NCCL

@@ -93,7 +93,7 @@ def test_parts_of_a_step_stand_beside_their_prediction(trained: Path, tmp_path: 
 
 
 def test_what_went_wrong_stands_out(tmp_path: Path) -> None:
-    """Of a run that wrote nothing but steps, too, as another version may have."""
+    """Report also a run that wrote nothing but steps, as another version may have."""
     steps = [{"iteration": i, "lm_loss": 1.0 if i < 3 else float("nan"), "elapsed_ms": 5.0} for i in (1, 2, 3)]
     rows: list[dict[str, Any]] = [*steps, {"iteration": 3, "straggler": "rank 5 is slow"}]
     (tmp_path / FILE_NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,6 +1,6 @@
-"""Fact: a flat is summed as soon as its last gradient is there, under the rest of backward: once per step, or where
-gradients are shared out once per microbatch; the norm counts each logical element once; what was updated is gathered
-under the forward that follows.
+"""Fact: a flat buffer is reduced as soon as its last gradient is complete, overlapping with the rest of backward: once
+per step, or once per microbatch where gradients are sharded; the norm counts each logical element once; updated shards
+are all-gathered during the next forward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fact: where parameters are shared out, a block is gathered under the one before it in time, is whole while it is used
+"""Fact: where parameters are sharded, a block is gathered under the one before it in time, is whole while it is used
 and forgotten right after, and never are more than two whole; what the network computes never comes from older shards.
 """
 
@@ -76,7 +76,7 @@ def test_blocks_are_gathered_ahead_and_in_backward_again() -> None:
 
 
 def test_what_backward_begins_with_is_gathered_under_the_head() -> None:
-    """Of the two blocks before the head neither is gathered once more."""
+    """Neither of the two blocks before the head is gathered once more."""
     model, buffers, comm = uneven_chain(4, head=True)
     fill_main(buffers, 1.0)
     loss = run(model, torch.ones((), requires_grad=True))

@@ -1,5 +1,5 @@
 """Fact: what a training step moves over the data axis is the closed form of its ZeRO stage: 2 (d-1)/d of the parameters
-with stages 0 and 1, and once more per microbatch for what stages 2 and 3 share out; inside of groups, a sum between.
+with stages 0 and 1, and once more per microbatch for what stages 2 and 3 shard; within groups, a sum between.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def moved(rank: int, world_size: int, config: Config) -> tuple[dict[str, float],
 
 
 def ring(ranks: int) -> float:
-    """The part of a whole that each of so many ranks sends."""
+    """Return the fraction of a whole that each of p ranks sends."""
     return (ranks - 1) / ranks
 
 
