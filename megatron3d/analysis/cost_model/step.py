@@ -116,17 +116,13 @@ class SimulatedStep:
 def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     """Return the step of a valid run; of many microbatches a few are simulated."""
     train, zero_stage = spec.config.train, spec.config.parallel.zero_stage
-    itemsize, kernels = ITEMSIZES[train.precision], KERNELS["gpu"]
-    local = LocalSizes(
-        spec.arch, spec.mode, spec.mesh, train.micro_batch_size, itemsize, spec.recompute, spec.overlap, kernels
-    )
+    sizes = train.micro_batch_size, ITEMSIZES[train.precision]
+    local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
     simulated, shorter = simulated_specs(spec)
-    rest = shorter.schedule if shorter else None
-    bucket_bytes = train.bucket_mb * 2**20
+    rest, bucket_bytes = shorter.schedule if shorter else None, train.bucket_mb * 2**20
     machine = machine.compiled() if train.compile else machine
-    return SimulatedStep(
-        local, simulated.pipeline, spec.num_microbatches, zero_stage, bucket_bytes, machine, shorter=rest
-    )
+    counts = spec.num_microbatches, zero_stage, bucket_bytes
+    return SimulatedStep(local, simulated.pipeline, *counts, machine, shorter=rest)
 
 
 def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
