@@ -1,7 +1,7 @@
-"""What the evaluation harness of EleutherAI (https://github.com/EleutherAI/lm-evaluation-harness) asks of a model.
+"""Adapter to EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
-Three questions: the log probability of a continuation, of a whole text, and the text that follows a prompt.  The
-harness is optional: `Harness` answers without it, and `as_lm` makes of it the class that the harness knows.
+The harness asks for the log probability of a continuation, that of a whole text, and the continuation of a prompt.  It
+is optional: `Harness` answers without it, and `as_lm` wraps a `Harness` in the harness's model class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Harness:
-    """A model that answers; every rank of a layout must ask the same."""
+    """Model that answers requests; every rank must make the same requests in the same order."""
 
     executor: PipelineExecutor
     tokenizer: Tokenizer
@@ -34,17 +34,17 @@ class Harness:
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model sees at one time."""
+        """Length of the model's context in tokens."""
         return self.executor.model.arch.seq_length
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): log probability, and whether it is what greedy decoding says."""
+        """Return for each (context, continuation) its log probability, and whether greedy decoding gives it."""
         encoded = [self._encode_pair(*pair) for pair in pairs]
         scores = self._batched(encoded, lambda pair: len(pair[0]) + len(pair[1]), self._score)
         return [(each.log_prob, each.is_greedy) for each in scores]
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Log probability of each whole text, every token of it predicted once, after as much as the model sees."""
+        """Return the log probability of each text; every token is predicted once, from the longest context."""
         windows = [(place, window) for place, text in enumerate(texts) for window in self._windows(text)]
         scores = self._batched([w for _, w in windows], lambda pair: len(pair[0]) + len(pair[1]), self._score)
         sums = [0.0] * len(texts)
@@ -53,7 +53,7 @@ class Harness:
         return sums
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """What follows each prompt, up to the first of its `until` strings, the end, or `max_gen_toks` tokens."""
+        """Generate after each prompt up to a string of its `until`, the document's end, or `max_gen_toks`."""
         said: list[str] = []
         for prompt, options in requests:
             until = options.get("until") or ()
@@ -80,7 +80,7 @@ class Harness:
         return score(self.executor, pairs, self.device)
 
     def _batched(self, items: Sequence[T], size: Callable[[T], int], answer: Callable[[list[T]], list[U]]) -> list[U]:
-        """Answers in the items' order, asked for in batches of similar size, the largest first."""
+        """Return the answers in the items' order, computed in batches of similar size, the largest first."""
         order = sorted(range(len(items)), key=lambda place: -size(items[place]))
         answers: dict[int, U] = {}
         for first in range(0, len(order), self.batch_size):
@@ -89,7 +89,7 @@ class Harness:
         return [answers[place] for place in range(len(items))]
 
     def _prefix(self) -> int:
-        """What stands before a text."""
+        """Return the token before a text without a context."""
         if self.tokenizer.eod is None:
             raise UserError(
                 f"{type(self.tokenizer).__name__} has no token that ends a document, which would stand before a text "
@@ -98,7 +98,7 @@ class Harness:
         return self.tokenizer.eod
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Spaces at the end of a context belong to the continuation, as the pieces of most tokenizers do."""
+        """Encode a pair; trailing spaces of the context move to the continuation, as most tokenizers' pieces need."""
         spaces = len(context) - len(context.rstrip())
         if context.strip() and spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
@@ -116,7 +116,7 @@ class Harness:
         return before, after
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """Context and labels: neighbouring runs of labels, each after as many tokens as there is room for."""
+        """Yield (context, labels): consecutive runs of labels, each after the longest context that fits."""
         tokens = [self._prefix(), *self.tokenizer.encode(text)]
         for first in range(1, len(tokens), self.max_length):
             labels = tokens[first : first + self.max_length]
@@ -124,14 +124,14 @@ class Harness:
 
 
 def as_lm(harness: Harness) -> Any:
-    """An instance of the harness's own `LM`; raises UserError where it is not installed."""
+    """Return an instance of the harness's `LM`; raises UserError if the harness is not installed."""
     try:
         from lm_eval.api.model import LM
     except ImportError as error:
         raise UserError("lm_eval is not installed: pip install lm_eval") from error
 
     class Megatron3dLM(LM):  # type: ignore[misc]
-        """Requests are instances whose `args` are the question."""
+        """Model of the harness; each request has its text in `args`."""
 
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             return harness.log_likelihoods([request.args for request in requests])

@@ -1,4 +1,4 @@
-"""A checkpoint for use: its run's configuration in any layout, and the model with its weights, without training."""
+"""Loading of a checkpoint for inference: the run's configuration in any layout, and the model with its weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["read_run", "resolve", "restore"]
 
 
 def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batch_size: int | None = None) -> Config:
-    """The run's own configuration; its layout is used under a launcher, and one process is enough without.
+    """Return the run's configuration, with its own layout under a launcher and on a single process without one.
 
-    A microbatch has `micro_batch_size` sequences (None: as few as the tensor axes allow), and there are as many
-    microbatches as the schedule needs.  Raises UserError with every problem.
+    A microbatch has `micro_batch_size` sequences (None: as few as the tensor axes allow), and a step has the smallest
+    number of microbatches that the schedule allows.  Raises UserError with every problem.
     """
     config = read_config(folder.parent / "config.yaml", overrides).config
     if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):

@@ -1,10 +1,10 @@
-"""What follows texts: the next token's logits of a batch of growing contexts, in any layout, and the choice of a token.
+"""Sampling: next-token logits of a batch of growing contexts over a KV cache, in any layout, and the choice of a token.
 
-    held      t0 t1 t2                what the cache knows of a context
-    context   t0 t1 t2 t3 t4          t3 goes into the cache, t4 gives the logits of t5
+    cached    t0 t1 t2                tokens of a context in the KV cache
+    context   t0 t1 t2 t3 t4          prefill t3; decoding t4 gives the logits of t5
 
-Whatever a context shares with what is held from its start is not computed again; one that is longer than the model
-keeps its last `seq_length` tokens, which then stand elsewhere, so that each token costs a whole context.
+The common prefix of a context and the cache is not recomputed.  A context longer than `seq_length` keeps its last
+`seq_length` tokens, whose positions change with every token, so that each token then costs a whole prefill.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Context = Sequence[int]
 
 @dataclass(frozen=True)
 class Choice:
-    """How a token is chosen: from the softmax of logits / temperature over the `top_k` likeliest (0: all)."""
+    """Choice of a token: a sample from softmax(logits / temperature) over the `top_k` likeliest tokens (0: all)."""
 
     temperature: float
     top_k: int = 0
 
     def __call__(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """A token; the likeliest where the temperature is 0."""
+        """Return a token; the likeliest one at temperature 0."""
         if self.temperature == 0:
             return int(logits_V.argmax())
         if self.top_k:
@@ -44,16 +44,16 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """New tokens of all sequences of a microbatch, padded to a width, and where each sequence goes on."""
+class PaddedTokens:
+    """New tokens of all sequences of a microbatch, padded to one width, and the position of each row's first token."""
 
     rows: list[list[int]]
     starts: list[int]
 
     def begin(self, model: GPT, cache: Cache, device: torch.device, has_logits: bool) -> Pass:
-        """The pass that extends the cache by them.
+        """Return the pass that extends the cache by these tokens.
 
-        What pads a row stands behind its end, where it is overwritten before it is seen.
+        Padding stands behind the end of a row, where it is overwritten before it is attended to.
         """
         tokens, first = torch.tensor(self.rows, device=device), torch.tensor(self.starts, device=device)
         width, last = tokens.shape[1], cache.capacity - 1
@@ -63,17 +63,17 @@ class Placed:
         return model.begin_extending(tokens[low:high], positions, length, cache, has_logits=has_logits)
 
 
-def placed(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> Placed:
-    """The rows as a microbatch that every layout of the model can split; rows that only it needs repeat the first."""
+def pad_tokens(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> PaddedTokens:
+    """Pad the rows to a microbatch that the model's layout can split; added rows repeat the first one."""
     mesh, mode = model.comm.mesh, model.mode
     unit = math.lcm(*(mesh.size(axes) for axes in (mode.inner[0], mode.residual[0], mode.batch_axes)))
     more, width = -len(new) % unit, max(map(len, new))
     rows = [row + [0] * (width - len(row)) for row in (*new, *[new[0]] * more)]
-    return Placed(rows, [*starts, *[starts[0]] * more])
+    return PaddedTokens(rows, [*starts, *[starts[0]] * more])
 
 
 class Sampler:
-    """The model with a cache; every rank must ask the same."""
+    """Model with a KV cache; every rank must make the same calls."""
 
     def __init__(self, executor: PipelineExecutor, device: torch.device) -> None:
         self.executor, self._device = executor, device
@@ -82,11 +82,11 @@ class Sampler:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest context that is seen whole."""
+        """Length in tokens of the longest context that fits the model."""
         return self.executor.model.arch.seq_length
 
     def next_logits(self, contexts: Sequence[Context]) -> Tensor:
-        """Logits [contexts, V] of what follows each context, on the CPU; the same on every rank."""
+        """Return next-token logits [contexts, V] on the CPU, the same on every rank."""
         assert contexts and all(contexts), "every context has a token"
         windows = [list(context[-self.capacity :]) for context in contexts]
         if len(windows) != len(self._held):
@@ -102,11 +102,11 @@ class Sampler:
 
     def _begin(self, new: Sequence[list[int]], starts: Sequence[int], has_logits: bool) -> Pass:
         model = self.executor.model
-        return placed(new, starts, model).begin(model, self._cache, self._device, has_logits)
+        return pad_tokens(new, starts, model).begin(model, self._cache, self._device, has_logits)
 
 
 def _shared(held: list[int], context: list[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     if held == context[: len(held)]:
         return len(held)
     return next((place for place, (a, b) in enumerate(zip(held, context, strict=False)) if a != b), len(context))
@@ -114,7 +114,7 @@ def _shared(held: list[int], context: list[int]) -> int:
 
 @dataclass
 class Text:
-    """Tokens that grow until there are enough, or the document ends."""
+    """Text that grows until `num_left` tokens were added or the document ends."""
 
     tokens: list[int]
     generator: torch.Generator

@@ -1,4 +1,4 @@
-"""How likely texts are after their contexts, in any layout, without the logits of more than some positions at one time.
+"""Log probabilities of texts after their contexts, in any layout, with the logits of `CHUNK` positions at once.
 
 log p(continuation | context)  =  sum over its tokens of log p(token | all before it)
 """
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron3d.inference.sampling import Context, placed
+from megatron3d.inference.sampling import Context, pad_tokens
 from megatron3d.ops.kv_cache import Cache
 from megatron3d.pipeline.executor import PipelineExecutor
 
 CHUNK = 64
-"""Positions whose logits exist at one time."""
+"""Positions whose logits exist at once."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Log probability of a continuation, and whether the likeliest token would have been each of its tokens."""
+    """Log probability of a continuation, and whether greedy decoding gives it."""
 
     log_prob: float
     is_greedy: bool
@@ -28,21 +28,21 @@ class Score:
 
 @dataclass(frozen=True)
 class _Row:
-    """What is read, what should follow each of it, and how many of the last of these count."""
+    """Inputs, the labels that should follow them, and the number of final labels that are scored."""
 
     inputs: list[int]
     labels: list[int]
     num_scored: int
 
     def counts(self, start: int, stop: int) -> range:
-        """The positions of a range that count."""
+        """Return the scored positions of a range."""
         return range(max(start, len(self.labels) - self.num_scored), min(stop, len(self.labels)))
 
 
 def score(executor: PipelineExecutor, pairs: Sequence[tuple[Context, Context]], device: torch.device) -> list[Score]:
-    """Scores of (context, continuation), the same on every rank, which must all ask the same.
+    """Return the score of each (context, continuation), the same on every rank; all ranks must make the same call.
 
-    A context loses tokens at its start where both are longer than the model; neither may be empty, and a continuation
+    If both are longer than the model's context, the first tokens are dropped; neither may be empty, and a continuation
     must fit into the model.
     """
     model = executor.model
@@ -52,12 +52,12 @@ def score(executor: PipelineExecutor, pairs: Sequence[tuple[Context, Context]], 
     for start in range(0, width, CHUNK):
         stop = start + CHUNK
         is_scored = any(row.counts(start, stop) for row in rows)
-        part = placed([row.inputs[start:stop] for row in rows], [start] * len(rows), model)
+        part = pad_tokens([row.inputs[start:stop] for row in rows], [start] * len(rows), model)
         at = part.begin(model, cache, device, has_logits=is_scored)
         if not is_scored:
             executor.extend(at)
             continue
-        labels = placed([row.labels[start:stop] for row in rows], [start] * len(rows), model).rows
+        labels = pad_tokens([row.labels[start:stop] for row in rows], [start] * len(rows), model).rows
         found = executor.score(at, torch.tensor(labels, device=device)).double().cpu()
         for index, row in enumerate(rows):
             counted = [position - start for position in row.counts(start, stop)]

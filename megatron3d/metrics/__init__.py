@@ -1,4 +1,4 @@
-"""What a run reports while it trains: the record of a step, the console, metrics.jsonl, tensorboard and wandb."""
+"""Metrics of a run: the record of a step, the console, metrics.jsonl, tensorboard and wandb."""
 
 from megatron3d.metrics.memory import peak_memory_bytes
 from megatron3d.metrics.step_record import StepRecord

@@ -1,8 +1,7 @@
-"""metrics.jsonl: one JSON object per start, logged step, evaluation and event, floats at full precision, not-a-number
-as NaN.
+"""metrics.jsonl: one JSON object per launch, logged step, evaluation and event; floats at full precision, NaN as NaN.
 
-No iteration is ever logged twice: a run that resumes at iteration n first drops the lines after n, which an earlier run
-wrote and will be written again.  What has `start` says which run began, or went on, after that iteration.
+No iteration is logged twice: a run that continues from iteration n first drops the lines after n, which will be written
+again.  A line with `start` has the metadata of the launch that started after that iteration.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Journal:
-    """The open file of a run that has done `start_iteration` iterations; 0 begins it anew."""
+    """Open metrics.jsonl of a run that has done `start_iteration` iterations; 0 empties it."""
 
     def __init__(self, folder: Path, start_iteration: int) -> None:
         self._path = folder / FILE_NAME
         self._file = self._open(start_iteration)
 
     def _open(self, last: int) -> TextIO:
-        """The file, with lines up to an iteration."""
+        """Open the file after dropping the lines after iteration `last`."""
         path = self._path
         kept = [line for line, row in _rows(path) if row["iteration"] <= last and last > 0]
         try:
@@ -37,12 +36,12 @@ class Journal:
             raise UserError(f"cannot write {path}: {error.strerror}; choose another checkpoint.save") from error
 
     def drop_after(self, iteration: int) -> None:
-        """Forget what was written after an iteration."""
+        """Drop the lines after an iteration."""
         self.close()
         self._file = self._open(iteration)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line, complete before anything else happens."""
+        """Write and flush one line."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
@@ -52,10 +51,10 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut off in writing is left out.
+    """Return the rows of a metrics.jsonl, without a last line that is cut off.
 
     Raises:
-        UserError: the file is absent or holds something else.
+        UserError: the file is missing or has other contents.
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; give the folder of a run, its checkpoint.save")
@@ -63,7 +62,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Lines and their contents; none where there is no file."""
+    """Return the lines and their contents; none without a file."""
     if not path.exists():
         return []
     try:

@@ -1,4 +1,4 @@
-"""How much memory a rank holds, and has needed."""
+"""Memory of a rank: allocated now, and at its peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAGES = Path("/proc/self/statm")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes of tensors at one time on an accelerator; on the CPU the most that the whole process has held."""
+    """Return the peak bytes of tensors on an accelerator; on the CPU the peak resident size of the process."""
     if device.type != "cpu":
         import torch
 
@@ -25,8 +25,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Bytes now: of tensors, and what the allocator has taken for them; on Linux's CPU what the whole process holds.
-    And the most so far."""
+    """Return the bytes allocated by tensors, reserved by the allocator, and at the peak.
+
+    On a CPU, allocated is the resident size of the process (on Linux only), and reserved is missing.
+    """
     peak = {"peak": peak_memory_bytes(device)}
     if device.type != "cpu":
         import torch

@@ -1,4 +1,4 @@
-"""Where else the numbers go: tensorboard and Weights & Biases, each asked for by a key of `logging`."""
+"""Further outputs of the metrics: tensorboard and Weights & Biases, each enabled by a key of `logging`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ WANDB_ID = Path("wandb", "run_id.txt")
 
 
 class Sink(Protocol):
-    """Takes numbers by name."""
+    """Output of metrics: numbers by name."""
 
     def describe(self, start: Mapping[str, Any]) -> None:
-        """Record what a run is."""
+        """Record the metadata of a launch."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
 
     def go_back(self, iteration: int) -> None:
-        """Expect what comes after an iteration once more."""
+        """Prepare for the steps after an iteration being logged once more."""
 
     def close(self) -> None:
         """Finish writing."""
 
 
 class TensorboardSink:
-    """Event files; what an earlier start, or this one, wrote after the iteration that it goes on from is hidden."""
+    """Event files; steps after the iteration that a launch, or a rollback, continues from are hidden."""
 
     def __init__(self, folder: Path, start_iteration: int) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class TensorboardSink:
             raise UserError(f"logging.tensorboard_dir={self._folder}: cannot be written: {error.strerror}") from error
 
     def describe(self, start: Mapping[str, Any]) -> None:
-        """Record what a run is."""
+        """Record the metadata of a launch."""
         lines = json.dumps(start, indent=1).splitlines()
         self._writer.add_text("start", "\n".join(f"    {line}" for line in lines), start["iteration"])
 
@@ -60,7 +60,7 @@ class TensorboardSink:
             self._writer.add_scalar(name, value, step)
 
     def go_back(self, iteration: int) -> None:
-        """Begin another file, which hides what follows the iteration."""
+        """Open another file, which hides the steps after the iteration."""
         self._writer.close()
         self._writer = self._open(iteration)
 
@@ -72,9 +72,9 @@ class TensorboardSink:
 class WandbSink:
     """A run of Weights & Biases; offline it writes files under `folder` and needs no network.
 
-    A start that continues another in the same folder continues its run, of which the folder keeps the id.  wandb drops
-    a row whose step is not above the one before, so that its steps are left to count rows and curves are over
-    `iteration`: what is done again after a crash or a setback is there twice, the later row being the one that counts.
+    A launch that continues another one in its folder continues its wandb run, whose id the folder keeps.  wandb drops a
+    row whose step is not above the one before, so its step counts rows, and curves are over `iteration`: iterations
+    that are repeated after a crash or a rollback appear twice, and the later row is the valid one.
     """
 
     def __init__(self, config: Config, folder: Path, start_iteration: int) -> None:
@@ -107,7 +107,7 @@ class WandbSink:
         self._run.define_metric("validation_loss", step_metric="iteration", summary="min,last")
 
     def describe(self, start: Mapping[str, Any]) -> None:
-        """Record what a run is."""
+        """Record the metadata of a launch."""
         self._run.config.update({"start": dict(start)}, allow_val_change=True)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -115,7 +115,7 @@ class WandbSink:
         self._run.log({**values, "iteration": step})
 
     def go_back(self, iteration: int) -> None:
-        """Mark the place: no row can be taken back."""
+        """Log a marker, since no row can be removed."""
         self.log({"rollback_to": iteration}, iteration)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class WandbSink:
 
 
 def run_id(path: Path, start_iteration: int) -> str:
-    """The id that the start before has left, or a new one where a run begins."""
+    """Return the id that an earlier launch stored, or store a new one for a new run."""
     if start_iteration > 0 and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     new = uuid.uuid4().hex[:8]
@@ -133,7 +133,7 @@ def run_id(path: Path, start_iteration: int) -> str:
 
 
 def build_sinks(config: Config, folder: Path | None, start_iteration: int) -> tuple[Sink, ...]:
-    """The sinks that the configuration asks for."""
+    """Build the sinks that the configuration enables."""
     sinks: list[Sink] = []
     if config.logging.wandb_project is not None:
         sinks.append(WandbSink(config, folder or Path.cwd(), start_iteration))

@@ -1,6 +1,4 @@
-"""One logged step, and how the console shows it: Megatron-LM's line in its order and words, so that scripts that read
-Megatron's logs read ours.
-"""
+"""Record of one logged step, and its console line: Megatron-LM's, so that scripts that parse Megatron's logs work."""
 
 from __future__ import annotations
 
@@ -12,22 +10,22 @@ from datetime import datetime
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is reported of one step, at full precision.
+    """Numbers of one logged step, at full precision.
 
     Attributes:
         consumed_samples: sequences read since the run began.
-        consumed_tokens: the same in tokens.
+        consumed_tokens: tokens read since the run began.
         lm_loss: mean over the tokens of the global batch, in nats.
         grad_norm: global, before clipping.
         elapsed_ms: per step, averaged over the steps since the last record.
-        tflops_per_s_per_rank: of the model.
-        mfu, hfu: model FLOP/s, and those really done, over the device's peak; None where the peak is unknown.
-        pipeline_bubble: idle part of the schedule's time, measured; None without a pipeline.
-        peak_memory_bytes: largest of any rank's.
+        tflops_per_s_per_rank: model TFLOP/s.
+        mfu, hfu: model and hardware FLOP/s as a fraction of the device's peak; None if the peak is unknown.
+        pipeline_bubble: measured bubble, a fraction of the schedule's time; None without a pipeline.
+        peak_memory_bytes: largest peak among the ranks.
         skipped_iterations: steps without an update since the last record.
-        loss_scale: what the next step's loss is multiplied by; None where nothing is scaled.
-        global_batch_size: sequences of this step, and `seq_length` of them that it was trained on.
-        skipped_records: bad ones left out of the training data since the run began; None where none may be.
+        loss_scale: factor of the next step's loss; None without loss scaling.
+        global_batch_size: sequences of this step, trained on with `seq_length` tokens each.
+        skipped_records: bad records skipped since the run began; None if none may be skipped.
     """
 
     iteration: int
@@ -52,7 +50,7 @@ class StepRecord:
 
 
 def step_line(record: StepRecord, train_iters: int, now: datetime) -> str:
-    """The console line of a step."""
+    """Return the console line of a step."""
     fields = {
         "consumed samples": f"{record.consumed_samples:12d}",
         "elapsed time per iteration (ms)": f"{record.elapsed_ms:.1f}",
@@ -73,14 +71,14 @@ def step_line(record: StepRecord, train_iters: int, now: datetime) -> str:
 
 
 def timer_lines(timers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Times of phases as Megatron shows them, and the slowest rank."""
+    """Yield the phase times in Megatron's format, with the slowest rank."""
     yield "(min, max) time across ranks (ms), slowest rank:"
     for name, over in timers.items():
         yield f"    {name} ".ljust(46, ".") + f": ({over['min']:.2f}, {over['max']:.2f}), {over['max_rank']}"
 
 
 def evaluation_line(iteration: int, validation_loss: float) -> str:
-    """The console line of an evaluation, with the perplexity as Megatron bounds it."""
+    """Return the console line of an evaluation; the exponent of the perplexity is capped at 20, as in Megatron."""
     perplexity = math.exp(min(20.0, validation_loss))
     return (
         f" validation loss at iteration {iteration} | lm loss value: {scientific(validation_loss)} | "
@@ -89,5 +87,5 @@ def evaluation_line(iteration: int, validation_loss: float) -> str:
 
 
 def scientific(value: float) -> str:
-    """Megatron's six digits; what is not a number keeps its name."""
+    """Format with Megatron's six digits; NaN and infinity as words."""
     return f"{value:.6E}" if math.isfinite(value) else str(value).replace("nan", "NaN")

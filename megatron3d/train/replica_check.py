@@ -1,5 +1,5 @@
-"""Whether ranks that should hold the same weights do: memory and CPUs fail silently (Hochschild et al.
-2021, "Cores that don't count"), and one wrong replica spoils the sums of all.
+"""Check that data-parallel replicas hold the same weights: memory and CPUs fail silently (Hochschild et al. 2021,
+"Cores that don't count"), and one corrupt replica spoils the all-reduced gradients of all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(values: Tensor) -> int:
-    """The sum of word * (2 place + 1) modulo 2^64, which two tensors share if all bits are equal, and hardly else."""
+    """Return the sum of word * (2 place + 1) modulo 2^64: equal for equal bits, else almost surely different."""
     words, total = values.view(_WORDS[values.element_size()]), torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, len(words), _PIECE):
         piece = words[start : start + _PIECE].to(torch.int64)
@@ -29,9 +29,9 @@ def digest(values: Tensor) -> int:
 
 
 def check_replicas(state: TrainState) -> None:
-    """Compare the weights of data-parallel replicas bit by bit; raises RuntimeError on all ranks, naming who differs.
+    """Compare the weights of data-parallel replicas bit by bit; raise RuntimeError on all ranks if some differ.
 
-    With ZeRO 3 copies are only between groups.
+    With ZeRO 3 only the replicas of HSDP hold copies.
     """
     buffers, comm = state.buffers, state.model.comm
     buffers.settle()
@@ -57,4 +57,4 @@ def _differing(notes: Mapping[int, tuple[tuple[int, ...], list[int], str]]) -> I
             named = ", ".join(f"rank {rank} (host {notes[rank][2]})" for rank in odd)
             others = [rank for rank in ranks if rank not in odd]
             against = f"not those of ranks {', '.join(map(str, others))}" if others else "not the same"
-            yield f"the weights of {named} are {against}, which are replicas: a device has computed or kept wrong bits"
+            yield f"the weights of {named} are {against}, which are replicas: a device corrupted bits"
