@@ -19,7 +19,7 @@ from report import Row, show, write
 
 from megatron3d.analysis import calibrate
 from megatron3d.analysis.cost_model.hardware import load_accelerator, load_cluster
-from megatron3d.analysis.cost_model.step import make_machine, simulated_step, step_time
+from megatron3d.analysis.cost_model.step import make_machine, predict_time
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
@@ -117,7 +117,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
     for label, num_ranks, *_ in chosen:
         config, took = configs[label], median(seconds[label])
         machine = make_machine(local, accelerator, "fp32", num_ranks)
-        expected = step_time(simulated_step(RunSpec(config, num_ranks, 2048), machine)).step_s
+        expected = predict_time(RunSpec(config, num_ranks, 2048), machine).step_s
         rows.append(
             {
                 "layout": label,

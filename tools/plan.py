@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.analysis.cost_model.plan_report import (
+from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
+from megatron3d.analysis.planner.plan_report import (
     compare_plans,
     explain_plan,
     layout_labels,
     result_table,
     scaling_table,
 )
-from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
 from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, search
 from megatron3d.config.cli import resolve
 from megatron3d.config.read import Resolved, read_config

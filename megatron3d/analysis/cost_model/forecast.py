@@ -20,7 +20,7 @@ from megatron3d.analysis.cost_model.breakdown import (
 )
 from megatron3d.analysis.cost_model.hardware import CLUSTERS
 from megatron3d.analysis.cost_model.layer import Machine
-from megatron3d.analysis.cost_model.step import TimePrediction, load_machine, simulated_step, step_time
+from megatron3d.analysis.cost_model.step import TimePrediction, load_machine, predict_time
 from megatron3d.analysis.memory_model.table import align_columns
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.parallel.mesh import Mesh
@@ -101,5 +101,4 @@ def forecast(spec: RunSpec, is_cpu: bool) -> Forecast | str:
     if is_cpu and config.train.precision != "fp32" and config.logging.cluster is None:
         return "step time is not predicted: tools/calibrate.py measures CPUs in fp32 only"
     machine = load_machine(cluster, config.train.precision, spec.world_size)
-    step = simulated_step(spec, machine)
-    return Forecast(cluster, step_time(step), machine, step.mesh)
+    return Forecast(cluster, predict_time(spec, machine), machine, spec.mesh)

@@ -85,6 +85,11 @@ def make_machine(
     return Machine(computes, Network(cluster, slowdown), profile)
 
 
+def predict_time(spec: RunSpec, machine: Machine) -> TimePrediction:
+    """Predict the step time of a valid run on a machine."""
+    return step_time(simulated_step(spec, machine))
+
+
 @dataclass(frozen=True)
 class SimulatedStep:
     """The inputs of a step's simulation."""

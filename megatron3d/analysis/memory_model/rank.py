@@ -24,8 +24,10 @@ from megatron3d.analysis.memory_model.activations import (
     run_activations,
     total_bytes,
 )
-from megatron3d.analysis.memory_model.step_spec import StepSpec
+from megatron3d.analysis.memory_model.local_sizes import KERNELS, KernelMemory
+from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.analysis.memory_model.transient_peaks import embedding_peak, head_peaks, layer_peaks, matmuls
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.layout import ParamSpec, num_copies
@@ -62,6 +64,11 @@ class RankMemory:
     def total(self) -> int:
         """Sum of all categories."""
         return sum(self.categories.values())
+
+
+def predict_memory(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> RankMemory:
+    """Predict the memory of the rank that a valid run is seen from."""
+    return rank_memory(make_step_spec(spec, kernels))
 
 
 def rank_memory(step: StepSpec) -> RankMemory:

@@ -19,7 +19,7 @@ from megatron3d.analysis.cost_model.data_axis import ParamCounts, collectives_pe
 from megatron3d.analysis.cost_model.embedding_head import head_times
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine, layer_times
-from megatron3d.analysis.cost_model.step import TimePrediction, load_machine, simulated_specs, simulated_step, step_time
+from megatron3d.analysis.cost_model.step import TimePrediction, load_machine, predict_time, simulated_specs
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
 from megatron3d.analysis.memory_model.rank import RankMemory, rank_memory
@@ -110,7 +110,7 @@ class PlanningProblem:
 
     def step(self, spec: RunSpec) -> TimePrediction:
         """Predict the time of a step."""
-        return step_time(simulated_step(spec, self.machine))
+        return predict_time(spec, self.machine)
 
     def memory(self, spec: RunSpec) -> RankMemory:
         """Predict the memory of the rank that needs most."""

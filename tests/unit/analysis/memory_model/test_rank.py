@@ -18,6 +18,7 @@ from megatron3d.analysis.memory_model.rank import (
     flat_numels,
     in_flight,
     peak_activations,
+    predict_memory,
     rank_memory,
     stage_activations,
 )
@@ -91,7 +92,7 @@ def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int],
     comm = connect(spec)
     tensors = states(build_state(spec, comm, CPU))
     measured = {name: num_bytes(of_category) for name, of_category in tensors.items()}
-    expected = rank_memory(make_step_spec(spec)).categories
+    expected = predict_memory(spec).categories
     return measured, {name: expected[name] for name in measured}
 
 
@@ -114,7 +115,7 @@ def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
     settings = StepSettings(1, train.global_batch_size * arch.seq_length, train.global_batch_size)
     with Live([*tensors, *(microbatch.tokens for microbatch in batch)]) as live:
         train_step(state, batch, 1e-3, settings)
-    memory = rank_memory(make_step_spec(spec))
+    memory = predict_memory(spec)
     lasts = memory.weights + memory.main_weights + memory.gradients + memory.optimizer
     return live.peak - lasts, memory.total - lasts
 
