@@ -32,6 +32,7 @@ LOADS_TORCH: Mapping[str, bool] = {
     "megatron3d.data.ramp": False,
     "megatron3d.model.architecture": False,
     "megatron3d.model.flops": False,
+    "megatron3d.model.linears": False,
     "megatron3d.model.params": False,
     "megatron3d.model.recompute_spec": False,
     "megatron3d.model.stages": False,

@@ -1,15 +1,16 @@
-"""Closed forms of the model: parameters and floating-point operations, from the configuration alone.
+"""Closed forms of the model's parameter count and floating-point operations.
 
-They are written without the parameter table on purpose: the built model is held against them before it trains.
+The parameter count does not use the parameter table on purpose: the built model is checked against it at startup.
 """
 
 from __future__ import annotations
 
 from megatron3d.model.architecture import GATED, Architecture
+from megatron3d.model.linears import layer_linears
 
 
 def num_parameters(arch: Architecture) -> int:
-    """Parameters of the whole model, without vocabulary padding."""
+    """Return the number of parameters of the whole model, without vocabulary padding."""
     h, f = arch.hidden_size, arch.ffn_hidden_size
     bias = int(arch.add_bias_linear)
     norm = 2 if arch.normalization == "LayerNorm" else 1
@@ -25,27 +26,24 @@ def num_parameters(arch: Architecture) -> int:
 
 
 def layer_flops_per_token(arch: Architecture) -> int:
-    """Floating-point operations of forward and backward of one layer per token."""
+    """Return the FLOPs of forward and backward of one layer per token."""
     return 6 * layer_weights(arch) + 12 * arch.num_attention_heads * arch.kv_channels * arch.seq_length
 
 
 def layer_weights(arch: Architecture) -> int:
-    """Weights of one layer that multiply."""
-    q = arch.num_attention_heads * arch.kv_channels
-    kv = 2 * arch.num_query_groups * arch.kv_channels
-    gates = 2 if arch.activation in GATED else 1
-    return arch.hidden_size * (q + kv + q + (gates + 1) * arch.ffn_hidden_size)
+    """Return the number of weights in a layer's GEMMs."""
+    return sum(linear.num_weights for linear in layer_linears(arch).values())
 
 
 def head_flops_per_token(arch: Architecture) -> int:
-    """Floating-point operations of forward and backward of the head per token."""
+    """Return the FLOPs of forward and backward of the LM head per token."""
     return 6 * arch.hidden_size * arch.vocab_size
 
 
 def flops_per_token(arch: Architecture) -> int:
-    """Floating-point operations of forward and backward per token (Chowdhery et al. 2022, arXiv:2204.02311, B).
+    """Return the FLOPs of forward and backward per token (Chowdhery et al. 2022, arXiv:2204.02311, B).
 
-    6 per weight that multiplies, the head included and embeddings not, plus 12 * layers * heads * head size * length
+    6 per weight in a GEMM, LM head included and embeddings not, plus 12 * layers * heads * head size * length
     for the attention core, the causal half counted in full as the field does.
     """
     return arch.num_layers * layer_flops_per_token(arch) + head_flops_per_token(arch)

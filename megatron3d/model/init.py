@@ -1,18 +1,18 @@
-"""Initial values as a function of (seed, name, global index): equal in every layout.
+"""Initial values as a function of (seed, name, global index), equal in every layout.
 
-A logical tensor is cut into tiles; each tile has its own generator, seeded by (seed, name, tile), so that a rank draws
-the tiles which its box meets and never a whole large tensor.
+Each tile of a logical tensor has its own generator, seeded by (seed, name, tile), so that a rank draws only the tiles
+that overlap its box.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from megatron3d.ops.seeds import derive_seed
 from megatron3d.parallel.layout import Box, ParamSpec, box_shape
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import Mesh
@@ -21,7 +21,7 @@ _TILE = (64, 1024)
 
 
 def initialize(spec: ParamSpec, local: Tensor, mesh: Mesh, seed: int, start: int = 0) -> None:
-    """Fill a rank's local tensor, or its elements from `start` on; what is of no logical tensor (padding) becomes 0."""
+    """Fill a rank's local tensor, or its elements from `start` on; padding becomes 0."""
     local.detach().fill_(0.0)
     for part, held, view in part_views(spec, local, mesh, start):
         if spec.init == 0:
@@ -31,12 +31,12 @@ def initialize(spec: ParamSpec, local: Tensor, mesh: Mesh, seed: int, start: int
 
 
 def normal_box(seed: int, name: str, shape: tuple[int, ...], held: Box) -> Tensor:
-    """The box `held` of a tensor of standard normal values, fp32 on the CPU."""
+    """Return the box `held` of a tensor of standard normal values, fp32 on the CPU."""
     out = torch.empty(box_shape(held))
     sides = _TILE[-len(shape) :]
     for tile in product(*(range(low // side, -(-high // side)) for (low, high), side in zip(held, sides, strict=True))):
         size = tuple(min(side, whole - t * side) for t, side, whole in zip(tile, sides, shape, strict=True))
-        generator = torch.Generator().manual_seed(_tile_seed(seed, name, tile))
+        generator = torch.Generator().manual_seed(derive_seed(seed, name, tile))
         values = torch.empty(size).normal_(generator=generator)
         cuts = list(_overlap(tile, sides, size, held))
         out[tuple(to for to, _ in cuts)] = values[tuple(of for _, of in cuts)]
@@ -46,12 +46,7 @@ def normal_box(seed: int, name: str, shape: tuple[int, ...], held: Box) -> Tenso
 def _overlap(
     tile: tuple[int, ...], sides: tuple[int, ...], size: tuple[int, ...], held: Box
 ) -> Iterator[tuple[slice, slice]]:
-    """Per dimension: where the tile meets the box, in the box's and in the tile's coordinates."""
+    """Yield the overlap of tile and box in each dimension, in the box's and in the tile's coordinates."""
     for t, side, n, (low, high) in zip(tile, sides, size, held, strict=True):
         first, last = max(low, t * side), min(high, t * side + n)
         yield slice(first - low, last - low), slice(first - t * side, last - t * side)
-
-
-def _tile_seed(seed: int, name: str, tile: tuple[int, ...]) -> int:
-    digest = hashlib.blake2b(repr((seed, name, tile)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm
 from megatron3d.model.architecture import Architecture
+from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
 from megatron3d.ops.attention import Heads, attention, rotate
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
-from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
+from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.ops.embedding import embedding
 from megatron3d.ops.gemm import uses_onednn
 from megatron3d.ops.main_grad import MainGrads
@@ -30,6 +31,7 @@ from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
 from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
 from megatron3d.ops.recompute import kept_as, repeated
+from megatron3d.ops.seeds import derive_seed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
@@ -89,9 +91,10 @@ class Build:
 class Linear(nn.Module):
     """One planned matmul with its weight and bias."""
 
-    def __init__(self, name: str, plan: MatmulPlan, build: Build) -> None:
+    def __init__(self, layer: str, name: str, build: Build) -> None:
         super().__init__()
-        plan, comm, overlap = build.plan(plan), build.comm, build.overlap
+        plan = build.plan(layer_linears(build.arch)[name].plan(build.mode))
+        comm, overlap, name = build.comm, build.overlap, f"{layer}.{name}"
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
         self.matmul: Matmul
@@ -133,23 +136,23 @@ class HiddenDropout(nn.Module):
             return x_MH
         rows = at.token_rows(self.layout[0], self.mesh, x_MH.device)
         columns = torch.arange(*span(self.hidden_size, self.layout[1], self.mesh), device=x_MH.device)
-        return dropout(x_MH, keep_mask(dropout_key(*at.key, self.site), rows, columns, self.rate), self.rate)
+        return dropout(x_MH, keep_mask(derive_seed(*at.key, self.site), rows, columns, self.rate), self.rate)
 
 
 class Attention(nn.Module):
     """qkv, rotary positions, attention over my heads, projection."""
 
-    def __init__(self, name: str, build: Build) -> None:
+    def __init__(self, layer: str, build: Build) -> None:
         super().__init__()
-        arch = build.arch
+        arch, name = build.arch, f"{layer}.attention"
         self.site, self.dropout = name, arch.attention_dropout
         self.tokens, self.mesh = build.mode.inner[0], build.comm.mesh
         heads_axes = build.live(build.mode.inner[1])
         self.heads = Heads(arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm)
-        self.qkv = Linear(f"{name}.qkv", build.mode.expand, build)
+        self.qkv = Linear(layer, QKV, build)
         self.q_norm = Norm(f"{name}.q_norm", (), build) if arch.qk_layernorm else nn.Identity()
         self.k_norm = Norm(f"{name}.k_norm", (), build) if arch.qk_layernorm else nn.Identity()
-        self.proj = Linear(f"{name}.proj", build.mode.contract, build)
+        self.proj = Linear(layer, PROJ, build)
         self.repeats_core = build.recompute.repeats(CORE_ATTN)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
@@ -170,7 +173,7 @@ class Attention(nn.Module):
         drop = None
         if self.dropout and at.key is not None:
             first, _ = span(at.num_sequences, self.tokens, self.mesh)
-            drop = (self.dropout, dropout_key(*at.key, self.site), at.first_sequence + first)
+            drop = (self.dropout, derive_seed(*at.key, self.site), at.first_sequence + first)
         mask = None if at.mask_BSS is None else at.rows(at.mask_BSS, self.tokens, self.mesh)
         return attention(q, k, v, self.heads, drop, mask)
 
@@ -178,11 +181,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Up (and gate), activation, down."""
 
-    def __init__(self, name: str, build: Build) -> None:
+    def __init__(self, layer: str, build: Build) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[build.arch.activation]
-        self.fc1 = Linear(f"{name}.fc1", build.mode.expand, build)
-        self.fc2 = Linear(f"{name}.fc2", build.mode.contract, build)
+        self.fc1 = Linear(layer, FC1, build)
+        self.fc2 = Linear(layer, FC2, build)
         self.repeats_activation = build.recompute.repeats(MLP_ACT)
 
     def forward(self, x_MH: Tensor) -> Tensor:
@@ -200,10 +203,10 @@ class Layer(nn.Module):
         super().__init__()
         features = build.mode.residual[1]
         self.input_norm = Norm(f"{name}.input_norm", features, build)
-        self.attention = Attention(f"{name}.attention", build)
+        self.attention = Attention(name, build)
         self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
         self.post_attention_norm = Norm(f"{name}.post_attention_norm", features, build)
-        self.mlp = MLP(f"{name}.mlp", build)
+        self.mlp = MLP(name, build)
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.fc2", build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:

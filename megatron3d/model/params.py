@@ -1,4 +1,4 @@
-"""Every parameter of the model: logical shape, layout, initial value.  A pure table; the modules only look up.
+"""Table of every parameter of the model: logical shape, layout and initial value, which the modules look up.
 
 A fused matmul (q, k and v; gate and up) is one parameter of several logical tensors, so that whole heads and whole
 gate/up pairs stay together in every layout.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron3d.model.architecture import GATED, Architecture
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.parallel.layout import ParamSpec, Part
-from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.parallel.modes.mode import Mode
 
@@ -23,14 +23,14 @@ Named = Iterator[tuple[str, ParamSpec]]
 
 
 def param_specs(arch: Architecture, mode: Mode) -> dict[str, ParamSpec]:
-    """Specs of the whole model by the parameter's path in the module tree, in the order of the forward pass."""
+    """Return the specs of the whole model by parameter path, in the order of the forward pass."""
     return dict(_stage_specs(arch, mode, make_stages([arch.num_layers])[0], EMBEDDING))
 
 
 def stage_specs(
     arch: Architecture, mode: Mode, assignment: StageAssignment, rank: int
 ) -> dict[int, dict[str, ParamSpec]]:
-    """The same for each stage on a rank of the pipeline, a parameter being in the first of them that uses it.
+    """Return the specs of each stage on a pipeline rank; a parameter is in the first stage that uses it.
 
     Where embeddings are tied and the ends of the pipeline are on two ranks, both hold the matrix: `embedding.weight` on
     the first, `head.weight` on the last, one logical tensor.
@@ -53,7 +53,7 @@ def stage_specs(
 
 
 def _stage_specs(arch: Architecture, mode: Mode, stage: Stage, tied_head: str) -> Named:
-    """`tied_head` is the path of the head's matrix where it is the embedding's."""
+    """Yield the parameters of a stage; `tied_head` is the path of the head's matrix where that is the embedding's."""
     table = _Table(arch, mode)
     if stage.has_embedding:
         yield from table.embedding()
@@ -73,7 +73,7 @@ class _Table:
     mode: Mode
 
     def embedding(self) -> Named:
-        """Word and position embeddings."""
+        """Yield word and position embeddings."""
         yield from self.vocabulary(EMBEDDING, EMBEDDING)
         if self.arch.position_embedding_type == "learned_absolute":
             name, shape = "embedding.position", (self.arch.max_position_embeddings, self.arch.hidden_size)
@@ -81,62 +81,46 @@ class _Table:
             yield name, ParamSpec(_same(name, shape), ((), features), DATA + tokens, init=self.arch.init_method_std)
 
     def vocabulary(self, path: str, name: str) -> Named:
-        """[vocabulary, hidden], stored as the head's matrix for the embedding as well: tied or not, one layout."""
+        """Yield a [vocabulary, hidden] matrix in the head's layout, which the embedding has as well, tied or not."""
         hidden, plan = self.arch.hidden_size, self.mode.expand
         part = Part(name, (self.arch.vocab_size, hidden), (self.arch.padded_vocab_size, hidden))
         yield path, ParamSpec((part,), plan.w_layout, DATA + plan.m, init=self.arch.init_method_std)
 
     def layer(self, name: str) -> Named:
-        """One transformer layer."""
+        """Yield the parameters of one transformer layer."""
         arch, (tokens, features) = self.arch, self.mode.residual
-        heads, groups = (arch.kv_channels * n for n in (arch.num_attention_heads, arch.num_query_groups))
-        into = (
-            {"gate": arch.ffn_hidden_size, "up": arch.ffn_hidden_size}
-            if arch.activation in GATED
-            else {"up": arch.ffn_hidden_size}
-        )
-        attention, mlp = f"{name}.attention", f"{name}.mlp"
         yield from self.norm(f"{name}.input_norm", arch.hidden_size, tokens, features)
-        yield from self.expand(
-            f"{attention}.qkv", {f"{attention}.{p}": n for p, n in zip("qkv", (heads, groups, groups), strict=True)}
-        )
+        yield from self.linear(name, QKV)
         if arch.qk_layernorm:
             inner_rows = sum(self.mode.inner, ())
-            yield from self.norm(f"{attention}.q_norm", arch.kv_channels, inner_rows, ())
-            yield from self.norm(f"{attention}.k_norm", arch.kv_channels, inner_rows, ())
-        yield from self.contract(f"{attention}.proj", heads)
+            yield from self.norm(f"{name}.attention.q_norm", arch.kv_channels, inner_rows, ())
+            yield from self.norm(f"{name}.attention.k_norm", arch.kv_channels, inner_rows, ())
+        yield from self.linear(name, PROJ)
         yield from self.norm(f"{name}.post_attention_norm", arch.hidden_size, tokens, features)
-        yield from self.expand(f"{mlp}.fc1", {f"{mlp}.{part}": n for part, n in into.items()})
-        yield from self.contract(f"{mlp}.fc2", arch.ffn_hidden_size)
+        yield from self.linear(name, FC1)
+        yield from self.linear(name, FC2)
 
     def norm(self, name: str, size: int, tokens: Axes, features: Axes) -> Named:
-        """Scale, and shift where the norm has one; `tokens` split the rows that are normalized."""
+        """Yield weight and, for LayerNorm, bias of a norm; `tokens` are the axes that shard the normalized rows."""
         used = DATA + tokens
         weight, bias = f"{name}.weight", f"{name}.bias"
         yield weight, ParamSpec(_same(weight, (size,)), (features,), used, fill=1.0, decay=False)
         if self.arch.normalization == "LayerNorm":
             yield bias, ParamSpec(_same(bias, (size,)), (features,), used, decay=False)
 
-    def expand(self, name: str, sizes: Mapping[str, int]) -> Named:
-        """hidden -> the sizes of several parts, joined."""
-        axis_sizes, plan = dict(self.mode.axes), self.mode.expand
-        blocks = math.prod(axis_sizes[axis] for axis, dim in plan.y.items() if dim == "N")
-        yield from self._linear(name, sizes, self.arch.hidden_size, plan, self.arch.init_method_std, blocks)
-
-    def contract(self, name: str, num_inputs: int) -> Named:
-        """Inner features -> hidden, onto the residual stream (initial values as in Radford et al. 2019)."""
-        std = self.arch.init_method_std / math.sqrt(2 * self.arch.num_layers)
-        yield from self._linear(name, {name: self.arch.hidden_size}, num_inputs, self.mode.contract, std, 1)
-
-    def _linear(
-        self, name: str, sizes: Mapping[str, int], num_inputs: int, plan: MatmulPlan, std: float, blocks: int
-    ) -> Named:
-        weights = tuple(Part(f"{part}.weight", (n, num_inputs), (n, num_inputs)) for part, n in sizes.items())
-        yield f"{name}.weight", ParamSpec(weights, plan.w_layout, DATA + plan.m, init=std, blocks=blocks)
+    def linear(self, layer: str, name: str) -> Named:
+        """Yield weight and bias of a linear; those onto the residual stream start smaller (Radford et al. 2019)."""
+        size, path, axis_sizes = layer_linears(self.arch)[name], f"{layer}.{name}", dict(self.mode.axes)
+        plan, module = size.plan(self.mode), path.rpartition(".")[0]
+        std = self.arch.init_method_std / (1 if size.expands else math.sqrt(2 * self.arch.num_layers))
+        blocks = math.prod(axis_sizes[axis] for axis, dim in plan.y.items() if dim == "N") if size.expands else 1
+        parts = {f"{module}.{part}": n for part, n in size.outputs.items()}
+        weights = tuple(Part(f"{part}.weight", *2 * [(n, size.num_inputs)]) for part, n in parts.items())
+        yield f"{path}.weight", ParamSpec(weights, plan.w_layout, DATA + plan.m, init=std, blocks=blocks)
         if self.arch.add_bias_linear:
-            biases = tuple(Part(f"{part}.bias", (n,), (n,)) for part, n in sizes.items())
+            biases = tuple(Part(f"{part}.bias", (n,), (n,)) for part, n in parts.items())
             tokens, features = plan.y_layout
-            yield f"{name}.bias", ParamSpec(biases, (features,), DATA + tokens, decay=False)
+            yield f"{path}.bias", ParamSpec(biases, (features,), DATA + tokens, decay=False)
 
 
 def _same(name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:

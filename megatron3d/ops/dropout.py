@@ -1,13 +1,12 @@
-"""Dropout whose mask is a function of (seed, iteration, layer, site, global element index), equal in every layout.
+"""Dropout whose mask is a function of (seed, iteration, site, global element index), equal in every layout.
 
-Each element's index is a row and a column; their hashes are added and mixed again, with the multipliers and shifts of
+An element's index is its row and column; their hashes are added and hashed again, with the multipliers and shifts of
 splitmix64's finalizer (Steele, Lea and Flood 2014; here the shifts keep the sign).
 Letters: M rows (tokens), H columns.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -17,20 +16,14 @@ _MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 _BITS = 24
 
 
-def dropout_key(*parts: int | str) -> int:
-    """A 63-bit key for (seed, iteration, layer, site)."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def keep_mask(key: int, rows_M: Tensor, columns_H: Tensor, rate: float) -> Tensor:
-    """Bool [M, H]: False with probability `rate`; int64 `rows_M` and `columns_H` are global indices."""
+    """Return bool [M, H], False with probability `rate`; int64 `rows_M` and `columns_H` are global indices."""
     mixed = _mix(_mix(rows_M + key).unsqueeze(-1) + _mix(columns_H - key))
     return (mixed >> 20) & ((1 << _BITS) - 1) >= int(rate * (1 << _BITS))
 
 
 def dropout(x_MH: Tensor, keep_MH: Tensor, rate: float) -> Tensor:
-    """x where `keep_MH`, scaled by 1 / (1 - rate), else 0."""
+    """Return x / (1 - rate) where `keep_MH`, else 0."""
     y_MH: Tensor = _Dropout.apply(x_MH, keep_MH, 1.0 / (1.0 - rate))
     return y_MH
 

@@ -108,7 +108,7 @@ class Buffers:
         """Assert that all gradients of a stage are complete, after its last microbatch."""
         for flat in self.flat_buffers:
             missing = flat.grads_per_microbatch * self._num_microbatches - flat.num_grads if flat.stage == stage else 0
-            assert missing == 0, f"{missing} gradients of stage {stage} are missing: of {', '.join(flat.spans)}"
+            assert missing == 0, f"{missing} gradients of stage {stage} never arrived: of {', '.join(flat.spans)}"
 
     def reduce_grads(self) -> None:
         """Wait until every gradient is summed over its axes (the gradient rule) and its link."""

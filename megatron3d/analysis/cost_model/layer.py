@@ -27,6 +27,7 @@ from megatron3d.analysis.cost_model.execution_profile import TWO_COPIES, Executi
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.model.linears import layer_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, flows
 from megatron3d.parallel.mesh import Mesh
@@ -70,15 +71,10 @@ class Linear(NamedTuple):
 
 
 def linears(local: LocalSizes) -> dict[str, Linear]:
-    """The four of a layer with global sizes."""
-    arch, up, down = local.arch, local.mode.expand, local.mode.contract
-    heads, keys = arch.num_attention_heads * arch.kv_channels, 2 * arch.num_query_groups * arch.kv_channels
-    hidden, ffn, tokens = arch.hidden_size, arch.ffn_hidden_size, local.num_tokens
+    """Return a layer's linears by name, with plans and global sizes."""
     return {
-        "qkv": Linear(up, tokens, heads + keys, hidden),
-        "proj": Linear(down, tokens, hidden, heads),
-        "fc1": Linear(up, tokens, ffn * (1 + local.is_gated), hidden),
-        "fc2": Linear(down, tokens, hidden, ffn),
+        path.rpartition(".")[2]: Linear(size.plan(local.mode), local.num_tokens, size.num_outputs, size.num_inputs)
+        for path, size in layer_linears(local.arch).items()
     }
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
+from megatron3d.model.linears import FC1, FC2, PROJ, QKV, LinearSize, layer_linears
 from megatron3d.model.recompute_spec import KEEP_ALL
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
@@ -33,29 +34,23 @@ class LocalMatmul(NamedTuple):
 
 
 def matmuls(local: LocalSizes) -> dict[str, LocalMatmul]:
-    """Return the four matmuls of a layer by module."""
-    mesh, arch = local.mesh, local.arch
-    up, down = local.mode.expand.on(mesh), local.mode.contract.on(mesh)
-    residual, tokens = local.tokens * local.hidden, local.inner_tokens
-    queries, keys, ffn = local.num_queries * arch.kv_channels, 2 * local.keys_width, local.ffn * (1 + local.is_gated)
-    whole_heads = arch.num_attention_heads * arch.kv_channels
-
-    def weight(plan: MatmulPlan, n: int, k: int) -> int:
-        rows, columns = plan.w_layout
-        return local.part(n, rows) * local.part(k, columns)
-
-    whole_qkv = whole_heads + 2 * arch.num_query_groups * arch.kv_channels
-    whole_ffn = arch.ffn_hidden_size * (1 + local.is_gated)
-
-    def stored(plan: MatmulPlan, x: int, w: int, y: int) -> LocalMatmul:
-        return LocalMatmul(plan, x, w, y, w * mesh.size(plan.w))
-
-    return {
-        "attention.qkv": stored(up, residual, weight(up, whole_qkv, arch.hidden_size), tokens * (queries + keys)),
-        "attention.proj": stored(down, tokens * queries, weight(down, arch.hidden_size, whole_heads), residual),
-        "mlp.fc1": stored(up, residual, weight(up, whole_ffn, arch.hidden_size), tokens * ffn),
-        "mlp.fc2": stored(down, tokens * local.ffn, weight(down, arch.hidden_size, arch.ffn_hidden_size), residual),
+    """Return a layer's matmuls by path, with the sizes of this rank's shards."""
+    residual, tokens, head_size = local.tokens * local.hidden, local.inner_tokens, local.arch.kv_channels
+    queries, keys = local.num_queries * head_size, 2 * local.keys_width
+    stored_x_y = {
+        QKV: (residual, tokens * (queries + keys)),
+        PROJ: (tokens * queries, residual),
+        FC1: (residual, tokens * local.ffn * (1 + local.is_gated)),
+        FC2: (tokens * local.ffn, residual),
     }
+
+    def stored(size: LinearSize, x: int, y: int) -> LocalMatmul:
+        plan = size.plan(local.mode).on(local.mesh)
+        rows, columns = plan.w_layout
+        w = local.part(size.num_outputs, rows) * local.part(size.num_inputs, columns)
+        return LocalMatmul(plan, x, w, y, w * local.mesh.size(plan.w))
+
+    return {path: stored(size, *stored_x_y[path]) for path, size in layer_linears(local.arch).items()}
 
 
 # The linear before in the order of the forward pass: its W is gathered while this one's backward computes.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.attention import Heads, attention, rotary_tables, rotate
-from megatron3d.ops.dropout import dropout_key
+from megatron3d.ops.seeds import derive_seed
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
 from tests.support.pool import Pool
@@ -183,7 +183,7 @@ def test_rotary_angles_of_far_positions_are_exact_in_low_precision() -> None:
         assert low.dtype == torch.bfloat16 and (low - high).abs().max() < 2**-8
 
 
-KEY = dropout_key(1, 2, "attention")
+KEY = derive_seed(1, 2, "attention")
 
 
 def test_dropout_of_rate_zero_is_attention() -> None:
@@ -195,7 +195,7 @@ def test_dropout_of_rate_zero_is_attention() -> None:
 def test_dropout_keeps_the_expectation() -> None:
     heads = Heads(2, 1, SIZE, (), ProcessComm(Mesh(()), []))
     qkv = torch.cat(projections(2, 1), 1)
-    runs = torch.stack([run(heads, qkv, (0.3, dropout_key(i), 0)) for i in range(2000)])
+    runs = torch.stack([run(heads, qkv, (0.3, derive_seed(i), 0)) for i in range(2000)])
     deviations = (runs.mean(0) - run(heads, qkv)) / runs.std(0) * 2000**0.5
     assert deviations.abs().max() < 5.5
 

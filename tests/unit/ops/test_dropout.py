@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.ops.dropout import dropout, dropout_key, keep_mask
+from megatron3d.ops.dropout import dropout, keep_mask
+from megatron3d.ops.seeds import derive_seed
 
-KEYS = [dropout_key(1234, 0, "layers.0.mlp"), dropout_key(1234, 1, "layers.0.mlp"), dropout_key(7, 0, "embedding")]
+KEYS = [derive_seed(1234, 0, "layers.0.mlp"), derive_seed(1234, 1, "layers.0.mlp"), derive_seed(7, 0, "embedding")]
 ROWS, COLUMNS = torch.arange(600), torch.arange(500)
 
 
@@ -36,7 +37,7 @@ def within_chance(mean: float, count: int, spread: float = 1.0) -> bool:
 def test_any_box_is_its_part_of_the_whole_mask(
     seed: int, first: int, rows: list[int], columns: tuple[int, int], rate: float
 ) -> None:
-    key = dropout_key(seed)
+    key = derive_seed(seed)
     whole = keep_mask(key, first + torch.arange(60), torch.arange(40), rate)
     low, high = min(columns), max(columns)
     part = keep_mask(key, first + torch.tensor(rows), torch.arange(low, high), rate)
@@ -82,8 +83,8 @@ def test_far_rows_do_not_repeat_near_ones() -> None:
 
 def test_each_part_of_the_key_counts() -> None:
     parts = [(1, 2, "a"), (2, 1, "a"), (1, 2, "b"), (12, "a"), (1, "2", "a"), (1, 2, "a", 0)]
-    assert len({dropout_key(*part) for part in parts}) == len(parts)
-    assert all(0 <= dropout_key(*part) < 2**63 for part in parts)
+    assert len({derive_seed(*part) for part in parts}) == len(parts)
+    assert all(0 <= derive_seed(*part) < 2**63 for part in parts)
 
 
 def test_what_is_kept_is_scaled_in_value_and_gradient() -> None:
@@ -112,5 +113,5 @@ def test_rows_and_columns_are_hashed_differently(key: int) -> None:
 
 
 def test_masks_are_the_same_on_every_machine_and_version() -> None:
-    mask = keep_mask(dropout_key(1234, 3, "layers.1.mlp.fc2"), torch.arange(2), torch.arange(16), 0.5)
+    mask = keep_mask(derive_seed(1234, 3, "layers.1.mlp.fc2"), torch.arange(2), torch.arange(16), 0.5)
     assert ["".join(map(str, row)) for row in mask.int().tolist()] == ["0111111111011010", "0101100101101010"]

@@ -1,0 +1,55 @@
+"""The four linears of a transformer layer as one table: name, plan, and global sizes.
+
+    attention.qkv   expand     hidden -> query heads and twice the key/value groups
+    attention.proj  contract   query heads -> hidden
+    mlp.fc1         expand     hidden -> ffn, twice where a gate is fused
+    mlp.fc2         contract   ffn -> hidden
+
+`expand` is Megatron's column-parallel, `contract` its row-parallel linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron3d.model.architecture import GATED, Architecture
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.modes.mode import Mode
+
+QKV, PROJ, FC1, FC2 = LINEARS = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
+
+
+class LinearSize(NamedTuple):
+    """Global sizes of one linear; `outputs` are those of the logical tensors that are fused in its weight."""
+
+    expands: bool
+    num_inputs: int
+    outputs: Mapping[str, int]
+
+    @property
+    def num_outputs(self) -> int:
+        """Return the output features of all fused parts."""
+        return sum(self.outputs.values())
+
+    @property
+    def num_weights(self) -> int:
+        """Return the elements of the weight."""
+        return self.num_inputs * self.num_outputs
+
+    def plan(self, mode: Mode) -> MatmulPlan:
+        """Return the plan by which a tensor-parallel mode computes it."""
+        return mode.expand if self.expands else mode.contract
+
+
+def layer_linears(arch: Architecture) -> dict[str, LinearSize]:
+    """Return the linears of a layer by their path in it, in the order of the forward pass."""
+    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+    queries, keys = arch.num_attention_heads * arch.kv_channels, arch.num_query_groups * arch.kv_channels
+    up = {"gate": ffn, "up": ffn} if arch.activation in GATED else {"up": ffn}
+    return {
+        QKV: LinearSize(True, hidden, {"q": queries, "k": keys, "v": keys}),
+        PROJ: LinearSize(False, queries, {"proj": hidden}),
+        FC1: LinearSize(True, hidden, up),
+        FC2: LinearSize(False, ffn, {"fc2": hidden}),
+    }
