@@ -19,13 +19,13 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute, Run
+from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun, Recompute
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.tool_main import positive, run_tool
 
 BF16_BYTES = 2
 CHOICES: Mapping[str, Recompute] = {
-    "none": KEEP_ALL,
+    "none": NO_RECOMPUTE,
     "core_attn": Recompute("selective", frozenset({CORE_ATTN})),
     "core_attn, mlp_act": Recompute("selective", frozenset({CORE_ATTN, MLP_ACT})),
     "full": Recompute("full"),
@@ -63,7 +63,7 @@ def kept_bytes(config: Config, num_ranks: int, recompute: Recompute) -> int:
     local = LocalSizes(
         spec.arch, spec.mode, spec.mesh, config.train.micro_batch_size, BF16_BYTES, recompute, kernels=KERNELS["gpu"]
     )
-    return run_activations(local, Run(range(1), is_repeated=recompute.granularity == "full"))
+    return run_activations(local, LayerRun(range(1), is_recomputed=recompute.granularity == "full"))
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
+    """LayerRun the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--hidden-size", type=positive, required=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
-from megatron3d.ops.kv_cache import Cache
+from megatron3d.ops.kv_cache import KVCache
 from megatron3d.parallel.layout import span
 from megatron3d.pipeline.executor import PipelineExecutor
 
@@ -50,7 +50,7 @@ class PaddedTokens:
     rows: list[list[int]]
     starts: list[int]
 
-    def begin(self, model: GPT, cache: Cache, device: torch.device, has_logits: bool) -> Pass:
+    def begin(self, model: GPT, cache: KVCache, device: torch.device, has_logits: bool) -> Pass:
         """Return the pass that extends the cache by these tokens.
 
         Padding stands behind the end of a row, where it is overwritten before it is attended to.
@@ -78,7 +78,7 @@ class Sampler:
     def __init__(self, executor: PipelineExecutor, device: torch.device) -> None:
         self.executor, self._device = executor, device
         self._held: list[list[int]] = []
-        self._cache = Cache(self.capacity)
+        self._cache = KVCache(self.capacity)
 
     @property
     def capacity(self) -> int:
@@ -90,7 +90,7 @@ class Sampler:
         assert contexts and all(contexts), "every context has a token"
         windows = [list(context[-self.capacity :]) for context in contexts]
         if len(windows) != len(self._held):
-            self._held, self._cache = [[] for _ in windows], Cache(self.capacity)
+            self._held, self._cache = [[] for _ in windows], KVCache(self.capacity)
         starts = [_shared(held, window[:-1]) for held, window in zip(self._held, windows, strict=True)]
         new = [window[start:-1] for window, start in zip(windows, starts, strict=True)]
         if any(new):

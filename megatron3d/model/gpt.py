@@ -19,13 +19,13 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm
 from megatron3d.model.microbatch import Pass, Target
 from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
-from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
+from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.ops.attention import rotary_tables
-from megatron3d.ops.kv_cache import Cache, Known
+from megatron3d.ops.kv_cache import CacheView, KVCache
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
-from megatron3d.ops.recompute import offloaded, repeated
+from megatron3d.ops.recompute import offload_saved_tensors, recomputed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         comm: Comm,
         assignment: StageAssignment,
         loss_chunk_tokens: int,
-        recompute: Recompute = KEEP_ALL,
+        recompute: Recompute = NO_RECOMPUTE,
         overlap: TPOverlap = OVERLAP_ALL,
         splits_backward: bool = False,
         norm_kernels: NormKernels = TORCH_NORMS,
@@ -156,7 +156,7 @@ class GPT(nn.Module):
         return self._begin(tokens_BS, None, 0, None)
 
     def begin_extending(
-        self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: Cache, has_logits: bool
+        self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: KVCache, has_logits: bool
     ) -> Pass:
         """The pass of tokens that follow those in a cache.
 
@@ -166,12 +166,12 @@ class GPT(nn.Module):
             has_logits: whether it ends in logits; else it only fills the cache.
         """
         low, high = span(len(positions_BS), self.mode.inner[0], self.comm.mesh)
-        known = Known(cache, positions_BS, positions_BS[low:high], length, has_logits)
+        cached = CacheView(cache, positions_BS, positions_BS[low:high], length, has_logits)
         rotary = None
         if self.arch.position_embedding_type == "rope":
-            cos, sin = (table[known.mine_BS] for table in self._rotary_tables(cache.capacity))
+            cos, sin = (table[cached.mine_BS] for table in self._rotary_tables(cache.capacity))
             rotary = cos, sin
-        return Pass(tokens_BS, None, len(positions_BS), 0, None, rotary, known)
+        return Pass(tokens_BS, None, len(positions_BS), 0, None, rotary, cached)
 
     def _begin(
         self,
@@ -233,10 +233,10 @@ class GPT(nn.Module):
         assert x_MH is not None, f"stage {stage.index} was given nothing"
         at = self._with_documents(at)
         for run in self.recompute.runs(stage.layers):
-            compute = partial(repeated, self._layers) if run.is_repeated else self._layers
-            with offloaded(self.parameters()) if run.is_offloaded else nullcontext():
+            compute = partial(recomputed, self._layers) if run.is_recomputed else self._layers
+            with offload_saved_tensors(self.parameters()) if run.is_offloaded else nullcontext():
                 x_MH = compute(run.layers, x_MH, at)
-        if not stage.has_head or (at.known and not at.known.has_logits):
+        if not stage.has_head or (at.cached and not at.cached.has_logits):
             return x_MH
         y: Tensor = self.head(self.final_norm(x_MH), self.head_weight, at)
         return y

@@ -1,4 +1,4 @@
-"""The layers of a GPT, written once for every layout: they name plans and layouts, the operations do the rest.
+"""Modules of a GPT layer, written once for every layout: they name plans and layouts, `ops` communicates.
 
 The residual stream is [tokens, hidden] in `mode.residual`, the inner stream [tokens, features] in `mode.inner`.
 Letters: M tokens, H hidden, F inner features, B sequences, S positions, N heads, D features of a head.
@@ -20,8 +20,8 @@ from megatron3d.comm.interface import Comm
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
-from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Recompute
-from megatron3d.ops.attention import Heads, attention, rotate
+from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Recompute
+from megatron3d.ops.attention import AttentionHeads, attention, rotate
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.ops.embedding import embedding
@@ -30,7 +30,7 @@ from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
 from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
-from megatron3d.ops.recompute import kept_as, repeated
+from megatron3d.ops.recompute import recompute_from_input, recomputed
 from megatron3d.ops.seeds import derive_seed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight
 from megatron3d.ops.wgrad_queue import WgradQueue
@@ -67,24 +67,24 @@ class Build:
     specs: Mapping[str, ParamSpec]
     main_grads: MainGrads
     wgrads: WgradQueue | None = None
-    recompute: Recompute = KEEP_ALL
+    recompute: Recompute = NO_RECOMPUTE
     overlap: TPOverlap = OVERLAP_ALL
     norm_kernels: NormKernels = TORCH_NORMS
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
-        """The plan without trivial axes."""
+        """Return the plan without axes of size 1."""
         return plan.on(self.comm.mesh)
 
     def live(self, axes: Axes) -> Axes:
-        """Axes of more than one rank."""
+        """Return the axes of more than one rank."""
         return self.comm.mesh.nontrivial(axes)
 
     def param(self, name: str) -> nn.Parameter:
-        """A parameter of the table, without memory yet: `zero.Buffers` gives it some."""
+        """Return a parameter of the table, without memory: `zero.Buffers` allocates it."""
         return nn.Parameter(torch.empty(self.specs[name].local_shape(self.comm.mesh), device="meta"))
 
     def optional(self, name: str) -> nn.Parameter | None:
-        """The same, or None where the table has none."""
+        """Return a parameter of the table, None where the table has none."""
         return self.param(name) if name in self.specs else None
 
 
@@ -110,7 +110,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over features that `axes` split."""
+    """LayerNorm or RMSNorm over features that `axes` shard."""
 
     def __init__(self, name: str, axes: Axes, build: Build) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class HiddenDropout(nn.Module):
 
 
 class Attention(nn.Module):
-    """qkv, rotary positions, attention over my heads, projection."""
+    """Self-attention: qkv, rotary embedding, attention over this rank's heads, output projection."""
 
     def __init__(self, layer: str, build: Build) -> None:
         super().__init__()
@@ -148,28 +148,30 @@ class Attention(nn.Module):
         self.site, self.dropout = name, arch.attention_dropout
         self.tokens, self.mesh = build.mode.inner[0], build.comm.mesh
         heads_axes = build.live(build.mode.inner[1])
-        self.heads = Heads(arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm)
+        self.heads = AttentionHeads(
+            arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm
+        )
         self.qkv = Linear(layer, QKV, build)
         self.q_norm = Norm(f"{name}.q_norm", (), build) if arch.qk_layernorm else nn.Identity()
         self.k_norm = Norm(f"{name}.k_norm", (), build) if arch.qk_layernorm else nn.Identity()
         self.proj = Linear(layer, PROJ, build)
-        self.repeats_core = build.recompute.repeats(CORE_ATTN)
+        self.recomputes_core = build.recompute.recomputes(CORE_ATTN)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         qkv_MF = self.qkv(x_MH)
-        y_MF: Tensor = self.proj(repeated(self.core, qkv_MF, at) if self.repeats_core else self.core(qkv_MF, at))
+        y_MF: Tensor = self.proj(recomputed(self.core, qkv_MF, at) if self.recomputes_core else self.core(qkv_MF, at))
         return y_MF
 
     def core(self, qkv_MF: Tensor, at: Pass) -> Tensor:
-        """What lies between the two products."""
+        """Return what the projection multiplies: attention over the output of qkv."""
         q, k, v = self.heads.split(qkv_MF)
         q, k, v = (t.unflatten(0, (-1, at.seq_length)) for t in (self.q_norm(q), self.k_norm(k), v))
         if at.rotary:
             cos, sin = at.rotary if at.documents is None else (at.rows(t, self.tokens, self.mesh) for t in at.rotary)
             q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
-        if at.known:
-            k, v = at.known.extend(self.site, k, v)
-            return attention(q, k, v, self.heads, None, at.known.mask_BSL)
+        if at.cached:
+            k, v = at.cached.extend(self.site, k, v)
+            return attention(q, k, v, self.heads, None, at.cached.mask_BSL)
         drop = None
         if self.dropout and at.key is not None:
             first, _ = span(at.num_sequences, self.tokens, self.mesh)
@@ -179,19 +181,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Up (and gate), activation, down."""
+    """MLP: up (and gate) projection, activation, down projection."""
 
     def __init__(self, layer: str, build: Build) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[build.arch.activation]
         self.fc1 = Linear(layer, FC1, build)
         self.fc2 = Linear(layer, FC2, build)
-        self.repeats_activation = build.recompute.repeats(MLP_ACT)
+        self.recomputes_activation = build.recompute.recomputes(MLP_ACT)
 
     def forward(self, x_MH: Tensor) -> Tensor:
         y_MF = self.fc1(x_MH)
         a_MF = self.activation(y_MF)
-        with kept_as(self.activation, y_MF, a_MF) if self.repeats_activation else nullcontext():
+        with recompute_from_input(self.activation, y_MF, a_MF) if self.recomputes_activation else nullcontext():
             y_MH: Tensor = self.fc2(a_MF)
         return y_MH
 
@@ -233,7 +235,7 @@ class Embedding(nn.Module):
 
 
 class LossHead(nn.Module):
-    """The head and its loss; the matrix is its own, or the embedding's where that is tied and on this rank."""
+    """LM head and its loss; the weight is the embedding's where they are tied and on one rank."""
 
     def __init__(self, name: str, chunk_tokens: int, build: Build) -> None:
         super().__init__()
@@ -243,14 +245,14 @@ class LossHead(nn.Module):
         self.head = LMHead(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk_tokens, build.main_grads)
 
     def forward(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
-        """My share of the loss: the sum over my tokens divided by the target's; without a target the logits."""
+        """Return this rank's share of the loss: or the logits where there is no target."""
         if at.target is None:
             return self._logits(x_MH, w_VH, at.seq_length)
         target = at.target
         return head_loss(x_MH, w_VH, target.labels_M, target.num_tokens, self.head, target.scale)
 
     def _logits(self, x_MH: Tensor, w_VH: Tensor, seq_length: int) -> Tensor:
-        """Logits [B, S, V] of every sequence of the microbatch, whole on each rank of the last stage."""
+        """Return logits [B, S, V] of every sequence of the microbatch, on each rank of the last stage."""
         head, (tokens, features) = self.head, self.inner
         whole = head.comm.all_gather(head_logits(x_MH, w_VH, head), features, dim=1).wait()[:, : head.vocab_size]
         logits_BSV: Tensor = head.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, seq_length))
@@ -258,7 +260,7 @@ class LossHead(nn.Module):
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether a compiler leaves a module of a layer alone: it communicates, or does something else in every step."""
+    """Return whether the compiler leaves a module out of the graph: it communicates, or differs in each step."""
     return any(isinstance(module, kind) and is_one(module) for kind, is_one in _OPAQUE.items())
 
 
@@ -266,6 +268,6 @@ _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
     Linear: lambda m: not m.matmul.is_plain or uses_onednn(m.weight.device, m.weight.dtype),
     Norm: lambda m: bool(m.axes) or m.kernels is not TORCH_NORMS,
     HiddenDropout: lambda m: m.rate > 0,
-    Attention: lambda m: m.dropout > 0 or m.repeats_core or bool(m.heads.gather_axes),
-    MLP: lambda m: m.repeats_activation,
+    Attention: lambda m: m.dropout > 0 or m.recomputes_core or bool(m.heads.gather_axes),
+    MLP: lambda m: m.recomputes_activation,
 }

@@ -1,4 +1,4 @@
-"""One microbatch on its way through the model: what it is, where it stands in the batch, and what is made of it."""
+"""One microbatch in the model: its tokens, its place in the global batch, and its labels."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from megatron3d.data.packing import Documents
-from megatron3d.ops.kv_cache import Known
+from megatron3d.ops.kv_cache import CacheView
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the loss is made of.
+    """Labels and divisor of the loss.
 
     Attributes:
-        labels_M: what follows each token of the sequences that I read, negative where that counts nothing.
+        labels_M: label of each token of the sequences that this rank reads; negative labels are ignored.
         num_tokens: valid tokens of the global batch, by which the loss is divided.
-        scale: what gradients, but not the loss, are multiplied by.
+        scale: factor of the gradients, but not of the loss (fp16 loss scaling).
     """
 
     labels_M: Tensor
@@ -30,18 +30,19 @@ class Target:
 
 @dataclass(frozen=True)
 class Pass:
-    """One microbatch on its way through the model.
+    """Inputs of one microbatch's pass through the model.
 
     Attributes:
-        tokens_BS: the sequences that I read.
-        target: None where logits are wanted instead of the loss.
-        num_sequences: sequences of the whole microbatch, over all ranks that share it.
-        first_sequence: where the microbatch begins in the global batch.
-        key: (seed, iteration) of dropout, or None when evaluating.
+        tokens_BS: sequences that this rank reads.
+        target: labels of the loss; None: the pass returns logits.
+        num_sequences: sequences of the whole microbatch, over all ranks among which it is sharded.
+        first_sequence: index of the first sequence in the global batch.
+        key: (seed, iteration) of dropout; None in evaluation.
         rotary: cos and sin, or None.
-        known: where the tokens stand and what is kept of those before them; None where they begin their sequences.
-        documents: where they begin in my sequences, of which the microbatch has `first_row` before; None: as if one.
-        mask_BSS: which tokens see which in my sequences; None: all that came before.
+        cached: KV cache of the preceding tokens; None where sequences start here.
+        documents: document boundaries in this rank's sequences, the first of which is `first_row` of the microbatch;
+            None: one document per sequence.
+        mask_BSS: attention mask of this rank's sequences; None: causal.
     """
 
     tokens_BS: Tensor
@@ -50,32 +51,32 @@ class Pass:
     first_sequence: int
     key: tuple[int, int] | None
     rotary: tuple[Tensor, Tensor] | None
-    known: Known | None = None
+    cached: CacheView | None = None
     documents: Documents | None = None
     first_row: int = 0
     mask_BSS: Tensor | None = None
 
     @property
     def seq_length(self) -> int:
-        """Positions of a sequence."""
+        """Return the number of positions of a sequence."""
         return self.tokens_BS.shape[1]
 
     def token_rows(self, axes: Axes, mesh: Mesh, device: torch.device) -> Tensor:
-        """Index in the global batch of each of my tokens, where `axes` split a microbatch's tokens."""
+        """Return the index in the global batch of each token of this rank, where `axes` shard the tokens."""
         low, high = span(self.num_sequences * self.seq_length, axes, mesh)
         offset = self.first_sequence * self.seq_length
         return torch.arange(offset + low, offset + high, device=device)
 
     def rows(self, x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
-        """What belongs to the sequences that `axes` leave me, of `x` [B, ...] for those that I read."""
+        """Return the rows of `x` [B, ...] that belong to this rank's sequences, where `axes` shard them."""
         low, high = span(self.num_sequences, axes, mesh)
         return x[low - self.first_row : high - self.first_row]
 
     def positions(self, axes: Axes, mesh: Mesh, device: torch.device) -> Tensor:
-        """Where my tokens stand in their sequences or documents, where `axes` split a microbatch's tokens."""
+        """Return the position of each of this rank's tokens in its sequence or document."""
         if self.documents is not None and self.documents.positions_BS is not None:
             low, high = span(self.num_sequences * self.seq_length, axes, mesh)
             before = self.first_row * self.seq_length
             return self.documents.positions_BS.flatten()[low - before : high - before]
         rows = self.token_rows(axes, mesh, device)
-        return self.known.positions_BS.flatten()[rows] if self.known else rows % self.seq_length
+        return self.cached.positions_BS.flatten()[rows] if self.cached else rows % self.seq_length

@@ -1,11 +1,11 @@
-"""What backward computes again instead of keeping it, in Megatron's words (Korthikanti et al. 2022, arXiv:2205.05198).
+"""Activation recomputation as Megatron defines it (Korthikanti et al. 2022, arXiv:2205.05198).
 
 selective   some modules of every layer: "core_attn" from the output of qkv to the input of proj, "mlp_act" from the
             output of fc1 to the input of fc2
-full        whole layers, of which the input alone is kept: all of a stage in runs of `num_layers` ("uniform"), or
+full        whole layers, of which only the input is saved: all of a stage in runs of `num_layers` ("uniform"), or
             the first `num_layers` of each stage one by one ("block")
 
-What is kept may lie in the host's memory meanwhile.
+Saved activations may be offloaded to host memory.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ CORE_ATTN, MLP_ACT = MODULES = ("core_attn", "mlp_act")
 UNIFORM, BLOCK = METHODS = ("uniform", "block")
 
 
-class Run(NamedTuple):
-    """Layers one after another; where they are computed again, all of them at one time."""
+class LayerRun(NamedTuple):
+    """Consecutive layers; where they are recomputed, all of them together."""
 
     layers: range
-    is_repeated: bool
+    is_recomputed: bool
     is_offloaded: bool = False
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again, and whether what is kept is offloaded."""
+    """What is recomputed in backward, and whether saved activations are offloaded."""
 
     granularity: str = "none"
     modules: frozenset[str] = frozenset({CORE_ATTN})
@@ -42,18 +42,21 @@ class Recompute:
         assert self.modules <= set(MODULES), f"modules {set(self.modules)} are not all among {MODULES}"
         assert self.method in METHODS, f"method {self.method} is none of {METHODS}"
 
-    def repeats(self, module: str) -> bool:
-        """Whether a module of a layer is computed again on its own."""
+    def recomputes(self, module: str) -> bool:
+        """Return whether a module of each layer is recomputed on its own."""
         return self.granularity == "selective" and module in self.modules
 
-    def runs(self, layers: range) -> Sequence[Run]:
-        """The layers of a stage, in order."""
-        repeated, rest = list[range](), layers
+    def runs(self, layers: range) -> Sequence[LayerRun]:
+        """Return the layers of a stage as runs, in order."""
+        recomputed, rest = list[range](), layers
         if self.granularity == "full" and self.method == UNIFORM:
-            repeated, rest = [layers[i : i + self.num_layers] for i in range(0, len(layers), self.num_layers)], range(0)
+            recomputed, rest = (
+                [layers[i : i + self.num_layers] for i in range(0, len(layers), self.num_layers)],
+                range(0),
+            )
         elif self.granularity == "full":
-            repeated, rest = [range(n, n + 1) for n in layers[: self.num_layers]], layers[self.num_layers :]
-        return [*(Run(each, True, self.offloads) for each in repeated), Run(rest, False, self.offloads)]
+            recomputed, rest = [range(n, n + 1) for n in layers[: self.num_layers]], layers[self.num_layers :]
+        return [*(LayerRun(each, True, self.offloads) for each in recomputed), LayerRun(rest, False, self.offloads)]
 
 
-KEEP_ALL = Recompute()
+NO_RECOMPUTE = Recompute()

@@ -1,8 +1,8 @@
-"""Causal attention over the heads that a rank holds: torch's scaled_dot_product_attention, rotary positions, grouped
-queries (Ainslie et al. 2023, arXiv:2305.13245).
+"""Causal attention over this rank's heads: torch's scaled_dot_product_attention, rotary embedding, grouped queries
+(Ainslie et al. 2023, arXiv:2305.13245).
 
-Where fewer key/value heads exist than ranks that split the query heads, their weights are split inside a head and the
-keys and values are gathered over the fewest (fastest) axes that make the needed heads whole.
+Where there are fewer key/value heads than ranks that shard the query heads, their weights are sharded inside a head,
+and keys and values are all-gathered over the fewest (fastest) axes that make the needed heads whole.
 Letters: M tokens, B sequences, S positions, N query heads, G key/value heads, D features of a head.
 """
 
@@ -23,13 +23,13 @@ from megatron3d.parallel.mesh import Axes
 
 
 @dataclass(frozen=True)
-class Heads(HeadSplit):
-    """The heads of one rank, cut out of the fused projection."""
+class AttentionHeads(HeadSplit):
+    """Attention heads of one rank, as slices of the fused qkv projection."""
 
     comm: Comm
 
     def split(self, qkv_MF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [M, N, D], k and v [M, G, D] with whole heads, from the fused projection of my shard."""
+        """Return q [M, N, D], k and v [M, G, D] with whole heads, from this rank's shard of the fused projection."""
         queries = (self.query_span[1] - self.query_span[0]) * self.size
         width = (qkv_MF.shape[1] - queries) // 2
         q, k, v = qkv_MF.split((queries, width, width), dim=1)
@@ -59,7 +59,7 @@ class _GatherColumns(torch.autograd.Function):
 
 
 def rotary_tables(seq_length: int, size: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, 1, D] of the rotary angles (Su et al. 2021, arXiv:2104.09864), halves rotated as Llama does."""
+    """Return cos and sin [S, 1, D] of the rotary angles (Su et al. 2021, arXiv:2104.09864), in Llama's order."""
     wide = torch.promote_types(like.dtype, torch.float32)
     positions = torch.arange(seq_length, device=like.device, dtype=wide)
     rates = base ** (-torch.arange(0, size, 2, device=like.device, dtype=wide) / size)
@@ -68,7 +68,7 @@ def rotary_tables(seq_length: int, size: int, base: float, like: Tensor) -> tupl
 
 
 def rotate(x_BSND: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x turned by its position's angles."""
+    """Return x rotated by the angles of its positions."""
     cos, sin = tables
     left, right = x_BSND.chunk(2, dim=-1)
     return x_BSND * cos + torch.cat((-right, left), dim=-1) * sin
@@ -78,16 +78,15 @@ def attention(
     q_BSND: Tensor,
     k_BSGD: Tensor,
     v_BSGD: Tensor,
-    heads: Heads,
+    heads: AttentionHeads,
     drop: tuple[float, int, int] | None,
     mask_BST: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention, [M, N * D].
+    """Return causal attention, [M, N * D].
 
     Args:
         drop: (rate, key, index of the first sequence in the global batch).
-        mask_BST: which keys, of T positions, each query sees, or what is added to scores; default: those that do not
-            come after it.
+        mask_BST: mask over T key positions, bool or added to scores; default: causal.
     """
     q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
     if not heads.are_even:
@@ -102,9 +101,9 @@ def attention(
 
 
 def _attention_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, heads: Heads, drop: tuple[float, int, int], mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, heads: AttentionHeads, drop: tuple[float, int, int], mask: Tensor | None
 ) -> Tensor:
-    """The slow, obvious form: torch's kernels draw masks that depend on the layout, ours must not; `mask` is added."""
+    """Return attention with dropout, written out: masks of torch's kernels would depend on the layout."""
     rate, key, first_sequence = drop
     batch, num_heads, seq, size = q.shape
     k, v = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (k, v))

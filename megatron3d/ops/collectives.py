@@ -1,4 +1,4 @@
-"""How the operands of a planned matmul are brought together, and its partial sums reduced, as the plan's tables say.
+"""All-gathers of a planned matmul's operands and reductions of its partial sums, as the plan's tables say.
 
 Letters: M tokens, K input features, N output features; each means the global dimension, shard or not.
 """
@@ -16,7 +16,7 @@ X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}
 
 
 def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: Comm) -> Pending:
-    """Begin to gather everything that the table says is stored split; what was split last is gathered first."""
+    """Start to all-gather the dims that the table says are sharded further; the last sharded first."""
     steps = moves(table)[::-1]
     if not steps:
         return completed(t)
@@ -32,7 +32,7 @@ def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: C
 
 
 def reduce(t: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int], comm: Comm) -> Pending:
-    """Begin to reduce partial sums, scattering them where a step names a dimension."""
+    """Start to reduce partial sums: reduce-scatter where a step names a dim, else all-reduce."""
     if not steps:
         return completed(t)
 
@@ -51,5 +51,5 @@ def reduce(t: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int], comm: Co
 
 
 def gather_dy(dy_MN: Tensor, plan: MatmulPlan, comm: Comm) -> Pending:
-    """Begin to undo the scatter of Y."""
+    """Start to all-gather dY over the axes that Y was scattered over."""
     return gather(dy_MN, plan.dy, Y_DIMS, comm)

@@ -1,6 +1,6 @@
-"""Word embedding: a contracting product of one-hot tokens with the head's stored matrix, as a lookup.
+"""Word embedding: the contracting matmul of one-hot tokens with the LM head's stored matrix, as a lookup.
 
-Gradients of a token that occurs often are added in fp32 or better.  Letters: M tokens, V vocabulary, H hidden.
+Gradients of repeated tokens are summed in fp32 or wider.  Letters: M tokens, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ W_DIMS = {"K": 0, "N": 1}
 
 
 def embedding(tokens_M: Tensor, w_VH: Tensor, padded_vocab: int, plan: MatmulPlan, comm: Comm) -> Tensor:
-    """Rows of `w_VH` for int64 `tokens_M` (those of the axes in `plan.m`), left in the plan's Y layout."""
+    """Return rows of `w_VH` for int64 `tokens_M` (all tokens along `plan.m`), in the plan's Y layout."""
     if not (plan.m or plan.k or plan.n) and w_VH.dtype == _wide(w_VH.dtype):
         return F.embedding(tokens_M, w_VH)
     y_MH: Tensor = _Embedding.apply(tokens_M, w_VH, padded_vocab, plan, comm)

@@ -1,8 +1,7 @@
-"""The matrix product of one device: F.linear, and on a CPU in fp32 oneDNN's kernel behind the same function.
+"""GEMM of one device: F.linear, or oneDNN's kernel for fp32 on a CPU.
 
-torch sends fp32 products to MKL, which on CPUs of other vendors than Intel reaches half of oneDNN's speed
-(measured on an AMD EPYC: 108 against 170 to 259 GFLOP/s per core); torch's own compiler calls this operator too.
-Both are fp32 throughout.
+torch computes fp32 GEMMs with MKL, which on CPUs of other vendors than Intel reaches half of oneDNN's speed (measured
+on an AMD EPYC: 108 against 170 to 259 GFLOP/s per core); Inductor calls the same operator.  Both compute in fp32.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 def uses_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products go to oneDNN: fp32 on an x86 CPU, where this torch has the operator."""
+    """Return whether GEMMs use oneDNN: fp32 on an x86 CPU, where this torch has the operator."""
     return (
         device.type == "cpu"
         and dtype == torch.float32
@@ -24,12 +23,12 @@ def uses_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """a b^T + bias [M, N], contiguous.  Under autograd use `matmul.linear`: oneDNN's operator has no gradient."""
+    """Return a b^T + bias [M, N], contiguous; without autograd, since oneDNN's operator has no gradient."""
     return _strided(a_MK, b_NK, bias_N).contiguous()
 
 
 def _strided(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Return a b^T + bias with any strides; oneDNN copies a first operand that is not contiguous: the smaller one."""
+    """Return a b^T + bias with any strides; oneDNN copies a strided first operand, so the smaller one goes first."""
     if not uses_onednn(a_MK.device, a_MK.dtype):
         return F.linear(a_MK, b_NK, bias_N)
     if bias_N is None and not a_MK.is_contiguous() and b_NK.numel() < a_MK.numel():
@@ -39,7 +38,7 @@ def _strided(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def add_product(total_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """total + a b^T, in place where `total` is fp32 or better; sums of narrower products are made, and kept, so."""
+    """Return total + a b^T in fp32 or wider, in place where `total` is that wide."""
     if total_MN.dtype != torch.promote_types(total_MN.dtype, torch.float32):
         total_MN = total_MN.float()
     if _widens(total_MN, a_MK):
@@ -50,7 +49,7 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> Tensor:
 
 
 def put_product(into_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> None:
-    """Replace what is there by a b^T."""
+    """Write a b^T into `into_MN`."""
     if _widens(into_MN, a_MK):
         torch.mm(a_MK, b_NK.T, out_dtype=into_MN.dtype, out=into_MN)
     elif into_MN.dtype != a_MK.dtype or uses_onednn(a_MK.device, a_MK.dtype):
@@ -60,5 +59,5 @@ def put_product(into_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> None:
 
 
 def _widens(out: Tensor, a: Tensor) -> bool:
-    """Whether one kernel multiplies bf16 or fp16 and leaves the sum in fp32, as GPUs' do."""
+    """Return whether one kernel multiplies bf16 or fp16 operands into an fp32 result, as on GPUs."""
     return a.is_cuda and out.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)

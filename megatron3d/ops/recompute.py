@@ -1,4 +1,4 @@
-"""Computing again what backward needs, or keeping it in the host's memory, instead of on the device."""
+"""Activation recomputation (activation checkpointing), and offloading of saved activations to host memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 
-def repeated(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """function(*args), of which backward keeps the arguments alone and computes the rest again.
+def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return function(*args), saving only the arguments for backward and recomputing the rest there.
 
-    No random state is kept: ours is a function of indices.
+    No random state is saved, since dropout masks are a function of indices.
     """
     y: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return y
 
 
-def kept_as(function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> AbstractContextManager[None]:
-    """While this is entered, who keeps y = function(x) for backward keeps x in its place and computes y when needed."""
+def recompute_from_input(function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which whoever saves y = function(x) for backward saves x instead and recomputes y there."""
     storage = y.untyped_storage()._cdata
 
     def compute() -> Tensor:
@@ -42,10 +42,11 @@ def kept_as(function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Abstr
     return hooks if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
-def offloaded(params: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """While this is entered, what is kept for backward, but for `params`, lies in pinned memory of the host.
+def offload_saved_tensors(params: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which tensors saved for backward, except `params`, are kept in pinned host memory.
 
-    The copies are made in the stream that computes: after what makes a tensor, and before what uses it again.
+    Copies run in the compute stream.  torch.autograd.graph.save_on_cpu would offload the parameters as well, and loses
+    the strides of saved tensors.
     """
 
     staying = {param.untyped_storage()._cdata for param in params}

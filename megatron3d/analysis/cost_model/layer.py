@@ -258,9 +258,9 @@ def _recomputation(
     if recompute.granularity == "full":
         ahead = local.overlap.weight_gather
         yield forward.plus(*(over.exposed(each.sent.gather_w) for each in planned.values() if ahead))
-    if recompute.repeats(CORE_ATTN):
+    if recompute.recomputes(CORE_ATTN):
         yield _attention(local, machine, backward=False)
-    if recompute.repeats(MLP_ACT):
+    if recompute.recomputes(MLP_ACT):
         elements = local.inner_tokens * local.ffn * (1.5 if local.is_gated else 1)
         num_bytes = elements * profile.activation.forward * machine.device.itemsize
         yield TimeBreakdown({MEMORY: machine.device.memory_bound_s(num_bytes)})

@@ -27,7 +27,7 @@ from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.recompute_spec import KEEP_ALL
+from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import Mesh
@@ -164,7 +164,7 @@ Durations = Mapping[tuple[int, ActionKind], TimeBreakdown]
 def stage_times(step: SimulatedStep) -> Durations:
     """Return the seconds of each kind of computation of each stage, for one microbatch."""
     local, machine, full = step.local, step.machine, step.local.recompute.granularity == "full"
-    plain = layer_times(replace(local, recompute=KEEP_ALL) if full else local, machine)
+    plain = layer_times(replace(local, recompute=NO_RECOMPUTE) if full else local, machine)
     again = layer_times(local, machine) if full else plain
     embedding, head = embedding_times(local, machine), head_times(local, machine)
     blocked = TimeBreakdown() if machine.profile.overlaps_pipeline else stage_transfer_time(step)
@@ -184,7 +184,7 @@ def stage_times(step: SimulatedStep) -> Durations:
 
 def _stage(local: LocalSizes, stage: Stage, plain: LayerTimes, again: LayerTimes) -> dict[ActionKind, TimeBreakdown]:
     runs = local.recompute.runs(stage.layers)
-    repeated = sum(len(run.layers) for run in runs if run.is_repeated)
+    repeated = sum(len(run.layers) for run in runs if run.is_recomputed)
     kinds = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
     kept = len(stage.layers) - repeated
     return {

@@ -82,7 +82,7 @@ def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
     local = step.local
     for run in local.recompute.runs(stage.layers):
         for _ in run.layers:
-            yield from _layer(local, forwards=2 if run.is_repeated else 1)
+            yield from _layer(local, forwards=2 if run.is_recomputed else 1)
     if stage.has_embedding:
         arch, plan = local.arch, local.mode.embed
         sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, local.itemsize)
@@ -102,7 +102,7 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
         yield from _norm(local, forwards)
     axes = local.heads.gather_axes
     if axes:
-        repeats = forwards + local.recompute.repeats(CORE_ATTN)
+        repeats = forwards + local.recompute.recomputes(CORE_ATTN)
         num_bytes = local.inner(local.keys_width) * (local.mesh.size(axes) - 1)
         yield from 2 * repeats * [Traffic("all_gather", axes, num_bytes)]
         yield from 2 * [Traffic("reduce_scatter", axes, num_bytes)]
@@ -182,7 +182,7 @@ def step_flops(step: StepSpec) -> int:
     total = 0
     for stage in step.stages:
         for run in step.local.recompute.runs(stage.layers):
-            total += len(run.layers) * local_layer_flops(step.local, again=run.is_repeated)
+            total += len(run.layers) * local_layer_flops(step.local, again=run.is_recomputed)
         if stage.has_head:
             local, plan = step.local, step.local.mode.expand
             total += 3 * _gemm_flops(
@@ -196,8 +196,8 @@ def local_layer_flops(local: LocalSizes, again: bool) -> int:
     products = sum(_gemm_flops(local, *each) for each in linears(local).values())
     seq = local.arch.seq_length
     attention = 4 * local.sequences * local.num_queries * seq * seq * local.arch.kv_channels
-    repeats_core = not again and local.recompute.repeats(CORE_ATTN)
-    return (3 + again) * products + (3 + again + repeats_core) * attention
+    recomputes_core = not again and local.recompute.recomputes(CORE_ATTN)
+    return (3 + again) * products + (3 + again + recomputes_core) * attention
 
 
 def _gemm_flops(local: LocalSizes, plan: MatmulPlan, m: int, n: int, k: int) -> int:

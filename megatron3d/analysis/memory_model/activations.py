@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
-from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MLP_ACT, Run
+from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun
 
 _INDEX = 8
 
@@ -37,18 +37,18 @@ def layer_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     return tuple(_layer(local))
 
 
-def run_activations(local: LocalSizes, run: Run) -> int:
+def run_activations(local: LocalSizes, run: LayerRun) -> int:
     """Return the bytes kept by a run of layers: with full recomputation its input, when offloaded nothing."""
     if run.is_offloaded or not run.layers:
         return 0
-    return local.residual if run.is_repeated else len(run.layers) * total_bytes(layer_activations(local))
+    return local.residual if run.is_recomputed else len(run.layers) * total_bytes(layer_activations(local))
 
 
 def recomputed_activations(local: LocalSizes) -> int:
     """Return the most bytes of recomputed activations that exist while their backward runs."""
-    everything = total_bytes(layer_activations(replace(local, recompute=KEEP_ALL)))
+    everything = total_bytes(layer_activations(replace(local, recompute=NO_RECOMPUTE)))
     runs = local.recompute.runs(range(local.arch.num_layers))
-    longest = max((len(run.layers) for run in runs if run.is_repeated), default=0)
+    longest = max((len(run.layers) for run in runs if run.is_recomputed), default=0)
     again = longest * everything - local.residual if longest else everything - total_bytes(layer_activations(local))
     return max(again, everything if local.recompute.offloads else 0)
 
@@ -83,7 +83,7 @@ def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return what all layers of a stage share for a packed microbatch: masks [S, S] and rotary tables."""
     tokens, is_rope = local.sequences_read * local.arch.seq_length, local.arch.position_embedding_type == "rope"
     items = []
-    if local.masks_documents and (not local.arch.attention_dropout or local.recompute != KEEP_ALL):
+    if local.masks_documents and (not local.arch.attention_dropout or local.recompute != NO_RECOMPUTE):
         items.append(KeptTensor("documents", "mask", tokens * local.arch.seq_length * local.itemsize))
     if local.resets_positions and is_rope:
         items.append(KeptTensor("documents", "cos and sin", 2 * tokens * local.arch.kv_channels * local.itemsize))
@@ -102,8 +102,8 @@ def deferred_wgrad_activations(local: LocalSizes) -> int:
 
 def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
     rows, width, split = local.tokens, local.hidden, local.splits_features
-    core = _recomputed_core if local.recompute.repeats(CORE_ATTN) else _core
-    activation = _recomputed_activation if local.recompute.repeats(MLP_ACT) else _ACTIVATIONS[local.arch.activation]
+    core = _recomputed_core if local.recompute.recomputes(CORE_ATTN) else _core
+    activation = _recomputed_activation if local.recompute.recomputes(MLP_ACT) else _ACTIVATIONS[local.arch.activation]
     yield from _norm(local, "input_norm", rows, width, split)
     yield KeptTensor("attention.qkv", "input", local.residual)
     yield from core(local)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron3d.model.architecture import GATED, Architecture
-from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
+from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -57,7 +57,7 @@ class LocalSizes:
     mesh: Mesh
     micro_batch_size: int
     itemsize: int
-    recompute: Recompute = KEEP_ALL
+    recompute: Recompute = NO_RECOMPUTE
     overlap: TPOverlap = OVERLAP_ALL
     kernels: KernelMemory = KERNELS["cpu"]
     masks_documents: bool = False

@@ -144,7 +144,7 @@ def stage_activations(step: StepSpec, stage: Stage) -> int:
     head = head_activations(local) if stage.has_head else ()
     first = next((run for run in runs if run.layers), None)
     reader = head if first is None else () if first.is_offloaded else layer_activations(local)
-    holds_input = (first and first.is_repeated and not first.is_offloaded) or (reader and reader[0].what == "input")
+    holds_input = (first and first.is_recomputed and not first.is_offloaded) or (reader and reader[0].what == "input")
     own_input = 0 if stage.has_embedding or holds_input else local.residual
     own_input += total_bytes(document_activations(local)) if stage.layers else 0
     return own_input + total_bytes(embedding) + sum(run_activations(local, run) for run in runs) + total_bytes(head)

@@ -16,7 +16,7 @@ from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.config.validate.tensor_parallel import feature_dimensions
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
-from megatron3d.model.recompute_spec import CORE_ATTN, KEEP_ALL, MODULES, Recompute
+from megatron3d.model.recompute_spec import CORE_ATTN, MODULES, NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.actions import ActionKind, stage_to_rank
@@ -89,7 +89,7 @@ def _recomputations(step: StepSpec) -> Candidates:
         ("full", forward, Recompute("full", offloads=now.offloads)),
     )
     undone = " train.recompute_method=null train.recompute_num_layers=null" if now.granularity == "full" else ""
-    modules = " train.recompute_modules=null" if now.modules != KEEP_ALL.modules else ""
+    modules = " train.recompute_modules=null" if now.modules != NO_RECOMPUTE.modules else ""
     for settings, price, recompute in steps:
         if recompute != now:
             rest = undone + (modules if settings != both else "")

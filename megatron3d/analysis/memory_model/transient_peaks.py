@@ -14,7 +14,7 @@ from megatron3d.analysis.memory_model.activations import layer_activations, reco
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.linears import FC1, FC2, PROJ, QKV, LinearSize, layer_linears
-from megatron3d.model.recompute_spec import KEEP_ALL
+from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
 # `ops/dropout.py` hashes indices in int64; three of them are live per element.
@@ -104,7 +104,7 @@ _BACKWARD = (
 
 def layer_peaks(local: LocalSizes) -> dict[str, int]:
     """Return the bytes of every peak in a layer, recomputed activations included, freed ones subtracted."""
-    items = layer_activations(replace(local, recompute=KEEP_ALL))
+    items = layer_activations(replace(local, recompute=NO_RECOMPUTE))
     kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
     again = recomputed_activations(local)
     queries = local.num_queries * local.arch.kv_channels

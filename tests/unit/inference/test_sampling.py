@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.inference.sampling import Sampler, Text, sample
-from megatron3d.ops.kv_cache import Cache
+from megatron3d.ops.kv_cache import KVCache
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.pipeline.schedules import SCHEDULES
@@ -134,7 +134,7 @@ def test_a_new_token_costs_one_position(executor: PipelineExecutor, monkeypatch:
 
 
 def test_the_cache_grows_in_blocks() -> None:
-    cache = Cache(capacity=100)
+    cache = KVCache(capacity=100)
     k = torch.arange(2 * 70 * 3, dtype=torch.float64).view(2, 70, 1, 3)
     for start in range(0, 70, 7):
         positions = torch.arange(start, start + 7).expand(2, -1)

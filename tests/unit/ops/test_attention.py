@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.ops.attention import Heads, attention, rotary_tables, rotate
+from megatron3d.ops.attention import AttentionHeads, attention, rotary_tables, rotate
 from megatron3d.ops.seeds import derive_seed
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -31,9 +31,9 @@ class Place:
         self.mesh = mesh
 
 
-def heads_on(mesh: Mesh, num_heads: int, num_groups: int, axes: Axes) -> Heads:
+def heads_on(mesh: Mesh, num_heads: int, num_groups: int, axes: Axes) -> AttentionHeads:
     place: Any = Place(mesh)
-    return Heads(num_heads, num_groups, SIZE, axes, place)
+    return AttentionHeads(num_heads, num_groups, SIZE, axes, place)
 
 
 def reference(q_MF: Tensor, k_MF: Tensor, v_MF: Tensor, num_heads: int) -> Tensor:
@@ -49,7 +49,7 @@ def reference(q_MF: Tensor, k_MF: Tensor, v_MF: Tensor, num_heads: int) -> Tenso
     return torch.stack(outputs, 2).flatten(2).flatten(0, 1)
 
 
-def run(heads: Heads, qkv_MF: Tensor, drop: tuple[float, int, int] | None = None) -> Tensor:
+def run(heads: AttentionHeads, qkv_MF: Tensor, drop: tuple[float, int, int] | None = None) -> Tensor:
     q, k, v = (t.unflatten(0, (-1, SEQ)) for t in heads.split(qkv_MF))
     return attention(q, k, v, heads, drop)
 
@@ -61,7 +61,7 @@ def projections(num_heads: int, num_groups: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("num_heads,num_groups", [(1, 1), (4, 4), (4, 2), (6, 3), (6, 1)])
 def test_on_one_rank(num_heads: int, num_groups: int) -> None:
-    heads = Heads(num_heads, num_groups, SIZE, (), ProcessComm(Mesh(()), []))
+    heads = AttentionHeads(num_heads, num_groups, SIZE, (), ProcessComm(Mesh(()), []))
     whole = [t.requires_grad_() for t in projections(num_heads, num_groups)]
     got, expected = run(heads, torch.cat(whole, 1)), reference(*whole, num_heads)  # type: ignore[call-arg]
     assert error(got.detach(), expected.detach()) < 1e-13
@@ -91,7 +91,7 @@ def split_errors(rank: int, world_size: int) -> list[str]:
     for num_heads, num_groups, axes in SPLITS:
         whole = [t.requires_grad_() for t in projections(num_heads, num_groups)]
         mine = [cut(t.detach(), ((), axes), mesh).requires_grad_() for t in whole]
-        heads = Heads(num_heads, num_groups, SIZE, axes, comm)
+        heads = AttentionHeads(num_heads, num_groups, SIZE, axes, comm)
         expected, got = reference(*whole, num_heads), run(heads, torch.cat(mine, 1))  # type: ignore[call-arg]
         dy = normal(*expected.shape, seed=9)
         expected.backward(dy)
@@ -187,13 +187,13 @@ KEY = derive_seed(1, 2, "attention")
 
 
 def test_dropout_of_rate_zero_is_attention() -> None:
-    heads = Heads(6, 3, SIZE, (), ProcessComm(Mesh(()), []))
+    heads = AttentionHeads(6, 3, SIZE, (), ProcessComm(Mesh(()), []))
     qkv = torch.cat(projections(6, 3), 1)
     assert error(run(heads, qkv, (0.0, KEY, 0)), run(heads, qkv)) < 1e-13
 
 
 def test_dropout_keeps_the_expectation() -> None:
-    heads = Heads(2, 1, SIZE, (), ProcessComm(Mesh(()), []))
+    heads = AttentionHeads(2, 1, SIZE, (), ProcessComm(Mesh(()), []))
     qkv = torch.cat(projections(2, 1), 1)
     runs = torch.stack([run(heads, qkv, (0.3, derive_seed(i), 0)) for i in range(2000)])
     deviations = (runs.mean(0) - run(heads, qkv)) / runs.std(0) * 2000**0.5
@@ -203,7 +203,7 @@ def test_dropout_keeps_the_expectation() -> None:
 @pytest.mark.parametrize("axes", [("x",), ("x", "y")])
 def test_dropout_drops_the_same_weights_on_every_rank(axes: Axes) -> None:
     """The part of a rank's heads and sequences is that of all heads and of the whole batch."""
-    alone = Heads(8, 8, SIZE, (), ProcessComm(Mesh(()), []))
+    alone = AttentionHeads(8, 8, SIZE, (), ProcessComm(Mesh(()), []))
     qkv = projections(8, 8)
     whole = run(alone, torch.cat(qkv, 1), (0.3, KEY, 10)).view(BATCH, SEQ, -1)
     for rank in range(4):
@@ -215,7 +215,7 @@ def test_dropout_drops_the_same_weights_on_every_rank(axes: Axes) -> None:
 
 
 def test_dropout_differs_between_heads_and_sequences() -> None:
-    heads = Heads(2, 2, SIZE, (), ProcessComm(Mesh(()), []))
+    heads = AttentionHeads(2, 2, SIZE, (), ProcessComm(Mesh(()), []))
     one = normal(SEQ, SIZE, seed=1)
     qkv = one.repeat(BATCH, 6)
     y = run(heads, qkv, (0.5, KEY, 0)).view(BATCH, SEQ, 2, SIZE)

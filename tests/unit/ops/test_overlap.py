@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
-from megatron3d.ops.recompute import repeated
+from megatron3d.ops.recompute import recomputed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.tp_overlap import TPOverlap
@@ -141,7 +141,7 @@ def test_kept_weights_are_gathered_once_for_all_in_flight(chain: Chain) -> None:
 
 @pytest.mark.parametrize("chain", [TPOverlap(), TPOverlap(keep_gathered_weights=True)], indirect=True)
 def test_a_recomputed_forward_prefetches_nothing(chain: Chain) -> None:
-    y = repeated(chain.forward, chain.x())
+    y = recomputed(chain.forward, chain.x())
     with chain.noted() as events:
         y.sum().backward()
         chain.grads.flush()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron3d.ops.recompute import kept_as, offloaded, repeated
+from megatron3d.ops.recompute import offload_saved_tensors, recompute_from_input, recomputed
 
 SIZE = 16
 
@@ -21,18 +21,18 @@ def plain(x: Tensor, w: Tensor) -> Tensor:
 
 
 def repeated_whole(x: Tensor, w: Tensor) -> Tensor:
-    return repeated(plain, x, w)
+    return recomputed(plain, x, w)
 
 
 def repeated_activation(x: Tensor, w: Tensor) -> Tensor:
     y = F.linear(x, w)
     a = F.gelu(y)
-    with kept_as(F.gelu, y, a):
+    with recompute_from_input(F.gelu, y, a):
         return F.linear(a, w)
 
 
 def kept_elsewhere(x: Tensor, w: Tensor) -> Tensor:
-    with offloaded([w]):
+    with offload_saved_tensors([w]):
         return plain(x, w)
 
 
@@ -72,7 +72,7 @@ def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_kept_without_gradients() -> None:
     y = torch.randn(SIZE)
-    with torch.no_grad(), kept_as(F.gelu, y, F.gelu(y)) as entered:
+    with torch.no_grad(), recompute_from_input(F.gelu, y, F.gelu(y)) as entered:
         assert entered is None
 
 
@@ -81,7 +81,7 @@ def test_parameters_stay_where_they_are(is_offloaded: bool) -> None:
     """A weight whose memory ZeRO takes and gives back is found again at its own place."""
     w = torch.nn.Parameter(torch.randn(SIZE, SIZE))
     x = torch.randn(SIZE, SIZE, requires_grad=True)
-    with offloaded([w]) if is_offloaded else contextlib.nullcontext():
+    with offload_saved_tensors([w]) if is_offloaded else contextlib.nullcontext():
         y = F.linear(x * 1, w)
     with torch.no_grad():
         w.data.mul_(2)

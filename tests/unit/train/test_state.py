@@ -28,5 +28,5 @@ def test_each_layer_is_compiled_where_asked(compiled: bool) -> None:
 
 
 def test_offloading_from_the_host_to_the_host_is_refused() -> None:
-    with pytest.raises(UserError, match="computes on the host; use false, or a GPU"):
+    with pytest.raises(UserError, match="computes on the CPU; use false, or a GPU"):
         build(cpu_offloading=True)

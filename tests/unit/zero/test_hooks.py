@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Pending
-from megatron3d.ops.recompute import repeated
+from megatron3d.ops.recompute import recomputed
 from megatron3d.parallel.mesh import Axes
 from megatron3d.zero import Buffers, FsdpUnit
 from tests.support.fsdp_chain import CPU, MESH, Echo, Scale, chain, fill_main, sharding, spec
@@ -104,7 +104,7 @@ def test_a_forward_that_backward_repeats_gathers_nothing_more() -> None:
     fill_main(buffers, 1.0)
     x = torch.ones((), requires_grad=True)
     for block in model:
-        x = repeated(block, x.mean())
+        x = recomputed(block, x.mean())
     comm.events.clear()
     buffers.begin_step(1)
     x.sum().backward()
@@ -120,7 +120,7 @@ def test_a_run_of_blocks_that_is_repeated_ends_with_all_forgotten() -> None:
     model, buffers, _ = uneven_chain(4)
     fill_main(buffers, 2.0)
     x = torch.ones((), requires_grad=True)
-    loss = repeated(lambda x: run(model[2:], x), repeated(lambda x: run(model[:2], x), x))
+    loss = recomputed(lambda x: run(model[2:], x), recomputed(lambda x: run(model[:2], x), x))
     buffers.begin_step(1)
     loss.backward()
     buffers.reduce_grads()
@@ -201,10 +201,10 @@ def test_weights_may_be_forgotten_and_written_between_forward_and_backward() -> 
     assert all(set(grad.tolist()) == {2 * 3 * 2.0} for _, _, grad in buffers.shards("grad"))
 
 
-def test_what_is_being_gathered_cannot_be_forgotten() -> None:
+def test_parameters_in_flight_cannot_be_freed() -> None:
     _, buffers, _ = chain(count=1, size=4, zero_stage=3)
     buffers.start_unshard("0")
-    with pytest.raises(AssertionError, match=r"0\.weight are forgotten while they are gathered"):
+    with pytest.raises(AssertionError, match=r"0\.weight are freed while they are gathered"):
         buffers.reshard("0")
 
 

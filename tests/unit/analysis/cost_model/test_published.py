@@ -12,7 +12,7 @@ from megatron3d.analysis.cost_model.layer import layer_times
 from megatron3d.analysis.cost_model.step import load_machine, step_time
 from megatron3d.analysis.memory_model.activations import run_activations
 from megatron3d.config.schema import Config
-from megatron3d.model.recompute_spec import KEEP_ALL, Recompute
+from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_2022
 from tests.unit.analysis.cost_model.published import (
     DROPOUTS,
@@ -67,7 +67,7 @@ def test_bytes_that_a_layer_keeps(sequence_parallel: bool, granularity: str) -> 
     config = layer_of_22b(sequence_parallel, None)
     config = config.model_copy(update={"model": config.model.model_copy(update={"attention_dropout": 0.0})})
     local = step_of(config, 8, load_machine("selene", "fp16", 8)).local
-    recompute = KEEP_ALL if granularity == "none" else Recompute("full")
+    recompute = NO_RECOMPUTE if granularity == "none" else Recompute("full")
     (kept,) = (each for each in recompute.runs(range(1)) if each.layers)
     sbh, t = 2048 * 4 * 6144, 8
     formulas = {"none": {True: 34 * sbh / t, False: sbh * (10 + 24 / t)}, "full": {True: 2 * sbh / t, False: 2 * sbh}}

@@ -29,7 +29,7 @@ from megatron3d.data.packing import Packing
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
-from megatron3d.model.recompute_spec import KEEP_ALL, MODULES, Recompute
+from megatron3d.model.recompute_spec import MODULES, NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -183,7 +183,7 @@ def test_what_is_left_by_recomputation(name: str, recompute: str) -> None:
 def test_what_documents_leave(name: str, masks_documents: bool, resets_positions: bool) -> None:
     local = replace(alone(name), masks_documents=masks_documents, resets_positions=resets_positions)
     assert document_activations(local) or not masks_documents or local.arch.attention_dropout
-    for recompute in (KEEP_ALL, RECOMPUTED["core"], RECOMPUTED["every layer"]):
+    for recompute in (NO_RECOMPUTE, RECOMPUTED["core"], RECOMPUTED["every layer"]):
         check_left(replace(local, recompute=recompute))
 
 
