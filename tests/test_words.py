@@ -18,8 +18,8 @@ REFUSED = re.compile(
     re.IGNORECASE,
 )
 OPENING = re.compile(r"(Of|With|The same|Both)\b")
-# The glossary names the words; packages that still have some.
-EXEMPT = ("docs/glossary.md", "tests/test_words.py", "megatron3d/model", "megatron3d/inference", "megatron3d/metrics")
+# The glossary names the words.
+EXEMPT = ("docs/glossary.md", "tests/test_words.py")
 
 
 def sources() -> Iterator[Path]:

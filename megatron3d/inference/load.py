@@ -44,7 +44,7 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batc
 
 
 def _with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -> Config:
-    """The same with other batch sizes, and uncompiled: the shapes change with every token."""
+    """Return the configuration with other batch sizes and uncompiled: shapes change with every token."""
     batch = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size, "compile": False}
     return config.model_copy(update={"train": config.train.model_copy(update=batch)})
 

@@ -51,7 +51,7 @@ class Compiler:
         self.num_graphs, self.failures = 0, list[str]()
 
     def block(self, block: nn.Module) -> nn.Module:
-        """The same module, compiled at its first call; paths and parameters stay."""
+        """Return the module so that its first call compiles it; paths and parameters stay."""
         import torch._dynamo.config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 

@@ -188,7 +188,7 @@ class GPT(nn.Module):
         return replace(at, documents=documents, first_row=first_row)
 
     def _with_documents(self, at: Pass) -> Pass:
-        """The same with what attention needs of documents, made here once for all layers and not kept for others."""
+        """Add the attention mask of documents, made once for all layers of the stage and not kept for others."""
         if at.documents is None:
             return at
         segments_BS, positions_BS = at.documents.segments_BS, at.documents.positions_BS
