@@ -47,7 +47,7 @@ def device_peak(device: torch.device, precision: str, peak_tflops: float | None 
 
 def published_peak(name: str, precision: str) -> Peak | None:
     """Dense peak of the accelerator of this name, from its data sheet."""
-    for path in files(__name__).iterdir():
+    for path in files("megatron3d.hardware").iterdir():
         if path.name.endswith(".yaml"):
             sheet = yaml.safe_load(path.read_text(encoding="utf-8"))
             if re.fullmatch(sheet["device_names"], name) and precision in sheet["peak_tflops"]:
