@@ -29,7 +29,8 @@ from report import show, write
 
 from megatron3d.metrics.journal import read_journal
 
-RANKS, ITERATIONS, KILLS, DAMAGES = 2, 20, 2, 2
+RANKS, ITERATIONS = 2, 20
+KILLS, DAMAGES = 2, 2
 LAST_WAIT_S = 120.0
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
 LAYOUTS: dict[str, dict[str, object]] = {

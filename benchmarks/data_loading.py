@@ -35,7 +35,8 @@ from megatron3d.data.token_files.indexed import HEADER, MAGIC, IndexedDataset
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import StepSettings, train_step
 
-VOCAB_SIZE, SEQ_LENGTH, BATCH = 4096, 1024, 32
+VOCAB_SIZE, SEQ_LENGTH = 4096, 1024
+BATCH = 32
 BLOCK = 1 << 22
 FIRST = """
 import sys, time
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     if args.quick:
-        args.tokens, args.rounds, args.steps = [1e6, 1e8], 1, 2
+        args.tokens, args.rounds = [1e6, 1e8], 1
+        args.steps = 2
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         first = [first_sample(folder, int(tokens), args.rounds) for tokens in args.tokens]
@@ -154,7 +156,8 @@ def contestants(folder: Path, prefix: Path, num_samples: int) -> Mapping[str, Ca
 class EndToken:
     """The part of a tokenizer that GPTDataset uses."""
 
-    vocab_size, eod, pad = VOCAB_SIZE, 0, -1
+    vocab_size, eod = VOCAB_SIZE, 0
+    pad = -1
     unique_identifiers: Mapping[str, str] = {"class": "EndToken"}
 
 
@@ -201,7 +204,8 @@ def share(folder: Path, num_steps: int) -> Row:
         PrefetchingLoader(loader, batches),
         StepSettings(1, batches.last.num_tokens, batches.last.num_samples),
     )
-    reads, waits, steps = [], [], []
+    reads, waits = [], []
+    steps = []
     for _ in range(num_steps + 2):
         begin = time.perf_counter()
         loader.read(state.consumed_samples + 10**6)

@@ -231,7 +231,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.ranks, options.rounds, options.warmup = ["tiny"], [2], 2, 1
+        options.sizes, options.ranks = ["tiny"], [2]
+        options.rounds, options.warmup = 2, 1
     return options
 
 

@@ -37,7 +37,8 @@ from megatron3d.train.monitor.oom_report import job_of
 from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult, train_step
 
-TARGET_MS, INTERVAL, LR = 50.0, 10, 1e-4
+TARGET_MS, INTERVAL = 50.0, 10
+LR = 1e-4
 # Standard deviations in a normal distribution's median absolute deviation, and in a median's error over a mean's.
 NORMAL, OF_MEDIAN = 1.4826, 1.2533
 CASES = {

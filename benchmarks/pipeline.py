@@ -158,7 +158,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.rounds, options.warmup = ["tiny"], 2, 1
+        options.sizes, options.rounds = ["tiny"], 2
+        options.warmup = 1
     return options
 
 

@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     if args.quick:
-        args.mb, args.rounds, args.copies, args.memory_mb, args.record_mb = 1, 1, 1, [1, 2], 2
+        args.mb, args.rounds = 1, 1
+        args.copies, args.memory_mb = 1, [1, 2]
+        args.record_mb = 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = prepare(folder, args.mb)

@@ -79,10 +79,10 @@ class Ours:
         self.recorder = Recorder(connect(spec))
         self.state: TrainState = build_state(spec, self.recorder, CPU)
         self.settings = StepSettings(SEED, size.num_tokens, size.batch_size)
+        low, high = span(config.train.micro_batch_size, spec.mode.batch_axes, spec.mesh)
         self.parts = [
             (slice(first + low, first + high), first)
             for first in range(0, size.batch_size, config.train.micro_batch_size)
-            for low, high in [span(config.train.micro_batch_size, spec.mode.batch_axes, spec.mesh)]
         ]
 
     def step(self, tokens: Tensor, watch: Watch = no_observer) -> Tensor:

@@ -115,7 +115,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.rounds, options.warmup, options.no_memory = ["3M"], 2, 1, True
+        options.sizes, options.rounds = ["3M"], 2
+        options.warmup, options.no_memory = 1, True
     return options
 
 

@@ -152,7 +152,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.rounds, options.warmup = ["3M"], 2, 1
+        options.sizes, options.rounds = ["3M"], 2
+        options.warmup = 1
     return options
 
 

@@ -30,7 +30,8 @@ class StageModule(nn.Module):
 
     def __init__(self, executor: TorchExecutor, stage: Stage) -> None:
         super().__init__()
-        self.model, self.stage, self.passes_of = executor.model, stage, lambda: executor.passes
+        self.model, self.stage = executor.model, stage
+        self.passes_of = lambda: executor.passes
 
     def forward(self, x: Tensor, mb: Tensor) -> Tensor:
         y: Tensor = self.model(self.stage, None if self.stage.has_embedding else x, self.passes_of()[int(mb)])
@@ -41,7 +42,8 @@ class TorchExecutor:
     """Replacement of `TrainState.executor` that runs `PEERS[name]` on this rank's stages."""
 
     def __init__(self, model: GPT, pipeline: Pipeline, name: str, num_tokens: int) -> None:
-        self.model, self.pipeline, self.passes = model, pipeline, list[Pass]()
+        self.model, self.pipeline = model, pipeline
+        self.passes = list[Pass]()
         self._stages = [self._stage(stage, num_tokens) for stage in model.stages]
         self._microbatches = len({action.mb for action in pipeline.schedule[0]})
         kind, settings = PEERS[name], {"loss_fn": _loss, "scale_grads": False}

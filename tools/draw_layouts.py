@@ -21,7 +21,8 @@ from megatron3d.viz.schedules import schedules_picture
 from megatron3d.viz.zero_memory import zero_memory_picture
 
 # Pictures of the documentation: ranks of a mode, and the coloured rank.
-NUM_RANKS, RANK, MOST_RANKS = 8, 5, 64
+NUM_RANKS, RANK = 8, 5
+MOST_RANKS = 64
 
 
 def every_picture() -> Iterator[tuple[str, str]]:

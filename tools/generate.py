@@ -127,7 +127,8 @@ class Shown:
     """What has been shown of growing tokens; a character whose bytes are not all there waits."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: list[int], out: TextIO | None) -> None:
-        self._tokenizer, self._tokens, self._out = tokenizer, tokens, out
+        self._tokenizer, self._tokens = tokenizer, tokens
+        self._out = out
         self._done = len(tokenizer.decode(tokens))
 
     def update(self, row: int, token: int) -> None:

@@ -47,7 +47,8 @@ def show(arguments: argparse.Namespace) -> None:
 
 def choose_schedule(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """Return the schedule of the given name, or from the given file."""
-    name, p, m, v = arguments.schedule, arguments.p, arguments.m, arguments.v
+    name, p = arguments.schedule, arguments.p
+    m, v = arguments.m, arguments.v
     if name == FROM_FILE:
         if arguments.input is None:
             raise UserError("--schedule=file: needs the file; add --input FILE.csv")

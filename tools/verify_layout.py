@@ -89,7 +89,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     """Return a small model with this layout: axes above 1 become 2, and sizes are multiples of them."""
     spec = RunSpec(config, world_size)
-    mesh, mode, is_file = spec.mesh, spec.mode, spec.has_schedule_file
+    mesh, mode = spec.mesh, spec.mode
+    is_file = spec.has_schedule_file
     sizes = {name: size if is_file and name == "pipeline" else min(size, 2) for name, size in mesh.axes}
     parallel = shrink_parallel(config.parallel, sizes)
     shrunk = spec.with_config(config.model_copy(update={"parallel": parallel}))

@@ -31,7 +31,8 @@ PASSES = 16
 # More than the caches of a CPU hold.
 CACHE_BYTES = 2**26
 # Elements of the small and of the large all-reduce, and calls per round.
-SMALL, LARGE, CALLS = 16, 2**19, 10
+SMALL, LARGE = 16, 2**19
+CALLS = 10
 
 
 def median_call_s(function: Callable[[], object], budget_s: float) -> float:
@@ -141,7 +142,8 @@ def measure_all_reduces(budget_s: float) -> dict[str, Elapsed]:
 
         rounds: dict[str, list[Elapsed]] = {"alone": [], "call": [], "bytes": []}
         for _ in range(max(3, int(15 * budget_s))):
-            alone, without, small, large = mean(SMALL, multiplies=False), mean(0), mean(SMALL), mean(LARGE)
+            alone, without = mean(SMALL, multiplies=False), mean(0)
+            small, large = mean(SMALL), mean(LARGE)
             for kind, more, less in (("alone", alone, (0, 0)), ("call", small, without), ("bytes", large, small)):
                 rounds[kind].append(Elapsed(more[0] - less[0], more[1] - less[1]))
         return {kind: Elapsed(*map(median, zip(*each, strict=True))) for kind, each in rounds.items()}

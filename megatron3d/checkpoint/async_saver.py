@@ -49,7 +49,8 @@ class CheckpointSaver:
         in_background: bool = False,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.root, self.comm, self.in_background = root, comm, in_background
+        self.root, self.comm = root, comm
+        self.in_background = in_background
         self._retention, self._log = retention or RetentionPolicy(), log
         self.saved_at: int | None = None
         self._snapshot = Snapshot()

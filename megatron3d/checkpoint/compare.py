@@ -55,7 +55,8 @@ def flatten(index: Index) -> dict[str, object]:
 
 def _difference(name: str, tensor: StoredTensor, one: tuple[Path, Index], other: tuple[Path, Index]) -> str | None:
     """Describe the largest difference of a tensor over all boxes; two NaNs count as equal."""
-    num_different, largest, scale = 0, 0.0, 0.0
+    num_different, largest = 0, 0.0
+    scale = 0.0
     for stored in tensor.boxes:
         a, b = (read_box(path, index, name, stored.box) for path, index in (one, other))
         different = (a != b) & ~(a.isnan() & b.isnan())

@@ -37,7 +37,8 @@ def _causal(q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
 
 def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Return the logits [B, S, V] of GPT-2."""
-    hidden, heads, eps = _int(hf, "n_embd", 768), _int(hf, "n_head", 12), _float(hf, "layer_norm_epsilon", 1e-5)
+    hidden, heads = _int(hf, "n_embd", 768), _int(hf, "n_head", 12)
+    eps = _float(hf, "layer_norm_epsilon", 1e-5)
     activation = _ACTIVATIONS[str(hf.get("activation_function", "gelu_new"))]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -59,11 +60,8 @@ def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
 
 def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Return the logits [B, S, V] of Llama."""
-    hidden, heads, eps = (
-        _int(hf, "hidden_size", 4096),
-        _int(hf, "num_attention_heads", 32),
-        _float(hf, "rms_norm_eps", 1e-6),
-    )
+    hidden, heads = _int(hf, "hidden_size", 4096), _int(hf, "num_attention_heads", 32)
+    eps = _float(hf, "rms_norm_eps", 1e-6)
     groups, size = _int(hf, "num_key_value_heads", heads), _int(hf, "head_dim", hidden // heads)
     activation = _ACTIVATIONS[str(hf.get("hidden_act", "silu"))]
     rope = hf.get("rope_parameters")

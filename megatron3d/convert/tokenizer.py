@@ -21,7 +21,8 @@ from megatron3d.data.preprocess.tokenizer_training import END_OF_DOCUMENT
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 
-JSON, PIECES, CHARACTERS = "tokenizer.json", "tokenizer.model", "characters.json"
+JSON, PIECES = "tokenizer.json", "tokenizer.model"
+CHARACTERS = "characters.json"
 # Files that are copied with a tokenizer.json.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 SAMPLE = (

@@ -46,7 +46,8 @@ class Compiler:
     def __init__(
         self, rank: int = 0, is_opaque: Callable[[nn.Module], bool] = lambda module: False, backend: Backend = inductor
     ) -> None:
-        self._rank, self._is_opaque, self._compile = rank, is_opaque, backend
+        self._rank, self._is_opaque = rank, is_opaque
+        self._compile = backend
         self._opaque_classes: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
         self.num_graphs, self.failures = 0, list[str]()
 

@@ -56,7 +56,8 @@ class GPT(nn.Module):
         norm_kernels: NormKernels = TORCH_NORMS,
     ) -> None:
         super().__init__()
-        self.arch, self.mode, self.comm = arch, mode, comm
+        self.arch, self.mode = arch, mode
+        self.comm = comm
         rank = comm.mesh.coord("pipeline")
         self.stages: tuple[Stage, ...] = assignment.on_rank(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, assignment, rank)

@@ -94,7 +94,8 @@ class Linear(nn.Module):
     def __init__(self, layer: str, name: str, build: Build) -> None:
         super().__init__()
         plan = build.plan(layer_linears(build.arch)[name].plan(build.mode))
-        comm, overlap, name = build.comm, build.overlap, f"{layer}.{name}"
+        comm, overlap = build.comm, build.overlap
+        name = f"{layer}.{name}"
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
         self.matmul: Matmul
@@ -114,7 +115,8 @@ class Norm(nn.Module):
 
     def __init__(self, name: str, axes: Axes, build: Build) -> None:
         super().__init__()
-        self.axes, self.comm, self.eps = build.live(axes), build.comm, build.arch.norm_epsilon
+        self.axes, self.comm = build.live(axes), build.comm
+        self.eps = build.arch.norm_epsilon
         self.kernels = build.norm_kernels
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
@@ -128,7 +130,8 @@ class HiddenDropout(nn.Module):
 
     def __init__(self, site: str, build: Build) -> None:
         super().__init__()
-        self.site, self.rate, self.hidden_size = site, build.arch.hidden_dropout, build.arch.hidden_size
+        self.site, self.rate = site, build.arch.hidden_dropout
+        self.hidden_size = build.arch.hidden_size
         self.layout, self.mesh = build.mode.residual, build.comm.mesh
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:

@@ -110,7 +110,8 @@ class _Table:
 
     def linear(self, layer: str, name: str) -> Named:
         """Yield weight and bias of a linear; those onto the residual stream start smaller (Radford et al. 2019)."""
-        size, path, axis_sizes = layer_linears(self.arch)[name], f"{layer}.{name}", dict(self.mode.axes)
+        size, path = layer_linears(self.arch)[name], f"{layer}.{name}"
+        axis_sizes = dict(self.mode.axes)
         plan, module = size.plan(self.mode), path.rpartition(".")[0]
         std = self.arch.init_method_std / (1 if size.expands else math.sqrt(2 * self.arch.num_layers))
         blocks = math.prod(axis_sizes[axis] for axis, dim in plan.y.items() if dim == "N") if size.expands else 1

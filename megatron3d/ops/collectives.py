@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
 
-X_DIMS, W_DIMS, Y_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}, {"M": 0, "N": 1}
+X_DIMS, W_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}
+Y_DIMS = {"M": 0, "N": 1}
 
 
 def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: Comm) -> Pending:

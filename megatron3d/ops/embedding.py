@@ -37,7 +37,8 @@ class _Embedding(torch.autograd.Function):
         low, high = span(padded_vocab, plan.k, comm.mesh)
         absent = (tokens_M < low) | (tokens_M >= high)
         rows_M = (tokens_M - low).masked_fill_(absent, 0)
-        ctx.plan, ctx.comm, ctx.num_rows = plan, comm, high - low
+        ctx.plan, ctx.comm = plan, comm
+        ctx.num_rows = high - low
         ctx.save_for_backward(rows_M, absent)
         whole_VH = gather(w_VH, plan.w, W_DIMS, comm).wait()
         y_MH = whole_VH[rows_M].masked_fill_(absent.unsqueeze(-1), 0)

@@ -46,7 +46,8 @@ class Matmul:
         wgrads: WgradQueue | None = None,
         weight: PrefetchedWeight | None = None,
     ) -> None:
-        self.plan, self.comm, self.overlap, self.weight = plan, comm, overlap, weight
+        self.plan, self.comm = plan, comm
+        self.overlap, self.weight = overlap, weight
         self.main_grads = main_grads or MainGrads()
         self.wgrads = wgrads or WgradQueue(self.main_grads)
         self.is_plain = not (plan.m or plan.k or plan.n or wgrads)
@@ -70,7 +71,8 @@ class Matmul:
 
     def backward(self, param: Tensor, x_MK: Tensor, w_NK: Tensor, dy_MN: Tensor, needs: tuple[bool, ...]) -> Grads:
         """Return the gradients that autograd needs of X, W and bias; dW is None where it goes to main_grad."""
-        plan, comm, (needs_dx, needs_dw, needs_db) = self.plan, self.comm, needs
+        plan, comm = self.plan, self.comm
+        needs_dx, needs_dw, needs_db = needs
         dy_pending = gather(dy_MN, plan.dy, Y_DIMS, comm)
         w = self.gather_weight(Direction.BACKWARD, w_NK) if needs_dx else None
         x = gather(x_MK, plan.x, X_DIMS, comm) if needs_dw and not self.wgrads.is_deferring else None

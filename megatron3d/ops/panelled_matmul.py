@@ -83,7 +83,8 @@ class PanelledMatmul(Matmul):
 
     def forward(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, backward_follows: bool) -> Tensor:
         """Return Y; panel j + 1 of X and W is gathered during the GEMM of panel j."""
-        plan, comm, panels = self.plan, self.comm, self.panels(Direction.FORWARD, x_MK, w_NK)
+        plan, comm = self.plan, self.comm
+        panels = self.panels(Direction.FORWARD, x_MK, w_NK)
         x = operand(x_MK, plan.x, X_DIMS, comm, panels)
         w = self._weight_operand(Direction.FORWARD, w_NK, panels, backward_follows)
         bias = None if bias_N is None or plan.k else operand(bias_N, {}, {"N": 0}, comm, panels)
@@ -96,7 +97,8 @@ class PanelledMatmul(Matmul):
 
     def backward(self, param: Tensor, x_MK: Tensor, w_NK: Tensor, dy_MN: Tensor, needs: tuple[bool, ...]) -> Grads:
         """Return the gradients; panel j + 1 of dY, W and X is gathered during the two GEMMs of panel j."""
-        plan, comm, (needs_dx, needs_dw, needs_db) = self.plan, self.comm, needs
+        plan, comm = self.plan, self.comm
+        needs_dx, needs_dw, needs_db = needs
         panels = self.panels(Direction.BACKWARD, x_MK, w_NK)
         start_x = partial(operand, x_MK, plan.x, X_DIMS, comm, panels)
         dy = operand(dy_MN, plan.dy, Y_DIMS, comm, panels)

@@ -56,7 +56,9 @@ class SlicedOperand:
     """Operand that the panels slice; `shard` is stored as the table says."""
 
     def __init__(self, shard: Tensor, table: Table, dims: Dims, comm: Comm, panels: PanelPlan) -> None:
-        self._shard, self._table, self._dims, self._comm, self._slices = shard, table, dims, comm, panels.slices
+        self._shard, self._table = shard, table
+        self._dims, self._comm = dims, comm
+        self._slices = panels.slices
         self._dim = dims[panels.dim]
         self._num_cells = panels.cells // comm.mesh.size(stored_over(table, panels.dim))
         self._in_flight: dict[int, Pending] = {}
@@ -97,7 +99,8 @@ class Result:
     def __init__(
         self, steps: tuple[Move, ...], table: Table, dims: Dims, comm: Comm, panels: PanelPlan, overlap: bool = True
     ) -> None:
-        self._steps, self._dims, self._comm, self._panels = steps, dims, comm, panels
+        self._steps, self._dims = steps, dims
+        self._comm, self._panels = comm, panels
         self._is_sliced, self._overlap = panels.dim in dims, overlap and bool(steps)
         self._num_cells = panels.cells // comm.mesh.size(stored_over(table, panels.dim))
         self._sum: Tensor | None = None
@@ -131,7 +134,8 @@ class Result:
         if not self._is_sliced or self._panels.num_panels == 1:
             self._out = piece
             return
-        dim, cells, slices = self._dims[self._panels.dim], self._num_cells, self._panels.slices
+        dim, cells = self._dims[self._panels.dim], self._num_cells
+        slices = self._panels.slices
         if self._out is None:
             shape = list(piece.shape)
             shape[dim] = cells * sum(slices[-1])

@@ -28,7 +28,8 @@ class PrefetchedWeight:
     """
 
     def __init__(self, shard: Callable[[], Tensor], plan: MatmulPlan, comm: Comm, overlap: TPOverlap) -> None:
-        self._shard, self._table, self._comm, self._keeps = shard, plan.w, comm, overlap.keep_gathered_weights
+        self._shard, self._table = shard, plan.w
+        self._comm, self._keeps = comm, overlap.keep_gathered_weights
         self._neighbours: dict[Direction, tuple[PrefetchedWeight, Callable[[], None]]] = {}
         self._in_flight: Pending | None = None
         self._kept: Tensor | None = None
@@ -52,7 +53,8 @@ class PrefetchedWeight:
 
     def drop(self) -> None:
         """Drop what was gathered, since the weights have changed."""
-        self._in_flight, self._kept, self._num_backwards = None, None, 0
+        self._in_flight, self._kept = None, None
+        self._num_backwards = 0
 
     def _take(self, at: Direction, backward_follows: bool) -> Pending | None:
         """Return W if it is kept, in flight, or to be kept for the backward that follows."""

@@ -52,7 +52,8 @@ class LossScale:
         """Update a dynamic scale after a step; `found_nonfinite` is nonzero where a scaled gradient was not finite."""
         if not self._counters:
             return
-        config, scale, found = self._config, torch.as_tensor(self.factor), found_nonfinite != 0
+        config, scale = self._config, torch.as_tensor(self.factor)
+        found = found_nonfinite != 0
         growth, hysteresis = self._counters.values()
         left = hysteresis - 1
         shrunk = torch.where(left <= 0, (scale * BACKOFF).clamp(min=config.min_loss_scale), scale)

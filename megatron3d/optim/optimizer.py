@@ -25,7 +25,8 @@ class Optimizer:
     """
 
     def __init__(self, buffers: Buffers, config: OptimizerConfig, loss_scale: LossScale | None = None) -> None:
-        self.buffers, self.config, self.loss_scale = buffers, config, loss_scale
+        self.buffers, self.config = buffers, config
+        self.loss_scale = loss_scale
         self._update = choose_update(config, buffers.flat_buffers)
         dtypes = [MOMENT_DTYPES[name] for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype)]
         self._moments = [

@@ -57,14 +57,14 @@ class HeadSplit:
         mesh, width = self.comm.mesh, self.num_groups * self.size
         for start in range(len(self.axes), -1, -1):
             kept, gathered = self.axes[:start], self.axes[start:]
-            whole = all(
-                low <= first * self.size and last * self.size <= high
-                for rank in mesh.ranks(self.axes)
-                for (first, last), (low, high) in [(self._groups(rank), span(width, kept, mesh.at(rank)))]
-            )
-            if whole:
+            if all(self._holds_groups(rank, span(width, kept, mesh.at(rank))) for rank in mesh.ranks(self.axes)):
                 return gathered
         raise AssertionError("keys and values gathered over every axis are whole")
+
+    def _holds_groups(self, rank: int, features: tuple[int, int]) -> bool:
+        """Return whether a range of key features contains all groups that a rank's queries need."""
+        first, last = self._groups(rank)
+        return features[0] <= first * self.size and last * self.size <= features[1]
 
     @cached_property
     def group_of_query(self) -> list[int]:

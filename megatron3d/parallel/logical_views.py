@@ -26,7 +26,8 @@ def part_views(spec: ParamSpec, local: Tensor, mesh: Mesh, start: int = 0) -> li
     Together the views of all ranks that differ along the axes of the layout cover each logical tensor
     exactly once.
     """
-    values, shape, boxes = local.detach().view(-1), spec.local_shape(mesh), spec.part_boxes(mesh)
+    values, shape = local.detach().view(-1), spec.local_shape(mesh)
+    boxes = spec.part_boxes(mesh)
     width = math.prod(shape[1:])
     assert start + len(values) <= shape[0] * width, f"{len(values)} elements from {start} on are not in {shape}"
     rows = [box_shape(part_box)[0] for part_box in boxes]

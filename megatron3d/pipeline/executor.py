@@ -27,7 +27,8 @@ class PipelineExecutor:
     """
 
     def __init__(self, model: GPT, pipeline: Pipeline) -> None:
-        self.model, self.pipeline, self.peak_in_flight = model, pipeline, 0
+        self.model, self.pipeline = model, pipeline
+        self.peak_in_flight = 0
         self._rank = model.comm.mesh.coord("pipeline")
         self._training_lists: dict[int, Sequence[Action]] = {}
         self._forward_lists: dict[int, Sequence[Action]] = {}

@@ -43,9 +43,11 @@ def send_recv_after(action: Action, owners: Mapping[int, int]) -> SendRecv | Non
     if kind is ActionKind.W:
         return None
     if kind is ActionKind.F:
-        step, send, receive = 1, ActionKind.SEND_F, ActionKind.RECV_F
+        step, send = 1, ActionKind.SEND_F
+        receive = ActionKind.RECV_F
     else:
-        step, send, receive = -1, ActionKind.SEND_B, ActionKind.RECV_B
+        step, send = -1, ActionKind.SEND_B
+        receive = ActionKind.RECV_B
     if owners.get(stage + step, owners[stage]) == owners[stage]:
         return None
     return SendRecv(Action(send, stage, mb), Action(receive, stage + step, mb))

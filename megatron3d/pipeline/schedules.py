@@ -20,7 +20,8 @@ from megatron3d.pipeline.action_costs import UNIT_COSTS, Costs
 from megatron3d.pipeline.actions import Action, ActionKind, RankOfStage, Schedule, rank_in_loop, rank_in_v
 from megatron3d.pipeline.validate import read_schedule
 
-F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741  the field's names
+F, B = ActionKind.F, ActionKind.B
+I, W = ActionKind.I, ActionKind.W  # noqa: E741
 Step = tuple[ActionKind, int]
 
 
@@ -111,8 +112,10 @@ def zb_v(p: int, m: int) -> Schedule:
 
     def rank(r: int) -> tuple[Action, ...]:
         down, up = r, 2 * p - 1 - r
-        f, i, w = (F, down), (I, down), (W, down)
-        F_, I_, W_ = (F, up), (I, up), (W, up)
+        f, i = (F, down), (I, down)
+        w = (W, down)
+        F_, I_ = (F, up), (I, up)
+        W_ = (W, up)
         warmup = [f] * (2 * (p - r) - 1) + [F_, f] * r + [F_, I_, W_] * (p - r)
         steady = [f, i, w, F_, I_, W_] * (n - 2 * p + r + 1) + [i, w, F_, I_, W_] * (p - r - 1)
         return number_microbatches(warmup + steady + [i, I_] * r + [i, w] * (p - r) + [W_] * r + [w] * r, m)

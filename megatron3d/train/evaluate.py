@@ -14,7 +14,8 @@ from megatron3d.train.step import StepSettings, loss_copies, valid_tokens
 
 def evaluate(executor: PipelineExecutor, batches: Iterable[Sequence[Microbatch]], settings: StepSettings) -> Tensor:
     """Return the mean loss per token of global batches with `settings.num_tokens` tokens in total."""
-    model, packing, num_tokens = executor.model, settings.packing, settings.num_tokens
+    model, packing = executor.model, settings.packing
+    num_tokens = settings.num_tokens
     losses, counts = [], []
     for microbatches in batches:
         passes = [model.begin(batch.tokens, num_tokens, batch.first_sample, packing=packing) for batch in microbatches]

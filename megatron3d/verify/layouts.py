@@ -46,7 +46,8 @@ def trace(spec: RunSpec, comm: Comm, num_steps: int) -> StepTrace | None:
         spec: its sections `model`, `parallel`, `train` and `optimizer` are used, on random tokens, and the options of
             `data` for documents, which token 0 ends.
     """
-    config, arch, device = spec.config, spec.arch, torch.device("cpu")
+    config, arch = spec.config, spec.arch
+    device = torch.device("cpu")
     state = build_state(spec, comm, device)
     train, num_tokens = config.train, config.train.global_batch_size * arch.seq_length
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
@@ -70,12 +71,10 @@ def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, 
     """Return, on rank 0, whole tensors assembled from the pieces that the save rule selects."""
     prefix = {"grad": "gradient", "main": "parameter"}[which]
     mine = ranges_to_write(state.buffers)
-    pieces = [
-        piece
-        for name, start, values in state.buffers.shards(which)
-        for _, spec, low, high in [mine[name]]
-        for piece in param_pieces(prefix, spec, values[low - start : high - start], comm.mesh, low)
-    ]
+    pieces = []
+    for name, start, values in state.buffers.shards(which):
+        _, spec, low, high = mine[name]
+        pieces += param_pieces(prefix, spec, values[low - start : high - start], comm.mesh, low)
     gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.numpy().copy()) for p in pieces])
     whole: dict[str, Tensor] = {}
     for name, shape, box, values in (piece for rank in gathered or [] for piece in rank):

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 # Pixels: of a file's box, of the arrow behind it, of a way, and of the margins.
-BOX_WIDTH, BOX_HEIGHT, ARROW, LANE, LEFT, TOP = 132, 76, 20, 130, 24, 66
+BOX_WIDTH, BOX_HEIGHT = 132, 76
+ARROW, LANE = 20, 130
+LEFT, TOP = 24, 66
 BLUE = "#1f5fa8"
 
 

@@ -17,10 +17,14 @@ from megatron3d.parallel.modes.mode import Mode
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 # Pixels: of the residual stream, the inner features and the tokens, and between the parts of the picture.
-RESIDUAL, INNER, TOKENS = 112, 168, 168
-COLUMN, LEFT, TOP, ROW = 316, 24, 66, 292
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
-INPUT, GATHERED, OUTPUT, PARTIAL = "#1f5fa8", "#cfe2f6", "#c2600a", "#fbdfc0"
+RESIDUAL, INNER = 112, 168
+TOKENS = 168
+COLUMN, LEFT = 316, 24
+TOP, ROW = 66, 292
+ALL_GATHER, REDUCE_SCATTER = "all-gather", "reduce-scatter"
+ALL_REDUCE = "all-reduce"
+INPUT, GATHERED = "#1f5fa8", "#cfe2f6"
+OUTPUT, PARTIAL = "#c2600a", "#fbdfc0"
 
 
 @dataclass(frozen=True)

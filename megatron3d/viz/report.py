@@ -32,7 +32,8 @@ from megatron3d.pipeline.spec import stage_flops
 from megatron3d.train.monitor.prediction_check import parts_of
 from megatron3d.viz.curves import Rows, draw, read_run
 
-RECENT, MAX_SPANS, MAX_BAD_STEPS = 50, 4000, 20
+RECENT, MAX_SPANS = 50, 4000
+MAX_BAD_STEPS = 20
 RATES = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("TFLOP/s per rank", "tflops_per_s_per_rank", "{:.4g}"),
@@ -154,7 +155,8 @@ def _prediction(expected: Mapping[str, Any], steps: Rows, phases_s: Mapping[str,
         return Prediction()
     if "total" not in expected:
         return Prediction(f"step measured: {step_s:.4g} s; {expected['unknown']}")
-    measured, predicted, total = parts_of(phases_s), expected["parts"], expected["total"]
+    measured, predicted = parts_of(phases_s), expected["parts"]
+    total = expected["total"]
     kinds = [kind for kind in dict.fromkeys((*predicted, *measured)) if kind in measured or predicted[kind]]
     rows = [(kind, f"{predicted.get(kind, 0.0):.4g}", f"{measured.get(kind, 0.0):.4g}") for kind in kinds]
     rows.append(("the step", f"{total:.4g}", f"{step_s:.4g}, {step_s / total - 1:+.0%}"))

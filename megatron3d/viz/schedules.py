@@ -20,7 +20,9 @@ MEANINGS = {
     ActionKind.B: "backward, or dgrad",
     ActionKind.W: "wgrad",
 }
-UNIT_PX, BAR, HEAD, LEFT, TOP, GAP = 22.0, 19, 24, 82, 88, 16
+UNIT_PX, BAR = 22.0, 19
+HEAD, LEFT = 24, 82
+TOP, GAP = 88, 16
 
 
 def schedules_picture(num_ranks: int = 4, num_microbatches: int = 8, costs: Costs = UNIT_COSTS) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-INK, GREY, PAPER, EMPTY = "#1c2530", "#6b7582", "#ffffff", "#eef1f4"
+INK, GREY = "#1c2530", "#6b7582"
+PAPER, EMPTY = "#ffffff", "#eef1f4"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif"
 
 
@@ -28,7 +29,8 @@ class Canvas:
     """Picture on white paper; later shapes are drawn over earlier ones."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
-        self._size, self._title, self._shapes = (width, height), title, list[str]()
+        self._size, self._title = (width, height), title
+        self._shapes = list[str]()
 
     def rect(self, at: Rect, fill: str, stroke: str = PAPER, width: float = 1.0, dashes: str = "") -> None:
         """Add a rectangle; a fill of `none` leaves what is below visible."""

@@ -17,9 +17,12 @@ from megatron3d.config.schema import Config
 from megatron3d.parallel.mesh import DATA
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
-RANKS, MICROBATCHES, VOCABULARY = 4, 2, 64
+RANKS, MICROBATCHES = 4, 2
+VOCABULARY = 64
 # Pixels: of a byte per parameter, of a rank's bar, and of a panel.
-BYTE, BAR, PANEL, LEFT, TOP = 19.0, 20, 126, 92, 96
+BYTE, BAR = 19.0, 20
+PANEL, LEFT = 126, 92
+TOP = 96
 # Categories of the memory model: their words, and their colours.
 KINDS: Mapping[str, tuple[str, str]] = {
     "weights": ("weights", "#1f5fa8"),

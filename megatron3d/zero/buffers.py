@@ -58,7 +58,8 @@ class Buffers:
         reduce_dtype: torch.dtype | None = None,
         main_grads: MainGrads | None = None,
     ) -> None:
-        self.comm, self.sharding, self._reduce_dtype = comm, sharding, reduce_dtype
+        self.comm, self.sharding = comm, sharding
+        self._reduce_dtype = reduce_dtype
         self.specs = {name: spec for specs in stage_specs.values() for name, spec in specs.items()}
         unit_of = {name: unit.path for unit in units for name in self.specs if unit.has(name)}
         assert not sharding.axes or unit_of.keys() == self.specs.keys(), "some parameters are in no FSDP unit"

@@ -85,7 +85,8 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.sync, self.stage, self.sharding = key.sync, key.stage, sharding
+        self.sync, self.stage = key.sync, key.stage
+        self.sharding = sharding
         self.grads_per_microbatch = sum(spec.uses for spec in specs.values())
         self.spans: dict[str, tuple[int, int]] = {}
         self.size, self._num_decayed = 0, 0

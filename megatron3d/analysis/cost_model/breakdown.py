@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import Axes
 
-COMPUTATION, BUBBLE, UPDATE, DATA = "computation", "bubble", "update", "data"
+COMPUTATION, BUBBLE = "computation", "bubble"
+UPDATE, DATA = "update", "data"
 # GEMMs, fused attention, memory-bound kernels, and the slowdown of computation by communication that overlaps with it.
 GEMMS, ATTENTION, MEMORY, SLOWDOWN = COMPUTE = ("GEMMs", "attention", "memory-bound kernels", "slowed by overlap")
 

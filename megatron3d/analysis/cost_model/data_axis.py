@@ -73,7 +73,8 @@ def data_axis_time(
 ) -> DataAxisTime:
     """Return the time of a rank's parameters; `times` is the result of `collectives_per_step`."""
     wide = max(machine.device.itemsize, 4)
-    itemsize, sums, tail = machine.profile.reduce_itemsize or wide, TimeBreakdown(), 0.0
+    itemsize, sums = machine.profile.reduce_itemsize or wide, TimeBreakdown()
+    tail = 0.0
     shared = mesh.nontrivial(DATA[1:]) if zero_stage else ()
     for axes, count in counts.items():
         rest = tuple(axis for axis in axes if axis not in shared)

@@ -11,7 +11,8 @@ from megatron3d.parallel.matmul_plan import Traffic, flows
 
 def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown, TimeBreakdown]:
     """Return forward and backward of the embedding; backward accumulates rows in fp32."""
-    arch, plan, size = local.arch, local.mode.embed, machine.device.itemsize
+    arch, plan = local.arch, local.mode.embed
+    size = machine.device.itemsize
     sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, size)
     over = OverlapModel(machine, local.mesh, 1)
     rows = local.part(local.num_tokens, plan.m) * local.part(arch.hidden_size, plan.n)
@@ -28,7 +29,8 @@ def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown,
 
 def head_times(local: LocalSizes, machine: Machine) -> TimeBreakdown:
     """Return the time of LM head and loss with their gradients, which are computed together with the loss."""
-    arch, plan, device = local.arch, local.mode.expand, machine.device
+    arch, plan = local.arch, local.mode.expand
+    device = machine.device
     sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
     sent = flows(plan, local.mesh, *sizes)
     copied = concat_copies(plan, local.mesh, *sizes) if machine.profile.copies_concats else ConcatCopies()

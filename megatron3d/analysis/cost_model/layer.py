@@ -91,7 +91,8 @@ class LinearTime(NamedTuple):
     def of(linear: Linear, mesh: Mesh, machine: Machine) -> LinearTime:
         """Return the time of a linear with the sizes that this rank multiplies."""
         plan, (m, n, k) = linear.plan, linear[1:]
-        m_here, n_here, k_here = m / mesh.size(plan.m), n / mesh.size(plan.n), k / mesh.size(plan.k)
+        m_here, n_here = m / mesh.size(plan.m), n / mesh.size(plan.n)
+        k_here = k / mesh.size(plan.k)
         sent = flows(plan, mesh, m, n, k, machine.device.itemsize)
         y_parts = mesh.size(axis for axis, dim in plan.y.items() if dim)
         seconds = machine.device.gemm_s(m_here, n_here, k_here)
@@ -107,7 +108,8 @@ class OverlapModel:
     """Communication time, exposed or overlapped with computation."""
 
     def __init__(self, machine: Machine, mesh: Mesh, num_panels: int) -> None:
-        self._machine, self._mesh, self._num_panels = machine, mesh, num_panels
+        self._machine, self._mesh = machine, mesh
+        self._num_panels = num_panels
 
     def exposed(self, calls: list[Traffic]) -> TimeBreakdown:
         """Return the time of collectives that nothing overlaps with."""
@@ -152,7 +154,8 @@ def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
 def _forward(
     planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
 ) -> TimeBreakdown:
-    overlap, parts, before = local.overlap, [], 0.0
+    overlap, parts = local.overlap, []
+    before = 0.0
     for each in planned.values():
         parts.append(TimeBreakdown({GEMMS: each.gemm_s, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
         parts.append(over.panelled(each.sent.gather_x + each.sent.reduce_y, each.gemm_s))
@@ -174,10 +177,12 @@ def _backward(
     planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
 ) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
     """Return dgrad, wgrad, and both in one."""
-    overlap, half, late, whole = local.overlap, list[TimeBreakdown](), list[TimeBreakdown](), list[TimeBreakdown]()
+    overlap, half = local.overlap, list[TimeBreakdown]()
+    late, whole = list[TimeBreakdown](), list[TimeBreakdown]()
     hides = overlap.input_grad and machine.profile.overlaps_input_grad
     for each in planned.values():
-        sent, seconds, copied = each.sent, each.gemm_s, each.joins
+        sent, seconds = each.sent, each.gemm_s
+        copied = each.joins
         product = TimeBreakdown({GEMMS: seconds})
         gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
         common = [
@@ -202,7 +207,8 @@ def _backward(
 
 def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterator[TimeBreakdown]:
     """Yield the times of everything between the GEMMs."""
-    profile, arch, size = machine.profile, local.arch, machine.device.itemsize
+    profile, arch = machine.profile, local.arch
+    size = machine.device.itemsize
     residual, inner = local.tokens * local.hidden, local.inner_tokens
     heads = local.num_queries * arch.kv_channels
     keys = 2 * local.num_groups * arch.kv_channels
@@ -236,7 +242,8 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
 
 def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
     """Return the time of fused attention over the causal half, or of its unfused GEMMs and elementwise kernels."""
-    arch, seq, device = local.arch, local.arch.seq_length, machine.device
+    arch, seq = local.arch, local.arch.seq_length
+    device = machine.device
     heads = local.sequences * local.num_queries
     if machine.profile.fuses_attention:
         flops = 4 * heads * seq * seq * arch.kv_channels / 2

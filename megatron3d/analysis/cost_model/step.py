@@ -163,7 +163,8 @@ Durations = Mapping[tuple[int, ActionKind], TimeBreakdown]
 
 def stage_times(step: SimulatedStep) -> Durations:
     """Return the seconds of each kind of computation of each stage, for one microbatch."""
-    local, machine, full = step.local, step.machine, step.local.recompute.granularity == "full"
+    local, machine = step.local, step.machine
+    full = step.local.recompute.granularity == "full"
     plain = layer_times(replace(local, recompute=NO_RECOMPUTE) if full else local, machine)
     again = layer_times(local, machine) if full else plain
     embedding, head = embedding_times(local, machine), head_times(local, machine)
@@ -195,7 +196,8 @@ def _stage(local: LocalSizes, stage: Stage, plain: LayerTimes, again: LayerTimes
 
 def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
     """Return the time to send the residual stream to the next pipeline rank."""
-    local, machine, mesh = step.local, step.machine, step.mesh
+    local, machine = step.local, step.machine
+    mesh = step.mesh
     if mesh.sizes["pipeline"] == 1:
         return TimeBreakdown()
     copies = local.mode.copies if machine.profile.scatters_pipeline else ()
@@ -258,7 +260,8 @@ def _param_counts(step: SimulatedStep, stages: Sequence[Stage]) -> Mapping[tuple
 
 def exposed_data_axis(step: SimulatedStep, durations: Durations, line: ScheduleTimes, rank: int) -> TimeBreakdown:
     """Return the communication of a rank's data axis that is exposed after the schedule."""
-    m, zero, profile, tax = step.num_microbatches, step.zero_stage, step.machine.profile, step.machine.device.comm_tax
+    m, zero = step.num_microbatches, step.zero_stage
+    profile, tax = step.machine.profile, step.machine.device.comm_tax
     times = collectives_per_step(zero, m)
     each = {
         stage.index: data_axis_time(

@@ -69,7 +69,8 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
 
 def kept_weight_gathers(step: StepSpec, stage: Stage) -> int:
     """Return how often gathered weights are gathered that stay while a microbatch is in flight."""
-    change, users, times = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}, 0, 0
+    change, users = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}, 0
+    times = 0
     for action in step.actions:
         if action.stage == stage.index:
             times += action.kind is ActionKind.F and users == 0

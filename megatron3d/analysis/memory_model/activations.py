@@ -101,7 +101,8 @@ def deferred_wgrad_activations(local: LocalSizes) -> int:
 
 
 def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
-    rows, width, split = local.tokens, local.hidden, local.splits_features
+    rows, width = local.tokens, local.hidden
+    split = local.splits_features
     core = _recomputed_core if local.recompute.recomputes(CORE_ATTN) else _core
     activation = _recomputed_activation if local.recompute.recomputes(MLP_ACT) else _ACTIVATIONS[local.arch.activation]
     yield from _norm(local, "input_norm", rows, width, split)

@@ -39,7 +39,8 @@ _TOKEN_BYTES = 2 * 8
 # The number of its document, or its position there.
 _DOCUMENT_BYTES = 8
 # Of an element: what AdamW holds when it rounds a moment, when it computes, and of the piece before.
-_ROUNDED_BYTES, _COMPUTED_BYTES, _LEFT_BYTES = 30, 20, 18
+_ROUNDED_BYTES, _COMPUTED_BYTES = 30, 20
+_LEFT_BYTES = 18
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,8 @@ def _largest(count: int, sizes: Iterable[int]) -> int:
 def residual_shards(step: StepSpec) -> list[int]:
     """Return the number of residual shards after each action: received, passed to the next stage, or in send."""
     where, most = stage_to_rank(step.pipeline.schedule), step.local.kernels.num_leaving
-    lying, sent, counts = 0, 0, []
+    lying, sent = 0, 0
+    counts = []
     for action in step.actions:
         lying += _arrivals(action, where) - _consumed(action, len(where))
         sent = min(sent + (action.kind in SENDS), most)
@@ -240,7 +242,8 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
     Sharded gradients are whole at times: two buckets while they are reduced, those received, and during the backward of
     earlier layers, when at least one layer has freed its activations, a third one that is being filled.
     """
-    local, stages, sizes = step.local, step.stages, flat_numels(step)
+    local, stages = step.local, step.stages
+    sizes = flat_numels(step)
     found = layer_peaks(local) if any(stage.layers for stage in stages) else {}
     if any(stage.has_embedding for stage in stages):
         found["backward of the embedding"] = embedding_peak(local)

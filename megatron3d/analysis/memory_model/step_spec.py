@@ -78,7 +78,8 @@ class StepSpec:
 
 def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> StepSpec:
     """Return a rank's part of a step of a valid run."""
-    config, train, optimizer = spec.config, spec.config.train, spec.config.optimizer
+    config, train = spec.config, spec.config.train
+    optimizer = spec.config.optimizer
     local = LocalSizes(
         spec.arch,
         spec.mode,

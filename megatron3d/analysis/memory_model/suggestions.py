@@ -26,14 +26,9 @@ from megatron3d.pipeline.simulate import num_virtual_stages, simulate_durations
 from megatron3d.pipeline.spec import Pipeline, layer_flops, stage_flops
 
 # Nominal prices.
-_FORM, _SHARE_STATE, _SHARE_GRADIENTS, _ELEMENTWISE, _SMALLER_KERNELS, _SHARE_WEIGHTS = (
-    0.0,
-    0.001,
-    0.01,
-    0.01,
-    0.04,
-    0.05,
-)
+_FORM, _SHARE_STATE = 0.0, 0.001
+_SHARE_GRADIENTS, _ELEMENTWISE = 0.01, 0.01
+_SMALLER_KERNELS, _SHARE_WEIGHTS = 0.04, 0.05
 
 # The least part of a rank's memory that is worth naming.
 _WORTH = 0.01

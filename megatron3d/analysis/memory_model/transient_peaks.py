@@ -35,7 +35,8 @@ class LocalMatmul(NamedTuple):
 
 def matmuls(local: LocalSizes) -> dict[str, LocalMatmul]:
     """Return a layer's matmuls by path, with the sizes of this rank's shards."""
-    residual, tokens, head_size = local.tokens * local.hidden, local.inner_tokens, local.arch.kv_channels
+    residual, tokens = local.tokens * local.hidden, local.inner_tokens
+    head_size = local.arch.kv_channels
     queries, keys = local.num_queries * head_size, 2 * local.keys_width
     stored_x_y = {
         QKV: (residual, tokens * (queries + keys)),
@@ -69,7 +70,8 @@ def matmul_backward(local: LocalSizes, site: str) -> int:
     after = next(name for name, before in _BEFORE.items() if before == site)
     matmul = linears[site]
     plan, overlap = matmul.plan, local.overlap
-    whole_x, whole_w, whole_dy = matmul.x * mesh.size(plan.x), matmul.whole_w, matmul.y * mesh.size(plan.dy)
+    whole_x, whole_w = matmul.x * mesh.size(plan.x), matmul.whole_w
+    whole_dy = matmul.y * mesh.size(plan.dy)
     gathered, reordered = _gathered(plan, whole_x, whole_w, whole_dy)
     ahead = linears[_BEFORE[site]].whole_w * (overlap.weight_gather and not overlap.keep_gathered_weights)
     late = linears[after].whole_w * overlap.weight_grad
@@ -138,7 +140,8 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
     plan, narrow = local.mode.expand.on(local.mesh), size if size < local.wide else 0
     rows, ranks = chunk_rows(step)
     vocabulary, features = local.part(local.arch.padded_vocab_size, plan.n), local.part(local.arch.hidden_size, plan.k)
-    x, w, dy = rows * ranks * features, vocabulary * features, rows * ranks * vocabulary
+    x, w = rows * ranks * features, vocabulary * features
+    dy = rows * ranks * vocabulary
     gathered, reordered = _gathered(plan, x, w, dy)
     logits = dy // local.mesh.size(plan.dy) * (local.wide + (0 if plan.dy else narrow))
     before = w * local.wide if plan.w and rows < local.tokens else 0

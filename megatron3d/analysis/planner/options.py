@@ -13,7 +13,8 @@ from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.schedules import SCHEDULES
 
 # Larger tensor-parallel and pipeline sizes never pay off on the clusters that we know.
-MAX_TENSOR, MAX_PIPELINE, MAX_MICRO_BATCH, MAX_VIRTUAL = 64, 64, 16, 8
+MAX_TENSOR, MAX_PIPELINE = 64, 64
+MAX_MICRO_BATCH, MAX_VIRTUAL = 16, 8
 RECOMPUTATIONS = (None, "selective", "full")
 
 

@@ -46,7 +46,8 @@ def largest_part(plan: PredictedLayout) -> str:
 
 def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: float) -> list[str]:
     """Return the time and the memory of one layout by kind."""
-    step, memory, batch = plan.step, plan.memory, problem.config.train.global_batch_size
+    step, memory = plan.step, plan.memory
+    batch = problem.config.train.global_batch_size
     tokens_per_s = problem.tokens_per_s(plan)
     lines = [
         f"{plan.layout}, on {problem.num_ranks} ranks of {problem.machine.network.cluster.name}",

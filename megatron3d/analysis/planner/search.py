@@ -234,7 +234,8 @@ class _DataAxisBound:
     """Lower bound of the data axis for layouts of one tensor mode: the slowdown of computation by its transfers."""
 
     def __init__(self, problem: PlanningProblem, num_layers: int, held: ParamCounts, mesh: Mesh) -> None:
-        self._machine, self._num_layers, self._held, self._mesh = problem.machine, num_layers, held, mesh
+        self._machine, self._num_layers = problem.machine, num_layers
+        self._held, self._mesh = held, mesh
         self._once: dict[tuple[int, bool], tuple[float, float]] = {}
 
     def least_s(self, layout: LayoutChoice, data: int, num: int) -> float:
@@ -275,7 +276,8 @@ class _LayoutBound:
 
     def least_bytes(self, layout: LayoutChoice, data: int, num: int) -> float:
         """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank."""
-        size, wide, zero = self._work.itemsize, self._work.wide, layout.zero_stage
+        size, wide = self._work.itemsize, self._work.wide
+        zero = layout.zero_stage
         main = 0 if size == wide else wide
         share = [1 / data if zero >= stage else 1 for stage in (1, 2, 3)]
         each = size * (share[2] if main else 1) + (main + 2 * wide) * share[0] + wide * share[1]

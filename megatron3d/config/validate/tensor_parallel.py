@@ -69,10 +69,12 @@ def feature_dimensions(arch: Architecture, mode: Mode) -> Iterator[Dimension]:
 
     Key/value groups need not: fewer of them than ranks that split heads are gathered where they are used.
     """
-    up, down, embed = mode.expand, mode.contract, mode.embed
+    up, down = mode.expand, mode.contract
+    embed = mode.embed
     hidden = (up.x_layout[1], up.w_layout[1], down.w_layout[0], down.y_layout[1], embed.w_layout[0], embed.y_layout[1])
     into, out_of = (up.w_layout[0], up.y_layout[1]), (down.x_layout[1], down.w_layout[1])
-    heads, groups, channels = arch.num_attention_heads, arch.num_query_groups, arch.kv_channels
+    heads, groups = arch.num_attention_heads, arch.num_query_groups
+    channels = arch.kv_channels
     yield Dimension(f"model.hidden_size={arch.hidden_size}", arch.hidden_size, hidden)
     yield Dimension(f"model.ffn_hidden_size={arch.ffn_hidden_size}", arch.ffn_hidden_size, into + out_of)
     yield Dimension(f"model.num_attention_heads={heads}", heads, into)

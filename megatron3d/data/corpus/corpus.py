@@ -151,7 +151,8 @@ def _short(sources: list[TokenFileSamples]) -> list[TokenFileSamples]:
 
 
 def _too_short(spec: CorpusSpec, name: str, source: TokenFileSamples, is_whole: bool) -> str:
-    have, total, wanted = source.split.num_tokens, source.dataset.num_tokens, spec.seq_length + 1
+    have, total = source.split.num_tokens, source.dataset.num_tokens
+    wanted = spec.seq_length + 1
     where = f"data.{name}_data_path={source.dataset.prefix}" if is_whole else f"data.split={spec.split}"
     of = "" if is_whole or isinstance(spec.data_path, str) else f" of {source.dataset.prefix}"
     weight = "" if is_whole else f"give {name} a larger weight, "

@@ -149,7 +149,8 @@ class Lane:
     """
 
     def __init__(self, rows: StreamedDataset, number: int, seq_length: int) -> None:
-        self._rows, self._number, self._seq_length = rows, number, seq_length
+        self._rows, self._number = rows, number
+        self._seq_length = seq_length
         self.cursors: dict[int, Cursor] = {0: Cursor()}
         self._at = -1
 

@@ -14,7 +14,8 @@ from megatron3d.errors import UserError
 
 MAX_TEXT = 1 << 20
 """Characters of the longest text that is encoded in one call."""
-SECTION, SEARCH, CONTEXT = 1 << 18, 1 << 13, 256
+SECTION, SEARCH = 1 << 18, 1 << 13
+CONTEXT = 256
 """Characters of a section, of the range at its end that is searched for a split, and of each side that is tried."""
 
 Split = Callable[[str], tuple[int, int]]

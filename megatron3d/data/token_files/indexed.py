@@ -95,7 +95,8 @@ class IndexedDataset:
 
     def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
         """Yield the number of tokens of all documents in blocks."""
-        size, end, before = self.dtype.itemsize, self.num_tokens, 0
+        size, end = self.dtype.itemsize, self.num_tokens
+        before = 0
         for ends in self.document_blocks():
             inside = np.minimum(ends, self.num_sequences - 1)
             places = np.where(ends < self.num_sequences, self._offsets[inside] // size, end)

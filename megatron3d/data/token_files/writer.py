@@ -21,7 +21,8 @@ from megatron3d.data.token_files.manifest import Manifest, read_manifest, write_
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
-CONTINUES, ENDS_SEQUENCE, ENDS_DOCUMENT = 0, 1, 2
+CONTINUES, ENDS_SEQUENCE = 0, 1
+ENDS_DOCUMENT = 2
 """What ends with a run of tokens: nothing, its sequence (a sentence), or its document too."""
 MAX_SEQUENCE = 2**31 - 1
 Ints = npt.NDArray[Any]
@@ -46,7 +47,8 @@ class IndexedWriter:
     """Appends documents to a corpus; as a context manager it deletes what `finish` or `publish` has not published."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any], written: WrittenCounts | None = None) -> None:
-        self.prefix, self._dtype, self.written = Path(prefix), dtype, written or WrittenCounts()
+        self.prefix, self._dtype = Path(prefix), dtype
+        self.written = written or WrittenCounts()
         self._files: dict[str, AppendOnlyFile] = {}
         try:
             for name, size in file_sizes(self.written, dtype).items():
@@ -192,7 +194,8 @@ def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest
     corpus that Megatron made.
     """
     assert written.open_tokens == 0, "the last document has no end"
-    idx, tokens, partial = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin"), part_path(prefix, "bin")
+    idx, tokens = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
+    partial = part_path(prefix, "bin")
     if part_path(prefix, "lengths").exists():  # else this was done before
         with replace_output(idx) as file:
             _write_index(file, prefix, dtype, written)

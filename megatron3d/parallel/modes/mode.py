@@ -60,6 +60,7 @@ class Mode:
     @property
     def vocab_multiple(self) -> int:
         """Divisor of the padded vocabulary: the head (an expand) and the embedding split it evenly in every layout."""
-        sizes, head, embed = dict(self.axes), self.expand, self.embed
+        sizes, head = dict(self.axes), self.expand
+        embed = self.embed
         splits = (head.w_layout[0], head.y_layout[1], embed.w_layout[1], embed.x_layout[1])
         return math.lcm(*(math.prod(sizes[axis] for axis in axes) for axes in splits))

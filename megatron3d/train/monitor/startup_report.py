@@ -22,12 +22,11 @@ def check_built(state: TrainState) -> None:
     """Count layers and parameters over all ranks; raise RuntimeError if the configuration has other numbers."""
     model, mesh = state.model, state.model.comm.mesh
     mine = ranges_to_write(state.buffers)
-    held = sum(
-        view.numel()
-        for name, start, values in state.buffers.shards("main")
-        for _, spec, low, high in [mine[name]]
-        for _, _, view in part_views(spec, values[low - start : high - start], mesh, low)
-    )
+    held = 0
+    for name, start, values in state.buffers.shards("main"):
+        _, spec, low, high = mine[name]
+        views = part_views(spec, values[low - start : high - start], mesh, low)
+        held += sum(view.numel() for _, _, view in views)
     is_first = all(mesh.coord(axis) == 0 for axis in mesh.names if axis != "pipeline")
     gathered = model.comm.gather_object((held, len(model.layers) * is_first))
     expected = num_parameters(model.arch), model.arch.num_layers

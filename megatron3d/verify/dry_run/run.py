@@ -89,7 +89,8 @@ def run_rank(spec: RunSpec) -> RankDryRun:
 
 def microbatches(spec: RunSpec) -> list[Microbatch]:
     """Return the microbatches of a step, all tokens being 0."""
-    train, mesh, arch = spec.config.train, spec.mesh, spec.arch
+    train, mesh = spec.config.train, spec.mesh
+    arch = spec.arch
     low, high = span(train.micro_batch_size, spec.mode.batch_axes, mesh)
     parallel = spec.parallel_state
     step = train.micro_batch_size * parallel.data_parallel_size
@@ -140,12 +141,14 @@ class _ActionRecorder:
     """Splits the counts of a meter and a communication recorder by action."""
 
     def __init__(self, meter: FlopMemoryMeter, recorder: Recorder, run: RankDryRun) -> None:
-        self._meter, self._recorder, self._run = meter, recorder, run
+        self._meter, self._recorder = meter, recorder
+        self._run = run
         run.held = meter.num_bytes
         self._mark()
 
     def _mark(self) -> None:
-        self._flops, self._calls, self._held = self._meter.flops, len(self._recorder.calls), self._meter.num_bytes
+        self._flops, self._calls = self._meter.flops, len(self._recorder.calls)
+        self._held = self._meter.num_bytes
         self._meter.reset_peak()
 
     @contextlib.contextmanager

@@ -63,7 +63,8 @@ def step_totals(run: RankDryRun, actions: Sequence[Action]) -> StepTotals:
     for each in [*rest, *every]:
         calls.update(each.calls)
         sent.update(each.sent)
-    held, timeline, peaks = run.held + rest[0].kept, list[int](), list[tuple[int, int, int, str]]()
+    held, timeline = run.held + rest[0].kept, list[int]()
+    peaks = list[tuple[int, int, int, str]]()
     for action, each in zip(actions, every, strict=True):
         peaks.append((held + each.peak, held, each.peak, str(action)))
         held += each.kept
