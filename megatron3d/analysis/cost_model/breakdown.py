@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import Axes
@@ -58,3 +59,36 @@ def exposed_axes(kind: str) -> Axes:
     """Return the axes of a kind of exposed communication."""
     assert isinstance(kind, ExposedComm), f"{kind} is no exposed communication"
     return kind.axes
+
+
+@dataclass(frozen=True)
+class TimePrediction:
+    """The step time of the busiest pipeline rank.
+
+    Attributes:
+        step_s: all of it.
+        parts: of one rank: computation by kind, waiting by axes.
+        bubble_s: in which that rank waits for its pipeline.
+        optimizer_s: of the update.
+    """
+
+    step_s: float
+    parts: TimeBreakdown
+    bubble_s: float
+    optimizer_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of computation, the optimizer step not included."""
+        return self.parts.compute
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds of communication that nothing hides, by axes."""
+        return {kind: seconds for kind, seconds in self.parts.items() if is_exposed(kind)}
+
+    @property
+    def breakdown(self) -> TimeBreakdown:
+        """Seconds by kind of all that the step consists of, the largest first."""
+        parts = {**self.parts, BUBBLE: self.bubble_s, UPDATE: self.optimizer_s}
+        return TimeBreakdown(sorted(parts.items(), key=lambda item: -item[1]))

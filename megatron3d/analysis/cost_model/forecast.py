@@ -15,12 +15,13 @@ from megatron3d.analysis.cost_model.breakdown import (
     DATA,
     UPDATE,
     TimeBreakdown,
+    TimePrediction,
     exposed_axes,
     is_exposed,
 )
 from megatron3d.analysis.cost_model.hardware import CLUSTERS
 from megatron3d.analysis.cost_model.layer import Machine
-from megatron3d.analysis.cost_model.step import TimePrediction, load_machine, predict_time
+from megatron3d.analysis.cost_model.step import load_machine, predict_time
 from megatron3d.analysis.memory_model.table import align_columns
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.parallel.mesh import Mesh

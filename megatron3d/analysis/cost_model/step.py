@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron3d.analysis.cost_model.breakdown import BUBBLE, UPDATE, TimeBreakdown, combine, exposed_time, is_exposed
+from megatron3d.analysis.cost_model.breakdown import TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.analysis.cost_model.data_axis import (
     DataAxisTime,
     ParamCounts,
@@ -35,39 +35,6 @@ from megatron3d.pipeline.actions import Action, ActionKind, Schedule
 from megatron3d.pipeline.schedules import num_microbatches
 from megatron3d.pipeline.simulate import Span, Timeline, simulate_durations
 from megatron3d.pipeline.spec import Pipeline
-
-
-@dataclass(frozen=True)
-class TimePrediction:
-    """The step time of the busiest pipeline rank.
-
-    Attributes:
-        step_s: all of it.
-        parts: of one rank: computation by kind, waiting by axes.
-        bubble_s: in which that rank waits for its pipeline.
-        optimizer_s: of the update.
-    """
-
-    step_s: float
-    parts: TimeBreakdown
-    bubble_s: float
-    optimizer_s: float
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of computation, the optimizer step not included."""
-        return self.parts.compute
-
-    @property
-    def exposed(self) -> dict[str, float]:
-        """Seconds of communication that nothing hides, by axes."""
-        return {kind: seconds for kind, seconds in self.parts.items() if is_exposed(kind)}
-
-    @property
-    def breakdown(self) -> TimeBreakdown:
-        """Seconds by kind of all that the step consists of, the largest first."""
-        parts = {**self.parts, BUBBLE: self.bubble_s, UPDATE: self.optimizer_s}
-        return TimeBreakdown(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def load_machine(cluster_name: str, precision: str, num_ranks: int, profile: ExecutionProfile = OURS) -> Machine:

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron3d.analysis.cost_model.breakdown import TimePrediction
 from megatron3d.analysis.cost_model.data_axis import ParamCounts, collectives_per_step, data_axis_time
 from megatron3d.analysis.cost_model.embedding_head import head_times
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine, layer_times
-from megatron3d.analysis.cost_model.step import TimePrediction, load_machine, predict_time, simulated_specs
+from megatron3d.analysis.cost_model.step import load_machine, predict_time, simulated_specs
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
 from megatron3d.analysis.memory_model.rank import RankMemory, rank_memory
