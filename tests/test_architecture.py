@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import pairwise
 from pathlib import Path
 
@@ -237,6 +237,54 @@ def loads_torch(module: str) -> bool:
     """Return whether a module may import torch."""
     prefixes = (name for name in LOADS_TORCH if module == name or module.startswith(name + "."))
     return LOADS_TORCH.get(max(prefixes, key=len, default=""), True)
+
+
+# Attributes of other libraries' objects that those libraries mean to be assigned, by module.
+LIBRARY_ATTRIBUTES = {
+    "megatron3d.analysis.calibrate": {"grad"},
+    "megatron3d.ops.main_grad": {"grad"},
+    "megatron3d.convert.tokenizer": {"pre_tokenizer", "decoder", "normalizer"},
+    "megatron3d.data.preprocess.tokenizer_training": {"pre_tokenizer", "decoder"},
+    "megatron3d.model.compile": {"forward", "fail_on_recompile_limit_hit"},  # a layer runs its compiled forward
+}
+
+
+def assigned_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Return every attribute that is assigned to."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def declared_attributes(tree: ast.Module) -> set[str]:
+    """Return the attributes that a class of the module annotates or assigns on `self`."""
+    found = set()
+    for body in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        fields = (node.target for node in body.body if isinstance(node, ast.AnnAssign))
+        found |= {field.id for field in fields if isinstance(field, ast.Name)}
+        found |= {node.attr for node in assigned_attributes(body) if ast.unparse(node.value) == "self"}
+    return found
+
+
+def undeclared_attributes(tree: ast.Module, declared: Set[str]) -> list[str]:
+    """Return assignments of an attribute, to another object than self, that no class declares."""
+    own = {"self", "cls", "ctx"}
+    assigned = (node for node in assigned_attributes(tree) if ast.unparse(node.value) not in own)
+    return [f"{node.lineno}: {ast.unparse(node)}" for node in assigned if node.attr not in declared]
+
+
+def test_nothing_is_hung_on_foreign_objects() -> None:
+    trees = {name: parse(path) for name, path in SOURCES.items() if name.startswith("megatron3d")}
+    declared = set().union(*map(declared_attributes, trees.values()))
+    found = {
+        name: undeclared_attributes(tree, declared | LIBRARY_ATTRIBUTES.get(name, set()))
+        for name, tree in trees.items()
+    }
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_a_foreign_attribute_is_noticed() -> None:
+    assert undeclared_attributes(ast.parse("def f(leaf):\n    leaf.grad_sink = 1"), set()) == ["2: leaf.grad_sink"]
 
 
 def test_values_load_without_torch() -> None:
