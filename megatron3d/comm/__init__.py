@@ -1,1 +1,1 @@
-"""Collectives by axis name over torch.distributed, recorded where wanted."""
+"""Collectives by axis name over torch.distributed, optionally recorded."""

@@ -1,4 +1,4 @@
-"""The communicator that everything else sees: collectives over named mesh axes, and their pending results.
+"""Interface of the communicator: collectives over named mesh axes, and their pending results.
 
 Every tensor collective returns a `Pending`, so that computation can run until `wait`.  Axes of size 1 communicate
 nothing.

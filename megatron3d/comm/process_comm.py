@@ -19,7 +19,7 @@ from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link, matchings
 from megatron3d.runtime.backends import CPU_BACKEND
 
-# torch 2.13 renamed these two and warns under the old names, which are the only ones that 2.11 has.
+# torch 2.13 renamed these two and warns about the old names, the only ones in torch 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -28,7 +28,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _NOTHING: tuple[str, tuple[str, ...]] = ("", ())
 
 
-# Makes the context in which a rank waits for a collective over these axes.
+# Returns the context manager in which a rank waits for a collective over these axes.
 WaitHook = Callable[[Axes], AbstractContextManager[None]]
 
 
@@ -59,7 +59,7 @@ class ObjectComm:
 
 
 def background_comm(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectComm:
-    """Return collectives for a background thread, over a gloo group of their own in host memory.
+    """Return collectives for a background thread, over a separate gloo group in host memory.
 
     All ranks must call this at the same place.  A collective that takes longer than `timeout_s` raises RuntimeError.
     """
@@ -73,13 +73,13 @@ def background_comm(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectComm:
 class ProcessComm(ObjectComm):
     """Collectives of one process among `mesh.world_size`.
 
-    Groups are created once, in the order of `axis_sets` and then of `links`, which all lie along one axis.  Each rank
-    creates only the groups that it is in, so that thousands of ranks start as fast as eight.  torch orders the ranks of
-    a group as in the world; where axes are given in another order, the shards are reordered.
+    Groups are created once, in the order of `axis_sets` and then of `links`, which all lie along one axis.  A rank
+    creates only its own groups, so that thousands of ranks start as fast as eight.  torch sorts the ranks of a group;
+    if a caller names axes in another order, the shards are reordered.
 
     Attributes:
         num_started: collectives and transfers started so far.
-        last_started: the last of them: its name, and its axes.
+        last_started: name and axes of the last of them.
     """
 
     def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = ()) -> None:
@@ -99,8 +99,8 @@ class ProcessComm(ObjectComm):
     def _make_link(self, link: Link | None) -> None:
         """Create a group of two ranks, so that a transfer waits only for transfers between the same two.
 
-        torch names a group after the number of groups that its ranks have made before, so that a rank without a link
-        in this round makes a group of its own.
+        torch names a group by the number of groups that its ranks created before it.  A rank without a link in this
+        round therefore creates a group of only itself.
         """
         ranks = [self.mesh.rank] if link is None else list(link.ranks(self.mesh))
         group = dist.new_group(ranks, use_local_synchronization=True, group_desc=str(link))
@@ -123,7 +123,7 @@ class ProcessComm(ObjectComm):
         return group
 
     def set_wait_hook(self, hook: WaitHook | None) -> None:
-        """Enter `hook(axes)` while this rank waits for a collective over these axes; None: nothing."""
+        """Enter `hook(axes)` while this rank waits for a collective over these axes; None removes the hook."""
         self._wait_hook = hook or _no_hook
 
     @property
@@ -203,7 +203,7 @@ class ProcessComm(ObjectComm):
             shards = shards if order is None else shards[[order.index(place) for place in range(ranks)]]
             x = shards.flatten(0, 1)
         x = x.contiguous()
-        if dist.get_backend(group) == CPU_BACKEND:  # its reduce-scatter is an all-reduce, with twice the bytes
+        if dist.get_backend(group) == CPU_BACKEND:  # gloo's reduce-scatter is an all-reduce, with twice the bytes
             shards = torch.empty_like(x)
             work = dist.all_to_all_single(shards, x, group=group, async_op=True)
             return self._pending(work, shards, axes, lambda shards: shards.unflatten(0, (ranks, -1)).sum(0))

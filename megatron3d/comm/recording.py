@@ -1,4 +1,4 @@
-"""A `Comm` that passes everything on and keeps a list of what moved: closed forms are held against it."""
+"""Communicator that forwards every call to another one and records its bytes, to compare with closed forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron3d.parallel.p2p import Link
 
 
 class Entry(NamedTuple):
-    """What a rank asks of a group or, along a link, of the rank at its other end."""
+    """Recorded operation of a rank, its axes or link, and the shape and dtype of its tensor."""
 
     what: str
     where: Axes | Link
@@ -22,8 +22,12 @@ class Entry(NamedTuple):
 
 
 class Recorder:
-    """Wraps a `Comm`; `calls` holds each collective with the bytes that this rank sends over a ring, `entries` what its
-    group must agree on."""
+    """Wraps a `Comm` and records its operations.
+
+    Attributes:
+        calls: collectives and sends, each with the bytes that this rank sends (in a collective, over a ring).
+        entries: all operations with the arguments that must agree on all ranks of a group.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -32,7 +36,7 @@ class Recorder:
 
     @property
     def mesh(self) -> Mesh:
-        """The wrapped communicator's mesh."""
+        """Mesh of the wrapped communicator."""
         return self.comm.mesh
 
     def _record(self, collective: str, axes: Axes, x: Tensor, whole_bytes: float, passes: int = 1) -> None:

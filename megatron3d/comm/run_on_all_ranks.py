@@ -1,4 +1,4 @@
-"""Failure handling across ranks: where one rank fails, all raise the same error, and none waits forever."""
+"""Error handling across ranks: if one rank fails, all raise the same error, and none waits forever."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which package named `apex` is installed, if any, and the fused kernels of NVIDIA's.
+"""Fused kernels of NVIDIA's apex, and detection of the installed package of that name.
 
-NVIDIA's (github.com/NVIDIA/apex) is not on PyPI; what `pip install apex` brings is a toolkit for web pages.  They are
-told apart by their files and their metadata, and nothing is imported before it is known to be NVIDIA's.
+NVIDIA's apex (github.com/NVIDIA/apex) is not on PyPI; `pip install apex` installs an unrelated toolkit for web pages.
+The two are distinguished by their files and metadata, and only NVIDIA's is ever imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WEB_REQUIREMENTS = ("pyramid", "velruse")
 
 @dataclass(frozen=True)
 class Apex:
-    """What was found: `state` is one of none, web, other, source and ready; `detail` is its version and place."""
+    """Installed apex package: `state` is none, web, other, source or ready; `detail` is its version and folder."""
 
     state: str
     detail: str = ""
@@ -48,7 +48,7 @@ class Apex:
 
 
 def find_apex() -> Apex:
-    """Which `apex` an import would find, without importing it."""
+    """Return the apex package that an import would find, without importing it."""
     found, metadata = find_spec("apex"), _metadata()
     if found is None:
         return Apex("none")
@@ -60,14 +60,14 @@ def find_apex() -> Apex:
 
 
 def describe_apex() -> str:
-    """One line for the start-up report."""
+    """Return the line of the start-up report about apex."""
     return f"apex: {find_apex()}"
 
 
 def adam_kernel(
     devices: Iterable[torch.device], asked_by: str = "optimizer.adam_implementation"
 ) -> Callable[..., None]:
-    """`amp_C.multi_tensor_adam_capturable`; raises UserError where it is not there, or not for these devices."""
+    """Return the kernel `amp_C.multi_tensor_adam_capturable`; raises UserError if it is missing or on CPU devices."""
     _check(devices, f"{asked_by}=apex", f"{asked_by} torch")
     extension = _load(ADAM_EXTENSION, asked_by)
     kernel: Callable[..., None] | None = getattr(extension, "multi_tensor_adam_capturable", None)
@@ -80,8 +80,9 @@ def adam_kernel(
 
 
 def fused_norms(devices: Iterable[torch.device], asked_by: str = "train.norm_implementation") -> NormKernels:
-    """apex's LayerNorm and RMSNorm, whose weights have the type of x; raises UserError, naming the key `asked_by`,
-    where they are not there.
+    """Return apex's LayerNorm and RMSNorm kernels, whose weights must have the dtype of x.
+
+    Raises UserError, which names the key `asked_by`, if they are missing or a device is a CPU.
     """
     _check(devices, f"{asked_by}=apex", f"{asked_by} torch")
     _load(NORM_EXTENSION, asked_by)
@@ -102,7 +103,7 @@ def _check(devices: Iterable[torch.device], asked: str, instead: str) -> None:
 
 
 def _load(module: str, asked_by: str) -> ModuleType:
-    """Import a part of NVIDIA's apex, whose extensions fail where they were compiled for another torch."""
+    """Import a module of NVIDIA's apex; raises UserError if its extensions were compiled for another torch."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -127,7 +128,7 @@ def _is_web_toolkit(metadata: Distribution) -> bool:
 
 
 def _describe(found: ModuleSpec, metadata: Distribution | None) -> str:
-    """Version and summary where there are any, and the folder."""
+    """Return the folder of the package and, if it has metadata, its version and summary."""
     folder = next((str(folder) for folder in _folders(found)), str(found.origin))
     if metadata is None:
         return f"in {folder}, without metadata"

@@ -1,7 +1,7 @@
-"""How fast a device could multiply: the denominator of MFU, and where the number is from.
+"""Peak FLOP/s of a device, the denominator of MFU, and the source of the number.
 
-One YAML per accelerator: a pattern for the whole name that the driver gives, the dense peak per precision in TFLOP/s
-(never the doubled one of structured sparsity), and the published source of these numbers.
+There is one YAML per accelerator: a regular expression for the device name that the driver reports, the dense peak per
+precision in TFLOP/s (never the doubled peak of structured sparsity), and the published source of these numbers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _CPU_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloa
 
 @dataclass(frozen=True)
 class Peak:
-    """The most FLOP/s that one device can do, and who says so."""
+    """Peak FLOP/s of one device, and the source of that number."""
 
     flops: float
     source: str
 
 
 def device_name(device: torch.device) -> str:
-    """The name that the driver gives, or `CPU`."""
+    """Return the device name that the driver reports, or `CPU`."""
     return "CPU" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
 
 
 def device_peak(device: torch.device, precision: str, peak_tflops: float | None = None) -> Peak | None:
-    """Peak of one device in a training precision; None where it is not known.
+    """Return the peak of one device in a training precision; None if it is not known.
 
     Args:
-        peak_tflops: what the user states, which comes before everything else.
+        peak_tflops: dense TFLOP/s from `logging.peak_tflops`, which overrides published and measured peaks.
     """
     if peak_tflops is not None:
         return Peak(peak_tflops * 1e12, "logging.peak_tflops")
@@ -46,7 +46,7 @@ def device_peak(device: torch.device, precision: str, peak_tflops: float | None 
 
 
 def published_peak(name: str, precision: str) -> Peak | None:
-    """Dense peak of the accelerator of this name, from its data sheet."""
+    """Return the dense peak of an accelerator from its data sheet; None if there is no sheet with this precision."""
     for path in files("megatron3d.hardware").iterdir():
         if path.name.endswith(".yaml"):
             sheet = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def published_peak(name: str, precision: str) -> Peak | None:
 
 
 def measured_peak(precision: str, budget_s: float = 0.2, size: int = 512) -> Peak:
-    """The fastest of several square matmuls on the CPU with the threads that the run has."""
+    """Return the FLOP/s of the fastest of several square matmuls on the CPU, with the threads of this run."""
     a, b = (torch.ones(size, size, dtype=_CPU_DTYPES[precision]) for _ in range(2))
     best_s, end = float("inf"), time.perf_counter() + budget_s
     while (begin := time.perf_counter()) < end:
@@ -67,7 +67,7 @@ def measured_peak(precision: str, budget_s: float = 0.2, size: int = 512) -> Pea
 
 
 def describe_peak(peak: Peak | None, device: torch.device, precision: str) -> str:
-    """One line for the start-up report."""
+    """Return the line of the start-up report about the peak."""
     if peak is None:
         return (
             f"MFU is not reported: the peak of {device_name(device)} in {precision} is not known; "

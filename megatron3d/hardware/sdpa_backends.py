@@ -1,4 +1,4 @@
-"""Which of the kernels behind torch's scaled_dot_product_attention a run gets: asked of torch, not guessed."""
+"""Kernels of torch's scaled_dot_product_attention that a run can use and the one it gets, as torch reports them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def describe_attention(
     dropout: float = 0.0,
     is_masked: bool = False,
 ) -> str:
-    """One line for the start-up report.
+    """Return the line of the start-up report about the attention kernel.
 
     Args:
         heads: query heads and key/value heads of one rank, and the size of a head.
-        dropout: on the attention weights; where there is any, training does not use these kernels.
-        is_masked: documents are kept apart by a mask.
+        dropout: rate of dropout on the attention weights; if it is not 0, training does not use these kernels.
+        is_masked: whether a mask restricts attention to documents.
 
     Raises:
         UserError: no kernel takes a mask, but one is needed.
@@ -59,14 +59,14 @@ def describe_attention(
 
 
 def chosen(q: Tensor, k: Tensor, mask: Tensor | None = None) -> str:
-    """The kernel that torch takes for causal or masked attention of these queries and keys [B, heads, S, D]."""
+    """Return the kernel that torch chooses for causal or masked attention of `q` and `k` [B, heads, S, D]."""
     is_grouped = q.shape[1] != k.shape[1]
     backend: int = torch._fused_sdp_choice(q, k, k, mask, is_causal=mask is None, enable_gqa=is_grouped)
     return NAMES[SDPBackend(backend)]
 
 
 def usable(q: Tensor, k: Tensor, mask: Tensor | None = None) -> tuple[str, ...]:
-    """Kernels that are there, not switched off, and able to do it."""
+    """Return the enabled kernels that support causal or masked attention of `q` and `k` [B, heads, S, D]."""
     flags = torch.backends.cuda
     math = flags.math_sdp_enabled()
     if q.device.type == "cpu":

@@ -1,1 +1,1 @@
-"""The GPT, written once: its parameters as a table, their initial values, the modules, and its closed forms."""
+"""The GPT: table of its parameters, their initial values, the modules, and closed forms of its FLOPs and size."""

@@ -1,4 +1,4 @@
-"""The numbers of a model with every default resolved, and the defaults of each model family."""
+"""Architecture of a model with every default resolved, and the defaults of each model family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GATED = frozenset({"swiglu", "geglu"})
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family chooses where the configuration leaves it open."""
+    """Defaults of a model family for keys that the configuration leaves open."""
 
     position_embedding_type: str
     normalization: str
@@ -27,7 +27,7 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """The model with every None resolved."""
+    """Hyperparameters of the model with every None of the configuration resolved."""
 
     num_layers: int
     hidden_size: int
@@ -53,5 +53,5 @@ class Architecture:
 
 
 def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:
-    """4 hidden, or 8/3 hidden rounded up to a multiple of 256 where a gate takes a third of the parameters."""
+    """Return 4 hidden; for gated activations, which have three weights, 8/3 hidden rounded up to a multiple of 256."""
     return -(-8 * hidden_size // 3 // 256) * 256 if activation in GATED else 4 * hidden_size

@@ -1,9 +1,9 @@
-"""torch.compile for blocks of a model, with every failure said aloud: what cannot be compiled runs as it is.
+"""torch.compile for blocks of a model: every failure prints a warning, and what failed to compile runs eagerly.
 
-    one graph for all blocks of one kind;  a part that communicates is left out, and the graph is broken around it
+    one graph for all blocks of one kind;  a module that communicates stays eager and breaks the graph
 
-A graph that the compiler fails on runs uncompiled, in place: nothing before it is done twice, since that may have been
-a collective.
+A graph that fails to compile runs eagerly in its place.  Nothing before it runs twice, since that may have been a
+collective.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Graph]
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
-    """torch's own compiler, forward and backward at once, so that both fail here or not at all."""
+    """Compile a graph with torch's Inductor, forward and backward at once, so that failures of both are raised here."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -34,13 +34,13 @@ class Compiler:
     """Compiles the blocks of one model.
 
     Args:
-        rank: every rank says that it does not compile, rank 0 also why.
-        is_opaque: whether a module inside a block stays out of its graph, as one must that communicates, or whose
-            Python is different at every step.
+        rank: rank in the warnings; every rank prints that a part is not compiled, and rank 0 also prints the reason.
+        is_opaque: returns whether a module inside a block stays out of its graph, which is necessary if the module
+            communicates or if its Python code depends on the step.
 
     Attributes:
         num_graphs: graphs compiled so far.
-        failures: what was said, one for each reason.
+        failures: the distinct reasons of failed compilations.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Compiler:
         self.num_graphs, self.failures = 0, list[str]()
 
     def block(self, block: nn.Module) -> nn.Module:
-        """Return the module so that its first call compiles it; paths and parameters stay."""
+        """Make the first call of `block` compile it, and return it with unchanged paths and parameters."""
         import torch._dynamo.config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # where it would go on uncompiled with a mere warning
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # the default is a warning and eager execution
         for module in block.modules():
             _compute_cached(module)
         self._replace_opaque(block)
@@ -74,16 +74,17 @@ class Compiler:
         return block
 
     def _replace_opaque(self, parent: nn.Module) -> None:
-        """Replace each opaque child by its twin that the compiler leaves out of the graph."""
+        """Replace each opaque child by an equivalent module that the compiler leaves out of the graph."""
         for name, child in parent.named_children():
             self._replace_opaque(child)
             if self._is_opaque(child):
                 parent.register_module(name, self._opaque_class(type(child))(child))
 
     def _opaque_class(self, plain: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
-        """Return one class for all modules alike: a function per module would ask for a graph per module.
+        """Return a subclass of `plain` whose forward is never compiled.
 
-        Its instances share parameters, children, hooks and all other state with the module they are made from.
+        All modules of one class get the same subclass, since a function per module would need a graph per module.  An
+        instance shares parameters, children, hooks and all other state with the module that it is made from.
         """
         if plain not in self._opaque_classes:
 
@@ -98,7 +99,7 @@ class Compiler:
         kept = fx.GraphModule(graph, copy.deepcopy(graph.graph))
         try:
             compiled = self._compile(graph, inputs)
-        except Exception as error:  # whatever a compiler may raise: the reason is said, and the run goes on
+        except Exception as error:  # a compiler may raise anything; the run continues eagerly
             self._say(error)
             return kept
         self.num_graphs += 1
@@ -115,7 +116,7 @@ class Compiler:
 
 
 def _compute_cached(module: nn.Module) -> None:
-    """Have the cached properties of what a module holds: up to Python 3.11 computing one breaks the graph for good."""
+    """Evaluate the cached properties of a module's attributes: up to Python 3.11 evaluation in a graph breaks it."""
     for held in vars(module).values():
         for name in dir(type(held)):
             if isinstance(inspect.getattr_static(type(held), name), cached_property):

@@ -1,6 +1,6 @@
 """Closed forms of the model's parameter count and floating-point operations.
 
-The parameter count does not use the parameter table on purpose: the built model is checked against it at startup.
+The parameter count is independent of the parameter table on purpose: at start-up the built model is checked against it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def num_parameters(arch: Architecture) -> int:
 
 
 def layer_flops_per_token(arch: Architecture) -> int:
-    """Return the FLOPs of forward and backward of one layer per token."""
+    """Return the FLOPs per token of one layer, forward and backward."""
     return 6 * layer_weights(arch) + 12 * arch.num_attention_heads * arch.kv_channels * arch.seq_length
 
 
@@ -36,14 +36,14 @@ def layer_weights(arch: Architecture) -> int:
 
 
 def head_flops_per_token(arch: Architecture) -> int:
-    """Return the FLOPs of forward and backward of the LM head per token."""
+    """Return the FLOPs per token of the LM head, forward and backward."""
     return 6 * arch.hidden_size * arch.vocab_size
 
 
 def flops_per_token(arch: Architecture) -> int:
-    """Return the FLOPs of forward and backward per token (Chowdhery et al. 2022, arXiv:2204.02311, B).
+    """Return the FLOPs per token of the model, forward and backward (Chowdhery et al. 2022, arXiv:2204.02311, B).
 
-    6 per weight in a GEMM, LM head included and embeddings not, plus 12 * layers * heads * head size * length
-    for the attention core, the causal half counted in full as the field does.
+    They are 6 per weight of a GEMM, LM head included and embeddings excluded, plus 12 * layers * heads * head size *
+    length for core attention, whose masked half is counted, as is customary for MFU.
     """
     return arch.num_layers * layer_flops_per_token(arch) + head_flops_per_token(arch)

@@ -1,4 +1,4 @@
-"""The GPT: embedding, layers, final norm, and the head with its loss; a rank of a pipeline holds some stages of it.
+"""The GPT: embedding, layers, final norm, and LM head with its loss; a pipeline rank holds some stages of it.
 
 Letters: B sequences, S positions, M tokens, H hidden, V vocabulary.
 """
@@ -37,10 +37,10 @@ ActivationHook = Callable[[str, Tensor], None]
 
 
 class GPT(nn.Module):
-    """The stages of a GPT that this rank of the pipeline holds; `zero.Buffers` gives their parameters memory.
+    """Stages of a GPT that this pipeline rank holds; `zero.Buffers` allocates their parameters.
 
     Attributes:
-        stage_specs: for each of my stages, the layout of its parameters by their path in the module tree.
+        stage_specs: for each of this rank's stages, the layout of its parameters by their path in the module tree.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class GPT(nn.Module):
 
     @property
     def specs(self) -> Mapping[str, ParamSpec]:
-        """The layout of each of my parameters by its path in the module tree."""
+        """Layout of each of this rank's parameters by its path in the module tree."""
         return {name: spec for specs in self.stage_specs.values() for name, spec in specs.items()}
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's [V, H]; the embedding's where they are tied."""
+        """LM head's weight [V, H]: with tied embeddings the embedding's, if this rank holds it."""
         return self.get_parameter(HEAD if HEAD in self.specs else EMBEDDING)
 
     def fsdp_units(self) -> list[FsdpUnit]:
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         return found
 
     def _prefetched_weights(self, stage: Stage) -> list[tuple[str, PrefetchedWeight]]:
-        """FsdpUnit and weight of a stage's linears, in the order of the forward pass."""
+        """Return the FSDP unit and the weight of each linear of a stage, in the order of the forward pass."""
         linears = [
             (f"layers.{n}", module)
             for n in stage.layers
@@ -113,18 +113,18 @@ class GPT(nn.Module):
         return [(block, weight) for block, linear in linears if (weight := linear.matmul.weight)]
 
     def prefetch_weights(self, unshard: Callable[[str], None]) -> None:
-        """Prefetch each linear's weight during its neighbour's GEMMs; `unshard` makes an FSDP unit whole first."""
+        """Prefetch each linear's weight during its neighbour's GEMMs; `unshard` all-gathers its FSDP unit first."""
         for stage in self.stages:
             prefetch_in_order([(weight, partial(unshard, block)) for block, weight in self._prefetched_weights(stage)])
 
     def drop_prefetched_weights(self) -> None:
-        """Drop gathered weights; to be called when weights may have changed."""
+        """Drop the prefetched weights; must be called whenever weights may have changed."""
         for stage in self.stages:
             for _, weight in self._prefetched_weights(stage):
                 weight.drop()
 
     def zeros(self, *shape: int) -> Tensor:
-        """What a rank without the last stage adds to a sum of losses or logits."""
+        """Return zeros of a shape, the contribution of a rank without the last stage to a sum of losses or logits."""
         param = next(self.parameters())
         return param.new_zeros(shape, dtype=torch.promote_types(param.dtype, torch.float32))
 
@@ -137,34 +137,33 @@ class GPT(nn.Module):
         loss_scale: Tensor | float = 1.0,
         packing: Packing = PLAIN,
     ) -> Pass:
-        """The pass of a microbatch `tokens` [B, S + 1] that ends in the loss; the last token of each is a label only.
-
-        A negative token is no label, and an input of no meaning.
+        """Return the pass of a microbatch that ends in the loss.
 
         Args:
+            tokens: [B, S + 1]; the last token of a sequence is only a label, and negative tokens are ignored as labels.
             num_tokens: valid tokens of the global batch, by which the loss is divided.
-            first_sequence: where the microbatch begins in the global batch.
+            first_sequence: index in the global batch of the microbatch's first sequence.
             key: (seed, iteration) of dropout; None turns it off.
-            loss_scale: what gradients are multiplied by.
-            packing: what documents and some tokens mean.
+            loss_scale: factor of the gradients, but not of the loss.
+            packing: treatment of documents and of tokens that do not count in the loss.
         """
         target = Target(packing.labels(tokens).flatten(), num_tokens, loss_scale)
         documents = packing.documents(tokens[:, :-1])
         return self._begin(tokens[:, :-1].clamp(min=0), target, first_sequence, key, documents)
 
     def begin_sampling(self, tokens_BS: Tensor) -> Pass:
-        """The pass of a microbatch that ends in its logits."""
+        """Return the pass of a microbatch [B, S] that ends in its logits."""
         return self._begin(tokens_BS, None, 0, None)
 
     def begin_extending(
         self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: KVCache, has_logits: bool
     ) -> Pass:
-        """The pass of tokens that follow those in a cache.
+        """Return the pass of new tokens that extends a KV cache.
 
         Args:
-            tokens_BS: of the sequences that I read.
-            positions_BS: of the tokens of the whole microbatch, all below `length`.
-            has_logits: whether it ends in logits; else it only fills the cache.
+            tokens_BS: new tokens of the sequences that this rank reads.
+            positions_BS: positions of the new tokens of the whole microbatch, all below `length`.
+            has_logits: whether the pass ends in logits; if not, it only extends the cache.
         """
         low, high = span(len(positions_BS), self.mode.inner[0], self.comm.mesh)
         cached = CacheView(cache, positions_BS, positions_BS[low:high], length, has_logits)
@@ -189,7 +188,7 @@ class GPT(nn.Module):
         return replace(at, documents=documents, first_row=first_row)
 
     def _with_documents(self, at: Pass) -> Pass:
-        """Add the attention mask of documents, made once for all layers of the stage and not kept for others."""
+        """Return the pass with the attention mask and rotary tables of its documents, for all layers of one stage."""
         if at.documents is None:
             return at
         segments_BS, positions_BS = at.documents.segments_BS, at.documents.positions_BS
@@ -224,9 +223,10 @@ class GPT(nn.Module):
         return x_MH
 
     def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
-        """What a stage makes of the residual stream: the residual stream, or at the end my share of the loss.
+        """Compute a stage: return the residual stream [M, H], or on the last stage this rank's share of the loss.
 
-        Without a target the last stage gives logits, or nothing of use where none are wanted.
+        Without a target the last stage returns logits [B, S, V]; if a pass with a KV cache needs no logits, it returns
+        the residual stream.  `x_MH` is the output of the stage before, None for the first stage.
         """
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at), at)

@@ -1,4 +1,4 @@
-"""Modules of a GPT layer, written once for every layout: they name plans and layouts, `ops` communicates.
+"""Modules of a GPT layer for every layout: a module names its matmul plans and layouts, and `ops` communicates.
 
 The residual stream is [tokens, hidden] in `mode.residual`, the inner stream [tokens, features] in `mode.inner`.
 Letters: M tokens, H hidden, F inner features, B sequences, S positions, N heads, D features of a head.
@@ -59,7 +59,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True)
 class Build:
-    """Arguments of every module's constructor; without `wgrads`, linears return weight gradients at once."""
+    """Arguments of every module's constructor; without `wgrads`, linears compute weight gradients in backward."""
 
     arch: Architecture
     mode: Mode
@@ -89,7 +89,7 @@ class Build:
 
 
 class Linear(nn.Module):
-    """One planned matmul with its weight and bias."""
+    """Tensor-parallel linear [M, K] -> [M, N] with its weight and bias, computed by a matmul plan."""
 
     def __init__(self, layer: str, name: str, build: Build) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over features that `axes` shard."""
+    """LayerNorm or RMSNorm of [M, H] over features that `axes` shard."""
 
     def __init__(self, name: str, axes: Axes, build: Build) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Norm(nn.Module):
 
 
 class HiddenDropout(nn.Module):
-    """Dropout on the residual stream's layout."""
+    """Dropout on the residual stream [M, H], with the same mask in every layout."""
 
     def __init__(self, site: str, build: Build) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class HiddenDropout(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention: qkv, rotary embedding, attention over this rank's heads, output projection."""
+    """Self-attention [M, H] -> [M, H]: qkv, rotary embedding, attention over this rank's heads, output projection."""
 
     def __init__(self, layer: str, build: Build) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Attention(nn.Module):
         return y_MF
 
     def core(self, qkv_MF: Tensor, at: Pass) -> Tensor:
-        """Return what the projection multiplies: attention over the output of qkv."""
+        """Return the input [M, F] of the output projection: core attention over the output of qkv [M, F]."""
         q, k, v = self.heads.split(qkv_MF)
         q, k, v = (t.unflatten(0, (-1, at.seq_length)) for t in (self.q_norm(q), self.k_norm(k), v))
         if at.rotary:
@@ -184,7 +184,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """MLP: up (and gate) projection, activation, down projection."""
+    """MLP [M, H] -> [M, H]: up (and gate) projection, activation, down projection."""
 
     def __init__(self, layer: str, build: Build) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer."""
+    """Pre-norm transformer layer [M, H] -> [M, H]."""
 
     def __init__(self, name: str, build: Build) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word embedding, and learned positions where the model has them."""
+    """Word embedding [M] -> [M, H], plus learned position embeddings if the model has them."""
 
     def __init__(self, name: str, build: Build) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Embedding(nn.Module):
 
 
 class LossHead(nn.Module):
-    """LM head and its loss; the weight is the embedding's where they are tied and on one rank."""
+    """LM head and its loss; it has no weight of its own if embeddings are tied and one rank holds both."""
 
     def __init__(self, name: str, chunk_tokens: int, build: Build) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class LossHead(nn.Module):
         self.head = LMHead(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk_tokens, build.main_grads)
 
     def forward(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
-        """Return this rank's share of the loss: or the logits where there is no target."""
+        """Return this rank's share of the loss; the logits [B, S, V] if the pass has no target."""
         if at.target is None:
             return self._logits(x_MH, w_VH, at.seq_length)
         target = at.target

@@ -20,7 +20,7 @@ UNIFORM, BLOCK = METHODS = ("uniform", "block")
 
 
 class LayerRun(NamedTuple):
-    """Consecutive layers; where they are recomputed, all of them together."""
+    """Consecutive layers that are recomputed together, if they are recomputed."""
 
     layers: range
     is_recomputed: bool
@@ -29,7 +29,7 @@ class LayerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is recomputed in backward, and whether saved activations are offloaded."""
+    """Layers and modules that are recomputed in backward, and whether saved activations are offloaded."""
 
     granularity: str = "none"
     modules: frozenset[str] = frozenset({CORE_ATTN})

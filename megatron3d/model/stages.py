@@ -15,7 +15,7 @@ from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers that a pipeline rank computes as one action; a stage may have no layers."""
+    """Consecutive layers (perhaps none), and the embedding or LM head, that a pipeline rank computes as one action."""
 
     index: int
     layers: range
@@ -57,9 +57,9 @@ def make_stages(counts: Sequence[int]) -> tuple[Stage, ...]:
 def divide(arch: Architecture, num_stages: int, owners: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the number of layers of each stage, at least one; `owners[stage]` is the pipeline rank of a stage.
 
-    Layers cost the same, the embedding nothing and the head its FLOPs.  Each layer goes to the rank with the least
-    work, and there to the cheapest stage, which minimizes the work of the busiest rank.  Of stages that cost the same,
-    the last one gets the layer, since earlier stages have more microbatches in flight.
+    The cost of a layer and of the head is its FLOPs; the embedding costs nothing.  Each layer goes to the rank with the
+    lowest cost, and there to its cheapest stage, which minimizes the cost of the busiest rank.  Of stages with equal
+    cost the last one gets the layer, since earlier stages have more microbatches in flight.
     """
     owners = range(num_stages) if owners is None else owners
     assert arch.num_layers >= num_stages, f"{arch.num_layers} layers are too few for {num_stages} stages"
