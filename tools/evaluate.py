@@ -20,7 +20,6 @@ from megatron3d.config.schema import Config
 from megatron3d.data.corpus.corpus import open_corpus
 from megatron3d.data.evaluation_windows import EvaluationWindows
 from megatron3d.data.loader import BatchLoader
-from megatron3d.data.tokenizers.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference.load import read_run, resolve, restore
@@ -101,7 +100,7 @@ def mean_loss(executor: PipelineExecutor, config: Config, samples: EvaluationWin
 
 def describe(config: Config, samples: EvaluationWindows, loss: float) -> Mapping[str, object]:
     """What is known of the result; bits per byte is null where the tokenizer does not know its tokens' bytes."""
-    counts = bytes_of_tokens(config.data.tokenizer_type, config.data.tokenizer_model)
+    counts = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model).token_bytes()
     num_bytes = None if counts is None else samples.count_bytes(counts)
     return {
         "corpus": str(samples.dataset.prefix),

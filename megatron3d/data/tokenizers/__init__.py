@@ -1,1 +1,1 @@
-"""Tokenizers, and how many bytes their tokens stand for."""
+"""Tokenizers."""

@@ -1,6 +1,8 @@
 """Tokenizers: SentencePiece, a Hugging Face tokenizer.json, tiktoken, bytes, or characters.
 
-The fingerprint, sha256 of the type and the model file, identifies the tokenizer that made a corpus.
+The fingerprint, sha256 of the type and the model file, identifies the tokenizer that made a corpus.  The bytes of its
+tokens give bits per byte, loss / ln 2 * tokens / bytes, which compares models with different tokenizers (Gao et al.
+2020, arXiv:2101.00027, section 3.1).
 """
 
 from __future__ import annotations
@@ -8,16 +10,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import sentencepiece
 import tokenizers
 
 from megatron3d.errors import UserError
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "[EOS]")
+ByteCounts = npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
@@ -36,6 +41,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; special tokens have none."""
+        ...
+
+    def token_bytes(self) -> ByteCounts | None:
+        """Return bytes of text by token id, 0 for special tokens; None where they depend on the token's neighbours."""
         ...
 
 
@@ -68,6 +77,10 @@ def _wrong_file(path: Path, tokenizer_type: str, wanted: str) -> UserError:
     )
 
 
+def _piece_bytes(piece: str) -> int:
+    return len(piece.replace("▁", " ").encode())
+
+
 class SentencePieceTokenizer:
     """A SentencePiece model; `eod` is its end-of-sentence piece.
 
@@ -94,6 +107,12 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(token) for token in ids]))
 
+    def token_bytes(self) -> ByteCounts:
+        model, ids = self._model, range(self.vocab_size)
+        return np.array(
+            [0 if model.is_control(i) else 1 if model.is_byte(i) else _piece_bytes(model.id_to_piece(i)) for i in ids]
+        )
+
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, or a local folder with one; `eod` is the first of END_TOKENS in its vocabulary."""
@@ -119,6 +138,25 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(token) for token in ids]))
+
+    def token_bytes(self) -> ByteCounts | None:
+        """A byte-level model has a character per byte; one with byte fallback is as SentencePiece's, with <0x0A>."""
+        described = json.loads(self._model.to_str())
+        decoder = described["decoder"] or {}
+        kinds = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
+        if "ByteLevel" not in kinds and "ByteFallback" not in kinds:
+            return None
+        added = {token["id"]: "" if token["special"] else token["content"] for token in described["added_tokens"]}
+        counts = np.zeros(self.vocab_size, np.int64)
+        for token, i in self._model.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                counts[i] = len(added[i].encode())
+            elif "ByteLevel" in kinds:
+                counts[i] = len(token)
+            else:
+                is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+                counts[i] = 1 if is_byte else _piece_bytes(token)
+        return counts
 
 
 class TikTokenizer:
@@ -157,6 +195,9 @@ class TikTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(token) for token in ids], errors="replace")
 
+    def token_bytes(self) -> None:
+        return None
+
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and one more token that ends a document."""
@@ -174,6 +215,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def token_bytes(self) -> ByteCounts:
+        return np.array([1] * 256 + [0])
 
 
 class CharTokenizer:
@@ -208,6 +252,9 @@ class CharTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self._characters[token] for token in ids)
 
+    def token_bytes(self) -> ByteCounts:
+        return np.array([len(character.encode()) for character in self._characters])
+
 
 def _is_alphabet(value: object) -> bool:
     if not isinstance(value, list) or not value:
@@ -215,9 +262,7 @@ def _is_alphabet(value: object) -> bool:
     return all(isinstance(item, str) and len(item) == 1 for item in value) and len(set(value)) == len(value)
 
 
-_TYPES: dict[
-    str, type[SentencePieceTokenizer | HuggingFaceTokenizer | TikTokenizer | ByteTokenizer | CharTokenizer]
-] = {
+_TYPES: dict[str, Callable[[str | None], Tokenizer]] = {
     "SentencePieceTokenizer": SentencePieceTokenizer,
     "HuggingFaceTokenizer": HuggingFaceTokenizer,
     "TikTokenizer": TikTokenizer,

@@ -18,7 +18,6 @@ from megatron3d.data.corpus.samples import Split
 from megatron3d.data.evaluation_windows import EvaluationWindows
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece
 from megatron3d.data.token_files.indexed import IndexedDataset
-from megatron3d.data.tokenizers.token_bytes import bytes_of_tokens
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from tests.support.tiny_run import write_corpus
@@ -55,7 +54,7 @@ def test_an_id_beyond_the_vocabulary(corpus: IndexedDataset) -> None:
 
 
 def test_bytes_of_a_range(corpus: IndexedDataset) -> None:
-    counts = bytes_of_tokens("ByteTokenizer", None)
+    counts = build_tokenizer("ByteTokenizer", None).token_bytes()
     assert counts is not None
     samples = EvaluationWindows.of(corpus, Split(0, corpus.num_tokens), 16, 257)
     assert samples.count_bytes(counts) == len(string.ascii_letters * 3) - 1
@@ -88,7 +87,8 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @given(text=st.text(st.sampled_from(sorted(set(SAMPLE) - {"▁"})), max_size=80))
 def test_bytes_add_up(kind: tuple[str, str | None], text: str) -> None:
-    counts, tokenizer = bytes_of_tokens(*kind), build_tokenizer(*kind)
+    tokenizer = build_tokenizer(*kind)
+    counts = tokenizer.token_bytes()
     assert counts is not None and len(counts) == tokenizer.vocab_size
     assert counts[tokenizer.encode(text)].sum() == len(text.encode())
     assert tokenizer.eod is not None and counts[tokenizer.eod] == 0
@@ -98,5 +98,4 @@ def test_words_have_no_bytes(tmp_path: Path) -> None:
     """Where a decoder puts spaces between words, a token has no bytes of its own."""
     path = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
-    assert bytes_of_tokens("HuggingFaceTokenizer", str(path)) is None
-    assert bytes_of_tokens("NoSuchTokenizer", None) is None
+    assert build_tokenizer("HuggingFaceTokenizer", str(path)).token_bytes() is None
