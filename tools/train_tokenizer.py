@@ -23,7 +23,6 @@ from megatron3d.data.preprocess.records import TEXT_KEY
 from megatron3d.data.preprocess.tokenizer_training import (
     TrainingText,
     collect_characters,
-    select_text,
     train_byte_level,
     train_sentencepiece,
 )
@@ -67,7 +66,9 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     paths = find_inputs(arguments.input)
     tokenizer_type, suffix = OUTPUTS[arguments.type]
     output = with_suffix(arguments.output_prefix, suffix)
-    text = select_text(paths, arguments.json_keys, None if characters else arguments.max_mb * 1e6)
+    num_bytes = sum(path.stat().st_size for path in paths)
+    fraction = 1.0 if characters else min(1.0, arguments.max_mb * 1e6 / max(1, num_bytes))
+    text = TrainingText(tuple(paths), tuple(arguments.json_keys), fraction)
     began = time.monotonic()
     with replace_output(output) as file, spinner(f"learning {arguments.type} from {len(paths)} files"):
         file.write(train(text, "char", 0) if characters else train_in_child(text, arguments.type, arguments.vocab_size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,31 +33,18 @@ class TrainingText:
     fraction: float = 1.0
 
     def snippets(self) -> Iterator[str]:
-        """Yield evenly spread snippets of the text, which end after a newline where there is one."""
+        """Yield evenly spread snippets of the text, which end after a newline where there is one; raises UserError."""
         seen = taken = 0
-        for text in self._texts():
-            for snippet in _snippets(text):
-                if taken <= self.fraction * seen:
-                    taken += len(snippet)
-                    yield snippet
-                seen += len(snippet)
-
-    def require(self) -> list[str]:
-        """Return all snippets, read before training, which would hide the error of a bad document; raises UserError."""
-        snippets = list(self.snippets())
-        if not snippets:
-            raise self.no_text()
-        return snippets
-
-    def no_text(self) -> UserError:
-        """Return the error of files without text."""
-        return UserError(f"--input {' '.join(map(str, self.paths))}: no text under {', '.join(map(repr, self.keys))}")
-
-    def _texts(self) -> Iterator[str]:
-        options = ReadOptions(self.keys)
-        for chunk in split_files(self.paths):
-            for record in read_chunk(chunk, options):
-                yield from record.texts(self.keys)
+        chunks, options = split_files(self.paths), ReadOptions(self.keys)
+        texts = (text for chunk in chunks for record in read_chunk(chunk, options) for text in record.texts(self.keys))
+        for snippet in (snippet for text in texts for snippet in _snippets(text)):
+            if taken <= self.fraction * seen:
+                taken += len(snippet)
+                yield snippet
+            seen += len(snippet)
+        if not seen:
+            keys = ", ".join(map(repr, self.keys))
+            raise UserError(f"--input {' '.join(map(str, self.paths))}: no text under {keys}")
 
 
 def _snippets(text: str) -> Iterator[str]:
@@ -73,7 +60,7 @@ def _snippets(text: str) -> Iterator[str]:
 def train_sentencepiece(text: TrainingText, model_type: str, vocab_size: int) -> bytes:
     """Train a SentencePiece model, `bpe` or `unigram`; raises UserError if the text cannot fill the vocabulary."""
     model = io.BytesIO()
-    snippets = text.require()
+    snippets = list(text.snippets())  # read before training, which would hide the error of a bad document
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(snippets),
@@ -103,7 +90,7 @@ def train_sentencepiece(text: TrainingText, model_type: str, vocab_size: int) ->
 
 def train_byte_level(text: TrainingText, vocab_size: int) -> bytes:
     """Train a tokenizer.json of byte-level BPE, as GPT-2's; raises UserError where the text gives too few tokens."""
-    snippets = text.require()
+    snippets = list(text.snippets())  # before training, as above
     least = len(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + 1
     if vocab_size < least:
         raise UserError(f"--vocab-size {vocab_size}: the bytes and the end of a document are {least}; use more")
@@ -125,16 +112,5 @@ def train_byte_level(text: TrainingText, vocab_size: int) -> bytes:
 
 def collect_characters(text: TrainingText) -> bytes:
     """Return the JSON list of the characters that occur, sorted; raises UserError where there are none."""
-    characters: set[str] = set()
-    for snippet in text.snippets():
-        characters.update(snippet)
-    if not characters:
-        raise text.no_text()
+    characters = {character for snippet in text.snippets() for character in snippet}
     return (json.dumps(sorted(characters), ensure_ascii=False) + "\n").encode()
-
-
-def select_text(paths: Sequence[Path], keys: Sequence[str], max_bytes: float | None) -> TrainingText:
-    """Select about `max_bytes` of the files, or all of them."""
-    num_bytes = sum(path.stat().st_size for path in paths)
-    fraction = 1.0 if max_bytes is None else min(1.0, max_bytes / max(1, num_bytes))
-    return TrainingText(tuple(paths), tuple(keys), fraction)
