@@ -23,7 +23,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.data.corpus.blended import BlendedSamples
-from megatron3d.data.corpus.corpus import Corpus, describe_plan, open_corpus
+from megatron3d.data.corpus.corpus import Corpus, open_corpus
 from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
@@ -94,7 +94,7 @@ def open_data(config: Config, runtime: Runtime, phases: StartupPhases) -> tuple[
 def print_data_plan(spec: RunSpec, corpus: Corpus) -> None:
     """Print the batch arithmetic, and how often the corpus is read."""
     train, data = spec.config.train, spec.config.data
-    plan = describe_plan(corpus, spec.batches.consumed_samples(train.train_iters), data.max_epochs)
+    plan = corpus.train.describe(spec.batches.consumed_samples(train.train_iters), data.max_epochs)
     print("> " + "\n".join((batch_arithmetic(spec), *plan)).replace("\n", "\n> "), flush=True)
 
 

@@ -6,7 +6,7 @@ sample i of a blend = sample j of source s,   (s, j) = blend(i);   sample j = th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,21 +49,6 @@ class TokenFileSamples:
 
 
 @dataclass(frozen=True)
-class PlannedReads:
-    """What a run will read of one corpus."""
-
-    name: str
-    share: float
-    num_samples: int
-    num_windows: int
-
-    @property
-    def epochs(self) -> float:
-        """Number of times that each token is read."""
-        return self.num_samples / self.num_windows
-
-
-@dataclass(frozen=True)
 class BlendedSamples:
     """Samples of one or several corpora in the order of a blend."""
 
@@ -91,14 +76,18 @@ class BlendedSamples:
         (offset,) = sample_offsets(source.split, source.seq_length, source.seed, places).tolist()
         return f"{source.dataset.prefix} from token {offset}, epoch {int(places[0]) // source.num_windows}"
 
-    def plan(self, num_samples: int) -> tuple[PlannedReads, ...]:
-        """Return what the first samples are made of."""
-        total = sum(self.blend.parts)
-        counts = self.blend.counts(num_samples)
-        return tuple(
-            PlannedReads(str(source.dataset.prefix), part / total, count, source.num_windows)
-            for source, part, count in zip(self.sources, self.blend.parts, counts, strict=True)
-        )
+    def describe(self, num_samples: int, max_epochs: float) -> Iterator[str]:
+        """Yield lines for the start of a run: what it will read of each corpus, with a warning for many epochs."""
+        parts = self.blend.parts
+        for source, part, count in zip(self.sources, parts, self.blend.counts(num_samples), strict=True):
+            name, epochs = source.dataset.prefix, count / source.num_windows
+            share = f"{100 * (part / sum(parts)):.4g} % " if len(parts) > 1 else ""
+            yield f"{name}: {share}{count} samples to read, of {source.num_windows}: {epochs:.4g} epochs"
+            if epochs > max_epochs:
+                yield (
+                    f"WARNING: {name} is read {epochs:.3g} times, more than data.max_epochs={max_epochs:g}; "
+                    "give it less weight, add text, or train for fewer iterations"
+                )
 
     def consumed_tokens(self, spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
         """Return the metric of each corpus's tokens in spans (first sample, end, trained length); {} for one corpus."""

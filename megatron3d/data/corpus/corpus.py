@@ -10,7 +10,6 @@ Hugging Face dataset (stream.py).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -137,17 +136,12 @@ class _Opener:
             part = whole if is_whole else split_tokens(dataset.num_tokens, self.spec.split)[number]
             seed = self.spec.seed + (index << 64) if number == 0 else None
             sources.append(TokenFileSamples(dataset, part, length, self.vocab_size, seed))
+        short = [source for source in sources if not source.num_windows]
         if number == 0 or (number == 1 and self.spec.validates):
-            UserError.collect(
-                _too_short(self.spec, SPLIT_NAMES[number], source, is_whole) for source in _short(sources)
-            )
-        if _short(sources):
+            UserError.collect(_too_short(self.spec, SPLIT_NAMES[number], source, is_whole) for source in short)
+        if short:
             return None
         return BlendedSamples(tuple(sources), Blend(whole_parts([weight for _, weight in opened])))
-
-
-def _short(sources: list[TokenFileSamples]) -> list[TokenFileSamples]:
-    return [source for source in sources if not source.num_windows]
 
 
 def _too_short(spec: CorpusSpec, name: str, source: TokenFileSamples, is_whole: bool) -> str:
@@ -191,22 +185,4 @@ def _check_documents(dataset: IndexedDataset, packing: Packing) -> None:
             raise UserError(
                 f"data.data_path={dataset.prefix}: document {document} does not end with token {packing.eod}, by which "
                 f"{packing.reason} finds documents; make the corpus with --append-eod, or set that to false"
-            )
-
-
-def describe_plan(corpus: Corpus, num_samples: int, max_epochs: float) -> Iterator[str]:
-    """Yield lines for the start of a run: what it will read of each corpus, with a warning for many epochs."""
-    if isinstance(corpus.train, StreamedSamples):
-        yield corpus.train.describe()
-        return
-    for source in corpus.train.plan(num_samples):
-        share = f"{100 * source.share:.4g} % " if len(corpus.train.sources) > 1 else ""
-        yield (
-            f"{source.name}: {share}{source.num_samples} samples to read, of {source.num_windows}: "
-            f"{source.epochs:.4g} epochs"
-        )
-        if source.epochs > max_epochs:
-            yield (
-                f"WARNING: {source.name} is read {source.epochs:.3g} times, more than data.max_epochs={max_epochs:g}; "
-                "give it less weight, add text, or train for fewer iterations"
             )

@@ -266,11 +266,11 @@ class StreamedSamples:
         """Return nothing: there is only one dataset."""
         return {}
 
-    def describe(self) -> str:
-        """Return a line for the start of a run."""
+    def describe(self, _num_samples: int, _max_epochs: float) -> Iterator[str]:
+        """Yield a line for the start of a run."""
         rows = self.rows
         shards = f"{rows.num_shards} shards in {rows.num_lanes} lanes"
-        return f"{rows.name}: read as a stream of {shards}; how often is not known before"
+        yield f"{rows.name}: read as a stream of {shards}; how often is not known before"
 
 
 def open_stream(

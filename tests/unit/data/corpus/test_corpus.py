@@ -8,7 +8,7 @@ import pytest
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus.corpus import Corpus, describe_plan, open_corpus
+from megatron3d.data.corpus.corpus import Corpus, open_corpus
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from megatron3d.errors import UserError
@@ -160,7 +160,7 @@ def test_the_plan_counts_epochs_and_warns(prefix: Path) -> None:
     other = second(prefix)
     paths = (1, str(prefix), 1, str(other))
     corpus = opened(config(None, data__data_path=paths, data__split="80,10,10"), ByteTokenizer(None))
-    lines = list(describe_plan(corpus, 80, max_epochs=4))
+    lines = list(corpus.train.describe(80, 4))
     assert lines[0] == f"{prefix}: 50 % 40 samples to read, of 17: 2.353 epochs"
     assert lines[2].startswith(f"WARNING: {other} is read 5 times, more than data.max_epochs=4")
 
