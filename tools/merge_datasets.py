@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron3d.data.token_files.files import with_suffix
-from megatron3d.data.token_files.indexed import IndexedDataset
-from megatron3d.data.token_files.manifest import Manifest, read_manifest
+from megatron3d.data.token_files.indexed import IndexedDataset, Manifest, read_manifest
 from megatron3d.data.token_files.writer import IndexedWriter, publish
 from megatron3d.errors import UserError
 from megatron3d.runtime.tool_main import byte_progress, run_tool

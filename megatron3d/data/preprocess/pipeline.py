@@ -25,8 +25,7 @@ from megatron3d.data.preprocess.readers import ReadOptions, read_chunk
 from megatron3d.data.preprocess.records import Record
 from megatron3d.data.preprocess.resume_log import ResumeLog, ResumePoint
 from megatron3d.data.token_files.files import with_suffix
-from megatron3d.data.token_files.indexed import token_dtype
-from megatron3d.data.token_files.manifest import read_manifest
+from megatron3d.data.token_files.indexed import read_manifest, token_dtype
 from megatron3d.data.token_files.writer import (
     IndexedWriter,
     WrittenCounts,

@@ -3,12 +3,14 @@
     .idx   magic (9 bytes) | version u64 = 1 | dtype code u8 | sequences u64 | documents + 1 u64
            length of each sequence i32 | its byte offset i64 | documents as ranges of sequences i64 | [mode i8 each]
 
-All little endian, as in Megatron-LM's megatron/core/datasets/indexed_dataset.py.  `prefix.manifest.json` is our own.
+All little endian, as in Megatron-LM's megatron/core/datasets/indexed_dataset.py.  `prefix.manifest.json` is our own and
+says how the corpus was made; token files that Megatron wrote have none.
 Opening takes the same time for any size: of a large index only some runs of entries are checked; `verify` checks all.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron3d.data.token_files.files import sha256, with_suffix
-from megatron3d.data.token_files.manifest import Manifest, read_manifest
+from megatron3d.data.token_files.files import replace_output, sha256, with_suffix
 from megatron3d.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -29,7 +31,55 @@ BLOCK = 1 << 20
 RUNS, RUN = 64, 1024
 """Number and length of the runs of entries that are checked on opening; a smaller index is checked whole."""
 
+SUFFIX = ".manifest.json"
+
 Tokens = npt.NDArray[Any]
+
+
+class Manifest(BaseModel):
+    """The tokenizer, the counts and the checksums of a corpus.
+
+    Attributes:
+        bin_sha256: of the token file, None in corpora older than checksums; `idx_sha256` likewise.
+        job: identifies the job that a shard belongs to; None for a whole corpus.
+        part: which shard it is, such as "2/3".
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    tokenizer_type: str
+    vocab_size: int
+    fingerprint: str
+    num_documents: int
+    num_tokens: int
+    max_token_id: int
+    bin_sha256: str | None = None
+    idx_sha256: str | None = None
+    job: str | None = None
+    part: str | None = None
+
+
+def write_manifest(prefix: Path, manifest: Manifest | None) -> None:
+    """Write the manifest of a corpus, or for None delete an older one."""
+    if manifest is None:
+        with_suffix(prefix, SUFFIX).unlink(missing_ok=True)
+        return
+    with replace_output(with_suffix(prefix, SUFFIX)) as file:
+        file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
+
+
+def read_manifest(prefix: Path) -> Manifest | None:
+    """Return the manifest of a corpus, None if there is none; raises UserError if it is damaged."""
+    path = with_suffix(prefix, SUFFIX)
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        details = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{path}: damaged ({details}); make the corpus again") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); make the corpus again") from error
 
 
 class IndexedDataset:
@@ -197,15 +247,9 @@ class IndexedDataset:
             raise self._damaged(self._idx, f"the document array ends at sequence {block[-1]} of {self.num_sequences}")
 
     def _check_manifest(self) -> None:
-        if self.manifest is None:
-            return
-        counted = (self.num_documents, self.num_tokens)
-        promised = (self.manifest.num_documents, self.manifest.num_tokens)
-        if counted != promised:
-            raise self._damaged(
-                self._idx,
-                f"{counted} documents and tokens, but its manifest says {promised}",
-            )
+        made, counted = self.manifest, (self.num_documents, self.num_tokens)
+        if made is not None and counted != (promised := (made.num_documents, made.num_tokens)):
+            raise self._damaged(self._idx, f"{counted} documents and tokens, but its manifest says {promised}")
 
 
 def _run_starts(count: int) -> list[int]:

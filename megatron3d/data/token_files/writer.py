@@ -16,8 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron3d.data.token_files.files import PARTIAL, AppendOnlyFile, read_blocks, replace_output, sha256, with_suffix
-from megatron3d.data.token_files.indexed import BLOCK, DTYPES, HEADER, MAGIC, IndexedDataset, Tokens
-from megatron3d.data.token_files.manifest import Manifest, read_manifest, write_manifest
+from megatron3d.data.token_files.indexed import (
+    BLOCK,
+    DTYPES,
+    HEADER,
+    MAGIC,
+    IndexedDataset,
+    Manifest,
+    Tokens,
+    read_manifest,
+    write_manifest,
+)
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
