@@ -7,7 +7,6 @@ done again.  The file, PREFIX.ledger.jsonl, is locked while a process works on i
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from megatron3d.data.token_files.files import lock_output, truncate, user_errors, write_all
+from megatron3d.data.token_files.files import AppendOnlyFile
 from megatron3d.data.token_files.writer import WrittenCounts
 from megatron3d.errors import UserError
 
@@ -50,20 +49,17 @@ class ResumeLog:
     """
 
     def __init__(self, path: Path, job: Mapping[str, JsonValue], restart: bool = False) -> None:
-        self.path, self._file = path, lock_output(path)
-        found, self.points, size = _parse(b"" if restart else self._file.readall())
+        self._file = AppendOnlyFile(path, size=None)
+        found, self.points, size = _parse(b"" if restart else path.read_bytes())
         if found is not None:
             self._require_same(found, job)
-        truncate(self._file, size)
+        self._file.truncate(size)
         if found is None:
-            self._begin(job)
-
-    def _begin(self, job: Mapping[str, JsonValue]) -> None:
-        try:
-            self._append(job)
-        except UserError:
-            self.remove()
-            raise
+            try:
+                self._append(job)
+            except UserError:
+                self.remove()
+                raise
 
     def write(self, point: ResumePoint) -> None:
         """Append a point durably."""
@@ -76,20 +72,18 @@ class ResumeLog:
 
     def remove(self) -> None:
         """Delete the log: the job is done, or there is nothing to resume from."""
-        self.path.unlink(missing_ok=True)
-        self.close()
+        self._file.discard()
 
     def _append(self, values: Mapping[str, Any]) -> None:
-        with user_errors(self.path):
-            write_all(self._file, (json.dumps(values) + "\n").encode())
-            os.fsync(self._file.fileno())
+        self._file.append((json.dumps(values) + "\n").encode())
+        self._file.sync()
 
     def _require_same(self, found: Mapping[str, Any], job: Mapping[str, JsonValue]) -> None:
         differing = [name for name in job if found.get(name) != job[name]]
         if differing:
             self.close()
             raise UserError(
-                f"{self.path}: an unfinished job with another {', another '.join(differing)} is here; repeat its "
+                f"{self._file.path}: an unfinished job with another {', another '.join(differing)} is here; repeat its "
                 "command, give another --output-prefix, or --restart to drop what it did"
             )
 

@@ -78,15 +78,24 @@ def replace_output(path: Path) -> Iterator[BinaryIO]:
 class AppendOnlyFile:
     """A locked file that grows from `size` bytes on; what an interrupted run wrote behind them is truncated."""
 
-    def __init__(self, path: Path, size: int = 0) -> None:
+    def __init__(self, path: Path, size: int | None = 0) -> None:
         self.path, self._file = path, lock_output(path)
-        assert os.fstat(self._file.fileno()).st_size >= size, f"{path} is shorter than the {size} bytes to go on from"
-        truncate(self._file, size)
+        if size is not None:
+            self.truncate(size)
+
+    def truncate(self, size: int) -> None:
+        """Keep `size` bytes, and continue behind them."""
+        held = os.fstat(self._file.fileno()).st_size
+        assert held >= size, f"{self.path} is shorter than the {size} bytes to go on from"
+        self._file.truncate(size)
+        self._file.seek(size)
 
     def append(self, data: bytes) -> None:
         """Write all of `data`; raises UserError where the disk is full."""
         with user_errors(self.path):
-            write_all(self._file, data)
+            rest = memoryview(data)
+            while rest:  # one system call may write only a part
+                rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
         """Make what was appended survive a crash of the machine."""
@@ -102,19 +111,6 @@ class AppendOnlyFile:
         if not self._file.closed and has_name(self._file, self.path):
             self.path.unlink()
         self.close()
-
-
-def truncate(file: io.FileIO, size: int) -> None:
-    """Truncate a file, and go to its end."""
-    file.truncate(size)
-    file.seek(size)
-
-
-def write_all(file: io.FileIO, data: bytes) -> None:
-    """Write all of `data`, of which one system call may take only a part; raises OSError where the disk is full."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
