@@ -59,6 +59,7 @@ class EncodedBatch:
     Attributes:
         columns: per key, all tokens, the length of each run of tokens, and how the run ends; empty texts have none.
         num_bad: number of records that were left out; `faults` describes some of them.
+        chunk: number of the chunk that holds the last record; `after` is the position after that record.
     """
 
     num_documents: int
@@ -66,33 +67,25 @@ class EncodedBatch:
     columns: tuple[tuple[Tokens, Ints, Ints], ...]
     num_bad: int
     faults: tuple[str, ...]
-
-
-class BatchResult(NamedTuple):
-    """A batch, the number of the chunk that holds its last record, and the position after that record."""
-
-    encoded: EncodedBatch
     chunk: int
     after: int
 
 
 class _Task(NamedTuple):
     future: Future[EncodedBatch]
-    chunk: int
-    after: int
     num_bytes: int
 
 
 def encode(
     spec: EncoderSpec, records: Iterable[tuple[int, Record]], num_workers: int
-) -> Generator[BatchResult, None, None]:
+) -> Generator[EncodedBatch, None, None]:
     """Yield batches of encoded documents in the order of `records`, which come with the numbers of their chunks.
 
     Raises UserError that names a bad document.
     """
     if num_workers == 1:
         for chunk, batch in _batches(records):
-            yield BatchResult(encode_batch(spec, batch), chunk, batch[-1].after)
+            yield encode_batch(spec, batch, chunk)
         return
     with ExitStack() as stack:
         pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _exit_with_parent)
@@ -100,8 +93,8 @@ def encode(
         pending: deque[_Task] = deque()
         for chunk, batch in _batches(records):
             with _deferred_interrupts():  # submit may start a worker
-                future = pool.submit(encode_batch, spec, batch)
-            pending.append(_Task(future, chunk, batch[-1].after, sum(map(_size, batch))))
+                future = pool.submit(encode_batch, spec, batch, chunk)
+            pending.append(_Task(future, sum(map(_size, batch))))
             while len(pending) > 1 and _is_full(pending, num_workers):
                 yield _result(pending.popleft())
         while pending:
@@ -125,9 +118,9 @@ def _is_full(pending: Sequence[_Task], num_workers: int) -> bool:
     return len(pending) >= max_tasks or sum(task.num_bytes for task in pending) > 2 * max_tasks * BATCH_BYTES
 
 
-def _result(task: _Task) -> BatchResult:
+def _result(task: _Task) -> EncodedBatch:
     try:
-        return BatchResult(task.future.result(), task.chunk, task.after)
+        return task.future.result()
     except BrokenProcessPool as error:
         raise UserError(
             "--workers: a worker process was killed, by the system where memory ran out; use fewer, or a smaller "
@@ -203,8 +196,8 @@ class _Column:
         return np.concatenate([np.empty(0, dtype), *self.runs]), lengths, np.array(self.marks, np.int8)
 
 
-def encode_batch(spec: EncoderSpec, batch: list[Record]) -> EncodedBatch:
-    """Encode records in this process; raises UserError that names a bad one."""
+def encode_batch(spec: EncoderSpec, batch: list[Record], chunk: int = 0) -> EncodedBatch:
+    """Encode records in this process, the last one of chunk number `chunk`; raises UserError that names a bad one."""
     tools = _tools(spec)
     columns = tuple(_Column() for _ in spec.keys)
     faults: list[str] = []
@@ -228,6 +221,8 @@ def encode_batch(spec: EncoderSpec, batch: list[Record]) -> EncodedBatch:
         columns=tuple(column.packed(token_dtype(tools.tokenizer.vocab_size)) for column in columns),
         num_bad=num_bad,
         faults=tuple(faults),
+        chunk=chunk,
+        after=batch[-1].after,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from pydantic import JsonValue
 
-from megatron3d.data.preprocess.encode import BatchResult, EncoderSpec, encode
+from megatron3d.data.preprocess.encode import EncodedBatch, EncoderSpec, encode
 from megatron3d.data.preprocess.input_chunks import InputChunk
 from megatron3d.data.preprocess.readers import ReadOptions, read_chunk
 from megatron3d.data.preprocess.records import Record
@@ -145,7 +145,7 @@ def _encode_rest(
         with closing(encode(job.encoder, job.records(point), num_workers)) as batches:
             for batch in batches:
                 point = _write(writers, point, batch)
-                on_progress(point, batch.encoded.faults)
+                on_progress(point, batch.faults)
                 if time.monotonic() - logged_at >= interval_s:
                     _log(writers, log, point)
                     logged_at = time.monotonic()
@@ -161,15 +161,15 @@ def _encode_rest(
     return point
 
 
-def _write(writers: list[IndexedWriter], point: ResumePoint, batch: BatchResult) -> ResumePoint:
-    for writer, (tokens, lengths, marks) in zip(writers, batch.encoded.columns, strict=True):
+def _write(writers: list[IndexedWriter], point: ResumePoint, batch: EncodedBatch) -> ResumePoint:
+    for writer, (tokens, lengths, marks) in zip(writers, batch.columns, strict=True):
         writer.add(tokens, lengths, marks)
     return ResumePoint(
         piece=batch.chunk,
         position=batch.after,
-        num_documents=point.num_documents + batch.encoded.num_documents,
-        num_bytes=point.num_bytes + batch.encoded.num_bytes,
-        num_bad=point.num_bad + batch.encoded.num_bad,
+        num_documents=point.num_documents + batch.num_documents,
+        num_bytes=point.num_bytes + batch.num_bytes,
+        num_bad=point.num_bad + batch.num_bad,
         written=tuple(writer.written for writer in writers),
     )
 
