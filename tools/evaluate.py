@@ -85,7 +85,7 @@ def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | N
         what = f"{len(found.sources)} corpora" if found.sources else "a dataset that is streamed"
         raise UserError(f"data.data_path: {what}; evaluate one corpus of token files at a time, data.data_path=PREFIX")
     source = found.sources[0]
-    return EvaluationWindows.of(source.dataset, source.split, seq_length, vocab_size, most)
+    return EvaluationWindows(source.dataset, source.split, seq_length, vocab_size, most)
 
 
 def mean_loss(executor: PipelineExecutor, config: Config, samples: EvaluationWindows, device: torch.device) -> float:

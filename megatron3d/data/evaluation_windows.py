@@ -19,21 +19,19 @@ BLOCK = 2**20
 
 @dataclass(frozen=True)
 class EvaluationWindows:
-    """Samples 0 to `num_samples` - 1, of which the last may be short; all further ones are empty."""
+    """All samples of a range, or the first `most` of them; the last may be short, all further ones are empty."""
 
     dataset: IndexedDataset
     split: Split
     seq_length: int
     vocab_size: int
-    num_samples: int
+    most: int | None = None
 
-    @staticmethod
-    def of(
-        dataset: IndexedDataset, split: Split, seq_length: int, vocab_size: int, most: int | None = None
-    ) -> EvaluationWindows:
-        """Return all samples of a range, or the first `most` of them."""
-        num_samples = -(-(split.num_tokens - 1) // seq_length)
-        return EvaluationWindows(dataset, split, seq_length, vocab_size, min(num_samples, most or num_samples))
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that are not empty."""
+        num_samples = -(-(self.split.num_tokens - 1) // self.seq_length)
+        return min(num_samples, self.most or num_samples)
 
     @property
     def span(self) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     beyond=st.integers(0, 5),
 )
 def test_once(corpus: IndexedDataset, first: int, size: int, seq_length: int, most: int | None, beyond: int) -> None:
-    samples = EvaluationWindows.of(corpus, Split(first, size), seq_length, 257, most)
+    samples = EvaluationWindows(corpus, Split(first, size), seq_length, 257, most)
     rows = samples.read(np.arange(samples.num_samples + beyond))
     inputs, labels = rows[:, :-1], rows[:, 1:]
     tokens = corpus.tokens(first, first + size).astype(np.int64)
@@ -48,7 +48,7 @@ def test_once(corpus: IndexedDataset, first: int, size: int, seq_length: int, mo
 
 
 def test_an_id_beyond_the_vocabulary(corpus: IndexedDataset) -> None:
-    samples = EvaluationWindows.of(corpus, Split(0, 30), 8, 90)
+    samples = EvaluationWindows(corpus, Split(0, 30), 8, 90)
     with pytest.raises(UserError, match="token ids are 97 to 105, outside the vocabulary of 90"):
         samples.read(np.arange(2))
 
@@ -56,7 +56,7 @@ def test_an_id_beyond_the_vocabulary(corpus: IndexedDataset) -> None:
 def test_bytes_of_a_range(corpus: IndexedDataset) -> None:
     counts = build_tokenizer("ByteTokenizer", None).token_bytes()
     assert counts is not None
-    samples = EvaluationWindows.of(corpus, Split(0, corpus.num_tokens), 16, 257)
+    samples = EvaluationWindows(corpus, Split(0, corpus.num_tokens), 16, 257)
     assert samples.count_bytes(counts) == len(string.ascii_letters * 3) - 1
 
 
