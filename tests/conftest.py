@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and which of them are slow."""
+"""Fixtures of all tests, and the selection of slow tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as slow what starts ranks or programs, and leave out what is marked `full` unless --full was given."""
+    """Mark tests that launch ranks or programs as slow, and deselect those marked `full` unless --full was given."""
     for item in items:
         is_unit = UNIT in item.path.parents or item.path.name in FAST_FILES
         if not is_unit or "pool" in getattr(item, "fixturenames", ()):

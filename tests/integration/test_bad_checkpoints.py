@@ -1,5 +1,6 @@
-"""A checkpoint that a run was given is unusable, or the disk fails while one is saved: exit code 2, one message
-per problem that names it and a remedy, no traceback, and what was saved before stays as it was.
+"""Fact: an unusable checkpoint, or a disk that fails during a save, ends in exit code 2 and one message per problem.
+
+The message names the problem and a remedy, there is no traceback, and checkpoints saved before stay unchanged.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     config = write_config(tmp_path_factory.mktemp("trained"))
     assert run(config).code == ExitCode.DONE
     return config.parent / "run"
 
 
 def flip(path: Path) -> None:
-    """Change the last bit of a file."""
+    """Flip the last bit of a file."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
 def edit(path: Path, old: str, new: str) -> None:
-    """Replace text that is there once."""
+    """Replace text that occurs once in a file."""
     text = path.read_text()
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
@@ -142,7 +143,7 @@ NEW_RUNS = ("absent", "empty", "a file")
     [(name, own) for name in LOADS for own in (False, True) if not (own and name in (*NEW_RUNS, *NO_TRACKER))],
 )
 def test_load(config: Path, trained: Path, name: str, own: bool) -> None:
-    """Where the run saves to the folder that it loads from, only a folder without checkpoints is a fresh start."""
+    """A run starts from scratch only if it saves to the folder that it loads from and the folder has no checkpoint."""
     damage, overrides, problems = LOADS[name]
     there = config.parent / "run"
     shutil.copytree(trained, there)
@@ -156,7 +157,7 @@ OF_RUNS = ("another model", "another order of samples", "checkpoint gone")
 
 @pytest.mark.parametrize("name", [name for name in LOADS if name not in (*NEW_RUNS, *OF_RUNS)])
 def test_a_run_continues_from_the_newest_good_one(config: Path, trained: Path, name: str) -> None:
-    """Load its own checkpoint, in the layout that it has; without a tracker that is the newest."""
+    """A run resumes from the newest good checkpoint, in that checkpoint's layout, even without a tracker file."""
     damage, _, problems = LOADS[name]
     there = config.parent / "run"
     typed = [f"checkpoint.save={there}", f"checkpoint.load={there}"]
@@ -184,7 +185,7 @@ TWO_RANKS: dict[str, tuple[Damage, Words]] = {
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks_say_it_once(config: Path, trained: Path, name: str) -> None:
-    """torchrun adds a report of its own and exits with 1."""
+    """The ranks print the message once; torchrun adds its own report and exits with 1."""
     damage, words = TWO_RANKS[name]
     shutil.copytree(trained, config.parent / "run")
     damage(config.parent)
@@ -202,7 +203,7 @@ ANOTHER_STEP = ["checkpoint.save_interval=1", "train.train_iters=10"]
 
 
 def fails_once(patch: pytest.MonkeyPatch, error: OSError) -> None:
-    """Have the first file of boxes fail, after a part of it was written."""
+    """Make the first write of a file of boxes fail after part of it was written."""
     errors, write = [error], store.write_boxes  # type: ignore[attr-defined]
 
     def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
@@ -217,7 +218,7 @@ def fails_once(patch: pytest.MonkeyPatch, error: OSError) -> None:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("in_background", ["false", "true"])
 def test_a_disk_that_fails_in_a_save(config: Path, trained: Path, code: int, in_background: str) -> None:
-    """What was saved before is as it was.  In the foreground the run ends; in the background it says so and goes on."""
+    """Earlier checkpoints stay unchanged; a failed foreground save ends the run, a background one is reported."""
     there = config.parent / "run"
     shutil.copytree(trained, there)
     before = tree(there / "iter_0000008")
@@ -241,7 +242,7 @@ def test_a_disk_that_fails_in_a_save(config: Path, trained: Path, code: int, in_
 
 
 def test_a_disk_that_is_really_full(config: Path, trained: Path) -> None:
-    """As the operating system says it: files cannot become as long as one rank's."""
+    """A real error of the operating system: the file size limit is below the size of one rank's file."""
     there = config.parent / "run"
     shutil.copytree(trained, there)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

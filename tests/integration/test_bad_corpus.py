@@ -1,5 +1,6 @@
-"""A corpus, tokenizer, schedule or folder that a run was given is unusable: exit code 2, one message per
-problem that names it and a remedy, no traceback, and not a byte is written.
+"""Fact: an unusable corpus, tokenizer, schedule or folder ends in exit code 2 and one message per problem.
+
+The message names the problem and a remedy; there is no traceback, and no byte is written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a person typed is wrong: exit code 2, one message per problem that names the key, its value and a remedy, no
-traceback, and not a byte is written.
+"""Fact: wrong user input ends in exit code 2 and one message per problem that names the key, its value and a remedy.
+
+There is no traceback, and no byte is written.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def test_configuration_file(config: Path, name: str) -> None:
 
 
 def impossible_layouts() -> Iterator[tuple[list[str], Words]]:
-    """For every mode and form: an axis of 3 that divides nothing, an axis too many, and a form of no mode."""
+    """Return, for every mode and form, an axis of 3 that divides nothing, a surplus axis, and a form of no mode."""
     for mode, entry in MODES.items():
         named = [f"parallel.tensor_parallel_mode={mode}"]
         axes = len(entry.axis_names)

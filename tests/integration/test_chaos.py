@@ -1,4 +1,4 @@
-"""Fact: a run whose ranks are killed and whose checkpoints are damaged ends with the losses of one without faults."""
+"""Fact: a run whose ranks are killed and whose checkpoints are damaged ends with the losses of a run without faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.tiny_run import ROOT
 
 
 def test_a_round_of_faults() -> None:
-    """Two kills and two damages; benchmarks/chaos.py does many."""
+    """Run one round with two kills and two damaged checkpoints; benchmarks/chaos.py runs many."""
     command = [sys.executable, "benchmarks/chaos.py", "--rounds", "1", "--seed", "7"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

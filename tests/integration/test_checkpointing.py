@@ -1,4 +1,4 @@
-"""What is saved in the background, kept, short-lived, or loaded in part, in whole runs: as the configuration says."""
+"""Fact: whole runs save in the background, retain, save short-lived and load partially, as the configuration says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(config: Path) -> Path:
-    """A run of 8 iterations that saved each second one."""
+    """Return the folder of a run of 8 iterations that saved every second one."""
     folder = config.parent / "whole"
     outcome = run(config, *in_run(str(folder)), *FP64, "checkpoint.save_interval=2")
     assert outcome.code == ExitCode.DONE, outcome
@@ -40,7 +40,7 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> boo
 
 
 def test_in_the_background_the_same_bits_are_saved(config: Path, whole: Path, pool: Pool, tmp_path: Path) -> None:
-    """On one process, and on four, which partition what they all hold."""
+    """Background saves write the same bits on one process, and on four that partition the replicated tensors."""
     asked = [*FP64, "checkpoint.save_interval=2", "checkpoint.async_save=true"]
     alone = run(config, *in_run(f"{tmp_path}/alone"), *asked)
     assert alone.code == ExitCode.DONE and alone.out.count("> saved ") == 4, alone
@@ -65,12 +65,12 @@ def test_what_a_checkpoint_says(whole: Path) -> None:
 
 
 def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None:
-    """Stopped between two permanent checkpoints by what leaves no time to save, a run goes on from the short-lived."""
+    """A run killed between two permanent checkpoints resumes from the short-lived one."""
     asked = ["checkpoint.save_interval=3", "checkpoint.keep_latest_k=1", "checkpoint.non_persistent_save_interval=1"]
     settings = [*in_run(f"{tmp_path}/run"), *FP64, *asked]
     assert run(config, *settings, "train.exit_interval=4").code == ExitCode.STOPPED
     assert finished_checkpoints(tmp_path / "run").keys() == {4} and not (tmp_path / "run/non_persistent").exists()
-    # What a kill would have left: iteration 4 as a short-lived checkpoint only.
+    # The state that a kill would leave: iteration 4 as a short-lived checkpoint only.
     short = tmp_path / "run/non_persistent"
     short.mkdir()
     (tmp_path / "run/iter_0000004").rename(short / "iter_0000004")
@@ -85,7 +85,7 @@ def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Another corpus."""
+    """Write another corpus."""
     return write_corpus(tmp_path / "other", json.dumps([*range(9999)], indent=1).replace("7,", "7,\n\n"))
 
 
@@ -100,7 +100,7 @@ def test_another_corpus_is_refused_unless_it_is_accepted(config: Path, whole: Pa
 
 
 def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) -> None:
-    """Fine-tuning begins with the weights, at iteration 0, on any corpus; only the tokenizer must be the same."""
+    """Fine-tuning loads only the weights and starts at iteration 0, on any corpus with the same tokenizer."""
     asked = [f"checkpoint.save={tmp_path}/tuned", f"checkpoint.load={whole}", "checkpoint.finetune=true", *FP64]
     outcome = run(config, *asked, f"data.data_path={other}", "train.train_iters=2", "optimizer.lr=1e-300")
     assert outcome.code == ExitCode.DONE, outcome
@@ -114,7 +114,7 @@ def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) ->
 
 
 def test_without_the_optimizer(config: Path, whole: Path, tmp_path: Path) -> None:
-    """Iteration and data go on; moments and their bias correction start from scratch."""
+    """Iteration and data position are restored; moments and their bias correction start from scratch."""
     asked = [f"checkpoint.save={tmp_path}/bare", f"checkpoint.load={whole}", "checkpoint.no_load_optim=true", *FP64]
     assert run(config, *asked, "train.train_iters=9", "optimizer.adam_beta1=0").code == ExitCode.DONE
     assert [iteration for iteration, *_ in steps(tmp_path / "bare")] == [9]
@@ -158,7 +158,7 @@ def test_keys_that_make_no_sense(config: Path, name: str) -> None:
 
 
 def test_two_runs_in_one_folder(config: Path, whole: Path, tmp_path: Path) -> None:
-    """The second is refused while the first is there, and names it."""
+    """The second run is refused while the first one runs, and the message names the first."""
     shutil.copytree(whole, tmp_path / "run")
     lock = FolderLock(tmp_path / "run")
     try:

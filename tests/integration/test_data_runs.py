@@ -1,4 +1,4 @@
-"""A run on a blend with packed documents plans, logs and continues as a run on one corpus does."""
+"""Fact: a run on a blend with packed documents plans, logs and resumes like a run on one corpus."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Fact: a dry run of a step does, on any rank of any world, what closed forms say: operations, calls and bytes exactly,
-whatever the mode, schedule, stage of ZeRO and recomputation; and what members ask of a group agrees."""
+"""Fact: the dry run of a step performs exactly the FLOPs, collectives and bytes of the closed forms on any rank.
+
+This holds for every mode, schedule, ZeRO stage and recomputation; the members of a group issue matching collectives.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def step_of(config: Config, world_size: int, rank: int) -> StepSpec:
 
 
 def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[str]:
-    """What a dry run does otherwise than closed forms."""
+    """Return the differences between a dry run and the closed forms."""
     spec = RunSpec(config, world_size, VOCAB_SIZE)
     lists, found, runs = lower(spec.schedule), list[str](), []
     for rank in ranks:
@@ -80,7 +82,7 @@ def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[st
 
 @pytest.mark.parametrize(("place", "mode", "form"), [(place, *each) for place, each in enumerate(EVERY_FORM)])
 def test_every_mode(place: int, mode: str, form: str) -> None:
-    """In every schedule and stage of ZeRO in turn, on 2 x 2 x 8 ranks, with both families."""
+    """Check every mode on 2 x 2 x 8 ranks, cycling through schedules and ZeRO stages, with both model families."""
     schedule = list(SCHEDULES)[place % len(SCHEDULES)]
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_model_parallel_size": 8}
     pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule, "zero_stage": place % 3}
@@ -108,7 +110,7 @@ def test_recomputation(recompute: str, mode: str) -> None:
 @pytest.mark.parametrize("zero_stage", range(4))
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_zero(zero_stage: int, schedule: str) -> None:
-    """HSDP, and gradients that are reduced in bf16."""
+    """Check HSDP, and gradients reduced in bf16."""
     parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule, "zero_stage": zero_stage}
     groups = {"num_distributed_optimizer_instances": 2}
     train = {"global_batch_size": 48, "micro_batch_size": 1, "grad_reduce_in_bf16": True}
@@ -117,7 +119,7 @@ def test_zero(zero_stage: int, schedule: str) -> None:
 
 
 def test_kept_weights_in_a_pipeline() -> None:
-    """They are gathered when the first of several microbatches in flight comes, and again when none was left."""
+    """Kept weights are gathered for the first of the microbatches in flight, and again once none is in flight."""
     parallel = {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8, "tp_keep_gathered_weights": True}
     config = configure("gpt2", parallel | {"pipeline_model_parallel_size": 4}, 32, global_batch_size=80)
     assert problems(config, 32, (0, 8, 31)) == []
@@ -131,7 +133,7 @@ def runs_of(world_size: int) -> tuple[RunSpec, list[RankDryRun]]:
 
 
 def test_all_ranks_agree_until_one_asks_for_something_else() -> None:
-    """Another shape, a call left out, and two transfers in another order are each told."""
+    """A different shape, a missing collective, and two swapped transfers are each reported."""
     spec, runs = runs_of(8)
     assert disagreements(runs, spec.parallel_state) == []
     entries = list(runs[1].entries)
@@ -149,7 +151,7 @@ def test_all_ranks_agree_until_one_asks_for_something_else() -> None:
 
 
 def test_memory_and_operations_are_those_of_a_step_with_values() -> None:
-    """On one process: parameters, gradients and optimizer to the byte; the peak within 2 %."""
+    """On one process: parameters, gradients and optimizer agree to the byte, the peak within 2 %."""
     for model in MODELS:
         for extra in ({}, {"recompute_granularity": "full"}):
             config = configure(model, {}, 1, global_batch_size=24, **extra)
@@ -165,7 +167,7 @@ def test_memory_and_operations_are_those_of_a_step_with_values() -> None:
 
 
 def test_many_microbatches_are_filled_in() -> None:
-    """Four of them give the totals, and the bytes after every action, that running all of them gives."""
+    """Four simulated microbatches predict the totals, and the bytes after every action, of running all of them."""
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"}
     config = configure("gpt2", parallel, 4, global_batch_size=72)
     spec = RunSpec(config, 4, VOCAB_SIZE)
@@ -179,7 +181,7 @@ def test_many_microbatches_are_filled_in() -> None:
 
 
 def test_the_picture_has_what_is_held() -> None:
-    """Kinds between steps and activations add up to the timeline; the line on top ends at the peak."""
+    """Persistent memory and activations add up to the timeline; the line on top ends at the peak."""
     spec, runs = runs_of(4)
     lists = lower(spec.schedule)
     sums = [step_totals(run, lists[run.coord]) for run in runs]
@@ -193,7 +195,7 @@ def test_the_picture_has_what_is_held() -> None:
 
 
 def test_all_ranks_by_command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Each of 8 ranks is run and agrees with the others; ranks with one pipeline coordinate are alike."""
+    """Each of 8 ranks is run and agrees with the others; ranks with equal pipeline coordinates are alike."""
     overrides = ["parallel.tensor_parallel_mode=2d", "parallel.tensor_model_parallel_size=4"]
     overrides += ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=2"]
     words = ["--config", str(write_config(tmp_path)), "--dry-run", "--world-size", "8", "--ranks", "all"]

@@ -1,9 +1,9 @@
-"""Every layout computes the same numbers as one process: losses, gradient norms, gradients, parameters, in float64.
+"""Fact: every layout computes the numbers of one process: losses, norms, gradients and parameters, in float64.
 
 A covering array tries every feasible pair of: mode and form, shape, schedule, pipeline and data-parallel ranks, ZeRO
 stage, HSDP replicas, activation recomputation, overlap, division of the layers, global batch, model.  In each layout a
-gradient that is not finite skips one update on all ranks.  Modes and schedules come from the registries, so that a new
-one is covered as soon as it is entered there.  The whole matrix is in tests/slow and runs with --full.
+non-finite gradient skips one update on all ranks.  Modes and schedules come from the registries, so that a new one is
+covered as soon as it is registered.  The whole matrix is in tests/slow and runs with --full.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tests.support.pool import Pool
 from tests.support.toy_pipeline import any_schedule
 
 NO_PIPELINE = (None, None)
-DEPTHS = {1: 3, 2: 4, 4: 5}  # layers, by pipeline ranks
+DEPTHS = {1: 3, 2: 4, 4: 5}  # layers, by number of pipeline ranks
 
 FACTORS: dict[str, Sequence[Any]] = {
     "shape": [(1,), *(shape for size in (2, 4, 8) for num_axes in (1, 2, 3) for shape in shapes(num_axes, size))],
@@ -71,7 +71,7 @@ FACTORS: dict[str, Sequence[Any]] = {
 
 
 def has_overlap(form: tuple[str, str], shape: tuple[int, ...], name: str) -> bool:
-    """Return whether a mode has the communication that the keys of an overlap steer."""
+    """Return whether a mode has the communication that the overlap keys control."""
     micro = smallest_microbatch(form, shape)
     train = {"micro_batch_size": micro, "global_batch_size": micro}
     config = configure(next(iter(MODELS.values())), tensor_keys(form, shape) | OVERLAPS[name], **train)
@@ -109,14 +109,14 @@ RULES = [
 
 
 def aspects(name: str, value: Any, other: str) -> list[tuple[str, Any]]:
-    """A shape meets every mode and form; with all else, the size of each of its axes does."""
+    """Return the aspects of a shape: all of it against mode and form, the size of each axis against other factors."""
     if name == "shape" and other != "form":
         return [(f"axis {place}", size) for place, size in enumerate(value)]
     return [(name, value)]
 
 
 def cost(row: Row) -> float:
-    """Return what a row takes, in layers of a microbatch."""
+    """Return the cost of running a row, in layers times microbatches."""
     num_ranks = math.prod(row.get("shape", (1,))) * row.get("data ranks", 1)
     pipeline = row.get("pipeline ranks", 1)
     return float(num_ranks * (DEPTHS[pipeline] + pipeline))
@@ -124,12 +124,12 @@ def cost(row: Row) -> float:
 
 TABLE = Table(FACTORS, RULES, aspects, cost)
 ROWS = TABLE.covering_rows()
-# A gradient that is not finite is tried in rows that cover the pairs of these, but modes with schedules.
+# Non-finite gradients are tried in rows that cover all pairs of these factors, except modes with schedules.
 SKIP_FACTORS = ("form", "schedule", "ZeRO", "replicas", "overlap", "recompute")
 
 
 def skip_rows() -> list[int]:
-    """Return the places of rows in which every pair of the skip factors appears, but modes with schedules."""
+    """Return the indices of rows that cover every pair of the skip factors, except modes with schedules."""
     wanted = [
         pairs - {pair for pair in pairs if {name for name, _ in pair} == {"form", "schedule"}}
         for pairs in (TABLE.pairs({name: row[name] for name in SKIP_FACTORS}) for row in ROWS)
@@ -153,7 +153,7 @@ class Case(NamedTuple):
 
 
 def build(row: Row, folder: Path) -> Case:
-    """Return the configuration of a row; the file of its schedule, if it has one, is written into `folder`."""
+    """Return the configuration of a row; write the file of its schedule, if it has one, to `folder`."""
     choose = random.Random(str(row))
     ranks, (schedule, virtual) = row["pipeline ranks"], row["schedule"]
     tensor = tensor_keys(row["form"], row["shape"])
@@ -202,7 +202,7 @@ def test_every_row_keeps_the_rules_of_a_run(tmp_path: Path) -> None:
 
 
 def test_every_feasible_pair_is_covered() -> None:
-    """The pairs come from the rules alone; two that no layout has are told apart from two that were forgotten."""
+    """The pairs come from the rules alone, so that infeasible pairs are distinguished from forgotten ones."""
     covered = {pair for row in ROWS for pair in TABLE.pairs(row)}
     assert set(TABLE.feasible_pairs()) == covered
     for a, b in combinations(("form", "schedule", "ZeRO", "model", "recompute"), 2):
@@ -210,7 +210,7 @@ def test_every_feasible_pair_is_covered() -> None:
 
 
 def test_every_entry_of_the_registries_occurs() -> None:
-    """Every mode in every form and shape, and every schedule on 2 and on 4 pipeline ranks."""
+    """Every mode in every form and shape, and every schedule on 2 and on 4 pipeline ranks, occurs."""
     for mode, entry in MODES.items():
         for form in entry.forms:
             met = {row["shape"] for row in ROWS if row["form"] == (mode, form)}
@@ -222,7 +222,7 @@ def test_every_entry_of_the_registries_occurs() -> None:
 
 
 def test_the_comparison_finds_a_wrong_gradient() -> None:
-    """A comparison that cannot fail proves nothing."""
+    """A comparison that cannot fail proves nothing, so that a wrong gradient must fail it."""
     expected = reference(next(iter(MODELS)), 2, 4)
     name = next(name for name in expected if "mlp.fc2.weight" in name)
     got = {**expected, name: expected[name] * (1 + 1e-9)}

@@ -1,5 +1,6 @@
-"""Fact: a run's record tells where the time of its steps went, on which rank, and names a rank that is slow; what is
-not a number is visible everywhere; moments of layers are the same in every layout.
+"""Fact: a run logs where the time of its steps goes, on which rank, and names a slow rank.
+
+Non-finite values are visible in every log; the tensor statistics of layers are equal in every layout.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def rows(folder: Path, key: str) -> list[dict[str, Any]]:
 
 
 def test_phases_are_within_the_step(config: Path, pool: Pool) -> None:
-    """Two data-parallel halves of two stages, and what comes between steps."""
+    """Check on two data-parallel ranks of two stages each, with the time between steps."""
     folder = config.parent / "phases"
     asked = [*in_run(str(folder)), "parallel.pipeline_model_parallel_size=2", "train.train_iters=6"]
     asked += ["train.eval_interval=4", "checkpoint.save_interval=4", "logging.log_interval=3"]
@@ -60,7 +61,7 @@ def test_phases_are_within_the_step(config: Path, pool: Pool) -> None:
 
 
 def run_slowed(rank: int, world_size: int, config: Path, asked: list[list[str]]) -> list[int]:
-    """Rank 1 takes long to read."""
+    """Run with a slow data loader on rank 1."""
     with pytest.MonkeyPatch.context() as patch:
         step = PrefetchingLoader.step
 
@@ -85,7 +86,7 @@ def test_a_slowed_rank_is_named(config: Path, pool: Pool) -> None:
 def test_what_is_not_a_number_is_visible_everywhere(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the terminal, in metrics.jsonl, in tensorboard; in the loss, its gradient, and the validation loss."""
+    """Non-finite loss, gradient and validation loss appear on the terminal, in metrics.jsonl and in tensorboard."""
     step = loop.train_step  # type: ignore[attr-defined]
 
     def spoiled(state: TrainState, *rest: Any) -> Any:
@@ -133,7 +134,7 @@ def flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]
 
 
 def test_moments_are_the_same_in_every_layout(config: Path, pool: Pool) -> None:
-    """Tied embeddings, padded vocabulary; before clipping, the layers' gradients together have the logged norm."""
+    """Check with tied embeddings and padded vocabulary; the layers' gradients give the logged norm before clipping."""
     alone = config.parent / "moments alone"
     assert run(config, *in_run(str(alone)), *MOMENTS, "optimizer.clip_grad=0.01").code == ExitCode.DONE
     folders = {name: config.parent / f"moments {name}" for name in LAYOUTS}
@@ -157,7 +158,7 @@ def test_moments_are_the_same_in_every_layout(config: Path, pool: Pool) -> None:
 
 
 def every_layout() -> dict[str, list[str]]:
-    """Layouts of 4 ranks: each mode on all of them, each of ZeRO's stages on 2 with another schedule on the other 2."""
+    """Return layouts of 4 ranks: each mode on all, and each ZeRO stage on 2 with another schedule on the other 2."""
     found = {}
     for mode, entry in MODES.items():
         asked = {"mode": mode, "shape": list(entry.default_shape(4))}
@@ -169,7 +170,7 @@ def every_layout() -> dict[str, list[str]]:
 
 
 def run_told(rank: int, world_size: int, config: Path, asked: list[list[str]]) -> list[str]:
-    """The lines of steps that a rank prints, of every run."""
+    """Return the lines of steps that a rank prints in all runs."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert run_as_rank(rank, world_size, config, asked) == [ExitCode.DONE] * len(asked)
@@ -177,7 +178,7 @@ def run_told(rank: int, world_size: int, config: Path, asked: list[list[str]]) -
 
 
 def test_every_layout_reports_the_same(config: Path, pool: Pool) -> None:
-    """Loss, gradient norm and throughput, in metrics.jsonl and in the lines of rank 0, which alone prints any."""
+    """Loss, gradient norm and throughput agree in metrics.jsonl and on the console, where only rank 0 prints."""
     asked = ["train.precision=fp64", "train.train_iters=1", "optimizer.lr_warmup_iters=0"]
     asked += ["train.micro_batch_size=2", "model.num_layers=4"]
     alone = config.parent / "told alone"
@@ -197,7 +198,7 @@ def test_every_layout_reports_the_same(config: Path, pool: Pool) -> None:
 
 
 def test_a_profile_has_the_steps_phases(config: Path) -> None:
-    """Profiles of the iterations that are asked for, and of rank 0 alone."""
+    """Profiles are written for the requested iterations, on rank 0 alone."""
     folder = config.parent / "profiled"
     asked = [
         "train.train_iters=4",

@@ -1,5 +1,6 @@
-"""A run with a pipeline is the run without: the same bits where nothing else is split, the same folder, the same
-checkpoints under any other pipeline; and a rank that dies ends the others.
+"""Fact: a pipelined run equals the run without a pipeline, bit for bit where nothing else is sharded.
+
+Its folder has the same files, its checkpoints load under any other pipeline, and a rank that dies ends the others.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pipeline(ranks: int, schedule: str, *more: str) -> list[str]:
-    """The overrides that ask for it."""
+    """Return the overrides that select a pipeline."""
     asked = {"pipeline_model_parallel_size": ranks, "pipeline_schedule": schedule}
     return [f"parallel.{key}={value}" for key, value in asked.items()] + [f"parallel.{text}" for text in more]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_pipeline_alone_changes_no_bit(config: Path, pool: Pool, precision: str) -> None:
-    """Losses, evaluations, parameters and moments of every schedule on 4 ranks, in 4 steps of 4 microbatches with
-    dropout.
+    """Losses, evaluations, parameters and moments are equal for every schedule on 4 ranks, with dropout.
 
-    Tied embeddings would be summed in another order, and so is the norm, which must therefore not clip.
+    The runs take 4 steps of 4 microbatches.  Tied embeddings would be reduced in another order, and so is the gradient
+    norm, which must therefore not clip.
     """
     settings = [*MODEL, *EVALUATES, f"train.precision={precision}", "train.train_iters=4", "optimizer.clip_grad=0"]
     settings += ["model.tie_embeddings=false"]
@@ -63,12 +64,12 @@ def test_a_pipeline_alone_changes_no_bit(config: Path, pool: Pool, precision: st
 
 
 def keys(folder: Path) -> list[set[str]]:
-    """What each line of the metrics has; rank 0 writes them, which has no loss of its own in most schedules."""
+    """Return the keys of each line of metrics.jsonl; rank 0 writes them, which has no loss in most schedules."""
     return [set(row) for row in read_journal(folder / "metrics.jsonl")]
 
 
 def own_schedule(path: Path) -> list[str]:
-    """Three stages on the first of two ranks, one on the second, whole and half backwards, for 2 microbatches."""
+    """Write a schedule for 2 microbatches: three stages on rank 0, one on rank 1, full and split backwards."""
     path.write_text("0F0,1F0,0F1,1F1,3F0,3B0,3F1,3B1,1B0,0B0,1B1,0B1\n2F0,2F1,2I0,2W0,2B1\n")
     return pipeline(2, "file", f"pipeline_schedule_file={path}")
 
@@ -79,7 +80,7 @@ def tensor(mode: str, *shape: int, **more: object) -> list[str]:
 
 
 def test_any_pipeline_continues_any_other(config: Path, pool: Pool, tmp_path: Path) -> None:
-    """Two steps each on 8 ranks, with dropout, evaluations and, but for the third, data parallelism."""
+    """Each pipeline trains two steps on 8 ranks, with dropout and evaluations; all but the third are data-parallel."""
     settings = [*MODEL, *EVALUATES, "train.precision=fp64", *in_run(f"{tmp_path}/run")]
     assert run(config, *settings, *in_run(f"{tmp_path}/whole")).code == ExitCode.DONE
     others = [
@@ -106,7 +107,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def save_again(rank: int, world_size: int, config: Path, asked: list[list[str]], folders: list[Path]) -> None:
-    """Read a checkpoint in each layout, and write it to a folder."""
+    """Load a checkpoint in each layout and save it to another folder."""
     for overrides, folder in zip(asked, folders, strict=True):
         here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
         built = build_run(resolve(config, overrides, world_size), here, process.StartupPhases(printing=False))
@@ -117,7 +118,7 @@ def save_again(rank: int, world_size: int, config: Path, asked: list[list[str]],
 def test_reading_and_writing_in_any_pipeline_keeps_every_bit(
     config: Path, pool: Pool, tmp_path: Path, tied: str
 ) -> None:
-    """Weights and moments of bf16 runs, from one process through three pipelines, embeddings on two ranks or one."""
+    """Weights and moments of bf16 runs pass through three pipelines bit for bit, embeddings on one rank or two."""
     settings = [*MODEL, "train.precision=bf16", f"model.tie_embeddings={tied}", "train.train_iters=3"]
     folders = [tmp_path / str(place) for place in range(4)]
     assert run(config, *settings, *in_run(str(folders[0]))).code == ExitCode.DONE
@@ -139,7 +140,7 @@ def test_reading_and_writing_in_any_pipeline_keeps_every_bit(
 
 
 def begun(config: Path, *asked: str) -> list[subprocess.Popen[str]]:
-    """Three ranks of a pipeline that have made three steps of a run without end, of which the first has no head."""
+    """Start three pipeline ranks of an endless run and wait for three steps; the first rank has no head."""
     endless = ["train.train_iters=1000000", "optimizer.lr_decay_style=constant"]
     typed = ["--config", str(config), *MODEL, *pipeline(3, "1f1b"), *endless, *asked]
     ranks = launch_ranks(["pretrain_gpt.py", *typed], 3)
@@ -149,7 +150,7 @@ def begun(config: Path, *asked: str) -> list[subprocess.Popen[str]]:
 
 
 def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
-    """Without a launcher that would end them; the first has no link to the last."""
+    """The other ranks end without a launcher's help, although the first has no link to the last."""
     ranks = begun(config, *in_run("null"))
     ranks[2].kill()
     began = time.monotonic()
@@ -162,7 +163,7 @@ def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
 def test_a_signal_saves_and_stops_every_rank(
     config: Path, tmp_path: Path, number: signal.Signals, signalled: list[int]
 ) -> None:
-    """Ctrl-C reaches all of them, a batch system perhaps one."""
+    """Every rank saves and stops, whether Ctrl-C reaches all of them or a batch system signals one."""
     ranks = begun(config, *in_run(f"{tmp_path}/run"))
     for rank in signalled:
         ranks[rank].send_signal(number)

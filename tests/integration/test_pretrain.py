@@ -1,4 +1,4 @@
-"""A run learns from real text, writes the promised folder, and its lower precisions stay near float64."""
+"""Fact: a run learns from real text, writes the documented files, and its lower precisions stay near float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def overrides(config: Path) -> list[str]:
-    """Evaluations, checkpoints and every sink."""
+    """Return overrides for evaluations, checkpoints and every metrics sink."""
     return [
         f"train.train_iters={NUM_ITERS}",
         "train.eval_interval=20",
@@ -55,7 +55,7 @@ def overrides(config: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(config: Path, overrides: list[str]) -> Path:
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     outcome = run(config, *overrides)
     assert outcome.code == 0, outcome.err
     return config.parent / "run"
@@ -128,7 +128,7 @@ def test_a_run_may_keep_nothing(config: Path) -> None:
 
 @pytest.mark.parametrize(("precision", "band"), [("bf16", 0.01), ("fp32", 1e-5)])
 def test_precisions_stay_near_float64(config: Path, precision: str, band: float) -> None:
-    """Relative to float64's loss, at every one of 24 steps."""
+    """Each of 24 losses is near that of float64, relative to it."""
     found: dict[str, list[float]] = {}
     for name in (precision, "fp64"):
         folder = config.parent / f"{precision} and {name}"
@@ -141,7 +141,7 @@ def test_precisions_stay_near_float64(config: Path, precision: str, band: float)
 
 
 def test_check_of_the_quickstart_without_torch(config: Path) -> None:
-    """As README shows it, on a corpus that is there."""
+    """The README's --check works without torch, on an existing corpus."""
     typed = ["--config", "configs/quickstart.yaml", "--check", "--world-size", "2"]
     typed += [f"data.data_path={config.parent / 'corpus'}", "data.tokenizer_type=ByteTokenizer"]
     typed += ["data.tokenizer_model=null", f"checkpoint.save={config.parent / 'absent'}", "checkpoint.load=null"]

@@ -1,5 +1,6 @@
-"""A checkpoint of any layout continues under any other one as one process that never stopped does: losses, gradient
-norms, weights and moments of the next two steps, in float64, within 1e-10; for all pairs of layouts.
+"""Fact: for all pairs of layouts, a checkpoint of one resumes under the other like a run that never stopped.
+
+Losses, gradient norms, weights and moments of the next two steps agree in float64 within 1e-10.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
     return {"pipeline_model_parallel_size": ranks, "pipeline_schedule": schedule}
 
 
-# The last runs on one process; embeddings are tied, so that some pipelines hold them twice.
+# The last layout is one process; embeddings are tied, so that some pipelines hold them twice.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1d, data 2": tensor("1d", 2),
     "1d with sequences": tensor("1d", 4, form="sequence_parallel"),
@@ -79,7 +80,7 @@ def configure(name: str) -> Config:
 
 
 def advance(config: Config, state: TrainState) -> list[float]:
-    """Two more steps; loss and gradient norm of each."""
+    """Train two more steps; return loss and gradient norm of each."""
     mesh, train, arch = state.model.comm.mesh, config.train, state.model.arch
     samples = RandomSamples(train.seed, VOCAB_SIZE, arch.seq_length)
     axes, device = state.spec.mode.batch_axes, torch.device("cpu")
@@ -99,16 +100,16 @@ def build(rank: int, world_size: int, config: Config) -> TrainState:
 
 
 def write(rank: int, world_size: int, config: Config, root: Path) -> None:
-    """A layout's checkpoint after two steps of its own."""
+    """Save a layout's checkpoint after two steps in that layout."""
     state = build(rank, world_size, config)
     advance(config, state)
     save_state(root, state, IDENTITY)
 
 
 def read(rank: int, world_size: int, config: Config, root: Path) -> dict[str, list[float]]:
-    """Return for each checkpoint losses and norms of two more steps, and largest distances from an uninterrupted run.
+    """Return for each checkpoint the losses and norms of two more steps, and the distances from an uninterrupted run.
 
-    The distances are those of this rank's weights and moments.
+    The distances are the largest ones in this rank's weights and moments.
     """
     expected = stored(root / "never stopped", 2 * NUM_STEPS)
     scale = {kind: max(t.abs().max().item() for n, t in expected.items() if kind_of(n) == kind) for kind in KINDS}
@@ -135,7 +136,7 @@ def kind_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def root(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of each layout, and the last one of the run that never stopped."""
+    """Return a folder with a checkpoint of each layout, and the last one of the run that never stopped."""
     root = tmp_path_factory.mktemp("layouts")
     alone = configure("one process")
     write(0, 1, alone, root / "one process")
@@ -164,7 +165,7 @@ def test_a_layout_continues_every_other(pool: Pool, root: Path, target: str) -> 
 
 
 def test_checkpoints_are_whole_and_shared_out(root: Path) -> None:
-    """All ranks write; where all hold as much, no rank writes twice as much as another."""
+    """All ranks write; where all hold equally much, no rank writes twice as much as another."""
     for name in SPREAD:
         folder = root / name / f"iter_{NUM_STEPS:07d}"
         assert verify(folder) == ()
@@ -178,7 +179,7 @@ def test_checkpoints_are_whole_and_shared_out(root: Path) -> None:
 
 
 def test_the_layouts_are_wide() -> None:
-    """Every mode and ZeRO stage, data parallelism, pipelines with embeddings on two ranks and on one."""
+    """The layouts include every mode and ZeRO stage, data parallelism, and pipelines that hold embeddings twice."""
     configs = [configure(name) for name in SPREAD]
     assert {config.parallel.tensor_parallel_mode for config in configs} == set(MODES)
     assert {config.parallel.zero_stage for config in configs} == {0, 1, 2, 3}

@@ -1,5 +1,6 @@
-"""A run that was stopped and continued is the run that never stopped: bit for bit in the same layout, within 1e-10 in
-float64 in any other; and a rank that dies ends the run and leaves its last checkpoint whole.
+"""Fact: a resumed run equals the run that never stopped: bit for bit in the same layout, within 1e-10 in any other.
+
+A rank that dies ends the run and leaves its last checkpoint complete.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(config: Path) -> Path:
-    """The folder of a run of 8 iterations in float64 that never stopped."""
+    """Return the folder of a run of 8 iterations in float64 that never stopped."""
     folder = config.parent / "whole"
     assert run(config, *in_run(str(folder)), *FP64).code == ExitCode.DONE
     return folder
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
-    """Every logged number and every stored tensor has the same bits, and each is there once."""
+    """Require equal bits of every logged number and every stored tensor, each present once."""
     assert steps(folder) == steps(reference)
     assert evaluations(folder) == evaluations(reference)
     got, wanted = stored(folder, 8), stored(reference, 8)
@@ -58,7 +59,7 @@ def assert_same_run(folder: Path, reference: Path) -> None:
 
 
 def assert_near_run(folder: Path, reference: Path) -> None:
-    """The resumed run equals the other within rounding of float64."""
+    """Require equality of the resumed run with the other within float64 rounding."""
     for got, wanted in ((steps(folder), steps(reference)), (evaluations(folder), evaluations(reference))):
         assert [row[0] for row in got] == [row[0] for row in wanted]
         assert all(
@@ -72,7 +73,7 @@ def assert_near_run(folder: Path, reference: Path) -> None:
 
 
 def after_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
-    """Have `act` follow the report of each step."""
+    """Call `act` after the report of each step."""
     report = MetricsWriter.step
 
     def step(writer: MetricsWriter, record: StepRecord, more: Mapping[str, float]) -> None:
@@ -84,7 +85,7 @@ def after_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_the_same_layout_continues_bit_for_bit(config: Path, precision: str) -> None:
-    """Train with dropout and four microbatches a step."""
+    """Resume a run with dropout and four microbatches per step."""
     once, twice = (config.parent / f"{precision}-{name}" for name in ("once", "twice"))
     settings = [*HARD, f"train.precision={precision}"]
     assert run(config, *in_run(str(once)), *settings).code == ExitCode.DONE
@@ -111,7 +112,7 @@ def test_another_run_goes_on_in_a_folder_of_its_own(config: Path, whole: Path, t
 
 
 def test_what_was_logged_after_the_checkpoint_is_logged_once(config: Path, whole: Path, tmp_path: Path) -> None:
-    """A crash at iteration 6, after the checkpoint of iteration 4."""
+    """The run crashes at iteration 6, after the checkpoint of iteration 4."""
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]
 
     def crash(iteration: int) -> None:
@@ -148,7 +149,7 @@ def test_time_that_is_up_saves_and_the_next_run_continues(config: Path, whole: P
 
 
 def test_any_layout_continues_any_other(config: Path, whole: Path, pool: Pool, tmp_path: Path) -> None:
-    """Two steps in each: a cube, one process, a square with data parallelism, sequence parallelism with it."""
+    """Train two steps in each layout: 3-D, one process, 2-D with data parallelism, sequence and data parallelism."""
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "train.exit_interval=2"]
     cube, square = (
         [*settings, f"parallel.tensor_parallel_mode={mode}", f"parallel.tensor_parallel_shape={shape}"]
@@ -162,7 +163,7 @@ def test_any_layout_continues_any_other(config: Path, whole: Path, pool: Pool, t
 
 
 def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit code and the rest of what was said; nothing may outlive a minute."""
+    """Return the exit code and the remaining output; kill the process after a minute."""
     try:
         out, err = child.communicate(timeout=60)
     except subprocess.TimeoutExpired:
@@ -172,7 +173,7 @@ def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def wait_for(child: subprocess.Popen[str], words: str) -> None:
-    """Read lines until one has the words."""
+    """Read lines until one contains the words."""
     assert child.stdout is not None, "launch() pipes the output"
     lines = []
     for line in child.stdout:
@@ -189,7 +190,7 @@ def wait_for(child: subprocess.Popen[str], words: str) -> None:
 def test_a_signal_to_launch_local(
     config: Path, tmp_path: Path, num_ranks: int, axis: str, number: signal.Signals
 ) -> None:
-    """Ctrl-C of a terminal goes to all processes, other signals to the script; torchrun then exits with 1."""
+    """Ctrl-C reaches all processes, other signals only the script; torchrun then exits with 1."""
     size = f"parallel.{axis}_model_parallel_size={num_ranks}"
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "optimizer.lr_decay_style=constant"]
     child = launch_local(num_ranks, "--config", str(config), *settings, size, "train.train_iters=1000000")

@@ -1,4 +1,4 @@
-"""A run gone wrong rolls back to a good checkpoint from before, skips the samples of that window, and reports it."""
+"""Fact: a diverged run rolls back to an earlier good checkpoint, skips the samples of that window, and reports it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_spike_is_far_from_the_others() -> None:
 
 
 def spoiled(monkeypatch: pytest.MonkeyPatch, at: Callable[[TrainState], bool], value: float) -> None:
-    """Weights are multiplied before a step, when `at` says so."""
+    """Multiply the weights before the steps in `at`."""
     step = loop.train_step  # type: ignore[attr-defined]
 
     def train_step(state: TrainState, *rest: Any) -> Any:
@@ -70,7 +70,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, at: Callable[[TrainState], bool], v
 def test_a_rollback_skips_the_samples(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: float, first: int
 ) -> None:
-    """Step 23 is spoiled; it is seen to be wrong a step after the last bad one.  Checkpoints are of 10 and 20."""
+    """Step 23 is corrupted and detected one step after the last bad one; checkpoints exist for iterations 10 and 20."""
     times: list[int] = []
     spoiled(monkeypatch, lambda s: s.iteration == 22 and not times and times.append(1) is None, value)
     typed = [*in_run(f"{tmp_path}/run"), f"train.{key}", "train.train_iters=30", "checkpoint.save_interval=10"]

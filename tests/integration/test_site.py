@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, has a page per module, and loads nothing from another site."""
+"""Fact: the documentation site builds without warnings, has a page per module, and loads nothing from another site."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Under a real SLURM a run that meets its time limit is requeued and ends with the numbers of one that never
-stopped; a job that cannot get further is not requeued; token files of an array are those of one process.
+"""Fact: under a real SLURM, a run requeued at its time limit ends with the numbers of a run that never stopped.
+
+A job that cannot make progress is not requeued; an array job writes the token files that one process writes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ levels: [{name: node, ranks: 2, gb_s: 1, latency_us: 1}, {name: network, ranks: 
 source: this test
 """
 LAYOUT = ["parallel.tensor_model_parallel_size=2", f"train.train_iters={NUM_ITERS}", "model.hidden_dropout=0.1"]
-# Two seconds for each step of a start that begins at the beginning, so that the limit comes before the end.
+# Two seconds per step in a launch from iteration 0, so that the time limit comes before the end.
 SLOW = """
 import sys, time
 sys.path.insert(0, {root!r})
@@ -63,7 +64,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def submit(slurm: Slurm, config: Path, name: str, nodes: int, program: str | None, *more: str) -> str:
-    """Have a job written, and submit it, perhaps with another program in place of pretrain_gpt.py; its number."""
+    """Write and submit a job, optionally with another program in place of pretrain_gpt.py; return its number."""
     here = config.parent
     (here / "two.yaml").write_text(CLUSTER)
     job = here / f"{name}.sbatch"
@@ -77,13 +78,13 @@ def submit(slurm: Slurm, config: Path, name: str, nodes: int, program: str | Non
 
 
 def said(config: Path, name: str) -> str:
-    """What a job wrote."""
+    """Return the output of a job."""
     return (config.parent / f"{name}.log").read_text()
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """Numbers of jobs that run side by side, and the folder of the corpora."""
+    """Numbers of jobs that run concurrently, and the folder of the corpora."""
 
     limited: str
     wrong: str
@@ -95,7 +96,7 @@ class Jobs:
 
 @pytest.fixture(scope="module")
 def jobs(slurm: Slurm, config: Path) -> Jobs:
-    """All are submitted at once, since most of their time they wait."""
+    """Submit all jobs at once, since they mostly wait."""
     return Jobs(
         submit(slurm, config, "limited", 2, SLOW, *LAYOUT),
         submit(slurm, config, "wrong", 1, None, "model.vocab_size=64"),
@@ -107,7 +108,7 @@ def jobs(slurm: Slurm, config: Path) -> Jobs:
 
 
 def submit_array(slurm: Slurm, folder: Path) -> str:
-    """Three tasks that preprocess two kinds of text, and a job that joins what they write; the latter's number."""
+    """Submit three preprocessing tasks over two JSON keys and a job that merges them; return its number."""
     source = folder / "text.jsonl"
     rows = ({"text": f"document {i}\n" * (i % 7 + 1), "title": str(i)} for i in range(300))
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -121,7 +122,7 @@ def submit_array(slurm: Slurm, folder: Path) -> str:
 def test_a_run_that_meets_its_limit_ends_with_the_numbers_of_one_that_never_stopped(
     slurm: Slurm, config: Path, jobs: Jobs, pool: Pool
 ) -> None:
-    """Once it trains, its limit is drawn near, so that SLURM's warning comes within half a minute."""
+    """Once the run trains, its time limit is lowered, so that SLURM's warning signal comes within half a minute."""
     folder, whole = config.parent / "limited", config.parent / "whole"
     slurm.until(lambda: num_steps(folder) > 1, lambda: said(config, "limited"))
     slurm.run("scontrol", "update", f"JobId={jobs.limited}", f"TimeLimit={slurm.elapsed_min(jobs.limited) + 1}")
@@ -138,12 +139,12 @@ def test_a_run_that_meets_its_limit_ends_with_the_numbers_of_one_that_never_stop
 
 
 def num_steps(folder: Path) -> int:
-    """That a run has logged so far."""
+    """Return the number of steps that a run has logged."""
     return len(steps(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
 def test_a_wrong_configuration_is_not_queued_again(slurm: Slurm, config: Path, jobs: Jobs) -> None:
-    """One that only the ranks find wrong."""
+    """The error is one that only the ranks can find."""
     assert slurm.wait(jobs.wrong) == Job("FAILED", ExitCode.USER_ERROR, 0), said(config, "wrong")
     assert re.search(
         "model.vocab_size=64.*\n(.*\n)*> not requeued: the configuration or its files are wrong", said(config, "wrong")
@@ -158,14 +159,14 @@ def test_two_starts_without_progress_are_enough(slurm: Slurm, config: Path, jobs
 
 
 def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs) -> None:
-    """No rank starts there."""
+    """No rank starts on that node."""
     assert slurm.wait(jobs.unfit) == Job("FAILED", ExitCode.CRASH, 1), said(config, "unfit")
     assert re.findall("node (.*): torch sees 0 of the 2 GPUs", said(config, "unfit")) == ["127.0.0.1"] * 2
     assert "importing torch" not in said(config, "unfit")
 
 
 def test_the_committed_job_is_one_that_slurm_takes(slurm: Slurm) -> None:
-    """The job asks for as many GPUs as the node has."""
+    """SLURM accepts the job, which requests as many GPUs as the node has."""
     sizes = ["--ntasks-per-node=2", "--gpus-per-node=2"]
     slurm.run("sbatch", "--test-only", *sizes, "scripts/slurm/pretrain.sbatch", "--config", "configs/quickstart.yaml")
 

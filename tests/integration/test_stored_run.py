@@ -1,4 +1,4 @@
-"""Fact: a run saved before the package was reorganised continues with the numbers that it would have had.
+"""Fact: a run saved before the package was reorganised resumes with the numbers that it would have had.
 
 `data/stored_run` holds two runs after 4 of 8 iterations, as commit 4555ed4 wrote them, and the steps, evaluations and
 final tensors that the same commit reached at iteration 8.  On the same torch, CPU vendor and CPU capability every
@@ -28,7 +28,7 @@ TOLERANCE = {"fp32": 1e-4, "fp64": 1e-10}
 
 
 def environment() -> Mapping[str, str]:
-    """Return what decides how kernels round."""
+    """Return the versions and CPU properties that determine how kernels round."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     vendors = [line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")]
@@ -65,6 +65,6 @@ def test_a_stored_run_continues(name: str, num_ranks: int, precision: str, pool:
 
 
 def assert_close(found: Any, expected: Any, tolerance: float) -> None:
-    """Hold losses and gradient norms against the stored ones."""
+    """Compare losses and gradient norms with the stored ones."""
     for step, wanted in zip(found, expected, strict=True):
         assert list(step) == pytest.approx(wanted, rel=tolerance)

@@ -1,4 +1,4 @@
-"""A rank that dies, stops or keeps the others waiting ends the run in time, and is named with its location."""
+"""Fact: a rank that dies, stops or blocks the others ends the run in time, and is named with its location."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_rank_outside_collectives_is_at_fault() -> None:
 
 
 def test_the_rank_with_fewest_collectives_is_at_fault() -> None:
-    """This is the case on GPUs, where kernels wait and all programs are at one place."""
+    """On GPUs kernels wait and all programs are at the same line, so that only the collective counts differ."""
     after = {0: later(FIRST), 1: later(FIRST), 2: later(FIRST, num_collectives=39), 3: later(FIRST)}
     lines = list(diagnose(dict.fromkeys(after, FIRST), after))
     assert lines[0].startswith("rank 2 has done the least")
@@ -91,7 +91,7 @@ sys.exit(process.run_program(pretrain_gpt.main))
 
 
 def begin(config: Path, program: str, timeout_s: float) -> list[subprocess.Popen[str]]:
-    """Three ranks that train without end, and have made three steps."""
+    """Start three ranks of an endless run and wait for three steps."""
     keys = ["train.train_iters=1000000", "checkpoint.save=null", "checkpoint.load=null", "train.global_batch_size=12"]
     keys += [f"train.distributed_timeout_minutes={timeout_s / 60}", "train.micro_batch_size=1", "optimizer.lr=1e-4"]
     ranks = launch_ranks([program, "--config", str(config), *keys], 3)
@@ -101,7 +101,7 @@ def begin(config: Path, program: str, timeout_s: float) -> list[subprocess.Popen
 
 
 def said(ranks: list[subprocess.Popen[str]], *blamed: int) -> str:
-    """What the others say before they end with the code of a crash."""
+    """Return the messages of the other ranks, which must end with the exit code of a crash."""
     errors = {rank: ranks[rank].communicate(timeout=60)[1] for rank in range(3) if rank not in blamed}
     for rank in blamed:
         ranks[rank].kill()
@@ -112,7 +112,7 @@ def said(ranks: list[subprocess.Popen[str]], *blamed: int) -> str:
 
 @pytest.mark.parametrize("rank", [2, 0])
 def test_a_rank_that_dies_is_named(tmp_path: Path, rank: int) -> None:
-    """Rank 0's process keeps the heartbeats."""
+    """The message differs for rank 0, whose process keeps the heartbeats."""
     ranks = begin(write_config(tmp_path), "pretrain_gpt.py", timeout_s=600)
     began = time.monotonic()
     ranks[rank].kill()

@@ -1,7 +1,7 @@
-"""Covering arrays: a few rows of choices in which every feasible pair of choices appears.
+"""Covering arrays: a small set of rows in which every feasible pair of choices appears.
 
-Rows are built one at a time, as in AETG (Cohen et al. 1997, IEEE Trans. Softw. Eng. 23(7)): start from a pair that is
-still missing, then give every other factor the choice that covers the most missing pairs and can still be completed.
+Rows are built one at a time, as in AETG (Cohen et al. 1997, IEEE Trans. Softw. Eng. 23(7)): start from a missing pair,
+then give every other factor the choice that covers the most missing pairs and can still be completed.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
-Choice = tuple[str, Any]  # a factor and a value of it, or an aspect of this value and what it is
+Choice = tuple[str, Any]  # (factor, value), or (aspect, what the aspect is for the value)
 Pair = tuple[Choice, Choice]
-Row = Mapping[str, Any]  # a value of each factor
+Row = Mapping[str, Any]  # one value per factor
 
 
 class Rule(NamedTuple):
-    """A predicate over the values of some factors."""
+    """Predicate over the values of some factors."""
 
     names: tuple[str, ...]
     holds: Callable[..., bool]
 
 
 class Table:
-    """Factors with their values, and the rules that a row of one value each must keep.
+    """Factors with their values, and the rules that a complete row must satisfy.
 
     Args:
-        aspects: for a pair of factors (a, b), what of a value of `a` must meet every value of `b`; by default the
-            value itself.
-        cost: what running a row, or a part of one, takes; of choices that cover as many pairs, the cheapest is taken.
+        aspects: for a pair of factors (a, b), the property of a value of `a` that must meet every value of `b`; by
+            default the value itself.
+        cost: cost of running a complete or partial row; among choices that cover equally many pairs the cheapest wins.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Table:
         self._completes = cache(self._can_complete)
 
     def allows(self, row: Row) -> bool:
-        """Return whether a row, or a part of one, breaks no rule and can be completed."""
+        """Return whether a complete or partial row breaks no rule and can be completed."""
         return self._completes(tuple((name, row[name]) for name in self._ruled if name in row))
 
     def _can_complete(self, chosen: tuple[Choice, ...]) -> bool:
@@ -60,7 +60,7 @@ class Table:
         return name is None or any(self.allows({**row, name: value}) for value in self.factors[name])
 
     def pairs(self, row: Row) -> set[Pair]:
-        """Return the pairs of choices of a row, or of a part of one."""
+        """Return the pairs of choices in a complete or partial row."""
         names = [name for name in self.factors if name in row]
         return {pair for a, b in combinations(names, 2) for pair in self._meet((a, row[a]), (b, row[b]))}
 
@@ -70,7 +70,7 @@ class Table:
         return list(product(self._aspects(*one, other[0]), self._aspects(*other, one[0])))
 
     def feasible_pairs(self) -> dict[Pair, list[Row]]:
-        """Return every pair of choices that some row has, and the values of two factors that make it."""
+        """Return every pair of choices that some valid row contains, mapped to two factor values that produce it."""
         found: dict[Pair, list[Row]] = {}
         for a, b in combinations(self.factors, 2):
             for one, other in product(self.factors[a], self.factors[b]):
@@ -80,7 +80,7 @@ class Table:
         return found
 
     def covering_rows(self) -> list[Row]:
-        """Return rows in which every feasible pair appears; the first ones cover the most."""
+        """Return rows that together contain every feasible pair, those that cover the most pairs first."""
         origins = self.feasible_pairs()
         missing, rows = dict.fromkeys(origins), []
         while missing:
@@ -92,7 +92,7 @@ class Table:
         return rows
 
     def _complete_row(self, start: Row, missing: Collection[Pair]) -> Row:
-        """Add to a part of a row, one after another, the value that covers most pairs, or the cheapest of them."""
+        """Complete a partial row: give each factor in turn the value that covers the most pairs, then the cheapest."""
         row = dict(start)
 
         def rank(choice: Choice) -> tuple[float, float]:

@@ -1,7 +1,7 @@
-"""Commands as pages show them: found, read by their programs' own parsers, and done in the working folder.
+"""Commands quoted on documentation pages: find them, parse them with their programs' own parsers, and run them.
 
-What is done runs in this process.  Several ranks are workers of the pool in the place of torchrun's processes, with the
-environment that torchrun would give them.
+Commands run in this process, in the working folder.  Workers of the pool replace torchrun's processes and get the
+environment variables that torchrun would set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAUNCHERS = (
     *("scancel", "touch", "pip", "docker", "enroot", "apptainer"),
 )
 PROGRAM = r"(?:tools|benchmarks)/\w+\.py|pretrain_gpt\.py"
-# What is added to a command on a preset, so that it takes seconds.
+# Overrides added to a command on a preset so that it takes seconds.
 FEW_LAYERS = ("model.num_layers=4",)
 TINY = (
     *("model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=8", "model.seq_length=16"),
@@ -47,7 +47,7 @@ Words = list[str]
 
 
 def code(page: Path) -> tuple[str, str]:
-    """Fenced and indented code of a page without a language or in bash, lines that go on joined; and the rest."""
+    """Return the bash and untagged code of a page, with continued lines joined, and the rest of the page."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     fence, indented = r"^```(\w*)\n(.*?)^```\n", r"(?<=\n\n)(?: {4}.*\n)+"
     fenced = "".join(body for language, body in re.findall(fence, text, re.M | re.S) if language in ("", "bash"))
@@ -56,7 +56,7 @@ def code(page: Path) -> tuple[str, str]:
 
 
 def commands(page: Path) -> list[Words]:
-    """Return the commands in the code of a page, and whole commands within its sentences."""
+    """Return the commands in a page's code blocks, and complete commands within its sentences."""
     lines, prose = code(page)
     begun = [line.strip().removeprefix("$ ") for line in lines.splitlines()]
     shown = [line for line in begun if line.partition(" ")[0] in LAUNCHERS]
@@ -65,12 +65,12 @@ def commands(page: Path) -> list[Words]:
 
 
 class ReadError(Exception):
-    """The parser has taken the words: raised in place of going on."""
+    """Raised by the patched parser once the arguments are parsed, so that the program stops there."""
 
 
 @contextlib.contextmanager
 def only_parsing() -> Iterator[None]:
-    """While entered, a program stops when its arguments are read."""
+    """Stop each program inside the context as soon as its arguments are parsed."""
 
     def stopping(name: str) -> object:
         parse = getattr(argparse.ArgumentParser, name)
@@ -87,13 +87,13 @@ def only_parsing() -> Iterator[None]:
 
 
 def module(program: str) -> Any:
-    """A tool by its path."""
+    """Import a tool by its path."""
     assert (ROOT / program).is_file(), f"there is no {program}"
     return importlib.import_module(program.removesuffix(".py").replace("/", "."))
 
 
 def parse(program: str, typed: Words, num_ranks: int | None = None) -> None:
-    """Arguments as the program's own parser reads them; a preset must keep every rule with them."""
+    """Parse arguments with the program's own parser; a preset with these overrides must satisfy every rule."""
     if program != "pretrain_gpt.py":
         with only_parsing():
             module(program).main(typed)
@@ -105,7 +105,7 @@ def parse(program: str, typed: Words, num_ranks: int | None = None) -> None:
 
 
 def understand(words: Words) -> None:
-    """Read a command that cannot be done here."""
+    """Parse a command that cannot run here."""
     match words:
         case ["python", program, *typed]:
             parse(program, typed)
@@ -121,7 +121,7 @@ def understand(words: Words) -> None:
 
 
 def perform(words: Words, pool: Pool) -> Outcome:
-    """Do a command."""
+    """Run a command."""
     match words:
         case ["python", program, *typed]:
             return alone(program, [*typed, *smaller(program, typed)], pool)
@@ -133,7 +133,7 @@ def perform(words: Words, pool: Pool) -> Outcome:
 
 
 def smaller(program: str, typed: Sequence[str]) -> Sequence[str]:
-    """What makes a command one of seconds."""
+    """Return the extra arguments that make a command finish in seconds."""
     always = {"tools/preprocess_data.py": ("--workers", "1"), "tools/generate.py": ("--max-new-tokens", "8")}
     if program in always:
         return always[program]
@@ -144,7 +144,7 @@ def smaller(program: str, typed: Sequence[str]) -> Sequence[str]:
 
 
 def begin(program: str, typed: Words) -> int:
-    """The program's `main`."""
+    """Call the program's `main` and return its exit code."""
     if program != "pretrain_gpt.py":
         exit_code: int = module(program).main(typed)
         return exit_code
@@ -153,7 +153,7 @@ def begin(program: str, typed: Words) -> int:
 
 
 def alone(program: str, typed: Words, pool: Pool) -> Outcome:
-    """As one process, this one; ranks that it starts itself are the pool's."""
+    """Run a program in this process; ranks that it launches run on the pool."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(process, "launch", functools.partial(launch, pool)),
@@ -170,19 +170,19 @@ def alone(program: str, typed: Words, pool: Pool) -> Outcome:
 
 
 def together(num_ranks: int, program: str, typed: Words, pool: Pool) -> Outcome:
-    """As ranks of the pool; rank 0's outcome, which all the others share."""
+    """Run a program on several ranks of the pool and return the outcome of rank 0; all exit codes must be equal."""
     outcomes = pool.run(as_rank, num_ranks, *meeting(), begin, (program, typed), meet=False)
     assert len({outcome.code for _, outcome in outcomes}) == 1
     return outcomes[0][1]
 
 
 def launch(pool: Pool, num_ranks: int, rank: Callable[..., Any], *args: object) -> Any:
-    """In the place of `runtime.launch`."""
+    """Replacement for `runtime.process.launch` that runs the ranks on the pool."""
     return pool.run(as_rank, num_ranks, *meeting(), rank, args, meet=False)[0][0]
 
 
 def meeting() -> tuple[Path, int]:
-    """Where ranks work, and a port that is free."""
+    """Return the working folder of the ranks and a free port for their rendezvous."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return Path.cwd(), probe.getsockname()[1]
@@ -191,7 +191,7 @@ def meeting() -> tuple[Path, int]:
 def as_rank(
     rank: int, world_size: int, folder: Path, port: int, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Any, Outcome]:
-    """What `fn` returns as a rank that torchrun has started in a folder, and what it said."""
+    """Run `fn` as a rank with torchrun's environment in a folder; return its result and what it printed."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     out, back = io.StringIO(), Path.cwd()

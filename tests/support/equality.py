@@ -1,6 +1,6 @@
 """Run a configuration on several ranks and compare it with one process, in float64.
 
-Compared are losses, gradient norms, gradients, parameters and the validation loss of two steps.
+The comparison covers losses, gradient norms, gradients, parameters and the validation loss of two steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VOCAB_SIZE = 61
 TOLERANCE = 1e-10
 NUM_STEPS = 2
 NUM_RANKS = 8
-# Global batches of sequences: powers of 2, and those that are no multiple of four pipeline ranks.
+# Global batches in sequences: powers of 2, and sizes that are not a multiple of four pipeline ranks.
 BATCHES = ((4, 8, 16), (6, 12))
 
 TRAIN = {"precision": "fp64", "loss_chunk_tokens": 12, "bucket_mb": 0.01}
@@ -101,7 +101,7 @@ OVERLAPS: Mapping[str, dict[str, Any]] = {
     },
 }
 FORMS = [(mode, form) for mode, entry in MODES.items() for form in entry.forms]
-# Every schedule with one to three stages per rank where it takes them, and one from a file.
+# Every schedule with one to three stages per rank where it supports them, and one schedule from a file.
 SCHEDULES_WITH_STAGES: list[tuple[str, int | None]] = [
     *((name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.supports(v)),
     (FROM_FILE, None),
@@ -109,7 +109,7 @@ SCHEDULES_WITH_STAGES: list[tuple[str, int | None]] = [
 
 
 def shapes(num_axes: int, num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a power of 2 as a product of axes of which at most one, or as few as can be, are 1."""
+    """Yield the factorizations of a power of 2 over the axes in which at most one axis, or as few as possible, is 1."""
     num_ones = max(1, num_axes - num_ranks.bit_length() + 1)
     for shape in product(*[[n for n in range(1, num_ranks + 1) if num_ranks % n == 0]] * num_axes):
         if math.prod(shape) == num_ranks and shape.count(1) <= num_ones:
@@ -117,18 +117,20 @@ def shapes(num_axes: int, num_ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def tensor_keys(form: tuple[str, str], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the keys of section `parallel` for a mode and form with the sizes of its axes."""
+    """Return the keys of section `parallel` for a mode and form with the given axis sizes."""
     return {"tensor_parallel_mode": form[0], "tensor_parallel_form": form[1], "tensor_parallel_shape": shape}
 
 
 def configure(model: Mapping[str, Any], parallel: Mapping[str, Any], **train: Any) -> Config:
-    """Return a configuration in float64 with the settings that all comparisons have in common."""
+    """Return a float64 configuration with the settings that all comparisons share."""
     return Config.model_validate({"model": model, "parallel": parallel, "train": TRAIN | train, "optimizer": OPTIMIZER})
 
 
 def small_batches(name: str, parallel: Mapping[str, Any], num_ranks: int, batches: Sequence[int], least: int) -> Config:
-    """Return the configuration with the smallest microbatch that the rules allow, and the first global batch that has
-    at least `least` of them.  Raises AssertionError where none fits."""
+    """Return the configuration with the smallest valid microbatch and at least `least` microbatches per global batch.
+
+    Raises AssertionError where none fits.
+    """
     for micro, batch in product((1, 2, 4, 8), batches):
         config = configure(MODELS[name], parallel, micro_batch_size=micro, global_batch_size=batch)
         enough = RunSpec(config, num_ranks).num_microbatches >= least
@@ -139,7 +141,7 @@ def small_batches(name: str, parallel: Mapping[str, Any], num_ranks: int, batche
 
 @cache
 def smallest_microbatch(form: tuple[str, str], shape: tuple[int, ...]) -> int:
-    """Return the fewest sequences of which the tensor axes split whole ones as the rules demand."""
+    """Return the smallest number of sequences per microbatch that the rules allow for these tensor axes."""
     for micro in (1, 2, 4, 8):
         train = {"micro_batch_size": micro, "global_batch_size": micro}
         config = configure(next(iter(MODELS.values())), tensor_keys(form, shape), **train)
@@ -155,14 +157,14 @@ def run_trace(rank: int, world_size: int, config: Config) -> StepTrace | None:
 
 
 def run_trace_and_skip(rank: int, world_size: int, config: Config) -> tuple[StepTrace | None, list[str]]:
-    """Return the trace, and what went wrong on this rank where a gradient was not finite."""
+    """Return the trace, and the problems that this rank found after a non-finite gradient."""
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
     comm = connect(spec)
     return trace(spec, comm, NUM_STEPS), list(skip_problems(spec, comm))
 
 
 def skip_problems(spec: RunSpec, comm: Comm) -> Iterator[str]:
-    """Train two steps, the first with an infinite gradient on the last rank; yield what is not as it must be."""
+    """Train two steps, the first with an infinite gradient on the last rank; yield each violated expectation."""
     state, train, mesh, arch = build_state(spec, comm, CPU), spec.config.train, comm.mesh, spec.arch
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
     batch = train.global_batch_size
@@ -184,7 +186,7 @@ def skip_problems(spec: RunSpec, comm: Comm) -> Iterator[str]:
 
 
 def updated_values(state: TrainState) -> Tensor:
-    """Return all parameters that a rank updates, one after another."""
+    """Return all parameters that a rank updates, concatenated."""
     return torch.cat([values.flatten().clone() for _, _, values in state.buffers.shards("main")])
 
 
@@ -198,7 +200,7 @@ def reference(name: str, num_layers: int, batch: int) -> StepTrace:
 
 
 def wrong(cases: Sequence[tuple[str, Config]], traces: Sequence[StepTrace]) -> str:
-    """Return the first differences of each model and configuration from one process, a line each."""
+    """Return the first differences from one process for each model and configuration, one line each."""
     lines = []
     for (name, config), got in zip(cases, traces, strict=True):
         expected = reference(name, config.model.num_layers, config.train.global_batch_size)
@@ -207,7 +209,7 @@ def wrong(cases: Sequence[tuple[str, Config]], traces: Sequence[StepTrace]) -> s
 
 
 def describe(config: Config) -> str:
-    """Return the tensor axes of a configuration, then everything else that it chooses."""
+    """Return a description of a configuration: its tensor axes, then its other choices."""
     tensor = [f"tensor_parallel_{key}" for key in ("mode", "form", "shape")]
     given = config.parallel.model_dump(exclude_defaults=True, exclude={*tensor})
     mode = " ".join(str(getattr(config.parallel, key)) for key in tensor)
@@ -215,11 +217,11 @@ def describe(config: Config) -> str:
 
 
 def divisions(where: Sequence[int], num_layers: int, choose: random.Random) -> dict[str, list[int] | None]:
-    """Return ways to divide the layers among stages that lie on the ranks `where`; None divides them by cost."""
+    """Return divisions of the layers among the stages owned by the ranks `where`; None divides them by cost."""
     stages = range(len(where))
 
     def random_division(stages: Sequence[int]) -> list[int]:
-        inner = set(where) - {where[0], where[-1]}  # ranks that would hold no parameter without a layer
+        inner = set(where) - {where[0], where[-1]}  # ranks that hold no parameters unless they get a layer
         chosen = [choose.choice([stage for stage in stages if where[stage] == rank]) for rank in inner]
         chosen += choose.choices(stages, k=num_layers - len(chosen))
         return [chosen.count(stage) for stage in range(len(where))]
@@ -233,7 +235,7 @@ def divisions(where: Sequence[int], num_layers: int, choose: random.Random) -> d
 
 
 def random_owners(ranks: int, choose: random.Random) -> list[int]:
-    """Return the ranks of two stages more than there are ranks, in random order."""
+    """Return random owner ranks for stages, two more stages than ranks."""
     where = [*range(ranks), *choose.choices(range(ranks), k=2)]
     choose.shuffle(where)
     return where

@@ -1,4 +1,4 @@
-"""Scales behind each other whose parameters lie in flats, and a communicator that writes down what it is asked for."""
+"""A chain of elementwise scales whose parameters lie in flat buffers, and a communicator that logs its collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HYBRID = Mesh((("pipeline", 1), ("replica", 2), ("data", 2), ("x", 1)))
 
 
 class Echo:
-    """A communicator whose other ranks hold the same numbers; writes down when a transfer begins and ends."""
+    """Communicator that assumes equal values on all ranks and logs when each collective starts and is waited for."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -58,7 +58,7 @@ class Echo:
 
 
 class Scale(nn.Module):
-    """x * weight, or x + weight whose backward does not need it; and a note when forward and backward begin."""
+    """Module that computes x * weight, or x + weight whose backward does not need it; logs forward and backward."""
 
     def __init__(self, size: int, name: str, events: list[Any], adds: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def chain(
     dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype | None = None,
 ) -> tuple[nn.Sequential, Buffers, Echo]:
-    """`count` scales, each a block whose backward needs its weight."""
+    """Return a chain of `count` scales, each an FSDP unit whose backward needs its weight."""
     comm: Any = Echo(mesh)
     model = nn.Sequential(*(Scale(size, str(i), comm.events) for i in range(count)))
     blocks = [FsdpUnit(str(i), module, 0, in_backward=True) for i, module in enumerate(model)]
@@ -102,12 +102,12 @@ def chain(
 
 
 def parameters(count: int) -> nn.ParameterDict:
-    """Parameters without memory, named by their number."""
+    """Return parameters on the meta device, named by their number."""
     return nn.ParameterDict({str(i): nn.Parameter(torch.empty(0, device="meta")) for i in range(count)})
 
 
 def fill_main(buffers: Buffers, value: float) -> None:
-    """Every parameter becomes `value`, as far as this rank holds it, and the network is given it."""
+    """Set every master weight that this rank holds to `value` and publish it to the model."""
     for _, _, values in buffers.shards("main"):
         values.fill_(value)
     buffers.publish()

@@ -1,4 +1,4 @@
-"""Random tiny models of Hugging Face, as folders that transformers itself has written."""
+"""Random tiny Hugging Face models, written to folders by transformers itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VOCAB_SIZES = st.integers(5, 70)
 
 @st.composite
 def gpt2_settings(draw: st.DrawFn) -> dict[str, Any]:
-    """GPT-2 with any number of heads, tied or not, with or without an inner size."""
+    """Return settings of a GPT-2 with any number of heads, tied or untied, with or without an explicit inner size."""
     heads, size = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     return {
         "model_type": "gpt2",
@@ -37,7 +37,7 @@ def gpt2_settings(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def llama_settings(draw: st.DrawFn) -> dict[str, Any]:
-    """Llama with grouped queries, heads of any even size, biases or not, tied or not."""
+    """Return settings of a Llama with grouped queries, heads of any even size, biases or none, tied or untied."""
     groups, share = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads, size = groups * share, 2 * draw(st.integers(1, 4))
     bias = draw(st.booleans())
@@ -74,7 +74,7 @@ LLAMA = {
 
 
 def write_hub(folder: Path, settings: dict[str, Any], seed: int = 0, max_shard_size: str = "5GB") -> Path:
-    """The folder of a model with random weights, biases and scales among them, and a tokenizer of two words."""
+    """Write a model with random weights, biases and norm scales, and a tokenizer of two words; return the folder."""
     torch.manual_seed(seed)
     settings = {"bos_token_id": None, "eos_token_id": None, **settings}
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -87,6 +87,6 @@ def write_hub(folder: Path, settings: dict[str, Any], seed: int = 0, max_shard_s
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer.json of four tokens."""
+    """Write a tokenizer.json with four tokens."""
     words = {"[UNK]": 0, "a": 1, "b": 2, "<|endoftext|>": 3}
     tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""A pool of worker processes, started once per test session, that run functions as the ranks of a gloo world."""
+"""Pool of worker processes, started once per test session, that run functions as the ranks of a gloo world."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def _as_rank(rank: int, world_size: int, store: str | None, fn: Callable[..., An
         return fn(rank, world_size, *args)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # a group keeps three threads, which wake up a hundred times a second, for as long as it is held
-        gc.freeze()  # what is left are modules; looking through them took longer than most of the tests
+        gc.collect()  # a process group holds three threads that wake up a hundred times a second
+        gc.freeze()  # only modules are left; scanning them took longer than most tests
 
 
 class Pool:
-    """`run(fn, world_size, *args)` calls `fn(rank, world_size, *args)` on every rank; results come in rank order."""
+    """Pool of workers: `run(fn, world_size, *args)` returns `fn(rank, world_size, *args)` of every rank in order."""
 
     def __init__(self, folder: Path) -> None:
-        self._context = mp.get_context("forkserver")  # imports torch once, not in every worker
+        self._context = mp.get_context("forkserver")  # import torch once, not in every worker
         self._context.set_forkserver_preload(["torch.distributed"])
         self._folder = folder
         self._workers: list[Any] = []
@@ -67,9 +67,10 @@ class Pool:
             worker.start()
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, meet: bool = True) -> list[Any]:
-        """Raises AssertionError with the traceback of the first rank that failed; a hang ends after `TIMEOUT_S`.
+        """Run a function on every rank.
 
-        With `meet` False the ranks have no group yet: `fn` makes one.
+        Raises AssertionError with the traceback of the first rank that failed, or after `TIMEOUT_S`.  Where `meet` is False
+        the ranks have no process group yet: `fn` initializes one.
         """
         if not self._workers:
             self._start()
@@ -87,7 +88,7 @@ class Pool:
         return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         for worker in self._workers:
             worker.kill()
             worker.join()

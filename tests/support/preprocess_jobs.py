@@ -1,4 +1,4 @@
-"""Jobs of preprocessing with bytes as tokens, in this process."""
+"""Preprocessing jobs with a byte tokenizer, run in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd really keeps of a forward, each storage once."""
+"""Measure which storages autograd saves during a forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Saved:
-    """Storages that were saved for backward, but not those of `known` tensors (parameters, shared tables)."""
+    """Storages saved for backward, except those of the `known` tensors (parameters, shared tables)."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         self._known = {t.untyped_storage().data_ptr() for t in known}
@@ -24,13 +24,13 @@ class Saved:
 
     @property
     def num_bytes(self) -> int:
-        """Sum of the storages; they are held, so that none's address is used again while counting."""
+        """Return the total size of the storages, which stay referenced so that no address is reused while counting."""
         return sum(storage.nbytes() for storage in self._kept.values())
 
 
 @contextmanager
 def saved_beside(known: Iterable[Tensor]) -> Iterator[Saved]:
-    """Count what a forward in the body saves."""
+    """Record what a forward inside the context saves for backward."""
     saved = Saved(known)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         yield saved

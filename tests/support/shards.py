@@ -1,4 +1,4 @@
-"""Pieces of global tensors, and the communicators to move them, for tests that compare shards with the whole."""
+"""Shards of global tensors, and communicators to move them, for tests that compare shards with the whole tensor."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from megatron3d.parallel.mesh import Axes, Mesh
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """My shard of a global tensor, with memory of its own."""
+    """Return this rank's shard of a global tensor, in its own memory."""
     part = box(tuple(whole.shape), layout, mesh)
     return whole[tuple(slice(low, high) for low, high in part)].clone()
 
 
 def plan_comm(mesh: Mesh, *plans: MatmulPlan, also: tuple[Axes, ...] = ()) -> ProcessComm:
-    """A communicator with the groups that these plans' closed forms name, and no other but `also`."""
+    """Return a communicator with the groups that the plans' closed forms name, plus `also`."""
     return ProcessComm(mesh, [*also, *(step.axes for plan in plans for step in traffic(plan, mesh, 1, 1, 1, 1))])
 
 
 def every_group(mesh: Mesh) -> ProcessComm:
-    """A communicator with every group there is."""
+    """Return a communicator with every possible group."""
     return ProcessComm(mesh, [axes for n in range(1, len(mesh.names) + 1) for axes in combinations(mesh.names, n)])
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    """Standard normal float64 numbers, equal on every rank."""
+    """Return standard normal float64 values, equal on every rank."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected value."""
+    """Return the largest difference relative to the largest expected value."""
     assert got.shape == expected.shape, f"{tuple(got.shape)} is not {tuple(expected.shape)}"
     return ((got - expected).abs().max() / expected.abs().max()).item() if expected.numel() else 0.0
 
 
 @contextmanager
 def pretended_world(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one rank of a world whose other ranks do not exist: calls have their shapes, not their values."""
+    """Make this process one rank of a world without other ranks: collectives have real shapes, but no real values."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

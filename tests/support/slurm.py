@@ -1,7 +1,7 @@
-"""A SLURM of two nodes on this machine, as root, in a folder of its own: Debian's slurmctld, slurmd and munged.
+"""A two-node SLURM cluster on this machine, run as root in its own folder: Debian's slurmctld, slurmd and munged.
 
-The nodes are named 127.0.0.1 and 127.0.0.2, so that their names are addresses, as those of real nodes lead to some.
-Each is said to have two GPUs, which torch cannot find.
+The nodes are named 127.0.0.1 and 127.0.0.2, so that the names resolve to addresses like those of real nodes.  Each
+node is configured with two GPUs, which torch cannot find.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MUNGE_FILES = {
     "log-file": "munged.log",
 }
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
-# Looks, a fifth of a second apart.
+# Polls, 0.2 s apart.
 PATIENCE = 8
-# KillWait: seconds between SIGTERM and SIGKILL.  cred_expire: also those that a job waits before it starts again.
+# KillWait: seconds between SIGTERM and SIGKILL.  cred_expire: also the delay before a requeued job starts again.
 CONF = """
 ClusterName=tests
 SlurmctldHost=localhost
@@ -67,7 +67,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why there can be no SLURM here; empty where there can."""
+    """Return why SLURM cannot run here, or an empty string."""
     absent = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
     if absent:
         return f"SLURM is not installed ({', '.join(absent)}): apt-get install slurm-wlm munge, as scripts/test.sh does"
@@ -76,7 +76,7 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What SLURM says of a job."""
+    """State of a job as SLURM reports it."""
 
     state: str
     code: int
@@ -84,7 +84,7 @@ class Job:
 
 
 class Slurm:
-    """Runs from `start` until `close`; daemons end with this process, however that ends."""
+    """A SLURM cluster that runs from `start` until `close`; its daemons end with this process in any case."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -98,7 +98,7 @@ class Slurm:
         }
 
     def start(self) -> None:
-        """Begin, and wait until jobs can run."""
+        """Start the daemons and wait until jobs can run."""
         folder = self._folder
         (folder / "state").mkdir()
         (folder / "key").write_bytes(secrets.token_bytes(128))
@@ -122,7 +122,7 @@ class Slurm:
         return (self._folder / "daemons.log").read_text()[-3000:]
 
     def until(self, holds: Callable[[], bool], otherwise: Callable[[], str], timeout_s: float = 300) -> None:
-        """Wait until something holds; raises AssertionError, with what may explain it, where that takes too long."""
+        """Wait until a condition holds; on timeout raise AssertionError with diagnostics."""
         end = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < end, otherwise()
@@ -132,26 +132,26 @@ class Slurm:
         return subprocess.run(command, env=self.environ, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
 
     def run(self, *command: str, **environ: str) -> str:
-        """What a command of SLURM's, or a script with some, prints; it must end well."""
+        """Run a SLURM command or a script that calls some; return its output and require exit code 0."""
         done = subprocess.run(command, env=self.environ | environ, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def job(self, number: str) -> Job:
-        """How a job is."""
+        """Return the state of a job."""
         said = self.run("scontrol", "show", "job", "-o", number)
         facts = dict(re.findall(r"(JobState|ExitCode|Restarts)=(\S+)", said))
         return Job(facts["JobState"], int(facts["ExitCode"].partition(":")[0]), int(facts["Restarts"]))
 
     def elapsed_min(self, number: str) -> int:
-        """Minutes that a job has run since it last started, and the next half one, rounded down."""
+        """Return the minutes since a job last started plus half a minute, rounded down."""
         hours, minutes, seconds = re.findall(
             r"RunTime=(\d+):(\d+):(\d+)", self._run("scontrol", "show", "job", number)
         )[0]
         return (3600 * int(hours) + 60 * int(minutes) + int(seconds) + 30) // 60
 
     def wait(self, number: str) -> Job:
-        """How a job has ended, not to start again: one that is about to looks ended for a moment."""
+        """Wait until a job has ended for good and return its state; one about to be requeued looks ended briefly."""
         seen: list[Job] = []
 
         def is_over() -> bool:
@@ -162,7 +162,7 @@ class Slurm:
         return seen[-1]
 
     def close(self) -> None:
-        """End all jobs, then the daemons, newest first."""
+        """Cancel all jobs, then stop the daemons, newest first."""
         self._run("scancel", "--user=root")
         with contextlib.suppress(AssertionError):
             self.until(lambda: not self._run("squeue", "-h"), self._log, 15)
@@ -176,7 +176,7 @@ class Slurm:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine that nobody listens on."""
+    """Return free ports of this machine."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

@@ -44,7 +44,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
 
 
 def write_corpus(prefix: Path, text: str | None = None, tokenizer: Tokenizer | None = None) -> Path:
-    """A token file of a text, by default of a module's source, one document a paragraph."""
+    """Write a token file with one document per paragraph of a text, by default the source of a module."""
     tokenizer = tokenizer or ByteTokenizer(None)
     documents = (text or inspect.getsource(textwrap)).split("\n\n")
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
@@ -56,7 +56,7 @@ def write_corpus(prefix: Path, text: str | None = None, tokenizer: Tokenizer | N
 
 
 def write_config(folder: Path) -> Path:
-    """A corpus and a tiny configuration of a run that saves to, and continues from, `folder/run`."""
+    """Write a corpus and a tiny configuration of a run that saves to, and resumes from, `folder/run`."""
     places = {
         "data": {**TINY["data"], "data_path": str(write_corpus(folder / "corpus"))},
         "checkpoint": {"save": str(folder / "run"), "load": str(folder / "run")},
@@ -68,7 +68,7 @@ def write_config(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit code, and what was said."""
+    """Exit code and output of a run."""
 
     code: int
     out: str
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def run(config: Path, *overrides: str) -> Outcome:
-    """`pretrain_gpt.py --config CONFIG OVERRIDES` as one process, in this one."""
+    """Run `pretrain_gpt.py --config CONFIG OVERRIDES` on one rank, in this process."""
     out, err = io.StringIO(), io.StringIO()
     alone = {"OMP_NUM_THREADS": "1"}
     with (
@@ -90,7 +90,7 @@ def run(config: Path, *overrides: str) -> Outcome:
 
 
 def run_as_rank(rank: int, world_size: int, config: Path, overrides: list[list[str]]) -> list[int]:
-    """Several runs, one after another, as a rank of the pool; their exit codes."""
+    """Run several configurations in turn as a rank of the pool; return their exit codes."""
     return [_train(process.Runtime(rank, world_size, rank, torch.device("cpu")), config, each) for each in overrides]
 
 
@@ -103,7 +103,7 @@ def _train(here: process.Runtime, config: Path, overrides: list[str]) -> int:
 
 
 def in_run(name: str) -> list[str]:
-    """The overrides that give a run a folder of its own."""
+    """Return the overrides that give a run its own folder."""
     return [f"checkpoint.save={name}", f"checkpoint.load={name}"]
 
 
@@ -111,19 +111,19 @@ Step = tuple[int, float, float]
 
 
 def steps(folder: Path) -> list[Step]:
-    """Iteration, loss and gradient norm of every logged step."""
+    """Return iteration, loss and gradient norm of every logged step."""
     rows = [row for row in read_journal(folder / "metrics.jsonl") if "lm_loss" in row]
     return [(row["iteration"], row["lm_loss"], row["grad_norm"]) for row in rows]
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:
-    """Iteration and validation loss of every evaluation."""
+    """Return iteration and validation loss of every evaluation."""
     rows = [row for row in read_journal(folder / "metrics.jsonl") if "validation_loss" in row]
     return [(row["iteration"], row["validation_loss"]) for row in rows]
 
 
 def stored(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """Every logical tensor of a checkpoint, put together from its boxes."""
+    """Return every logical tensor of a checkpoint, assembled from its boxes."""
     checkpoint = folder / f"iter_{iteration:07d}"
     files = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
     whole = {}
@@ -136,7 +136,7 @@ def stored(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Every file below a folder with its bytes, and every folder."""
+    """Return every file below a folder with its bytes, and every folder."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
@@ -144,7 +144,7 @@ Words = tuple[str, ...]
 
 
 def refuse(config: Path, overrides: list[str], *problems: Words) -> None:
-    """Run, and hold that each of the problems is told in one line with these words, and nothing else happened."""
+    """Run, and require one line with the given words for each problem, and no other effect."""
     before = tree(config.parent)
     outcome = run(config, *(text.format(here=config.parent) for text in overrides))
     assert tree(config.parent) == before
@@ -162,12 +162,12 @@ def assert_refused(outcome: Outcome, here: Path, *problems: Words) -> None:
 
 
 def cut(path: Path, num_bytes: int) -> None:
-    """Take bytes off the end of a file."""
+    """Truncate a file by some bytes."""
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
 
 def launch_ranks(program: Sequence[str], num_ranks: int) -> list[subprocess.Popen[str]]:
-    """A program as several ranks on the CPU, without a launcher that ends the others when one dies."""
+    """Start a program as several CPU ranks, without a launcher that terminates the others when one dies."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
@@ -187,13 +187,13 @@ def launch_ranks(program: Sequence[str], num_ranks: int) -> list[subprocess.Pope
 
 
 def launch(program: Sequence[str], num_ranks: int = 1) -> subprocess.Popen[str]:
-    """A program in processes of its own, bare or under torchrun, on the CPU; a session, to be signalled as one."""
+    """Start a program on the CPU in new processes, bare or under torchrun, as one session that can be signalled."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     return _session([sys.executable, *(launcher if num_ranks > 1 else []), *program])
 
 
 def launch_local(num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
-    """Run pretrain_gpt.py by scripts/launch_local.sh."""
+    """Start pretrain_gpt.py through scripts/launch_local.sh."""
     return _session(["bash", "scripts/launch_local.sh", str(num_ranks), *arguments])
 
 

@@ -1,6 +1,6 @@
-"""A pipeline of toy stages whose memory is easily told, any valid schedule for it, and ranks that are threads.
+"""A pipeline of toy stages with a simple memory formula, arbitrary valid schedules for it, and ranks that are threads.
 
-y = x + sum over f of sin(sin(sin(x W^T)))[f],  the last stage ends in a mean square distance
+y = x + sum over f of sin(sin(sin(x W^T)))[f];  the last stage ends in a mean squared error
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Toy(nn.Module):
-    """A stage of `depth` layers; each keeps three wide tensors, of which its late weight gradient needs one."""
+    """Stage of `depth` layers; each saves three wide tensors, of which its deferred weight gradient needs one."""
 
     def __init__(self, stage: int, comm: Comm, wgrads: WgradQueue | None, depth: int, wider: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Toy(nn.Module):
 
 
 class ToyPipeline:
-    """What a rank computes of a pipeline of toys: losses by microbatch, weights' gradients by stage and layer."""
+    """Results of a rank of the toy pipeline: losses by microbatch, weight gradients by stage and layer."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ToyPipeline:
 
 
 def compute(stage: nn.Module, x: Tensor | None, mb: int, tokens: int, is_last: bool) -> Tensor:
-    """A microbatch's input and its target are functions of its number."""
+    """Run a rank's schedule; a microbatch's input and target are functions of its number."""
     y: Tensor = stage(normal(tokens, HIDDEN, seed=10_000 + mb) if x is None else x)
     return (y - normal(tokens, HIDDEN, seed=20_000 + mb)).square().mean() if is_last else y
 
@@ -111,7 +111,7 @@ def reference(num_stages: int, m: int, tokens: int = TOKENS) -> tuple[dict[int, 
 
 
 def any_schedule(choose: random.Random, where: Sequence[int], m: int) -> Schedule:
-    """A valid schedule of stages on the ranks `where`: any order of all computations, some backwards in halves."""
+    """Draw a valid schedule of stages on the ranks `where`: any order of computations, some backwards split."""
     n = len(where)
     todo = {Action(ActionKind.F, stage, mb) for stage in range(n) for mb in range(m)}
     for stage in range(n):
@@ -129,20 +129,20 @@ def any_schedule(choose: random.Random, where: Sequence[int], m: int) -> Schedul
 
 
 def process_comm(mesh: Mesh, schedule: Schedule, copies: Axes) -> ProcessComm:
-    """A communicator with a link for every two ranks with neighbouring stages."""
+    """Return a communicator with a link for every two ranks with neighbouring stages."""
     pairs = {tuple(sorted(pair)) for pair in pairwise(stage_to_rank(schedule).values()) if len(set(pair)) > 1}
     return ProcessComm(mesh, [copies], [Link("pipeline", *pair) for pair in pairs])
 
 
 class Wire:
-    """Links between threads: the n-th transfer of one end meets the n-th of the other, as with NCCL."""
+    """Links between threads: the n-th transfer posted by one end matches the n-th of the other, as in NCCL."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.ends: dict[tuple[tuple[int, int], int], deque[tuple[bool, Tensor, threading.Event]]] = {}
 
     def post(self, ranks: tuple[int, int], mine: int, is_send: bool, x: Tensor) -> threading.Event:
-        """The data move when both ends are there, from whatever is in the sender's memory then."""
+        """Post a transfer; the data move once both ends have posted, from the sender's memory at that time."""
         done = threading.Event()
         with self.lock:
             one, other = (self.ends.setdefault((ranks, end), deque()) for end in ranks)
@@ -158,11 +158,11 @@ class Wire:
 
 
 class ThreadComm:
-    """A `Comm` for the transfers of a pipeline.
+    """`Comm` of the transfers of a pipeline between threads.
 
     Attributes:
-        events: what was begun, and what was waited for.
-        unwaited: sends and receives that were begun and not waited for.
+        events: the transfers posted and waited for, in order.
+        unwaited: number of sends and receives posted and not yet waited for.
     """
 
     def __init__(self, wire: Wire, mesh: Mesh) -> None:
@@ -196,7 +196,7 @@ class ThreadComm:
 
 
 def as_threads(num_ranks: int, rank: Callable[[ThreadComm], T]) -> list[T]:
-    """What every rank returns; raises what the first of them raised."""
+    """Run every rank as a thread and return their results; raise the first exception of any rank."""
     wire, answers, failures = Wire(), dict[int, T](), dict[int, BaseException]()
 
     def work(index: int) -> None:

@@ -1,4 +1,4 @@
-"""A small configuration that keeps every rule, for those who break one."""
+"""A small valid configuration, for tests that break one rule of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ VALID: dict[str, dict[str, Any]] = {
 
 
 def sections(changes: Any) -> dict[str, dict[str, Any]]:
-    """A small configuration that keeps every rule, but for what changes."""
+    """Return the sections of a small valid configuration with some changes."""
     return {section: VALID.get(section, {}) | changes.get(section, {}) for section in (*VALID, *changes)}
 
 
 def with_changes(changes: Any) -> Config:
-    """Return the valid configuration, read."""
+    """Return the valid configuration with some changes, parsed."""
     return Config.model_validate(sections(changes))

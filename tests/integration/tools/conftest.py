@@ -1,4 +1,4 @@
-"""A corpus of text, and what preprocessing makes of it in one go."""
+"""A text corpus, and its token files from an uninterrupted preprocessing job."""
 
 from __future__ import annotations
 

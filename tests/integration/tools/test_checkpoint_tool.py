@@ -1,6 +1,4 @@
-"""Fact: tools/checkpoint.py tells what a checkpoint is, finds every damage and difference, and averages exactly,
-whatever layouts wrote them.
-"""
+"""Fact: tools/checkpoint.py describes checkpoints, finds every damage and difference, and averages exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ SAVES = "checkpoint.save_interval=2"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
-    """`one` and `other`, the same 4 iterations on one process and in a cube of 8; `seed` with other numbers."""
+    """Return `one` and `other`, the same 4 iterations on one process and in 3-D on 8 ranks; `seed` has another seed."""
     folder = tmp_path_factory.mktemp("runs")
     config = write_config(folder)
     for name, asked in (("one", []), ("seed", ["train.seed=5"])):
@@ -86,7 +84,7 @@ def test_diff(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_average(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Average three checkpoints of two layouts: the mean, one rank's file, which sampling and fine-tuning take."""
+    """The average of three checkpoints of two layouts is their mean, usable for sampling and fine-tuning."""
     sources = [runs / "one/iter_0000002", runs / "other/iter_0000004", runs / "seed"]
     assert checkpoint.main(["average", *map(str, sources), "--save", str(tmp_path / "mean")]) == ExitCode.DONE
     got = stored(tmp_path / "mean", 4)
@@ -120,7 +118,7 @@ def test_what_cannot_be_averaged(runs: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_hostile_index_says_reaches_no_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Values are shown as JSON, which has no control characters; names with them are refused."""
+    """Values are shown as JSON, which has no control characters; names with control characters are refused."""
     assert checkpoint.main(["inspect", str(runs / "one")]) == ExitCode.DONE
     said = capsys.readouterr().out
     assert all(json.dumps(line)[1:-1].replace('\\"', '"') == line for line in said.splitlines())

@@ -1,4 +1,4 @@
-"""A folder that cannot be converted is refused in one message, exit code 2, and nothing is left where it would be."""
+"""Fact: a folder that cannot be converted is refused in one message with exit code 2, and no output is left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of several files."""
+    """Return a model folder with several weight files."""
     return write_hub(tmp_path_factory.mktemp("hub") / "hub", LLAMA, max_shard_size="6KB")
 
 
@@ -53,7 +53,7 @@ def drop(hub: Path) -> None:
 
 
 def change_tensors(hub: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
-    """All tensors in one file, changed."""
+    """Apply a change to all tensors and write them to one file."""
     tensors = {name: value for path in hub.glob("model-*") for name, value in load_file(path).items()}
     for path in hub.glob("model*safetensors*"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""From nothing to token files on real text: same bytes for any number of workers, and one message for bad input."""
+"""Fact: raw text becomes the same token files for any number of workers, and bad input gives one message."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of a slice of the standard library and a tokenizer learnt from it."""
+    """Return a corpus from part of the standard library and a tokenizer trained on it."""
     folder = tmp_path_factory.mktemp("stdlib")
     corpus, prefix = str(folder / "corpus.jsonl"), str(folder / "tokenizer")
     assert make_corpus.main(["--output", corpus, "--max-mb", "1.5"]) == 0

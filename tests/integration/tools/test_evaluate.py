@@ -1,4 +1,4 @@
-"""The loss on a corpus is the mean over its tokens, each predicted once, in every layout, and what training reports."""
+"""Fact: the loss on a corpus is the mean over its tokens, each predicted once, in every layout, as in training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has evaluated 2 x 16 sequences at its end."""
+    """Return the folder of a run that evaluated 2 x 16 sequences at its end."""
     here = tmp_path_factory.mktemp("evaluate")
     typed = [FP64, "train.eval_interval=8", "train.eval_iters=2"]
     assert run(write_config(here), *typed).code == 0
@@ -44,7 +44,7 @@ def result(capsys: pytest.CaptureFixture[str], *typed: str) -> dict[str, float]:
 
 
 def plain_loss(folder: Path) -> tuple[float, int]:
-    """Sum over all windows of one process's logits, and the number of labels."""
+    """Return the summed loss over all windows from one process's logits, and the number of labels."""
     config = read_run(resolve(folder), [FP64], 1)
     here = process.Runtime(0, 1, 0, torch.device("cpu"))
     executor = restore(config, ByteTokenizer(None), resolve(folder), here)
@@ -66,7 +66,7 @@ def test_every_token_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert math.isclose(found["loss"], total / count, rel_tol=1e-12)
     assert math.isclose(found["perplexity"], math.exp(total / count), rel_tol=1e-12)
     assert math.isclose(found["bits_per_byte"], total / math.log(2) / found["bytes"], rel_tol=1e-12)
-    assert found["bytes"] < count  # an end of a document has none
+    assert found["bytes"] < count  # the end of a document has no label
 
 
 def test_it_is_what_training_reports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def losses(rank: int, world_size: int, folder: Path, layouts: list[list[str]]) -
 
 
 def test_every_layout(folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
-    """21 windows, which no batch divides, over 8 ranks."""
+    """Evaluate 21 windows, which no batch size divides, on 8 ranks."""
     alone = result(capsys, "--load", str(folder), "--samples", "21")["loss"]
     layouts = [
         [

@@ -1,4 +1,4 @@
-"""Text is a function of the checkpoint, the prompt and the seed: the same in every layout, up to the document's end."""
+"""Fact: generated text depends on the checkpoint, the prompt and the seed alone, and ends with the document."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(folder: Path, *settings: str) -> Path:
-    """A run in float64 whose odd length no tensor axis divides."""
+    """Return a float64 run with an odd sequence length that no tensor axis divides."""
     settings = ("model.seq_length=15", "train.precision=fp64", "train.train_iters=40", *settings)
     assert run(write_config(folder), *settings).code == 0
     return folder / "run"
@@ -55,7 +55,7 @@ def text(folder: Path, capsys: pytest.CaptureFixture[str], typed: list[str]) -> 
 
 
 def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: list[list[str]]) -> list[str]:
-    """What a rank would print in each layout."""
+    """Return the texts that a rank would print in each layout."""
     args = generate.parse_args(["--load", str(folder), *typed])
     checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)  # type: ignore[attr-defined]
     here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
@@ -87,7 +87,7 @@ def test_every_layout_says_the_same(
 def assert_the_same(
     folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str], typed: list[str], layouts: list[list[str]]
 ) -> None:
-    """As one process says, on each of 8 ranks."""
+    """Require the text of one process on each of 8 ranks."""
     alone = text(folder, capsys, typed)
     assert len(alone) > len(PROMPT) + 5
     for found in pool.run(texts, 8, folder, typed, layouts):
@@ -95,7 +95,7 @@ def assert_the_same(
 
 
 def test_every_pipeline_says_the_same(pool: Pool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """On 2 and 4 ranks, beside tensor and data parallelism; a schedule from a file is for three microbatches."""
+    """Pipelines of 2 and 4 ranks run with tensor and data parallelism; the schedule file has three microbatches."""
     mine = tmp_path / "mine.csv"
     write_schedule(any_schedule(random.Random(0), [0, 1, 1, 0], 3), mine)
     files = dict.fromkeys(SCHEDULES, "null") | {FROM_FILE: str(mine)}
@@ -119,7 +119,7 @@ def test_the_seed_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_several_prompts_are_said_as_each_alone(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The n-th with the n-th seed, in a line of JSON; typed, or from a file."""
+    """Prompt n uses seed n and gives one line of JSON, typed or read from a file."""
     prompts = ["def f", "x", "return the whole of it"]
     typed = [word for prompt in prompts for word in ("--prompt", prompt)]
     load = ["--load", str(folder), *SAMPLED]
@@ -138,7 +138,7 @@ def test_several_prompts_are_said_as_each_alone(
 def test_a_conversation_goes_on_until_an_empty_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was said before stands before what is typed next; after an empty line it does not."""
+    """Each prompt is appended to the conversation so far; an empty line starts a new one."""
     monkeypatch.setattr("sys.stdin", io.StringIO("def \nx = \n\ndef \n"))
     assert generate.main(["--load", str(folder), "--interactive", *GREEDY]) == 0
     talked = capsys.readouterr().out
@@ -149,7 +149,7 @@ def test_a_conversation_goes_on_until_an_empty_line(
 
 
 def test_the_end_of_a_document_ends_the_text() -> None:
-    """One of two texts ends earlier, and the other goes on alone."""
+    """One of two texts ends earlier, and decoding continues with the other."""
     said = iter([(65, 70), (66, 71), (256, 72), (67, 256)])
     sampler = Namespace(next_logits=lambda _: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
     args = Namespace(max_new_tokens=9, temperature=0, top_k=0, seed=1)

@@ -1,4 +1,4 @@
-"""The job that is written is the committed one with other settings; what could not run is refused before it waits."""
+"""Fact: the generated job is the committed one with other settings; an impossible job is refused before submission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the input is like: token files hold its texts, or one message says where it is wrong and nothing is left."""
+"""Fact: for any input, token files hold its texts, or one message locates the error and no file is left."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_documents_are_the_texts_in_order(
     piece_mb: float,
     num_parts: int,
 ) -> None:
-    """However lines and pieces lie to each other, and however many tasks share them."""
+    """Documents keep their order for any alignment of lines and pieces, and any number of tasks."""
     folder = tmp_path_factory.mktemp("odd")
     source, more = write(folder, kind, ["first", *texts], newline, is_ascii), ["--piece-mb", str(piece_mb)]
     for part in range(num_parts):
@@ -187,7 +187,7 @@ def test_what_cannot_be_read_is_said_and_nothing_is_left(
     before = names(tmp_path)
     assert run(source, tmp_path / "x") == 2
     said = capsys.readouterr().err
-    messages = [line for line in said.splitlines() if not line.startswith("encoding ")]  # but for the bar
+    messages = [line for line in said.splitlines() if not line.startswith("encoding ")]  # except the progress bar
     assert len(messages) == 1 and words in messages[0], said
     assert names(tmp_path) == before
 
@@ -220,7 +220,7 @@ def test_odd_arguments_are_refused(
 def test_tokens_that_no_tokenizer_of_this_size_has_are_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file of Megatron does not say which tokenizer made it."""
+    """A Megatron token file does not record which tokenizer made it."""
     with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
         writer.add(np.array([1, 70], "<u2"), np.array([2]))
         writer.finish(ByteTokenizer(None))

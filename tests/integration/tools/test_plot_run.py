@@ -1,4 +1,4 @@
-"""tools/plot_run.py draws the curves of runs, also with NaN and gaps; what is no run is refused with code 2."""
+"""Fact: tools/plot_run.py draws the curves of runs, also with NaN and gaps; other input is refused with exit code 2."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_and_several_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_curves_of_several_runs_are_drawn_again_until_all_have_ended(tmp_path: Path) -> None:
-    """The first has ended, and each look at the second finds a step more, of which it wants seven."""
+    """The first run has ended; the second, which wants seven steps, has one more step on each poll."""
     runs, output = [write_run(tmp_path / "ended"), write_run(tmp_path / "goes on")], tmp_path / "curves.png"
     pictures = list[bytes]()
 

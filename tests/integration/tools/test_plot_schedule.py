@@ -1,4 +1,4 @@
-"""Fact: tools/plot_schedule.py prints and writes schedules, as the documentation shows, and bad input is code 2."""
+"""Fact: tools/plot_schedule.py prints and writes schedules as documented, and bad input gives exit code 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ZB_V = ["--schedule", "zb-v", "-p", "3", "-m", "4"]
 
 
 def examples() -> list[tuple[str, str]]:
-    """Commands in the documentation, each with the lines printed below it."""
+    """Return commands in the documentation, each with the output printed below it."""
     return re.findall(
         r"^    \$ python (tools/plot_schedule\.py .*)\n((?:    .*\n|\n(?=    ))*)", DOCUMENT.read_text(), re.M
     )

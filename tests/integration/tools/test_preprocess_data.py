@@ -1,4 +1,4 @@
-"""Token files are the same bytes for any workers, shards and pieces, from every kind of input."""
+"""Fact: token files have the same bytes for any number of workers, shards and pieces, from every kind of input."""
 
 from __future__ import annotations
 

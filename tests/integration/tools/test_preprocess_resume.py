@@ -1,4 +1,4 @@
-"""A job of preprocessing that is killed, or finds no room, at any moment goes on to the same bytes."""
+"""Fact: a preprocessing job that is killed, or finds the disk full, at any time resumes to the same bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ while kills < 20 or not finished:
 
 
 def test_bytes_survive_kills_at_random_moments(tmp_path: Path) -> None:
-    """Twenty kills, at moments that a seed draws, most of them of a job that goes on from the last one."""
+    """Kill the job twenty times at seeded random times, mostly while it resumes from the previous kill."""
     source, began = write_jsonl(tmp_path / "a.jsonl", documents(20_000)), time.monotonic()
     assert run(source, tmp_path / "expected") == 0
     whole = time.monotonic() - began
@@ -141,7 +141,7 @@ def test_a_disk_that_fills_while_parts_are_joined_leaves_nothing(
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a job leaves that was killed before its files got their names, with a ledger of many lines."""
+    """Return the files of a job that was killed before the final rename, with a resume log of many lines."""
     folder = tmp_path_factory.mktemp("killed")
     write_jsonl(folder / "a.jsonl", documents())
     assert run(folder / "a.jsonl", folder / "expected") == 0
@@ -162,13 +162,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_whatever_of_ledger_and_files_reached_the_disk_the_bytes_are_the_same(
     killed: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Each file cut at any byte, or with anything behind it."""
+    """Truncate each file at any byte, or append garbage to it."""
     folder = tmp_path_factory.mktemp("again")
     for path in killed.glob("x*"):
         content = path.read_bytes()
         kept = data.draw(st.integers(0, len(content)), label=path.name)
         more = data.draw(st.sampled_from([b"", b"\0\xff", b'{"a": 1}\n']))
-        may_follow = kept > 0 if path.suffix == ".jsonl" else kept == len(content)  # tokens come before their line
+        may_follow = kept > 0 if path.suffix == ".jsonl" else kept == len(content)  # tokens come before their log line
         (folder / path.name).write_bytes(content[:kept] + (more if may_follow else b""))
     assert run(killed / "a.jsonl", folder / "x") == 0
     assert corpus(folder / "x") == corpus(killed / "expected")

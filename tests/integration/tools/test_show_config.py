@@ -1,4 +1,4 @@
-"""The page of the configuration has every key and is the schema's own; what docs name as keys of ours are keys."""
+"""Fact: the configuration page lists every key and equals the schema; keys that the documentation quotes exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_key_is_on_it() -> None:
 
 @pytest.mark.parametrize("key", sorted(KEYS))
 def test_every_key_says_what_it_takes(key: str) -> None:
-    """Also where its values are numbers, and something else was given."""
+    """The message for a wrong type names the accepted values, also where they are numbers."""
     section, _, name = key.partition(".")
     assert expected(section, name, "something")
     reading = read(ROOT / "configs" / "quickstart.yaml", [f"{key}={{a: 1}}"])
@@ -40,7 +40,7 @@ def test_a_number_that_is_not_among_a_few() -> None:
 
 
 def test_keys_for_newcomers_exist() -> None:
-    """What coming_from.md sets beside the names of others are keys of ours, with values that they take."""
+    """Keys that coming_from.md maps other frameworks' options to exist, with values that they accept."""
     rows = [line for line in (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").splitlines() if "|" in line]
     ours = "|".join(row.split("|", 2)[2] for row in rows)
     named = re.findall(r"`(\w+\.\w+)(=[^`]*)?`", ours)

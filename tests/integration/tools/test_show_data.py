@@ -1,4 +1,4 @@
-"""What tools say of a corpus is what is in it, and what they say of a run is what its ranks read."""
+"""Fact: tools describe a corpus as it is, and a run by what its ranks read."""
 
 from __future__ import annotations
 

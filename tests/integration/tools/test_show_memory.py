@@ -1,5 +1,7 @@
-"""Fact: tools/show_memory.py prints the closed forms of activations, the documentation holds its output, and for 1-D
-they are Korthikanti et al.'s (2022, arXiv:2205.05198, table 2) less what fused attention and hashed dropout masks save.
+"""Fact: tools/show_memory.py prints the closed forms of activation memory, and the documentation quotes its output.
+
+For 1-D they are the table of Korthikanti et al. (2022, arXiv:2205.05198, table 2) minus what fused attention and hashed
+dropout masks save.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def test_the_documents_table_is_the_tools_output(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
 def test_1d_is_as_published(t: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of 10 + 24/t and of 34/t are dropout masks; statistics of norms and of score rows are negligible."""
+    """Dropout masks are 2 of the 10 + 24/t and of the 34/t bytes; norm and score statistics are negligible."""
     assert show_memory.main([*SIZES, "--num-ranks", str(t)]) == 0
     cells = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in capsys.readouterr().out.splitlines()]
     kept = {row[2]: [float(cell) for cell in row[4:]] for row in cells[2:] if row[1] == "1d"}

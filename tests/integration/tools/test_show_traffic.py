@@ -1,5 +1,6 @@
-"""Fact: tools/show_traffic.py prints the closed forms that the documentation derives, the documentation holds its
-output, and sizes that a mode cannot split are refused with code 2.
+"""Fact: tools/show_traffic.py prints the closed forms that the documentation derives and quotes.
+
+Sizes that a mode cannot split are refused with exit code 2.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def test_the_documents_formulas(p: int, hidden: int, seq_length: int) -> None:
 
 @pytest.mark.parametrize("p,plain,sequence_parallel", [(2, 2.1, 1.16), (3, 0.55, 0.40), (4, 0.28, 0.21)])
 def test_the_documents_break_even_points(p: int, plain: float, sequence_parallel: float) -> None:
-    """The cube sends less above this ratio of tokens to hidden size, and more below."""
+    """3-D sends less than the others above this ratio of tokens to hidden size, and more below it."""
     for form, ratio in (("replicated", plain), ("sequence_parallel", sequence_parallel)):
         for factor, cube_wins in ((0.95, False), (1.05, True)):
             hidden = 10_000

@@ -1,4 +1,4 @@
-"""verify_layout.py keeps every axis of a layout, finds a right one equal and a wrong one different, and says where."""
+"""Fact: verify_layout.py keeps every axis of a layout, accepts a right one, and says where a wrong one differs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_verified_is_small_and_has_every_axis(path: Path) -> None:
 
 
 def pipelines(**parallel: object) -> Config:
-    """Eight single sequences and 20 layers."""
+    """Return pipelines with eight single sequences and 20 layers."""
     model = {"num_layers": 20, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
     return Config.model_validate({"model": model, "train": {"global_batch_size": 8}, "parallel": parallel})
 
@@ -81,7 +81,7 @@ def test_a_schedule_from_a_file_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def verify(*typed: str) -> str:
-    """What the tool says of a layout that is right."""
+    """Return the tool's output for a correct layout."""
     child = launch(["tools/verify_layout.py", "--config", *typed])
     out, err = child.communicate(timeout=120)
     assert child.returncode == 0, out + err
@@ -95,7 +95,7 @@ def test_a_right_layout_is_equal() -> None:
 
 
 def test_a_right_pipeline_is_equal(tmp_path: Path) -> None:
-    """A preset's interleaving by a file's schedule, which gives one rank three stages and the other one."""
+    """A preset's interleaving runs as a schedule from a file that gives one rank three stages and the other one."""
     file = tmp_path / "mine.csv"
     file.write_text("0F0,1F0,0F1,1F1,3F0,3B0,3F1,3B1,1B0,0B0,1B1,0B1\n2F0,2F1,2I0,2W0,2B1\n")
     typed = ["--steps", "1", "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=2"]
@@ -107,13 +107,13 @@ def test_a_right_pipeline_is_equal(tmp_path: Path) -> None:
 
 
 def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float) -> list[str]:
-    """As verify_layout.compare, but no gradient is summed over the ranks that share its parameter."""
+    """Call verify_layout.compare without the gradient reduction over the ranks that share a parameter."""
     with mock.patch.object(ParamSpec, "reduce_axes", lambda spec, mesh: ()):
         return verify_layout.compare(config_json, steps, tolerance)
 
 
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under sequence parallelism the tokens of a norm and of most biases are spread, those of matrices are gathered."""
+    """Under sequence parallelism tokens of norms and most biases are sharded, those of matrices are gathered."""
     right: Callable[..., list[str]] = process.launch
     monkeypatch.setattr(process, "launch", lambda ranks, _, *rest: right(ranks, compare_with_a_wrong_rule, *rest))
     typed = ["--config", str(MODES_FOLDER / "1d-sp.yaml"), "--world-size", "2", "--steps", "1"]
