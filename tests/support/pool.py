@@ -69,8 +69,8 @@ class Pool:
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, meet: bool = True) -> list[Any]:
         """Run a function on every rank.
 
-        Raises AssertionError with the traceback of the first rank that failed, or after `TIMEOUT_S`.  Where `meet` is False
-        the ranks have no process group yet: `fn` initializes one.
+        Raises AssertionError with the traceback of the first rank that failed, or after `TIMEOUT_S`.  Where `meet` is
+        False the ranks have no process group yet: `fn` initializes one.
         """
         if not self._workers:
             self._start()
