@@ -1,4 +1,4 @@
-"""Measures this machine and writes it as the cluster `local`, for tools/plan.py and the prediction at a run's start.
+"""Measure this machine and store its rates as the cluster `local`, for tools/plan.py and predictions of runs.
 
 python tools/calibrate.py
 """

@@ -1,4 +1,4 @@
-"""Checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --input FOLDER --output FOLDER`.
+"""Convert checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --input FOLDER --output FOLDER`.
 
 Tensors are converted one by one.  Success is printed after our GPT and the Hugging Face model have computed the same
 logits for stored inputs.  Exit codes: 0 converted, 1 the logits differ, 2 wrong input; 1 and 2 write nothing.
@@ -61,7 +61,7 @@ def _size(text: str) -> int:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Convert, and print the comparisons."""
+    """Convert the checkpoint, and print the comparisons of the logits."""
     request = ConversionRequest(
         source=args.input,
         target=args.output,

@@ -1,4 +1,4 @@
-"""Draw which rank stores which block of X, W and Y in a tensor-parallel mode, and what is sent, as an SVG file.
+"""Draw the blocks of X, W and Y that each rank stores in a tensor-parallel mode, and the collectives, as SVG.
 
 python tools/draw_layouts.py --mode 3d --shape 2 3 4 --rank 7 --output 3d.svg
 python tools/draw_layouts.py --output docs/pictures          # every picture of the documentation, into a folder
@@ -75,7 +75,7 @@ def draw(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="draw_layouts", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mode", choices=MODES, help="default: every picture of the documentation")
     parser.add_argument("--form", help="default: the mode's first")

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of a checkpoint on a corpus, in any layout: bare, or under torchrun.
+"""Compute loss, perplexity and bits per byte of a checkpoint on a corpus: on one process, or under torchrun.
 
 Every token of the corpus, or of one of its splits, is predicted once, from those before it in its window of
 `model.seq_length` tokens, by the code that evaluates during training.
@@ -33,7 +33,7 @@ WHOLE, SPLITS = "whole", ("train", "valid", "test")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, evaluate, print on rank 0."""
+    """Load the checkpoint, evaluate, and print on rank 0; return the exit code."""
     args = parse_args(argv)
     env = process.launcher_env()
     folder = resolve(args.load)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`--load RUN [--split NAME] ... [section.key=value ...]`."""
+    """Parse `--load RUN [--split NAME] ... [section.key=value ...]`."""
     parser = argparse.ArgumentParser("evaluate.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
     parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
@@ -68,10 +68,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | None) -> EvaluationWindows:
-    """The windows that are evaluated; raises UserError where there is nothing to predict."""
+    """Return the windows to evaluate; raises UserError if there is no token to predict."""
     vocab_size, seq_length = config.model.vocab_size or tokenizer.vocab_size, config.model.seq_length
     data = config.data.model_copy(update={"split": "1,0,0"} if split == WHOLE else {})
-    train = config.train.model_copy(update={"eval_interval": None})  # then no split has to be there
+    train = config.train.model_copy(update={"eval_interval": None})  # so that no validation split is required
     config = config.model_copy(update={"data": data, "train": train})
     spec = RunSpec(config, vocab_size=tokenizer.vocab_size)
     corpus = open_corpus(spec.corpus, tokenizer, spec.packing(tokenizer.eod))
@@ -89,7 +89,7 @@ def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | N
 
 
 def mean_loss(executor: PipelineExecutor, config: Config, samples: EvaluationWindows, device: torch.device) -> float:
-    """Mean loss per token, the same on every rank."""
+    """Return the mean loss per token in nats, the same on every rank."""
     model, train = executor.model, config.train
     loader = BatchLoader(
         samples, model.comm.mesh, model.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
@@ -99,7 +99,7 @@ def mean_loss(executor: PipelineExecutor, config: Config, samples: EvaluationWin
 
 
 def describe(config: Config, samples: EvaluationWindows, loss: float) -> Mapping[str, object]:
-    """What is known of the result; bits per byte is null where the tokenizer does not know its tokens' bytes."""
+    """Return the results by name; bits per byte is None if the tokenizer does not determine its tokens' bytes."""
     counts = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model).token_bytes()
     num_bytes = None if counts is None else samples.count_bytes(counts)
     return {
@@ -113,7 +113,7 @@ def describe(config: Config, samples: EvaluationWindows, loss: float) -> Mapping
 
 
 def render(result: Mapping[str, object]) -> str:
-    """A line for each number."""
+    """Return the results as text, one line per number."""
     unknown = "not known: the bytes of this tokenizer's tokens depend on their neighbours"
     lines = {name: unknown if value is None else value for name, value in result.items()}
     return "\n".join(f"{name.replace('_', ' '):<14} {value}" for name, value in lines.items())

@@ -1,7 +1,7 @@
-"""Text from a checkpoint, in any layout: bare on one process, or under torchrun with `parallel.*` overrides.
+"""Generate text from a checkpoint in any layout: on one process, or under torchrun with `parallel.*` overrides.
 
-One prompt, several at a time (`--prompt` again, or `--prompts FILE`), or a conversation with `--interactive`.  Keys and
-values of earlier tokens are kept, so that a token costs one position's work until a text is longer than the model.
+It takes one prompt, several (`--prompt` repeated, or `--prompts FILE`), or a conversation with `--interactive`.  With
+the KV cache a token costs the work of one position, until a text is longer than the model's context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron3d.runtime.exit_codes import ExitCode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, sample, print on rank 0."""
+    """Load the checkpoint, sample, and print on rank 0; return the exit code."""
     args = parse_args(argv)
     env = process.launcher_env()
     folder = resolve(args.load)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`--load RUN [--prompt TEXT] ... [section.key=value ...]`."""
+    """Parse `--load RUN [--prompt TEXT] ... [section.key=value ...]`."""
     parser = argparse.ArgumentParser("generate.py", description="Sample text from a checkpoint.", allow_abbrev=False)
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
     source = parser.add_mutually_exclusive_group()
@@ -62,7 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """What was typed, or stands in a file; raises UserError where that cannot be read or is empty."""
+    """Return the prompts of the command line or of a file; raises UserError if the file cannot be read or is empty."""
     if args.prompts is None:
         return args.prompt or ["\n"]
     try:
@@ -77,7 +77,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def encode(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Tokens of every prompt; raises UserError for those without any."""
+    """Return the tokens of every prompt; raises UserError for a prompt without tokens."""
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     UserError.collect(
         f"--prompt {prompt!r}: no token; give at least one character"
@@ -90,7 +90,7 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 def complete(
     sampler: Sampler, prompts: Sequence[list[int]], eod: int | None, args: argparse.Namespace
 ) -> list[list[int]]:
-    """The prompts and what follows them, up to the end of the document; equal on every rank."""
+    """Return each prompt with its continuation up to the end of the document, equal on every rank."""
     texts = [
         Text(list(prompt), torch.Generator().manual_seed(args.seed + row), args.max_new_tokens)
         for row, prompt in enumerate(prompts)
@@ -100,7 +100,7 @@ def complete(
 
 
 def talk(sampler: Sampler, tokenizer: Tokenizer, args: argparse.Namespace, lines: TextIO | None = None) -> None:
-    """Let the text go on after each line that rank 0 reads, and show it there as it comes, until there is no line."""
+    """Continue the conversation after each line that rank 0 reads, and print each token there, until input ends."""
     comm = sampler.executor.model.comm
     generator, tokens = torch.Generator().manual_seed(args.seed), list[int]()
     for line in _read_together(sampler, lines or sys.stdin):
@@ -114,7 +114,7 @@ def talk(sampler: Sampler, tokenizer: Tokenizer, args: argparse.Namespace, lines
 
 
 def _read_together(sampler: Sampler, lines: TextIO) -> Iterator[str]:
-    """Rank 0's lines on every rank."""
+    """Yield the lines that rank 0 reads, on every rank."""
     comm = sampler.executor.model.comm
     while True:
         line = comm.broadcast_object((lines.readline() or None) if comm.mesh.rank == 0 else None)
@@ -124,7 +124,7 @@ def _read_together(sampler: Sampler, lines: TextIO) -> Iterator[str]:
 
 
 class Shown:
-    """What has been shown of growing tokens; a character whose bytes are not all there waits."""
+    """Incremental printer of growing tokens; a character is printed once all of its bytes have been generated."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: list[int], out: TextIO | None) -> None:
         self._tokenizer, self._tokens = tokenizer, tokens
@@ -132,14 +132,14 @@ class Shown:
         self._done = len(tokenizer.decode(tokens))
 
     def update(self, row: int, token: int) -> None:
-        """Show what is new."""
+        """Print the text that the new tokens complete."""
         text = self._tokenizer.decode(self._tokens)
         if self._out and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             print(text[self._done :], end="", file=self._out, flush=True)
             self._done = len(text)
 
     def end(self) -> None:
-        """End the line."""
+        """Print the end of the line."""
         if self._out:
             print(file=self._out, flush=True)
 

@@ -1,6 +1,6 @@
-"""Tasks of EleutherAI's evaluation harness on a checkpoint, in any layout: bare, or under torchrun.
+"""Evaluate a checkpoint on tasks of EleutherAI's lm-evaluation-harness: on one process, or under torchrun.
 
-It needs `lm_eval`, which is optional.  Every rank asks the same questions, in the same order; rank 0 reports.
+It needs the optional package `lm_eval`.  Every rank makes the same requests in the same order; rank 0 reports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron3d.runtime.exit_codes import ExitCode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, ask, print on rank 0."""
+    """Load the checkpoint, evaluate the tasks, and print on rank 0; return the exit code."""
     args = parse_args(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install lm_eval")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`--load RUN --tasks NAME [NAME ...] ... [section.key=value ...]`."""
+    """Parse `--load RUN --tasks NAME [NAME ...] ... [section.key=value ...]`."""
     parser = argparse.ArgumentParser("lm_harness.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
     parser.add_argument("--tasks", type=lambda text: text.split(","), required=True, help="names, between commas")

@@ -55,7 +55,7 @@ def sbatch_options(arguments: argparse.Namespace, cluster: Cluster) -> Options:
     """Return the default options, updated by those of the cluster and then by those of the command line."""
     defaults = dict(options(arguments.nodes, cluster.node_ranks, arguments.time, arguments.warn))
     defaults["job-name"] = arguments.config.stem
-    if cluster.cores is not None:  # a cluster whose ranks compute on CPUs
+    if cluster.cores is not None:  # the ranks of this cluster compute on CPUs
         del defaults["gpus-per-node"]
     typed = (text.partition("=") for text in arguments.sbatch)
     return defaults | dict(cluster.slurm.options) | {name: value if equals else None for name, equals, value in typed}

@@ -44,7 +44,7 @@ def merge(arguments: argparse.Namespace) -> None:
         written = writer.written
         counted = {name: getattr(written, name) for name in ("num_documents", "num_tokens", "max_token_id")}
         unknown = dict.fromkeys(("bin_sha256", "idx_sha256", "job", "part"))
-        # No manifest where Megatron made the corpora: their tokenizer is not known.
+        # Corpora made by Megatron have no manifest: their tokenizer is not known.
         manifest = made[0].model_copy(update=counted | unknown) if made[0] else None
         publish(arguments.output_prefix, parts[0].dtype, written, manifest)
     counts = f"{written.num_documents} documents, {written.num_tokens} tokens"

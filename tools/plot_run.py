@@ -1,4 +1,4 @@
-"""Draws one or several runs from what they have written: curves as a picture, or one run as a page of HTML.
+"""Plot the metrics of one or several runs as curves in a picture, or of one run as an HTML page.
 
 python tools/plot_run.py RUN_FOLDER [RUN_FOLDER ...] --output curves.png
 python tools/plot_run.py RUN_FOLDER --output run.html --refresh 10      # again every 10 s, until the run ends
@@ -26,7 +26,7 @@ PAGE = ".html"
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draw, say where the picture is, and with `--refresh` draw again."""
+    """Write the plot and print its path; with `--refresh` update it until the run ends."""
     folders, output = arguments.run_folders, arguments.output
     if output.suffix == PAGE and len(folders) > 1:
         raise UserError(f"--output={output}: a page is of one run, and these are {len(folders)}; use .png")
@@ -39,7 +39,7 @@ def plot(arguments: argparse.Namespace) -> None:
 
 
 def write(folders: Sequence[Path], output: Path, refresh_s: int | None) -> bool:
-    """Write the picture in the format of its name, at once for whoever looks at it; whether to do it again."""
+    """Replace the output file, in the format of its suffix; return whether it needs further updates."""
     runs = {str(folder): read_run(folder) for folder in folders}
     goes_on = refresh_s is not None and not all(map(is_finished, runs.values()))
     page = report(folders[0], refresh_s if goes_on else None) if output.suffix == PAGE else None
@@ -56,7 +56,7 @@ def write(folders: Sequence[Path], output: Path, refresh_s: int | None) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the tool."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="plot_run", description=__doc__.partition("\n")[0])
     parser.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="checkpoint.save of a run")
     parser.add_argument(

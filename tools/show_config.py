@@ -1,4 +1,4 @@
-"""Every key of the configuration as a page of Markdown: `show_config.py > docs/configuration.md`."""
+"""Print every key of the configuration as a page of Markdown: `show_config.py > docs/configuration.md`."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """LayerRun the tool and return its exit code."""
+    """Run the tool and return its exit code."""
     parser = argparse.ArgumentParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--hidden-size", type=positive, required=True)

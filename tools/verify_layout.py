@@ -151,7 +151,7 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
 
 
 def compare(config_json: str, steps: int, tolerance: float) -> list[str]:
-    """Run one rank's part of the layout, and on rank 0 also one process alone; return the differences."""
+    """Run this rank of the layout, and on rank 0 also the single-process reference; return the differences."""
     from megatron3d.train.state import connect
     from megatron3d.verify.layouts import differences, trace
 

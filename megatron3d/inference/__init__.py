@@ -1,1 +1,1 @@
-"""Use a trained model: load, sample, score, answer an evaluation harness."""
+"""Inference with a trained model: loading, sampling, scoring, and an adapter to lm-evaluation-harness."""

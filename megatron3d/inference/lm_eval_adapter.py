@@ -1,7 +1,7 @@
 """Adapter to EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
-The harness asks for the log probability of a continuation, that of a whole text, and the continuation of a prompt.  It
-is optional: `Harness` answers without it, and `as_lm` wraps a `Harness` in the harness's model class.
+The harness requests the log probability of a continuation, that of a whole text, and the continuation of a prompt.  It
+is an optional dependency: `Harness` works without it, and `as_lm` wraps a `Harness` in the harness's model class.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Harness:
         return self.executor.model.arch.seq_length
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return for each (context, continuation) its log probability, and whether greedy decoding gives it."""
+        """Return for each (context, continuation) its log probability, and whether greedy decoding generates it."""
         encoded = [self._encode_pair(*pair) for pair in pairs]
         scores = self._batched(encoded, lambda pair: len(pair[0]) + len(pair[1]), self._score)
         return [(each.log_prob, each.is_greedy) for each in scores]
@@ -98,7 +98,7 @@ class Harness:
         return self.tokenizer.eod
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a pair; trailing spaces of the context move to the continuation, as most tokenizers' pieces need."""
+        """Encode a pair; trailing spaces of the context move to the continuation, where most tokenizers put them."""
         spaces = len(context) - len(context.rstrip())
         if context.strip() and spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation

@@ -24,7 +24,7 @@ __all__ = ["read_run", "resolve", "restore"]
 
 
 def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batch_size: int | None = None) -> Config:
-    """Return the run's configuration, with its own layout under a launcher and on a single process without one.
+    """Return the configuration for inference of a run: under a launcher with the run's layout, else for one process.
 
     A microbatch has `micro_batch_size` sequences (None: as few as the tensor axes allow), and a step has the smallest
     number of microbatches that the schedule allows.  Raises UserError with every problem.
@@ -37,20 +37,20 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batc
     step = rows * max(spec.sizes.data, 1)
     config = _with_batch(config, rows, step)
     UserError.collect(check(config, world_size))
-    if spec.has_schedule_file:  # it is for as many microbatches as it has
+    if spec.has_schedule_file:  # the file determines the number of microbatches
         config = _with_batch(config, rows, step * num_microbatches(load_schedule(spec.schedule_file)))
         UserError.collect(file_problems(Facts(config, world_size)))
     return config
 
 
 def _with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -> Config:
-    """Return the configuration with other batch sizes and uncompiled: shapes change with every token."""
+    """Return the configuration with other batch sizes and uncompiled, since shapes change with every token."""
     batch = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size, "compile": False}
     return config.model_copy(update={"train": config.train.model_copy(update=batch)})
 
 
 def restore(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> PipelineExecutor:
-    """The model with the checkpoint's weights, on this rank; raises UserError where they are of another."""
+    """Return this rank's model with the checkpoint's weights; raises UserError if the checkpoint does not fit it."""
     spec = RunSpec(config, here.world_size, tokenizer.vocab_size, here.rank)
     state = build_state(spec, connect(spec), here.device)
     load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})

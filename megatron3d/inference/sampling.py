@@ -1,10 +1,10 @@
-"""Sampling: next-token logits of a batch of growing contexts over a KV cache, in any layout, and the choice of a token.
+"""Sampling with a KV cache in any layout: next-token logits of a batch of growing contexts, and choice of a token.
 
     cached    t0 t1 t2                tokens of a context in the KV cache
     context   t0 t1 t2 t3 t4          prefill t3; decoding t4 gives the logits of t5
 
 The common prefix of a context and the cache is not recomputed.  A context longer than `seq_length` keeps its last
-`seq_length` tokens, whose positions change with every token, so that each token then costs a whole prefill.
+`seq_length` tokens, whose positions change with every token, so that each further token costs a whole prefill.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Context = Sequence[int]
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of a token: a sample from softmax(logits / temperature) over the `top_k` likeliest tokens (0: all)."""
+    """Sampling rule: a token drawn from softmax(logits / temperature) over the `top_k` likeliest tokens (0: all)."""
 
     temperature: float
     top_k: int = 0
 
     def __call__(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """Return a token; the likeliest one at temperature 0."""
+        """Return a token drawn by logits [V]; the likeliest one at temperature 0."""
         if self.temperature == 0:
             return int(logits_V.argmax())
         if self.top_k:
@@ -53,7 +53,7 @@ class PaddedTokens:
     def begin(self, model: GPT, cache: KVCache, device: torch.device, has_logits: bool) -> Pass:
         """Return the pass that extends the cache by these tokens.
 
-        Padding stands behind the end of a row, where it is overwritten before it is attended to.
+        Padding follows the last token of a row; its cache entries are overwritten before they are attended to.
         """
         tokens, first = torch.tensor(self.rows, device=device), torch.tensor(self.starts, device=device)
         width, last = tokens.shape[1], cache.capacity - 1
@@ -106,7 +106,7 @@ class Sampler:
 
 
 def _shared(held: list[int], context: list[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of the cached tokens and a context."""
     if held == context[: len(held)]:
         return len(held)
     return next((place for place, (a, b) in enumerate(zip(held, context, strict=False)) if a != b), len(context))
@@ -114,7 +114,7 @@ def _shared(held: list[int], context: list[int]) -> int:
 
 @dataclass
 class Text:
-    """Text that grows until `num_left` tokens were added or the document ends."""
+    """Tokens of a text that grows until `num_left` tokens are added or the document ends, and its generator."""
 
     tokens: list[int]
     generator: torch.Generator
@@ -132,7 +132,7 @@ def sample(
     eod: int | None,
     tell: Callable[[int, int], None] = lambda row, token: None,
 ) -> None:
-    """Let the texts grow, the same on every rank; `tell` is called with a text's index and its new token."""
+    """Generate until every text is done, equally on every rank; calls `tell` with a text's index and each new token."""
     while not all(text.is_done for text in texts):
         logits = sampler.next_logits([text.tokens for text in texts])
         for row, text in enumerate(texts):

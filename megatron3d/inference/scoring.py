@@ -1,6 +1,6 @@
 """Log probabilities of texts after their contexts, in any layout, with the logits of `CHUNK` positions at once.
 
-log p(continuation | context)  =  sum over its tokens of log p(token | all before it)
+log p(continuation | context)  =  sum over tokens of the continuation of log p(token | all tokens before it)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Score:
-    """Log probability of a continuation, and whether greedy decoding gives it."""
+    """Log probability of a continuation in nats, and whether greedy decoding generates it."""
 
     log_prob: float
     is_greedy: bool
@@ -28,14 +28,14 @@ class Score:
 
 @dataclass(frozen=True)
 class _Row:
-    """Inputs, the labels that should follow them, and the number of final labels that are scored."""
+    """Input tokens of one row, their next-token labels, and the number of final labels that are scored."""
 
     inputs: list[int]
     labels: list[int]
     num_scored: int
 
     def counts(self, start: int, stop: int) -> range:
-        """Return the scored positions of a range."""
+        """Return the scored positions between `start` and `stop`."""
         return range(max(start, len(self.labels) - self.num_scored), min(stop, len(self.labels)))
 
 

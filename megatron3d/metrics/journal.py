@@ -18,7 +18,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Journal:
-    """Open metrics.jsonl of a run that has done `start_iteration` iterations; 0 empties it."""
+    """Open metrics.jsonl of a run that continues after `start_iteration` iterations; 0 empties it."""
 
     def __init__(self, folder: Path, start_iteration: int) -> None:
         self._path = folder / FILE_NAME

@@ -1,4 +1,4 @@
-"""Memory of a rank: allocated now, and at its peak."""
+"""Memory of a rank in bytes: currently allocated, reserved, and peak."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ WANDB_ID = Path("wandb", "run_id.txt")
 
 
 class Sink(Protocol):
-    """Output of metrics: numbers by name."""
+    """Output of metrics, which are numbers by name."""
 
     def describe(self, start: Mapping[str, Any]) -> None:
         """Record the metadata of a launch."""
@@ -28,14 +28,14 @@ class Sink(Protocol):
         """Record the values of a step."""
 
     def go_back(self, iteration: int) -> None:
-        """Prepare for the steps after an iteration being logged once more."""
+        """Prepare for logging the steps after `iteration` once more."""
 
     def close(self) -> None:
         """Finish writing."""
 
 
 class TensorboardSink:
-    """Event files; steps after the iteration that a launch, or a rollback, continues from are hidden."""
+    """Tensorboard event files; a launch or rollback hides the steps after the iteration that it continues from."""
 
     def __init__(self, folder: Path, start_iteration: int) -> None:
         self._folder = folder

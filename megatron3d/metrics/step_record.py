@@ -1,4 +1,4 @@
-"""Record of one logged step, and its console line: Megatron-LM's, so that scripts that parse Megatron's logs work."""
+"""Record of one logged step, and its console line in Megatron-LM's format, which existing log parsers read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class StepRecord:
         consumed_samples: sequences read since the run began.
         consumed_tokens: tokens read since the run began.
         lm_loss: mean over the tokens of the global batch, in nats.
-        grad_norm: global, before clipping.
-        elapsed_ms: per step, averaged over the steps since the last record.
-        tflops_per_s_per_rank: model TFLOP/s.
+        grad_norm: global norm of the gradients before clipping.
+        elapsed_ms: mean milliseconds per step since the last record.
+        tflops_per_s_per_rank: model TFLOP/s of a rank, without recomputation.
         mfu, hfu: model and hardware FLOP/s as a fraction of the device's peak; None if the peak is unknown.
         pipeline_bubble: measured bubble, a fraction of the schedule's time; None without a pipeline.
         peak_memory_bytes: largest peak among the ranks.
@@ -87,5 +87,5 @@ def evaluation_line(iteration: int, validation_loss: float) -> str:
 
 
 def scientific(value: float) -> str:
-    """Format with Megatron's six digits; NaN and infinity as words."""
+    """Format with six digits as Megatron does; NaN and infinity as words."""
     return f"{value:.6E}" if math.isfinite(value) else str(value).replace("nan", "NaN")

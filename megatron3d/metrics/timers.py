@@ -5,7 +5,7 @@
     along x·y         waiting for communication over these axes, within any of the phases above
 
 Names are those of Megatron-LM's timers.  On a GPU the times are those of events in the device's stream, which are read
-a step later, when the device has long passed them.
+one step later, when they have completed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Timers:
             self._add(name, 1e3 * (time.perf_counter() - begin))
 
     def end_step(self) -> None:
-        """Read the intervals of the step before this one, which the device has passed by now."""
+        """Read the intervals of the step before this one, whose events have completed by now."""
         self._read(self._num_older)
         self._num_older = len(self._intervals)
 

@@ -15,7 +15,7 @@ from megatron3d.metrics.step_record import StepRecord, evaluation_line, step_lin
 
 
 class MetricsWriter:
-    """Reports a run that has done `start_iteration` iterations; without a folder it writes no metrics.jsonl."""
+    """Reports a run that continues after `start_iteration` iterations; without a folder it writes no metrics.jsonl."""
 
     def __init__(self, folder: Path | None, config: Config, start_iteration: int = 0) -> None:
         self._config = config
@@ -24,11 +24,11 @@ class MetricsWriter:
         self._start: Mapping[str, Any] | None = None
 
     def start(self, iteration: int, metadata: Mapping[str, Any]) -> None:
-        """Set the metadata of this launch, which are written in front of the first other row."""
+        """Set the metadata of this launch, which are written before its first row."""
         self._start = {"iteration": iteration, "start": metadata}
 
     def step(self, record: StepRecord, more: Mapping[str, Any] | None = None) -> None:
-        """Report one step with further values `more`, whose `timers` the console shows at `timing_log_level` 2."""
+        """Report one step and further values `more`; the console shows its `timers` at `timing_log_level` 2."""
         more = dict(more or {})
         print(step_line(record, self._config.train.train_iters, datetime.now()), flush=True)
         if self._config.logging.timing_log_level == 2:

@@ -3,8 +3,8 @@
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
     w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
 
-Where `skipped` is not 0 nothing changes; no value is read on the host.  Moments in bf16 are rounded stochastically:
-rounding to nearest, v with b2 = 0.999 would never decrease, since a thousandth is less than half a unit in bf16's last
+If `skipped` is not 0, nothing changes; no value is read on the host.  Moments in bf16 are rounded stochastically: with
+rounding to nearest and b2 = 0.999, v would never decrease, since a thousandth is less than half a unit in bf16's last
 place.  The random bits are a hash of the step and of the leading bits of the element's weight and gradient, so that
 they do not depend on how the tensor is sharded.
 """
@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from megatron3d.config.schema import OptimizerConfig
 
-# Elements updated together by `update_chunked`: few enough for a core's cache, or enough to amortize GPU launches.
+# Elements that `update_chunked` updates at once: on a CPU they fit a core's cache, on a GPU they amortize launches.
 CPU_CHUNK, GPU_CHUNK = 2**18, 2**22
 _MAX_KERNEL_SIZE = 2**30
 
@@ -37,11 +37,11 @@ class ParamGroup:
 
     @property
     def lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients, master weights and moments, in the order of apex's kernel."""
+        """Gradients, master weights, first and second moments: the order that apex's kernel takes."""
         return self.grads, self.mains, self.exp_avgs, self.exp_avg_sqs
 
 
-# Update of a group: (group, config, learning rate, number of earlier updates, skipped (0 or 1)) -> None.
+# Arguments of an update: group, config, learning rate, number of earlier updates, skipped (a tensor of 0 or 1).
 Update = Callable[[ParamGroup, OptimizerConfig, float, Tensor, Tensor], None]
 
 
@@ -70,7 +70,7 @@ def update_fused(group: ParamGroup, config: OptimizerConfig, lr: float, num_step
 def update_with_apex(kernel: Callable[..., None]) -> Update:
     """Return an update with apex's fused kernel `amp_C.multi_tensor_adam_capturable`, for fp32.
 
-    It is the kernel of apex.optimizers.FusedAdam, a class that counts a skipped step until the next one.
+    apex.optimizers.FusedAdam uses this kernel as well, but its step count includes a skipped step until the next one.
     """
 
     def update(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
@@ -97,7 +97,7 @@ def update_with_apex(kernel: Callable[..., None]) -> Update:
 
 @torch.no_grad()
 def update_chunked(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
-    """Update chunk by chunk, for moments of any dtype, with arithmetic in the weights' dtype and little workspace."""
+    """Update chunk by chunk, with moments of any dtype, arithmetic in the weights' dtype, and a small workspace."""
     step = num_steps.double() + 1
     corrections = 1 - config.adam_beta1**step, 1 - config.adam_beta2**step
     for tensors in zip(*group.lists, strict=True):

@@ -1,4 +1,4 @@
-"""Loss scale, which keeps fp16's gradients representable (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+"""Loss scale, which keeps fp16 gradients representable (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
     gradients of  scale * loss  in fp16,  accumulated in fp32,  times  clipping / scale  once, before the update
 
@@ -20,7 +20,7 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 
 class LossScale:
-    """Factor of the loss in backward; 1.0, at no cost, in other precisions than fp16.
+    """Factor of the loss in backward; 1.0, at no cost, in precisions other than fp16.
 
     Attributes:
         factor: 1.0 without scaling, else a scalar tensor that `update` changes in place.
@@ -69,7 +69,9 @@ class LossScale:
         return {"scale": torch.as_tensor(self.factor), **self._counters} if self._counters else {}
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Restore a `state`.  Without one, as from a run in another precision, a dynamic scale starts from its initial
-        value; a constant one is always the configured one."""
+        """Restore a `state`; a constant scale keeps its configured value.
+
+        If `saved` is empty, as from a run in another precision, a dynamic scale starts from its initial value.
+        """
         for name, value in self.state().items() if saved else ():
             value.fill_(saved[name])

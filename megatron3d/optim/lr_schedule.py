@@ -24,7 +24,7 @@ def _inverse_square_root(config: OptimizerConfig, progress: float, iteration: in
 
 
 def _warmup_stable_decay(config: OptimizerConfig, progress: float, iteration: int, end: int) -> float:
-    """Stay constant, then decay linearly to min_lr over the last phase (Hu et al. 2024, arXiv:2404.06395)."""
+    """Return the constant rate, or in the last phase its linear decay to min_lr (Hu et al. 2024, arXiv:2404.06395)."""
     phase = config.lr_wsd_decay_iters or max(end // 10, 1)
     remaining = min((end - iteration) / phase, 1.0)
     return config.min_lr + (config.lr - config.min_lr) * remaining

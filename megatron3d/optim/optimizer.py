@@ -42,7 +42,7 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the moments."""
+        """Bytes of the first and second moments on this rank."""
         return sum(moment.nbytes for moments in self._moments for moment in moments)
 
     def set_num_steps(self, num_steps: float) -> None:
@@ -53,7 +53,7 @@ class Optimizer:
         """Clip by the global norm and update; return 1.0 where a non-finite gradient skipped the update, else 0.0.
 
         Args:
-            grad_norm: norm of the unscaled gradients; the gradients in the buffers are scaled, and unscaled here.
+            grad_norm: global norm of the unscaled gradients; those in the buffers are still scaled by the loss scale.
         """
         factor = self._grad_factor(grad_norm)
         if factor is not None:

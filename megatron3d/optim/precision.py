@@ -1,4 +1,4 @@
-"""Precisions that a run can train in: dtype of the model, and of main_grad, master weights and optimizer."""
+"""Precisions of training: dtype of the model, and dtype of main_grad, master weights and optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Precision:
     Attributes:
         model: dtype of weights and activations.
         main: dtype of main_grad, of the master weights and of the optimizer's arithmetic.
-        scales_loss: whether the exponent range of `model` is so small that the loss must be scaled.
+        scales_loss: whether the exponent range of `model` requires loss scaling.
     """
 
     model: torch.dtype

@@ -7,8 +7,7 @@
     stage 3   as in stage 2                                sharded; gathered for a unit's forward and backward
 
 Every collective starts as soon as its input is complete and is waited for when its result is needed.  Gradients are
-summed in fp32 or wider.  (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023,
-arXiv:2304.11277.)
+summed in fp32 or wider.  (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.)
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class Buffers:
     """Parameters, main_grad and master weights of a model in flat buffers.
 
     Args:
-        model: a module whose parameters have no memory yet; they get it here.
+        model: module whose parameters have no memory yet; the constructor allocates it.
         stage_specs: specs of its parameters by path, for each pipeline stage that the module holds.
         dtype: dtype of the parameters; main_grad and master weights are fp32 or wider.
         bucket_bytes: size of a bucket of gradients that are reduced together.
-        sharding: what is sharded over which axes.
+        sharding: state that is sharded, and the axes over which it is sharded.
         units: FSDP units in the order of the forward pass; every parameter is in one.
         reduce_dtype: dtype in which gradients are reduced; None: that of main_grad.
-        main_grads: registry in which each parameter's gradient buffer is entered; None: one of its own.
+        main_grads: registry to which each parameter's gradient buffer is added; None: a new one.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Buffers:
         unit_of = {name: unit.path for unit in units for name in self.specs if unit.has(name)}
         assert not sharding.axes or unit_of.keys() == self.specs.keys(), "some parameters are in no FSDP unit"
         self.flat_buffers = make_flat_buffers(stage_specs, unit_of, sharding, comm.mesh, dtype, device, bucket_bytes)
-        # Reductions run one after another where each has memory of its own, or where a second collective follows.
+        # Reductions run one after another if each has a buffer of its own, or if each consists of two collectives.
         is_grouped = bool(sharding.axes) and comm.mesh.sizes[DATA[0]] > 1
         self._is_sequential = sharding.grads or reduce_dtype is not None or is_grouped
         self._num_microbatches = 1
@@ -88,13 +87,13 @@ class Buffers:
         main_grads.register(param, _MainGradView(self, flat, name, param.shape))
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Expect gradients of `num_microbatches`; the first of each parameter overwrites that of the last step."""
+        """Prepare for the gradients of `num_microbatches`; the first of each parameter overwrites the last step's."""
         self._num_microbatches = num_microbatches
         for flat in self.flat_buffers:
             flat.begin_step()
 
     def count_grad(self, flat: FlatBuffer) -> None:
-        """Start the reduction after the gradients of all microbatches, or of each one where gradients are sharded."""
+        """Count one gradient; start the reduction after all microbatches, or after each if gradients are sharded."""
         if not flat.count_grad(1 if self.sharding.grads else self._num_microbatches):
             return
         if self._is_sequential:
@@ -102,7 +101,7 @@ class Buffers:
         self._reductions.append(GradReduction(flat, self.comm, self._reduce_dtype))
 
     def _advance(self) -> None:
-        """Take each reduction in flight one collective further."""
+        """Wait for the current collective of each reduction in flight, and start its next one."""
         self._reductions = [reduction for reduction in self._reductions if not reduction.advance()]
 
     def check_stage(self, stage: int) -> None:
@@ -126,7 +125,7 @@ class Buffers:
         return torch.stack([square_sum(flat.grad) / flat.sync.copies for flat in self.flat_buffers]).sum()
 
     def publish(self) -> None:
-        """Start to all-gather the updated parameters in the order of their use; at stage 3 free them."""
+        """Start to all-gather the updated parameters in the order of their use; at ZeRO stage 3 free them instead."""
         self.settle()
         for flat in self.flat_buffers:
             if self.sharding.params:
@@ -156,12 +155,12 @@ class Buffers:
         self.wait_for_unshard(path)
 
     def reshard(self, path: str) -> None:
-        """Free the parameters of a unit, where parameters are sharded."""
+        """Free the parameters of a unit if parameters are sharded."""
         for flat in self._buffers_of[path] if self.sharding.params else ():
             flat.free()
 
     def shards(self, which: str) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield each parameter's name, the first element of this rank's shard, and its `which`: main or grad."""
+        """Yield each parameter's name, the first element of this rank's shard, and the shard (`which`: main, grad)."""
         for flat in self.flat_buffers:
             for name in flat.spans:
                 start, where = flat.shard_range(name)

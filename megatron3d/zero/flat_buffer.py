@@ -4,8 +4,8 @@
     main    | rank 0 | rank 1 | rank 2 | rank 3   |     this rank's shard of the master weights, fp32 or wider
     grad    | rank 0 | rank 1 | rank 2 | rank 3   |     this rank's shard of main_grad
 
-A shard is a range of elements, whatever parameters lie there, so that collectives read and write ranges of the buffers
-and nothing is copied to be sent.  (Rajbhandari et al. 2020, arXiv:1910.02054.)
+A shard is a range of elements, regardless of the boundaries of parameters, so that collectives read and write the
+buffers in place and nothing is copied to be sent.  (Rajbhandari et al. 2020, arXiv:1910.02054.)
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron3d.parallel.sharding import Sharding
 
 @dataclass(frozen=True)
 class GradSync:
-    """Where gradients of parameters are summed.
+    """Ranks over which the gradients of parameters are reduced.
 
     Attributes:
         reduce_axes: axes over which gradients are summed.
-        copies: ranks that hold the same shard.
-        link: the two pipeline ranks that both hold a tied embedding.
+        copies: number of ranks that hold the same shard.
+        link: the two pipeline ranks that both hold a tied embedding; None for other parameters.
     """
 
     reduce_axes: Axes
@@ -44,7 +44,7 @@ class FsdpUnit:
     """A module of a pipeline stage whose parameters, those below `path`, are all-gathered together.
 
     Attributes:
-        in_backward: backward needs the values of the parameters as well.
+        in_backward: whether backward needs the parameters as well.
     """
 
     path: str
@@ -59,7 +59,7 @@ class FsdpUnit:
 
 @dataclass(frozen=True)
 class BufferKey:
-    """Key of the parameters that may share a flat buffer; `unit` matters where parameters are sharded."""
+    """Key of the parameters that may share a flat buffer; `unit` is the FSDP unit if parameters are sharded."""
 
     sync: GradSync
     stage: int
@@ -72,7 +72,7 @@ class FlatBuffer:
     Attributes:
         params: padded to equal shards; without memory while parameters are sharded and not in use.
         main: this rank's shard of the master weights; a view of `params` (`is_view`) where the dtypes are equal.
-        grad: this rank's shard of main_grad; where gradients are sharded, that of the last step until the next starts.
+        grad: this rank's shard of main_grad; if gradients are sharded, it is valid until the next step starts.
         spans: range of each parameter in `params`: first those with weight decay, then the others.
     """
 
@@ -126,10 +126,10 @@ class FlatBuffer:
         self.num_grads, self.num_reduced = 0, 0
         self._missing = set(self.spans)
         if self.full_grad is not None:
-            self.full_grad[self.size :].zero_()  # a step that was not finite may have left inf or nan
+            self.full_grad[self.size :].zero_()  # a non-finite step may have left inf or NaN
 
     def count_grad(self, num_microbatches: int) -> bool:
-        """Count one gradient; return whether those of `num_microbatches` are complete, or of the next as many."""
+        """Count one gradient; return whether the gradients of another `num_microbatches` are complete."""
         self.num_grads += 1
         return self.num_grads % (self.grads_per_microbatch * num_microbatches) == 0
 
@@ -145,7 +145,7 @@ class FlatBuffer:
         return self.full_grad[low:high].view(*shape), has_values
 
     def take_grad(self) -> Tensor:
-        """Return the gradients to be reduced; where gradients are sharded, the next ones get a buffer of their own."""
+        """Return the gradients to be reduced; if gradients are sharded, the next microbatch gets a new buffer."""
         full_grad = self.full_grad
         assert full_grad is not None, "there is no gradient to reduce"
         for low, high in map(self.spans.__getitem__, self._missing):
@@ -155,7 +155,7 @@ class FlatBuffer:
         return full_grad
 
     def store_reduced(self, total: Tensor) -> None:
-        """Store this rank's shard of the reduced gradients, or add it where each microbatch has its own reduction."""
+        """Store this rank's shard of the reduced gradients, or add it if each microbatch has its own reduction."""
         if not self.sharding.grads:
             if total.untyped_storage()._cdata != self.grad.untyped_storage()._cdata:
                 self.grad.copy_(total)
@@ -209,7 +209,7 @@ class FlatBuffer:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes held between steps."""
+        """Return the bytes held between steps, by kind."""
         weights = 0 if self.sharding.params else self.params.nbytes
         grad = self.grad if self.sharding.grads or self.full_grad is None else self.full_grad
         return {"weights": weights + (0 if self.is_view else self.main.nbytes), "gradients": grad.nbytes}
@@ -226,8 +226,8 @@ def make_flat_buffers(
 ) -> list[FlatBuffer]:
     """Return flat buffers for all parameters, in the order of the forward pass.
 
-    A buffer is one bucket: at least `bucket_bytes` of gradients, counted from the end, where backward starts.  Where
-    parameters are sharded it holds one FSDP unit.
+    A buffer is one bucket: at least `bucket_bytes` of gradients, counted from the end, where backward starts.  If
+    parameters are sharded, it holds one FSDP unit.
     """
     specs = {name: spec for each in stage_specs.values() for name, spec in each.items()}
     groups: dict[BufferKey, list[str]] = {}

@@ -3,7 +3,7 @@
     compute       embedding | layer 0 | layer 1 | norm, head | layer 1 | layer 0     (forward, then backward)
     all-gathers   layer 0   | layer 1 | norm    | layer 1    | layer 0               (prefetch of the next unit)
 
-The hooks are on modules and on the tensors between them; the network itself knows nothing of sharding (Zhao et al.
+Hooks are registered on modules and on the tensors between them; the model code does not refer to sharding (Zhao et al.
 2023, arXiv:2304.11277).
 """
 
@@ -29,7 +29,7 @@ class UnitParameters(Protocol):
         ...
 
     def wait_for_unshard(self, path: str) -> None:
-        """Wait until they are gathered."""
+        """Wait until the parameters of a unit are gathered."""
         ...
 
     def reshard(self, path: str) -> None:
@@ -38,7 +38,7 @@ class UnitParameters(Protocol):
 
 
 class UnitNeighbours(NamedTuple):
-    """A unit, the units before and after it in its stage, and those that the head prefetches for backward."""
+    """Neighbours of an FSDP unit: the units before and after it in its stage, and those to prefetch for backward."""
 
     unit: FsdpUnit
     before: Sequence[FsdpUnit]
@@ -47,13 +47,13 @@ class UnitNeighbours(NamedTuple):
 
 
 def register_wait_hooks(params: UnitParameters, units: Sequence[FsdpUnit]) -> None:
-    """Let each unit wait for its parameters, which are gathered once per step and stay (ZeRO stages 1 and 2)."""
+    """Make each unit wait for its parameters, which are all-gathered once per step and kept (ZeRO stages 1 and 2)."""
     for unit in units:
         unit.module.register_forward_pre_hook(lambda *_, path=unit.path: params.wait_for_unshard(path))
 
 
 def register_unshard_hooks(params: UnitParameters, units: Sequence[FsdpUnit]) -> None:
-    """Gather each unit when it is needed and free it afterwards (ZeRO stage 3)."""
+    """All-gather each unit's parameters before its forward and backward, and free them afterwards (ZeRO stage 3)."""
     in_backward_now: set[str] = set()
     for at in _neighbours(units):
         _hook_forward(params, at, in_backward_now)
