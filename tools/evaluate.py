@@ -17,8 +17,8 @@ import torch
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.data.corpus.blended import EvaluationWindows
 from megatron3d.data.corpus.corpus import open_corpus
-from megatron3d.data.evaluation_windows import EvaluationWindows
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
