@@ -10,7 +10,6 @@ Opening takes the same time for any size: of a large index only some runs of ent
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron3d.data.token_files.files import replace_output, sha256, with_suffix
+from megatron3d.data.token_files.files import sha256, with_suffix
 from megatron3d.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -59,15 +58,6 @@ class Manifest(BaseModel):
     part: str | None = None
 
 
-def write_manifest(prefix: Path, manifest: Manifest | None) -> None:
-    """Write the manifest of a corpus, or for None delete an older one."""
-    if manifest is None:
-        with_suffix(prefix, SUFFIX).unlink(missing_ok=True)
-        return
-    with replace_output(with_suffix(prefix, SUFFIX)) as file:
-        file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
-
-
 def read_manifest(prefix: Path) -> Manifest | None:
     """Return the manifest of a corpus, None if there is none; raises UserError if it is damaged."""
     path = with_suffix(prefix, SUFFIX)
@@ -97,7 +87,6 @@ class IndexedDataset:
         dtype, num_sequences, document_entries = self._read_header()
         self.dtype = np.dtype(dtype)
         self.num_sequences, self.num_documents = num_sequences, document_entries - 1
-        self._check_index_size(num_sequences, document_entries)
         self._lengths = self._map("<i4", HEADER.size, num_sequences)
         self._offsets = self._map("<i8", HEADER.size + 4 * num_sequences, num_sequences)
         self._documents = self._map("<i8", HEADER.size + 12 * num_sequences, document_entries)
@@ -204,15 +193,12 @@ class IndexedDataset:
             raise self._damaged(
                 self._idx, f"no documents ({num_sequences} sequences, {document_entries} document entries)"
             )
-        return DTYPES[code], num_sequences, document_entries
-
-    def _check_index_size(self, num_sequences: int, document_entries: int) -> None:
-        size = self._idx.stat().st_size
-        wanted = HEADER.size + 12 * num_sequences + 8 * document_entries
+        size, wanted = self._idx.stat().st_size, HEADER.size + 12 * num_sequences + 8 * document_entries
         if size not in (wanted, wanted + num_sequences):
             raise self._damaged(
                 self._idx, f"{size} bytes where {num_sequences} sequences need {wanted}, cut short or damaged"
             )
+        return DTYPES[code], num_sequences, document_entries
 
     def _map(self, dtype: str, first_byte: int, count: int) -> Tokens:
         return np.asarray(np.memmap(self._idx, dtype, "r", offset=first_byte, shape=(count,)))

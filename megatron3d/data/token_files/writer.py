@@ -7,6 +7,7 @@ prefix.documents.partial   i64 per finished document: the number of sequences up
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron3d.data.token_files.files import PARTIAL, AppendOnlyFile, read_blocks, replace_output, sha256, with_suffix
-from megatron3d.data.token_files.indexed import (
-    BLOCK,
-    DTYPES,
-    HEADER,
-    MAGIC,
-    IndexedDataset,
-    Manifest,
-    Tokens,
-    read_manifest,
-    write_manifest,
-)
+from megatron3d.data.token_files.indexed import DTYPES, HEADER, MAGIC, SUFFIX, IndexedDataset, Manifest, read_manifest
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 
@@ -72,7 +63,7 @@ class IndexedWriter:
     def __exit__(self, *_: object) -> None:
         self.discard()
 
-    def add(self, tokens: Tokens, lengths: Ints, marks: Ints | None = None) -> None:
+    def add(self, tokens: Ints, lengths: Ints, marks: Ints | None = None) -> None:
         """Append runs of tokens: all their tokens, the length and mark of each; by default each is a document."""
         assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
         assert int(lengths.sum()) == len(tokens), f"lengths add up to {lengths.sum()}, not to {len(tokens)} tokens"
@@ -196,6 +187,15 @@ def make_manifest(written: WrittenCounts, tokenizer: Tokenizer) -> Manifest:
     )
 
 
+def write_manifest(prefix: Path, manifest: Manifest | None) -> None:
+    """Write the manifest of a corpus, or for None delete an older one."""
+    if manifest is None:
+        with_suffix(prefix, SUFFIX).unlink(missing_ok=True)
+        return
+    with replace_output(with_suffix(prefix, SUFFIX)) as file:
+        file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
+
+
 def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest: Manifest | None) -> None:
     """Rename the files of a corpus to their final names; may be repeated after a kill at any point.
 
@@ -236,7 +236,4 @@ def _write_index(file: BinaryIO, prefix: Path, dtype: np.dtype[Any], written: Wr
 
 
 def _entries(path: Path, dtype: str) -> Iterator[Ints]:
-    size = np.dtype(dtype).itemsize
-    with path.open("rb") as file:
-        while block := file.read(size * BLOCK):
-            yield np.frombuffer(block, dtype)
+    return (np.frombuffer(block, dtype) for block in read_blocks(path))
