@@ -206,7 +206,7 @@ class RunSpec:
             data.pad_token_id,
             None if data.goldfish_k is None else (data.goldfish_k, data.goldfish_h),
         )
-        if packing.needs_eod and eod is None:
+        if packing.reason and eod is None:
             raise UserError(
                 f"{packing.reason}=true: data.tokenizer_type={data.tokenizer_type} has no token that ends a document; "
                 "use a tokenizer with one, or false"

@@ -51,14 +51,9 @@ class Packing:
 
     @property
     def reason(self) -> str:
-        """The first key that needs documents, or an empty string."""
+        """The first key for which documents must be recognized by `eod`, or an empty string."""
         keys = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
         return next((f"data.{key}" for key in keys if getattr(self, key)), "")
-
-    @property
-    def needs_eod(self) -> bool:
-        """Whether documents must be recognized."""
-        return bool(self.reason)
 
     @property
     def masks_loss(self) -> bool:

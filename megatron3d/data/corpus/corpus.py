@@ -17,10 +17,10 @@ from megatron3d.data.corpus.blend import Blend, Paths, parse_paths, whole_parts
 from megatron3d.data.corpus.blended import BlendedSamples, TokenFileSamples
 from megatron3d.data.corpus.samples import Split, split_tokens
 from megatron3d.data.corpus.spec import CorpusSpec
-from megatron3d.data.corpus.stream import StreamedSamples, open_stream
+from megatron3d.data.corpus.stream import StreamedDataset, StreamedSamples
 from megatron3d.data.packing import Packing
 from megatron3d.data.preprocess.encode import EncoderSpec
-from megatron3d.data.preprocess.hub_datasets import HF_PREFIX
+from megatron3d.data.preprocess.hub_datasets import HF_PREFIX, num_shards
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
@@ -54,13 +54,10 @@ class Corpus:
     def fingerprint(self) -> str:
         """The fingerprint of a single corpus; of several, sha256 of theirs and of the blends."""
         found = list(self.train.contents)
-        if self.valid is not None and not _share_a_corpus(self.train, self.valid):
-            found += self.valid.contents
+        if self.valid is not None:
+            shares = [split.sources[0].dataset for split in (self.train, self.valid) if split.sources]
+            found += [] if len(shares) == 2 and shares[0] is shares[1] else self.valid.contents
         return str(found[0][0]) if len(found) == 1 else hashlib.sha256(str(found).encode()).hexdigest()
-
-
-def _share_a_corpus(one: BlendedSamples | StreamedSamples, other: BlendedSamples | StreamedSamples) -> bool:
-    return bool(one.sources and other.sources) and one.sources[0].dataset is other.sources[0].dataset
 
 
 def open_corpus(spec: CorpusSpec, tokenizer: Tokenizer, packing: Packing) -> Corpus:
@@ -124,7 +121,7 @@ class _Opener:
             remedy=", or leave such out with data.on_bad_record=skip",
         )
         seed = spec.seed if number == 0 else None
-        rows = open_stream(path, spec.stream_lanes, spec.stream_shuffle_rows, seed, encoder)
+        rows = StreamedDataset(path, num_shards(path), spec.stream_lanes, spec.stream_shuffle_rows, seed, encoder)
         return StreamedSamples(rows, spec.seq_length)
 
     def split(self, opened: _Opened, number: int, is_whole: bool = False) -> BlendedSamples | None:
@@ -177,7 +174,7 @@ def _check_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, vocab_size: 
 
 def _check_documents(dataset: IndexedDataset, packing: Packing) -> None:
     """Require that documents end with the tokenizer's token, where that matters; checked on the first ones."""
-    if not packing.needs_eod:
+    if not packing.reason:
         return
     for document in range(min(CHECKED_DOCUMENTS, dataset.num_documents)):
         sequences = dataset.sequences(document)

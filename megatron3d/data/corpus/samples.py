@@ -45,10 +45,8 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
 def split_tokens(num_tokens: int, split: str) -> tuple[Split, Split, Split]:
     """Return train, valid and test as consecutive token ranges that cover the corpus."""
     train, valid, _ = parse_split(split)
-    ends = (int(num_tokens * train), int(num_tokens * (train + valid)), num_tokens)
-    starts = (0, *ends)
-    first, second, third = (Split(start, end - start) for start, end in zip(starts, ends, strict=False))
-    return first, second, third
+    first, second = int(num_tokens * train), int(num_tokens * (train + valid))
+    return Split(0, first), Split(first, second - first), Split(second, num_tokens - second)
 
 
 def sample_offsets(split: Split, seq_length: int, seed: int | None, samples: Indices) -> Indices:

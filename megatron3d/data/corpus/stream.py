@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from megatron3d.data.permutation import Indices, permutation_keys, permute
 from megatron3d.data.preprocess.encode import MAX_FAULTS, EncodedBatch, EncoderSpec, encode_batch
-from megatron3d.data.preprocess.hub_datasets import num_shards, open_shard
+from megatron3d.data.preprocess.hub_datasets import open_shard
 from megatron3d.data.preprocess.input_chunks import InputChunk
 from megatron3d.data.preprocess.records import Record
 from megatron3d.data.token_files.indexed import Tokens
@@ -126,13 +126,12 @@ class StreamedDataset:
     def first_text(self, shard: int) -> str:
         """Return the first text of a shard; raises UserError if its first row, or with skip_bad any, has none."""
         fault: UserError | None = None
-        for row, fields in islice(enumerate(open_shard(self.name, shard, self.num_shards, 0)), self.shuffle_rows):
+        num_rows = self.shuffle_rows if self.encoder.skip_bad else 1
+        for row, fields in islice(enumerate(open_shard(self.name, shard, self.num_shards, 0)), num_rows):
             try:
                 return str([self._record(shard, row, fields).texts(self.encoder.keys)])
             except UserError as error:
                 fault = fault or UserError(f"{error}{self.encoder.remedy}")
-                if not self.encoder.skip_bad:
-                    break
         if fault is not None:
             raise fault
         return str([])
@@ -271,10 +270,3 @@ class StreamedSamples:
         rows = self.rows
         shards = f"{rows.num_shards} shards in {rows.num_lanes} lanes"
         yield f"{rows.name}: read as a stream of {shards}; how often is not known before"
-
-
-def open_stream(
-    name: str, num_lanes: int, shuffle_rows: int, seed: int | None, encoder: EncoderSpec
-) -> StreamedDataset:
-    """Open a dataset in lanes; raises UserError where that fails."""
-    return StreamedDataset(name, num_shards(name), num_lanes, shuffle_rows, seed, encoder)

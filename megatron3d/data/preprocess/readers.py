@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 from megatron3d.data.preprocess.hub_datasets import open_shard
@@ -55,7 +56,7 @@ def read_chunk(chunk: InputChunk, options: ReadOptions, position: int | None = N
 def _lines(chunk: InputChunk, options: ReadOptions, position: int | None) -> Iterator[Record]:
     limit = options.max_record_bytes
     with open_decompressed(chunk.path, chunk.kind) as file:
-        place = _seek_first_line(file, chunk) if position is None else _seek(file, chunk, position)
+        place = _seek(file, chunk, position)
         while place < chunk.stop and (line := file.readline(limit + 1)):
             content: bytes | UserError = line
             after = place + len(line)
@@ -67,14 +68,6 @@ def _lines(chunk: InputChunk, options: ReadOptions, position: int | None) -> Ite
             place = after
 
 
-def _seek_first_line(file: BinaryIO, chunk: InputChunk) -> int:
-    """Go to the first line that begins in the chunk, and return its position."""
-    if chunk.start == 0:
-        return 0
-    file.seek(chunk.start - 1)
-    return chunk.start - 1 + _skip_line(file, b"")
-
-
 def _skip_line(file: BinaryIO, line: bytes) -> int:
     """Skip the rest of a line that begins with `line`, and return its length."""
     skipped = 0
@@ -83,7 +76,10 @@ def _skip_line(file: BinaryIO, line: bytes) -> int:
     return skipped
 
 
-def _seek(file: BinaryIO, chunk: InputChunk, position: int) -> int:
+def _seek(file: BinaryIO, chunk: InputChunk, position: int | None) -> int:
+    """Go to a position, None for the first line that begins in the chunk, and return it."""
+    if position is None:
+        return file.seek(chunk.start - 1) + _skip_line(file, b"") if chunk.start else 0
     if chunk.kind == "lines":
         return file.seek(position)
     rest = position
@@ -117,12 +113,10 @@ def _text(chunk: InputChunk, options: ReadOptions, position: int | None) -> Iter
 
 
 def _decoding_error(chunk: InputChunk) -> UserError | None:
-    decoder = codecs.getincrementaldecoder("utf-8")()
     with open_decompressed(chunk.path, chunk.kind) as file:
         try:
-            while block := file.read(SKIP_BYTES):
-                decoder.decode(block)
-            decoder.decode(b"", final=True)
+            for _ in codecs.iterdecode(iter(partial(file.read, SKIP_BYTES), b""), "utf-8"):
+                pass
         except UnicodeDecodeError as error:
             return UserError(f"not UTF-8 text ({error.reason})")
     return None

@@ -51,8 +51,12 @@ class ResumeLog:
     def __init__(self, path: Path, job: Mapping[str, JsonValue], restart: bool = False) -> None:
         self._file = AppendOnlyFile(path, size=None)
         found, self.points, size = _parse(b"" if restart else path.read_bytes())
-        if found is not None:
-            self._require_same(found, job)
+        if differing := [name for name in job if found is not None and found.get(name) != job[name]]:
+            self.close()
+            raise UserError(
+                f"{path}: an unfinished job with another {', another '.join(differing)} is here; repeat its "
+                "command, give another --output-prefix, or --restart to drop what it did"
+            )
         self._file.truncate(size)
         if found is None:
             try:
@@ -77,15 +81,6 @@ class ResumeLog:
     def _append(self, values: Mapping[str, Any]) -> None:
         self._file.append((json.dumps(values) + "\n").encode())
         self._file.sync()
-
-    def _require_same(self, found: Mapping[str, Any], job: Mapping[str, JsonValue]) -> None:
-        differing = [name for name in job if found.get(name) != job[name]]
-        if differing:
-            self.close()
-            raise UserError(
-                f"{self._file.path}: an unfinished job with another {', another '.join(differing)} is here; repeat its "
-                "command, give another --output-prefix, or --restart to drop what it did"
-            )
 
 
 def _parse(content: bytes) -> tuple[dict[str, Any] | None, list[ResumePoint], int]:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus.stream import Cursor, StreamedSamples, open_stream
+from megatron3d.data.corpus.stream import Cursor, StreamedDataset, StreamedSamples
 from megatron3d.data.preprocess.encode import EncoderSpec
+from megatron3d.data.preprocess.hub_datasets import num_shards
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import UserError
 
@@ -46,7 +47,7 @@ def stream(
 ) -> StreamedSamples:
     tokenizer = ByteTokenizer(None)
     encoder = EncoderSpec("ByteTokenizer", None, tokenizer.fingerprint, (key,), append_eod=True, skip_bad=skip)
-    return StreamedSamples(open_stream(name, lanes, 5, seed, encoder), SEQ_LENGTH)
+    return StreamedSamples(StreamedDataset(name, num_shards(name), lanes, 5, seed, encoder), SEQ_LENGTH)
 
 
 def test_in_order_the_lanes_are_the_rows_by_turns(name: str) -> None:
