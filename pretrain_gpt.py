@@ -1,7 +1,7 @@
-"""Pretrain a GPT: `pretrain_gpt.py --config FILE [section.key=value ...]`, bare, under torchrun, or under srun.
+"""Pretrain a GPT: `pretrain_gpt.py --config FILE [section.key=value ...]`, alone, under torchrun, or under srun.
 
-Parse, build, loop.  Exit codes: 0 done, 2 what the user gave is wrong (one message per problem, nothing written),
-3 stopped on request after saving, anything else a crash.
+Parse, build, loop.  Exit codes: 0 done, 2 user error (one message per problem, nothing written), 3 stopped on request
+after saving, anything else a crash.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron3d.runtime import process
 
 
 def main() -> int:
-    """Check the configuration, which needs no torch; then train."""
+    """Parse the command line, then check the configuration, simulate a step, or train; return the exit code."""
     arguments = parse_args(sys.argv[1:])
     env = process.launcher_env()
     if arguments.check:
@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def pretrain(arguments: Arguments, world_size: int) -> int:
-    """Build the run on this rank and train it to its end."""
+    """Build the run on this rank and train until its last iteration; return the exit code."""
     resolved = resolve(arguments.config, arguments.overrides, world_size)
     phases = process.StartupPhases(printing=process.launcher_env().rank == 0)
     with phases("importing torch"):

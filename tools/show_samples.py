@@ -57,7 +57,7 @@ def parse_iterations(text: str) -> tuple[int, int]:
     first, dash, last = text.partition("-")
     bounds = first, last if dash else first
     if not all(bound.isdecimal() for bound in bounds) or not 1 <= int(bounds[0]) <= int(bounds[1]):
-        raise UserError(f"--iterations {text}: neither an iteration from 1 on nor a range; use such as 5 or 1-10")
+        raise UserError(f"--iterations {text}: neither an iteration from 1 on nor a range; use for example 5 or 1-10")
     return int(bounds[0]), int(bounds[1])
 
 

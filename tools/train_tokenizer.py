@@ -62,7 +62,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     if not characters and arguments.vocab_size is None:
         raise UserError(f"--vocab-size: --type {arguments.type} needs one; use e.g. --vocab-size 4096")
     if not arguments.max_mb > 0:
-        raise UserError(f"--max-mb {arguments.max_mb:g}: must be above 0; use such as 20")
+        raise UserError(f"--max-mb {arguments.max_mb:g}: must be above 0; use for example 20")
     paths = find_inputs(arguments.input)
     tokenizer_type, suffix = OUTPUTS[arguments.type]
     output = with_suffix(arguments.output_prefix, suffix)

@@ -1,4 +1,4 @@
-"""The command line of programs that run a configuration, and `--check`, which needs neither torch nor a launcher."""
+"""Command line of the training program, and `--check`, which needs neither torch nor a launcher."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron3d.errors import UserError
 from megatron3d.model.flops import num_parameters
 from megatron3d.runtime.exit_codes import ExitCode
 
-# Other sizes, and with them what the axes must divide, follow from these.
+# Keys from which other model sizes are derived, which the tensor axes must divide.
 _SHAPE = frozenset({"model.family", "model.activation", "model.hidden_size", "model.num_attention_heads"})
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What was typed."""
+    """Parsed command line."""
 
     config: Path
     overrides: tuple[str, ...] = ()
@@ -39,40 +39,50 @@ class Arguments:
 
 
 def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Arguments:
-    """`--config FILE [--check | --dry-run] [--world-size N] [section.key=value ...]` in any order; exits with 2 on
-    others."""
+    """Parse `--config FILE [--check | --dry-run] [--world-size N] [section.key=value ...]`, in any order.
+
+    Exits with code 2 on anything else.
+    """
     parser = argparse.ArgumentParser(program, description="Pretrain a GPT in any parallel layout.", allow_abbrev=False)
     parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="a YAML file, such as those of configs/"
+        "--config", type=Path, required=True, metavar="FILE", help="a YAML file, such as those in configs/"
     )
     parser.add_argument("--check", action="store_true", help="report every problem of the configuration and stop")
-    parser.add_argument("--dry-run", action="store_true", help="do one training step without values, and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="simulate one training step without tensor values and stop"
+    )
     parser.add_argument(
         "--world-size",
         type=_positive,
         metavar="N",
-        help="check or dry-run for N processes elsewhere; files are only mentioned",
+        help="check or dry-run for N processes of another machine; missing files are reported, not refused",
     )
     parser.add_argument(
-        "--ranks", default="pipeline", metavar="RANKS", help="of a dry run: pipeline (one of each), all, or such as 0,5"
+        "--ranks",
+        default="pipeline",
+        metavar="RANKS",
+        help="dry run only: pipeline (one rank per pipeline rank), all, or ranks such as 0,5",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="of a dry run: memory by kind over the step (.svg, .png, .pdf)"
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="dry run only: plot memory by kind over the step (.svg, .png, .pdf)",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace those in the file"
     )
     typed = parser.parse_intermixed_args(argv)
     if typed.world_size and not (typed.check or typed.dry_run):
         parser.error(
-            "--world-size only goes with --check or --dry-run; a launcher (torchrun, srun) sets the number of processes"
+            "--world-size needs --check or --dry-run; a launcher (torchrun, srun) sets the number of processes"
         )
     if typed.check and typed.dry_run:
         parser.error("--check and --dry-run exclude each other; a dry run checks first")
     if typed.ranks != "pipeline" and not typed.dry_run:
-        parser.error("--ranks only goes with --dry-run")
+        parser.error("--ranks needs --dry-run")
     if typed.picture and not typed.dry_run:
-        parser.error("--picture only goes with --dry-run")
+        parser.error("--picture needs --dry-run")
     overrides = tuple(typed.overrides)
     return Arguments(typed.config, overrides, typed.check, typed.world_size, typed.dry_run, typed.ranks, typed.picture)
 
@@ -85,10 +95,10 @@ def _positive(text: str) -> int:
 
 
 def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: bool = False) -> Resolved:
-    """The configuration, ready to run on `world_size` ranks; raises UserError with every problem of it and its files.
+    """Return the configuration for `world_size` ranks; raises UserError with every problem in it and in its files.
 
-    With `elsewhere` files are not looked at, since they are those of another machine.  A rule that involves a value
-    which could not be read is left out: it would be held against the default.
+    With `elsewhere` the run is on another machine, so files are not checked.  A rule that involves a value which could
+    not be read is skipped, since it would be applied to the default.
     """
     reading = read(config, overrides)
     facts = Facts(reading.config, world_size, origins=reading.origins)
@@ -96,14 +106,14 @@ def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: 
     if not any(key in _SHAPE or key.startswith("parallel.") for key in reading.unsure):
         broken += layout_problems(facts)
     broken += [] if elsewhere else check_files(reading.config, world_size, reading.origins)
-    doubtful = {key.partition(".")[2] for key in reading.unsure}
-    sure = [problem for problem in broken if doubtful.isdisjoint(re.findall(r"\w+", problem))]
-    UserError.collect((*reading.problems, *sure))
+    skipped = {key.partition(".")[2] for key in reading.unsure}
+    kept = [problem for problem in broken if skipped.isdisjoint(re.findall(r"\w+", problem))]
+    UserError.collect((*reading.problems, *kept))
     return Resolved(reading.config, reading.origins)
 
 
 def run_check(arguments: Arguments, environ_world_size: int | None = None) -> int:
-    """Print the resolved configuration and its numbers, or every problem on stderr; returns the exit code, 0 or 2."""
+    """Print the resolved configuration and its arithmetic, or every problem on stderr; return the exit code, 0 or 2."""
     world_size, elsewhere = arguments.world_size or environ_world_size or 1, arguments.world_size is not None
     try:
         resolved = resolve(arguments.config, arguments.overrides, world_size, elsewhere)
@@ -120,7 +130,7 @@ def run_check(arguments: Arguments, environ_world_size: int | None = None) -> in
 
 
 def parameter_line(config: Config) -> str:
-    """The number of parameters, as far as it is known before the tokenizer is read."""
+    """Return the number of parameters as text: per token of the vocabulary while its size is not known."""
     arch = resolve_architecture(config.model, config.model.vocab_size or 0)
     if arch.vocab_size:
         return f"parameters {num_parameters(arch):,} (vocabulary {arch.vocab_size:,})"

@@ -1,4 +1,4 @@
-"""From a YAML file and `section.key=value` overrides to a frozen configuration in which every value has an origin."""
+"""Read a YAML file and `section.key=value` overrides into a frozen configuration with an origin for every value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS: Mapping[type, str] = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, and for every `section.key` where its value came from."""
+    """A configuration, and the origin of the value of every `section.key`."""
 
     config: Config
     origins: Mapping[str, str]
@@ -38,11 +38,11 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Reading(Resolved):
-    """What could be read: keys with a problem keep their defaults.
+    """A configuration that may have problems: keys with a problem keep their defaults.
 
     Attributes:
-        problems: one message each.
-        unsure: keys whose value is not what the person meant.
+        problems: one message per problem.
+        unsure: keys whose value is not the one that the user meant.
     """
 
     problems: tuple[str, ...]
@@ -50,14 +50,14 @@ class Reading(Resolved):
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Resolved:
-    """The configuration of a file with overrides; raises UserError with every problem."""
+    """Return the configuration of a file with overrides; raises UserError with every problem."""
     reading = read(path, overrides)
     UserError.collect(reading.problems)
     return Resolved(reading.config, reading.origins)
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
-    """As read_config, with the problems beside what is right.  Of two overrides of one key the later one holds."""
+    """Read a file with overrides, and return problems instead of raising; the last override of a key wins."""
     problems: list[str] = []
     document = read_document(path, problems)
     entries = [*(document or ()), *_override_entries(overrides, problems)]
@@ -66,11 +66,11 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
     problems += dict.fromkeys(_unknown(entry) for entry in unknown)
     meant = {nearest_key(entry.section, entry.name) or "" for entry in unknown}
 
-    config, wrong = _validated(known)
-    problems += wrong.values()
-    right = {key: entry.origin for key, entry in known.items() if key not in wrong}
-    origins = {f"{section}.{name}": DEFAULT for section, names in SECTIONS.items() for name in names} | right
-    unsure = frozenset(origins) if document is None else frozenset(origins) & (meant | set(wrong))
+    config, invalid = _validated(known)
+    problems += invalid.values()
+    valid = {key: entry.origin for key, entry in known.items() if key not in invalid}
+    origins = {f"{section}.{name}": DEFAULT for section, names in SECTIONS.items() for name in names} | valid
+    unsure = frozenset(origins) if document is None else frozenset(origins) & (meant | set(invalid))
     return Reading(config, origins, tuple(problems), unsure)
 
 
@@ -81,7 +81,7 @@ def _override_entries(overrides: Iterable[str], problems: list[str]) -> list[Ent
         section, _, name = key.strip().rpartition(".")
         if not equals or not name:
             problems.append(
-                f"{text} ({COMMAND_LINE}): not of the form section.key=value; such as train.train_iters=100"
+                f"{text} ({COMMAND_LINE}): not of the form section.key=value; use for example train.train_iters=100"
             )
             continue
         try:
@@ -92,7 +92,7 @@ def _override_entries(overrides: Iterable[str], problems: list[str]) -> list[Ent
 
 
 def _unknown(entry: Entry) -> str:
-    """The message for an entry whose section or key is not in the schema."""
+    """Return the message for an entry whose section or key is not in the schema."""
     where = f"{entry.key}={show(entry.value)} ({entry.origin})"
     likely = nearest_key(entry.section, entry.name) if entry.name else nearest_key("", entry.section)
     if entry.key in SECTIONS:
@@ -102,17 +102,17 @@ def _unknown(entry: Entry) -> str:
     if entry.section and entry.name:
         section = nearest(entry.section, SECTIONS) or one_of(SECTIONS)
         return f"{where}: unknown section {entry.section}; use {likely or section}"
-    return f"{where}: a key without its section; use {likely or 'section.key, section being ' + one_of(SECTIONS)}"
+    return f"{where}: a key without its section; use {likely or 'section.key with section ' + one_of(SECTIONS)}"
 
 
 def _validated(known: Mapping[str, Entry]) -> tuple[Config, dict[str, str]]:
-    """The configuration without its wrong values, and a message for the key of each of these."""
+    """Return the configuration without its invalid values, and a message for the key of each of these."""
     values: dict[str, dict[str, object]] = {}
     for entry in known.values():
         values.setdefault(entry.section, {})[entry.name] = entry.value
-    wrong: dict[str, str] = {}
+    invalid: dict[str, str] = {}
     try:
-        return Config.model_validate(values), wrong
+        return Config.model_validate(values), invalid
     except ValidationError as error:
         for detail in error.errors():
             section, name = str(detail["loc"][0]), str(detail["loc"][1])
@@ -120,19 +120,19 @@ def _validated(known: Mapping[str, Entry]) -> tuple[Config, dict[str, str]]:
             where = f"{entry.key}={show(entry.value)} ({entry.origin})"
             whole = detail["type"].endswith("_type") and len(detail["loc"]) == 2
             rule = f"{_KINDS.get(type(entry.value), 'this')} is not allowed" if whole else "not allowed"
-            wrong[entry.key] = f"{where}: {rule}; use {expected(section, name, entry.value)}"
+            invalid[entry.key] = f"{where}: {rule}; use {expected(section, name, entry.value)}"
             values[section].pop(name, None)
-    return Config.model_validate(values), wrong
+    return Config.model_validate(values), invalid
 
 
 def expected(section: str, name: str, given: object = None) -> str:
-    """In words, the values that a key takes, the one nearest to what was given first."""
+    """Describe the values that a key allows, the one closest to `given` first."""
     schema = type(getattr(Config(), section)).model_json_schema()["properties"][name]
     kinds = schema.get("anyOf", [schema])
-    return " or ".join(_words(kind | {"default": schema.get("default")}, given) for kind in kinds)
+    return " or ".join(_describe_kind(kind | {"default": schema.get("default")}, given) for kind in kinds)
 
 
-def _words(kind: Mapping[str, Any], given: object) -> str:
+def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
     if "enum" in kind:
         near = nearest(str(given).lower(), map(str, kind["enum"]))
         return one_of(sorted(map(str, kind["enum"]), key=lambda value: value != near))

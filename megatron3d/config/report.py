@@ -1,4 +1,4 @@
-"""The resolved configuration as text: the arithmetic with its numbers, and every value with its origin."""
+"""The resolved configuration as text: batch and rank arithmetic, and every value with its origin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron3d.runtime.files import write_text
 
 
 def batch_arithmetic(spec: RunSpec) -> str:
-    """The factors of the world size and of the global batch and, with several pipeline ranks, their pipeline.
+    """Return lines with the factors of the world size and of the global batch and, if there is one, the pipeline.
 
     The configuration must be valid.
     """
@@ -42,7 +42,7 @@ def batch_arithmetic(spec: RunSpec) -> str:
 
 
 def describe_pipeline(spec: RunSpec) -> str:
-    """The schedule, its stages with their layers, and the bubble that it is expected to have."""
+    """Describe the schedule, the layers of its stages, and its expected bubble."""
     parallel = spec.config.parallel
     name = f"{FROM_FILE} {parallel.pipeline_schedule_file}" if spec.has_schedule_file else parallel.pipeline_schedule
     try:
@@ -58,7 +58,7 @@ def describe_pipeline(spec: RunSpec) -> str:
 
 
 def join_runs(counts: Sequence[int]) -> str:
-    """`3+3+2`, or `15x3+2` where more than four are equal."""
+    """Return counts as `3+3+2`, or as `15x3+2` where more than four in a row are equal."""
 
     def parts() -> Iterator[str]:
         for count, group in groupby(counts):
@@ -69,15 +69,15 @@ def join_runs(counts: Sequence[int]) -> str:
 
 
 def expected_bubble(pipeline: Pipeline, arch: Architecture) -> float:
-    """The part of a step's forwards and backwards in which a rank waits, going by the stages' operations alone."""
+    """Return the fraction of a step that ranks wait in, if the time of an action is proportional to its FLOPs."""
     flops = [stage_flops(arch, stage) for stage in pipeline.stages]
     return simulate_durations(pipeline.schedule, lambda action: flops[action.stage][action.kind]).idle_rate
 
 
 def render(resolved: Resolved, vocab_size: int | None = None) -> str:
-    """YAML that read_config reads back as an equal configuration; each line's comment tells its origin.
+    """Return YAML that read_config reads back as an equal configuration; the comment of each line is its origin.
 
-    `vocab_size` is the tokenizer's, on which the layers of a pipeline's stages depend (None: not known).
+    `vocab_size` is the tokenizer's, on which the division of layers into stages depends (None: not known).
     """
     config = resolved.config
     spec = RunSpec(config, vocab_size=vocab_size or 0)
@@ -98,11 +98,11 @@ def write_resolved(resolved: Resolved, path: Path, vocab_size: int | None = None
 
 
 def _derived(spec: RunSpec) -> dict[str, object]:
-    """Values derived for keys that were left open."""
+    """Return the derived values of keys that are null."""
     config = spec.config
-    open_values = set(SECTIONS["model"]) & set(Architecture.__annotations__) - {"vocab_size"}
+    null_keys = set(SECTIONS["model"]) & set(Architecture.__annotations__) - {"vocab_size"}
     decay = config.optimizer.lr_decay_iters or config.train.train_iters
-    return {f"model.{name}": getattr(spec.arch, name) for name in open_values} | {
+    return {f"model.{name}": getattr(spec.arch, name) for name in null_keys} | {
         "parallel.tensor_model_parallel_size": spec.tensor_size,
         "parallel.tensor_parallel_shape": spec.tensor_shape,
         "optimizer.lr_decay_iters": decay,
@@ -110,13 +110,13 @@ def _derived(spec: RunSpec) -> dict[str, object]:
 
 
 def _derived_pipeline(spec: RunSpec) -> dict[str, object]:
-    """Derived values of the pipeline, as far as they depend neither on a file nor on an unknown vocabulary."""
+    """Return derived pipeline values that depend neither on a schedule file nor on an unknown vocabulary."""
     if spec.has_schedule_file:
         return {}
     derived: dict[str, object] = {"parallel.virtual_pipeline_model_parallel_size": spec.num_virtual_stages}
-    where = spec.stage_owners
-    if spec.arch.vocab_size and len(where) <= spec.arch.num_layers:
-        derived["parallel.pipeline_model_parallel_layout"] = divide(spec.arch, len(where), where)
+    owners = spec.stage_owners
+    if spec.arch.vocab_size and len(owners) <= spec.arch.num_layers:
+        derived["parallel.pipeline_model_parallel_layout"] = divide(spec.arch, len(owners), owners)
     return derived
 
 

@@ -1,4 +1,4 @@
-"""The key that a person most likely meant: Megatron's names stand for those of the other frameworks, too."""
+"""Suggestions for unknown keys: similar names, and the names of the same option in other frameworks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     section: tuple(type(getattr(Config(), section)).model_fields) for section in Config.model_fields
 }
 
-# What nanoGPT, Hugging Face, torchtitan, nanotron, DeepSpeed and Megatron's own command line call the same things.
+# Names of the same options in nanoGPT, Hugging Face, torchtitan, nanotron, DeepSpeed and Megatron's command line.
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.num_layers": ("n_layer", "n_layers", "num_hidden_layers", "depth"),
     "model.hidden_size": ("n_embd", "dim", "d_model", "embedding_dim"),
@@ -71,7 +71,7 @@ _BY_ALIAS: Mapping[str, str] = {alias: key for key, aliases in _ALIASES.items() 
 
 
 def nearest_key(section: str, name: str) -> str | None:
-    """`section.key` for a misspelt, misplaced or foreign name, or None where nothing is near."""
+    """Return the `section.key` closest to a misspelt, misplaced or foreign name, or None if no key is similar."""
     name = name.lower().replace("-", "_")
     section = section if section in SECTIONS else (nearest(section, SECTIONS) or "")
     places = [section] if section in SECTIONS else []
@@ -86,11 +86,11 @@ def nearest_key(section: str, name: str) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name closest to `name`."""
+    """Return the known name most similar to `name`, or None."""
     return next(iter(get_close_matches(name, list(known), 1, cutoff)), None)
 
 
 def one_of(values: Iterable[object]) -> str:
-    """`1, 2, 4 or 8`."""
+    """Join values as `1, 2, 4 or 8`."""
     *most, last = (str(value) for value in values)
     return f"{', '.join(most)} or {last}" if most else last

@@ -73,7 +73,7 @@ def adam_kernel(
     kernel: Callable[..., None] | None = getattr(extension, "multi_tensor_adam_capturable", None)
     if kernel is None:
         raise UserError(
-            f"{asked_by}=apex: {find_apex()}, older than of October 2022: its {ADAM_EXTENSION} has no "
+            f"{asked_by}=apex: {find_apex()}, older than October 2022: its {ADAM_EXTENSION} has no "
             f"multi_tensor_adam_capturable; install a newer one, or use {asked_by} torch"
         )
     return kernel

@@ -54,7 +54,7 @@ def describe_attention(
     with_mask = ", with a mask," if is_masked else ""
     line = f"{chosen(q, k, mask)} kernel{with_mask} for {what} (usable: {', '.join(names)})"
     if dropout > 0:
-        return f"attention: plain products in training, since attention_dropout={dropout:g}; in evaluation {line}"
+        return f"attention: plain matmuls in training, since attention_dropout={dropout:g}; in evaluation {line}"
     return f"attention: {line}"
 
 

@@ -61,11 +61,11 @@ CONFIGURATION: dict[str, tuple[list[str], list[Words]]] = {
     ),
     "a layout for another number of stages": (
         ["parallel.pipeline_model_parallel_layout=[1,1]"],
-        [("pipeline_model_parallel_layout=[1,1]", "2 numbers for 1 stage", "use such as [2]")],
+        [("pipeline_model_parallel_layout=[1,1]", "2 numbers for 1 stage", "use for example [2]")],
     ),
     "a layout of other layers": (
         ["parallel.pipeline_schedule=zb-v", "parallel.pipeline_model_parallel_layout=[2,1]"],
-        [("pipeline_model_parallel_layout=[2,1]", "2+1 = 3 is not model.num_layers=2", "use such as [1,1]")],
+        [("pipeline_model_parallel_layout=[2,1]", "2+1 = 3 is not model.num_layers=2", "use for example [1,1]")],
     ),
     "fewer layers than none": (
         ["parallel.pipeline_model_parallel_layout=[3,-1]"],
@@ -77,7 +77,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[Words]]] = {
     ),
     "a schedule's file and a schedule": (
         ["parallel.pipeline_schedule_file=mine.csv"],
-        [("pipeline_schedule_file=mine.csv", "not read with", "pipeline_schedule=1f1b", "leave it out")],
+        [("pipeline_schedule_file=mine.csv", "not used with", "pipeline_schedule=1f1b", "leave it out")],
     ),
     "pipeline ranks that do not factor": (
         ["--check", "--world-size", "5", "parallel.pipeline_model_parallel_size=2"],

@@ -75,7 +75,7 @@ def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None
     short.mkdir()
     (tmp_path / "run/iter_0000004").rename(short / "iter_0000004")
     (tmp_path / "run/latest_checkpointed_iteration.txt").rename(short / "latest_checkpointed_iteration.txt")
-    refuse(config, [*settings, "checkpoint.load=null"], (f"checkpoint.save={tmp_path}/run", "a run is there already"))
+    refuse(config, [*settings, "checkpoint.load=null"], (f"checkpoint.save={tmp_path}/run", "already holds a run"))
     outcome = run(config, *settings)
     assert outcome.code == ExitCode.DONE
     assert f"> continuing from {short}/iter_0000004" in outcome.out
@@ -123,13 +123,16 @@ def test_without_the_optimizer(config: Path, whole: Path, tmp_path: Path) -> Non
 
 
 KEYS: dict[str, tuple[list[str], list[Words]]] = {
-    "nowhere to save": (
+    "no folder to save to": (
         ["checkpoint.save=null", "checkpoint.load=null", "checkpoint.keep_latest_k=2", "checkpoint.async_save=true"],
-        [("checkpoint.keep_latest_k=2", "nowhere to save"), ("checkpoint.async_save=true", "nowhere to save")],
+        [
+            ("checkpoint.keep_latest_k=2", "no folder to save to"),
+            ("checkpoint.async_save=true", "no folder to save to"),
+        ],
     ),
-    "nothing to load": (
+    "no checkpoint to load": (
         ["checkpoint.save=null", "checkpoint.load=null", "checkpoint.finetune=true"],
-        [("checkpoint.finetune=true", "nothing to load")],
+        [("checkpoint.finetune=true", "no checkpoint to load")],
     ),
     "finetune itself": (["checkpoint.finetune=true"], [("checkpoint.finetune=true", "save to another folder")]),
     "always permanent": (
@@ -138,7 +141,7 @@ KEYS: dict[str, tuple[list[str], list[Words]]] = {
     ),
     "never saved": (
         ["checkpoint.save_interval=4", "checkpoint.save_retain_interval=6"],
-        [("checkpoint.save_retain_interval=6", "not a multiple of checkpoint.save_interval=4", "use such as 8")],
+        [("checkpoint.save_retain_interval=6", "not a multiple of checkpoint.save_interval=4", "use for example 8")],
     ),
     "two ways": (
         ["checkpoint.load={here}", "checkpoint.finetune=true", "checkpoint.no_load_optim=true"],

@@ -1,1 +1,1 @@
-"""Rules that a configuration must keep: one module per subject."""
+"""Rules that a valid configuration meets, one module per subject."""

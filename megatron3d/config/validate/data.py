@@ -1,4 +1,4 @@
-"""The rules of the data section: where corpora are, how they are split and blended; files are in check_files.py."""
+"""Rules of the data section: paths, blends, splits and streaming; `files.py` checks the files themselves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PATH_KEYS = ("data_path", "train_data_path", "valid_data_path", "test_data_path"
 
 
 def data_problems(facts: Facts) -> Iterator[str]:
-    """Paths and splits by themselves."""
+    """Yield a message per broken rule of the data section."""
     data = facts.config.data
     yield from _split_problems(facts) if data.train_data_path is None else _path_problems(facts)
     for key in PATH_KEYS[2:]:
         if getattr(data, key) is not None and data.train_data_path is None:
             where = facts.named(f"data.{key}")
-            yield f"{where}: not read without data.train_data_path; give that in place of data_path, or leave {key} out"
+            yield f"{where}: not used without data.train_data_path; give that in place of data_path, or leave {key} out"
     for key in PATH_KEYS:
         if (value := getattr(data, key)) is not None:
             try:
@@ -32,7 +32,7 @@ def data_problems(facts: Facts) -> Iterator[str]:
     if data.reset_position_ids and facts.arch.position_embedding_type == "none":
         yield f"{facts.named('data.reset_position_ids')}: the model has no positions; use false"
     if data.goldfish_k is None and data.goldfish_h != type(data).model_fields["goldfish_h"].default:
-        yield f"{facts.named('data.goldfish_h')}: not read without data.goldfish_k; give that, or leave goldfish_h out"
+        yield f"{facts.named('data.goldfish_h')}: not used without data.goldfish_k; give that, or leave goldfish_h out"
 
 
 def _stream_problems(facts: Facts) -> Iterator[str]:
@@ -40,15 +40,18 @@ def _stream_problems(facts: Facts) -> Iterator[str]:
     given = {key: value for key in PATH_KEYS if (value := getattr(data, key)) is not None}
     for key, value in given.items():
         if isinstance(value, tuple) and any(str(word).startswith(HF_PREFIX) for word in value):
-            yield f"{facts.named(f'data.{key}')}: a dataset is read alone; name it alone, or make token files of it"
+            yield (
+                f"{facts.named(f'data.{key}')}: a streamed dataset cannot be blended; "
+                "name it alone, or make token files of it"
+            )
     if isinstance(data.data_path, str) and data.data_path.startswith(HF_PREFIX):
         where = facts.named("data.data_path")
-        yield f"{where}: a dataset that is streamed is not split; use data.train_data_path and data.valid_data_path"
+        yield f"{where}: a streamed dataset cannot be split; use data.train_data_path and data.valid_data_path"
     if not any(str(value).startswith(HF_PREFIX) for value in given.values()):
         for key in ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record"):
             if getattr(data, key) != type(data).model_fields[key].default:
                 where = facts.named(f"data.{key}")
-                yield f"{where}: not read without a path that begins with {HF_PREFIX}; give one, or leave {key} out"
+                yield f"{where}: not used without a path that begins with {HF_PREFIX}; give one, or leave {key} out"
 
 
 def _split_problems(facts: Facts) -> Iterator[str]:
@@ -59,20 +62,23 @@ def _split_problems(facts: Facts) -> Iterator[str]:
         yield f"{facts.named('data.split')}: not three weights of at least 0 for train, valid and test; use 969,30,1"
         return
     if not train:
-        yield f"{facts.named('data.split')}: nothing is left to train on; use such as 969,30,1"
+        yield f"{facts.named('data.split')}: nothing is left to train on; use for example 969,30,1"
     if config.train.eval_interval and not valid:
         yield (
-            f"{facts.named('data.split')}: no valid part for {plain(config, 'train.eval_interval')}; "
-            "use such as 90,10,0, or eval_interval null"
+            f"{facts.named('data.split')}: no validation split for {plain(config, 'train.eval_interval')}; "
+            "use for example 90,10,0, or eval_interval null"
         )
 
 
 def _path_problems(facts: Facts) -> Iterator[str]:
     config = facts.config
     if config.data.data_path is not None:
-        yield f"{facts.named('data.data_path')}: not read beside data.train_data_path; leave one of them out"
+        yield f"{facts.named('data.data_path')}: not used with data.train_data_path; leave one of them out"
     if config.data.split != type(config.data).model_fields["split"].default:
-        yield f"{facts.named('data.split')}: not read beside data.train_data_path; leave it out"
+        yield f"{facts.named('data.split')}: not used with data.train_data_path; leave it out"
     if config.train.eval_interval and config.data.valid_data_path is None:
         where = facts.named("data.train_data_path")
-        yield f"{where}: nothing for {plain(config, 'train.eval_interval')}; give data.valid_data_path too, or null"
+        yield (
+            f"{where}: no validation data for {plain(config, 'train.eval_interval')}; "
+            "add data.valid_data_path, or use eval_interval null"
+        )

@@ -1,4 +1,4 @@
-"""The facts that the rules check, and the words in which their messages name values."""
+"""Inputs of all rules, and how their messages write keys, values and sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron3d.parallel.modes import MODES
 
 @dataclass(frozen=True)
 class Facts:
-    """A configuration, the origin of each value, the number of ranks, and the tokenizer's size where it is known."""
+    """A configuration, the origin of each value, the number of ranks, and the tokenizer's size if it is known."""
 
     config: Config
     world_size: int
@@ -24,53 +24,53 @@ class Facts:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, key: str) -> str:
-        """`section.key=value (origin)`."""
+        """Return `section.key=value (origin)`."""
         origin = f" ({self.origins[key]})" if key in self.origins else ""
         return plain(self.config, key) + origin
 
     @cached_property
     def spec(self) -> RunSpec:
-        """The run; a rule reads only what the rules before it have found to be defined."""
+        """Derived values of the run; a rule may only read those that the rules before it have validated."""
         return RunSpec(self.config, self.world_size, self.vocab_size or 0)
 
     @cached_property
     def arch(self) -> Architecture:
-        """The model without the padding of its vocabulary, which needs a valid tensor-parallel mode."""
+        """Architecture without vocabulary padding, which would need a valid tensor-parallel mode."""
         return resolve_architecture(self.config.model, self.config.model.vocab_size or self.vocab_size or 0)
 
     @property
     def shape_key(self) -> str:
-        """The key that decides the tensor axes' sizes."""
+        """Key that determines the sizes of the tensor axes."""
         given = self.config.parallel.tensor_parallel_shape
         return "parallel.tensor_model_parallel_size" if given is None else "parallel.tensor_parallel_shape"
 
 
 def plain(config: Config, key: str) -> str:
-    """`section.key=value`."""
+    """Return `section.key=value`."""
     section, name = key.split(".")
     return f"{key}={show(getattr(getattr(config, section), name))}"
 
 
 def describe_mode(spec: RunSpec) -> str:
-    """`2d: r 2 x c 4`."""
+    """Return mode and axis sizes as `2d: r 2 x c 4`."""
     name = spec.config.parallel.tensor_parallel_mode
     sizes = zip(MODES[name].axis_names, spec.tensor_shape, strict=True)
     return f"{name}: {' x '.join(f'{axis} {size}' for axis, size in sizes)}"
 
 
 def describe_tensor(spec: RunSpec) -> str:
-    """`TP 8 (2d: r 2 x c 4)`, or `TP 1`."""
+    """Return the tensor-parallel size as `TP 8 (2d: r 2 x c 4)`, or `TP 1`."""
     return f"TP {spec.tensor_size} ({describe_mode(spec)})" if spec.tensor_size > 1 else "TP 1"
 
 
 def near_divisors(number: int, wrong: int) -> Sequence[int]:
-    """Up to five divisors of `number`, those nearest to `wrong`, in order."""
+    """Return the divisors of `number` closest to `wrong`, at most five, in ascending order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     divisors = {*low, *(number // d for d in low)}
     return sorted(sorted(divisors, key=lambda d: abs(d - wrong))[:5])
 
 
 def near_multiples(step: int, wrong: int) -> Sequence[int]:
-    """The multiples of `step` on either side of `wrong`."""
+    """Return the positive multiples of `step` just below and just above `wrong`."""
     below = wrong // step * step
     return (below, below + step) if below else (step,)

@@ -1,4 +1,4 @@
-"""Whether the files and folders that a configuration names can be used, opening none but a schedule."""
+"""Check the files and folders that a configuration names; only a pipeline schedule is opened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NON_PERSISTENT = "non_persistent"
 
 
 def check_files(config: Config, world_size: int, origins: Mapping[str, str] | None = None) -> list[str]:
-    """What is wrong with the schedule, the corpus, the tokenizer, and the folders to save to and load from."""
+    """Return the problems of the schedule file, corpus, tokenizer, and the folders to save to and load from."""
     facts = Facts(config, world_size, origins=origins or {})
     return [*file_problems(facts), *_corpus(facts), *_tokenizer(facts), *_outputs(facts), *_load(facts)]
 
@@ -33,16 +33,16 @@ def _corpus(facts: Facts) -> Iterator[str]:
     for key, value in given.items():
         try:
             prefixes = [prefix for prefix, _ in parse_paths(key, value)]
-        except UserError:  # said by check
+        except UserError:  # data_problems reports it
             continue
         yield from (problem for prefix in prefixes for problem in _token_files(prefix, facts.named(f"data.{key}")))
 
 
 def _token_files(prefix: str, where: str) -> Iterator[str]:
-    if prefix.startswith(HF_PREFIX):  # what it names is known to its library
+    if prefix.startswith(HF_PREFIX):  # a dataset of the Hugging Face hub, not a file
         return
     if prefix.endswith((".bin", ".idx")):
-        yield f"{where}: a file, where the prefix of .bin and .idx is meant; use {prefix[:-4]}"
+        yield f"{where}: a file, but the common prefix of .bin and .idx is needed; use {prefix[:-4]}"
         return
     for suffix in (".bin", ".idx"):
         if problem := _unreadable(Path(prefix + suffix)):
@@ -79,7 +79,7 @@ def _load(facts: Facts) -> Iterator[str]:
         return
     if save is not None and any((Path(save) / place / TRACKER).exists() for place in (".", NON_PERSISTENT)):
         yield (
-            f"{facts.named('checkpoint.save')}: a run is there already, which this one would overwrite; "
+            f"{facts.named('checkpoint.save')}: the folder already holds a run, which this one would overwrite; "
             f"set checkpoint.load={save} to continue it, or save to another folder"
         )
     if load is None:
@@ -91,7 +91,7 @@ def _load(facts: Facts) -> Iterator[str]:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Why a file cannot be used, or None."""
+    """Return why a file cannot be used, or None."""
     if not path.exists():
         return f"{path} does not exist"
     if not path.is_file():

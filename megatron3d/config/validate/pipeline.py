@@ -1,4 +1,4 @@
-"""The rules of pipelines: stages that the schedule takes and the layers fill, and a file that is for this run."""
+"""Rules of pipelines: the schedule supports the stages, the layers fill them, and a schedule file fits the run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ MAKE_ONE = "a CSV with a row of actions per rank, as tools/plot_schedule.py writ
 
 
 def pipeline_problems(facts: Facts) -> Iterator[str]:
-    """What is wrong with the schedule's name, the stages per rank, and the layers per stage."""
+    """Yield the problems of the schedule's name, the stages per rank, and the layers per stage."""
     parallel = facts.config.parallel
     name, virtual = parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size
     if name == FROM_FILE:
         if parallel.pipeline_schedule_file is None:
             yield f"{facts.named(SCHEDULE)}: no {FILE_KEY}; name {MAKE_ONE}"
         if virtual is not None:
-            yield f"{facts.named(VIRTUAL)}: not read with {plain(facts.config, SCHEDULE)}, which tells it; leave it out"
+            yield (
+                f"{facts.named(VIRTUAL)}: not used with {plain(facts.config, SCHEDULE)}, whose file determines it; "
+                "leave it out"
+            )
         return
     if parallel.pipeline_schedule_file is not None:
         other = plain(facts.config, SCHEDULE)
-        yield f"{facts.named(FILE_KEY)}: not read with {other}; use {FROM_FILE}, or leave it out"
+        yield f"{facts.named(FILE_KEY)}: not used with {other}; use {FROM_FILE}, or leave it out"
     entry = SCHEDULES[name]
     if virtual is not None and not entry.supports(virtual):
         takes = f"{entry.min_virtual}{' or more' if entry.max_virtual is None else ''}"
@@ -45,11 +48,11 @@ def pipeline_problems(facts: Facts) -> Iterator[str]:
     if parallel.pipeline_model_parallel_layout is not None:
         yield from layout_problems(facts, where)
     elif len(where) > facts.config.model.num_layers:
-        yield _too_many(facts)
+        yield _too_many_stages(facts)
 
 
-def _too_many(facts: Facts) -> str:
-    """More stages than layers, and every single change that helps."""
+def _too_many_stages(facts: Facts) -> str:
+    """Return the message for more stages than layers, with every single change that fixes it."""
     parallel, layers = facts.config.parallel, facts.config.model.num_layers
     name, ranks = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size
     virtual = facts.spec.num_virtual_stages
@@ -69,10 +72,9 @@ def _too_many(facts: Facts) -> str:
 
 
 def layout_problems(facts: Facts, where: Sequence[int]) -> Iterator[str]:
-    """Whether the layers of each stage are as many numbers as there are stages, with the sum of all layers, and leave
-    no rank without parameters."""
+    """Yield the problems of a given layout: one number per stage, layers in total, no rank without parameters."""
     layout, layers = facts.config.parallel.pipeline_model_parallel_layout, facts.config.model.num_layers
-    assert layout is not None, "a layout that was not given has no problems"
+    assert layout is not None, "only a given layout is checked"
     between = sorted(set(where) - {where[0], where[-1]})
     if len(between) > layers:
         most = len(set(where)) - len(between) + layers
@@ -85,19 +87,19 @@ def layout_problems(facts: Facts, where: Sequence[int]) -> Iterator[str]:
     if len(layout) != len(where):
         many = f"{len(layout)} number{'s' * (len(layout) != 1)} for {len(where)} stage{'s' * (len(where) != 1)}"
         without = ", or leave it out" if layers >= len(where) else ""
-        yield f"{facts.named(LAYOUT)}: {many} of model.num_layers={layers}; use such as {example}{without}"
+        yield f"{facts.named(LAYOUT)}: {many} that hold model.num_layers={layers}; use for example {example}{without}"
     elif sum(layout) != layers:
         total = " = ".join(dict.fromkeys(("+".join(map(str, layout)), str(sum(layout)))))
-        yield f"{facts.named(LAYOUT)}: {total} is not model.num_layers={layers}; use such as {example}"
+        yield f"{facts.named(LAYOUT)}: {total} is not model.num_layers={layers}; use for example {example}"
     elif empty := [
         rank for rank in between if not any(n for n, owner in zip(layout, where, strict=True) if owner == rank)
     ]:
         ranks = f"rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))}"
-        yield f"{facts.named(LAYOUT)}: {ranks} of the pipeline would hold no parameter; use such as {example}"
+        yield f"{facts.named(LAYOUT)}: {ranks} of the pipeline would hold no parameter; use for example {example}"
 
 
 def _example(facts: Facts, where: Sequence[int], between: Sequence[int]) -> tuple[int, ...]:
-    """Layers per stage that fit: by cost; fewer layers than stages go to the ranks `between` the ends first."""
+    """Return a valid layout, balanced by cost; if layers are too few, ranks `between` the ends get them first."""
     layers = facts.config.model.num_layers
     if layers >= len(where):
         return divide(facts.arch, len(where), where)
@@ -107,7 +109,7 @@ def _example(facts: Facts, where: Sequence[int], between: Sequence[int]) -> tupl
 
 
 def file_problems(facts: Facts) -> Iterator[str]:
-    """Whether the schedule in a file can be run, and is for this pipeline, this batch and these layers."""
+    """Yield the problems of a schedule file: deadlocks, and sizes that are not those of this run."""
     parallel, where = facts.config.parallel, facts.named(FILE_KEY)
     if parallel.pipeline_schedule != FROM_FILE or parallel.pipeline_schedule_file is None:
         return
@@ -124,7 +126,7 @@ def file_problems(facts: Facts) -> Iterator[str]:
     if (there := len(schedule)) != ranks:
         rule = f"is for {there} rank{'s' * (there > 1)}, not {plain(facts.config, RANKS)}"
         yield f"{where}: {rule}; use {there}, or a file for {ranks}"
-    yield from _batch(facts, num_microbatches(schedule))
+    yield from _microbatch_problems(facts, num_microbatches(schedule))
     stages, layers = tuple(stage_to_rank(schedule).values()), facts.config.model.num_layers
     if parallel.pipeline_model_parallel_layout is not None:
         yield from layout_problems(facts, stages)
@@ -135,8 +137,8 @@ def file_problems(facts: Facts) -> Iterator[str]:
         )
 
 
-def _batch(facts: Facts, microbatches: int) -> Iterator[str]:
-    """Whether the global batch has the microbatches that a file is for; where it has no whole number, others say so."""
+def _microbatch_problems(facts: Facts, microbatches: int) -> Iterator[str]:
+    """Yield a message if the file is for another number of microbatches; batch_problems reports a fractional one."""
     train, sizes = facts.config.train, facts.spec.sizes
     step = train.micro_batch_size * sizes.data
     if sizes.mismatch or train.global_batch_size % step:

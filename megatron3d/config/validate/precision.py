@@ -1,4 +1,4 @@
-"""Rules of precision: what only fp16 reads, and what apex's kernels can do."""
+"""Rules of precision: loss scaling is for fp16 only, and apex's kernels support some dtypes only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hystere
 
 
 def precision_problems(facts: Facts) -> Iterator[str]:
-    """Whether the loss scale and the optimizer's numbers fit `train.precision`."""
+    """Yield the problems of loss scale, gradient dtype and apex kernels under `train.precision`."""
     yield from _loss_scale_problems(facts)
     yield from _apex_problems(facts)
     if facts.config.train.grad_reduce_in_bf16 and facts.config.train.precision == "fp64":
@@ -25,11 +25,11 @@ def _loss_scale_problems(facts: Facts) -> Iterator[str]:
     if train.precision != "fp16":
         for key in given:
             where, precision = facts.named(f"train.{key}"), plain(config, "train.precision")
-            yield f"{where}: not read with {precision}, whose loss is not scaled; use fp16, or leave {key} out"
+            yield f"{where}: not used with {precision}, whose loss is not scaled; use fp16, or leave {key} out"
     elif train.loss_scale is not None:
         for key in given[1:]:
             where, fixed = facts.named(f"train.{key}"), plain(config, "train.loss_scale")
-            yield f"{where}: not read with {fixed}, which is fixed; leave one of the two out"
+            yield f"{where}: not used with {fixed}, which is fixed; leave one of the two out"
     elif train.min_loss_scale > train.initial_loss_scale:
         initial = plain(config, "train.initial_loss_scale")
         yield f"{facts.named('train.min_loss_scale')}: more than {initial}; use that or less"
@@ -39,12 +39,15 @@ def _apex_problems(facts: Facts) -> Iterator[str]:
     config, optimizer = facts.config, facts.config.optimizer
     if config.train.norm_implementation == "apex" and config.train.precision == "fp64":
         where, precision = facts.named("train.norm_implementation"), plain(config, "train.precision")
-        yield f"{where}: its kernels take statistics in fp32, less than {precision}; use torch"
+        yield f"{where}: its kernels compute statistics in fp32, less precise than {precision}; use torch"
     if optimizer.adam_implementation != "apex":
         return
     where = facts.named("optimizer.adam_implementation")
     if config.train.precision == "fp64":
-        yield f"{where}: its kernel computes in fp32, less than {plain(config, 'train.precision')}; use torch"
+        yield f"{where}: its kernel computes in fp32, less precise than {plain(config, 'train.precision')}; use torch"
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(optimizer, key) not in (None, "fp32"):
-            yield f"{where}: its kernel keeps no {plain(config, f'optimizer.{key}')}; use torch, or leave {key} out"
+            yield (
+                f"{where}: its kernel does not support {plain(config, f'optimizer.{key}')}; "
+                f"use torch, or leave {key} out"
+            )

@@ -1,4 +1,4 @@
-"""The rules of batches that grow: steps that come out, each of which the ranks and the microbatches divide."""
+"""Rules of batch-size and sequence-length ramps: each value on the way is divisible among ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ ENDS = {BATCH: "train.global_batch_size", LENGTH: "model.seq_length"}
 
 
 def ramp_problems(facts: Facts) -> Iterator[str]:
-    """Whether each ramp comes to its end."""
+    """Yield a message per ramp whose steps do not reach the final value exactly."""
     batches = facts.spec.batches
     for key, ramp in ((BATCH, batches.size), (LENGTH, batches.length)):
         way, end = ramp.end - ramp.start, plain(facts.config, ENDS[key])
         if way < 0:
-            yield f"{facts.named(key)}: begins above {end}; use a start of 1 to {ramp.end}"
+            yield f"{facts.named(key)}: starts above {end}; use a start of 1 to {ramp.end}"
         elif way % ramp.increment:
             yield (
-                f"{facts.named(key)}: from {ramp.start} in steps of {ramp.increment} it does not come to {end}; "
+                f"{facts.named(key)}: from {ramp.start} in steps of {ramp.increment} it does not reach {end}; "
                 f"use steps of {one_of(near_divisors(way, ramp.increment))}"
             )
 
 
 def ramp_batch_problems(facts: Facts, step: int) -> Iterator[str]:
-    """Whether every batch on the way is made of whole microbatches on all ranks, `step` sequences at a time."""
+    """Yield a message if a batch size on the ramp is not a multiple of `step` sequences, a microbatch per data rank."""
     train = facts.config.train
     if train.rampup_batch_size is None or train.global_batch_size % step:
         return
@@ -36,12 +36,12 @@ def ramp_batch_problems(facts: Facts, step: int) -> Iterator[str]:
         first = min(max(start // step, 1) * step, train.global_batch_size)
         yield (
             f"{facts.named(BATCH)}: start and increment must be multiples of micro_batch_size {train.micro_batch_size} "
-            f"x data parallel {step // train.micro_batch_size} = {step}; use such as [{first},{step},{samples}]"
+            f"x data parallel {step // train.micro_batch_size} = {step}; use for example [{first},{step},{samples}]"
         )
 
 
 def ramp_length_problems(facts: Facts, step: int) -> Iterator[str]:
-    """Whether the tokens of every microbatch on the way come out, of which there must be a multiple of `step`."""
+    """Yield a message if, for a length on the ramp, the tokens of a microbatch are not a multiple of `step`."""
     train = facts.config.train
     if train.seq_length_warmup is None or (train.micro_batch_size * facts.config.model.seq_length) % step:
         return
@@ -51,6 +51,6 @@ def ramp_length_problems(facts: Facts, step: int) -> Iterator[str]:
         first = min(max(start // least, 1) * least, facts.config.model.seq_length)
         yield (
             f"{facts.named(LENGTH)}: start and increment must be multiples of {least}, so that micro_batch_size "
-            f"{train.micro_batch_size} x length is one of the {step} ranks that split tokens; use such as "
+            f"{train.micro_batch_size} x length is a multiple of the {step} ranks that split tokens; use for example "
             f"[{first},{least},{samples}]"
         )

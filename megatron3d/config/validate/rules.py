@@ -1,4 +1,4 @@
-"""Every rule that a configuration must keep, as one message per broken rule; files are in check_files.py."""
+"""All rules that a configuration must meet, with one message per broken rule; `files.py` checks files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron3d.config.validate.tensor_parallel import (
     token_problems,
 )
 
-# What each of these keys is read with.
+# Value of train.recompute_granularity that each key belongs to.
 RECOMPUTE_KEYS = {
     "recompute_modules": "selective",
     "recompute_method": "full",
@@ -31,20 +31,20 @@ RECOMPUTE_KEYS = {
 def check(
     config: Config, world_size: int, vocab_size: int | None = None, origins: Mapping[str, str] | None = None
 ) -> list[str]:
-    """What is wrong on `world_size` ranks with a tokenizer of `vocab_size` (None: not known yet)."""
+    """Return the problems on `world_size` ranks with a tokenizer of `vocab_size` tokens (None: not known yet)."""
     facts = Facts(config, world_size, vocab_size, origins or {})
     return [problem for rule in (value_problems, layout_problems) for problem in rule(facts)]
 
 
 def value_problems(facts: Facts) -> Iterator[str]:
-    """All that does not depend on how ranks are arranged."""
+    """Yield the problems that do not depend on the arrangement of ranks."""
     rules = model_problems, schedule_problems, ramp_problems, data_problems, precision_problems, unused_problems
     for rule in (*rules, logging_problems):
         yield from rule(facts)
 
 
 def layout_problems(facts: Facts) -> Iterator[str]:
-    """The ranks, and what they split."""
+    """Yield the problems of pipeline, tensor-parallel layout and batch arithmetic."""
     yield from pipeline_problems(facts)
     forms = list(form_problems(facts))
     if forms:
@@ -63,7 +63,7 @@ def _heads_unknown(config: Config) -> bool:
 
 
 def model_problems(facts: Facts) -> Iterator[str]:
-    """The network by itself."""
+    """Yield the problems of the model section."""
     model, arch = facts.config.model, facts.arch
     heads = model.num_attention_heads
     if _heads_unknown(facts.config):
@@ -74,7 +74,7 @@ def model_problems(facts: Facts) -> Iterator[str]:
     elif arch.position_embedding_type == "rope" and arch.kv_channels % 2:
         key = "model.num_attention_heads" if model.kv_channels is None else "model.kv_channels"
         yield (
-            f"{facts.named(key)}: rotary positions turn pairs of channels, and a head has {arch.kv_channels}; "
+            f"{facts.named(key)}: RoPE rotates pairs of channels, but a head has {arch.kv_channels}; "
             f"use model.kv_channels {one_of(near_multiples(2, arch.kv_channels))}"
         )
     if heads % arch.num_query_groups:
@@ -95,7 +95,7 @@ def model_problems(facts: Facts) -> Iterator[str]:
 
 
 def schedule_problems(facts: Facts) -> Iterator[str]:
-    """What depends on how long the run is."""
+    """Yield the problems of the learning-rate schedule, some of which depend on the length of the run."""
     config, optimizer = facts.config, facts.config.optimizer
     decay = optimizer.lr_decay_iters or config.train.train_iters
     source = "train.train_iters" if optimizer.lr_decay_iters is None else "optimizer.lr_decay_iters"
@@ -112,23 +112,23 @@ def schedule_problems(facts: Facts) -> Iterator[str]:
 
 
 def unused_problems(facts: Facts) -> Iterator[str]:
-    """Values that nothing would read."""
+    """Yield a message per value that is set but not used with the other values."""
     config = facts.config
     optimizer = config.optimizer
     if optimizer.lr_wsd_decay_iters and optimizer.lr_decay_style != "WSD":
         where, style = facts.named("optimizer.lr_wsd_decay_iters"), plain(config, "optimizer.lr_decay_style")
-        yield f"{where}: not read with {style}; use WSD, or leave it out"
+        yield f"{where}: not used with {style}; use WSD, or leave it out"
     if config.data.tokenizer_model and config.data.tokenizer_type == "ByteTokenizer":
         yield f"{facts.named('data.tokenizer_model')}: ByteTokenizer has no model file; leave it out"
     yield from checkpoint_problems(facts)
     for key, wanted in RECOMPUTE_KEYS.items():
         if getattr(config.train, key) is not None and config.train.recompute_granularity != wanted:
             where, granularity = facts.named(f"train.{key}"), plain(config, "train.recompute_granularity")
-            yield f"{where}: not read with {granularity}; use {wanted}, or leave {key} out"
+            yield f"{where}: not used with {granularity}; use {wanted}, or leave {key} out"
 
 
 def batch_problems(facts: Facts) -> Iterator[str]:
-    """world_size = TP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
+    """Check world_size = TP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
     config, sizes = facts.config, facts.spec.sizes
     if sizes.mismatch:
         made = f"{describe_tensor(facts.spec)} x PP {sizes.pipeline} = {sizes.model}"

@@ -1,7 +1,7 @@
-"""The rules of the tensor-parallel modes, read off their plans: whatever axes split must be divisible by them.
+"""Rules of the tensor-parallel modes, derived from their plans: each dimension is divisible by the axes that shard it.
 
-Nothing here knows a mode: a plan says how X[M, K], W[N, K] and Y[M, N] are stored, and the model says what M, K and N
-are.  Storage splits at least as finely as the product does, so dividing storage evenly divides everything.
+No mode is named here: a plan gives the layouts of X[M, K], W[N, K] and Y[M, N], and the model gives M, K and N.
+Tensors are stored in shards at least as fine as those of the matmul, so it is enough to check how they are stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron3d.parallel.modes.mode import Mode
 
 
 def form_problems(facts: Facts) -> Iterator[str]:
-    """Whether mode, form, shape and size of the tensor axes fit each other."""
+    """Yield the contradictions between mode, form, shape and size of the tensor axes."""
     parallel = facts.config.parallel
     name, entry = parallel.tensor_parallel_mode, MODES[parallel.tensor_parallel_mode]
     form, shape = parallel.tensor_parallel_form, parallel.tensor_parallel_shape
@@ -35,7 +35,7 @@ def form_problems(facts: Facts) -> Iterator[str]:
     if parallel.sequence_parallel and SEQUENCE_PARALLEL not in entry.forms:
         able = [mode for mode, other in MODES.items() if SEQUENCE_PARALLEL in other.forms]
         where = facts.named("parallel.sequence_parallel")
-        yield f"{where}: mode {name} splits its tokens by itself; use false, or tensor_parallel_mode {one_of(able)}"
+        yield f"{where}: mode {name} already splits the tokens; use false, or tensor_parallel_mode {one_of(able)}"
     elif parallel.sequence_parallel and form not in (None, SEQUENCE_PARALLEL):
         where = facts.named("parallel.sequence_parallel")
         yield f"{where}: contradicts parallel.tensor_parallel_form={form}; give only one of the two"
@@ -45,7 +45,10 @@ def form_problems(facts: Facts) -> Iterator[str]:
     if len(shape) != len(entry.axis_names):
         example = show(entry.default_shape(math.prod(shape)))
         axes = ", ".join(entry.axis_names)
-        yield f"{where}: mode {name} has {len(entry.axis_names)} axes ({axes}), not {len(shape)}; use such as {example}"
+        yield (
+            f"{where}: mode {name} has {len(entry.axis_names)} axes ({axes}), not {len(shape)}; "
+            f"use for example {example}"
+        )
     elif size is not None and math.prod(shape) != size:
         product = f"{' x '.join(map(str, shape))} = {math.prod(shape)}"
         example = show(entry.default_shape(size))
@@ -57,7 +60,7 @@ def form_problems(facts: Facts) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Dimension:
-    """A size in the model, and the sets of axes whose product must divide it."""
+    """A dimension of the model, and the sets of axes whose product must divide it."""
 
     label: str
     size: int
@@ -65,9 +68,9 @@ class Dimension:
 
 
 def feature_dimensions(arch: Architecture, mode: Mode) -> Iterator[Dimension]:
-    """Features that the mode splits; heads stay whole in the inner stream and in the matrix that leads to it.
+    """Yield the feature dimensions that the mode shards; heads stay whole in the inner stream and in the QKV weight.
 
-    Key/value groups need not: fewer of them than ranks that split heads are gathered where they are used.
+    Key/value groups may be sharded: where there are fewer groups than ranks, they are all-gathered before use.
     """
     up, down = mode.expand, mode.contract
     embed = mode.embed
@@ -86,7 +89,7 @@ def feature_dimensions(arch: Architecture, mode: Mode) -> Iterator[Dimension]:
 
 
 def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
-    """Every feature dimension that some axes do not divide."""
+    """Yield a message per feature dimension and set of axes that does not divide it."""
     given = facts.config.parallel.tensor_parallel_shape is not None or len(mode.axes) == 1
     for dimension in feature_dimensions(facts.arch, mode):
         for axes in _smallest_failing(mode, dimension):
@@ -100,7 +103,7 @@ def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
 
 
 def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
-    """Whether the tokens of a microbatch come out: whole sequences where attention is, any pieces elsewhere."""
+    """Yield a message if a microbatch is not evenly divisible: into sequences in attention, into tokens elsewhere."""
     rows, length = facts.config.train.micro_batch_size, facts.config.model.seq_length
     how = f"over which {describe_mode(facts.spec)} splits"
     step, axes = _common_step(mode, (mode.inner[0],))
@@ -121,20 +124,20 @@ def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
 
 
 def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:
-    """Keys that say how something moves that does not move."""
+    """Yield a message per communication option that has no communication to act on."""
     parallel, mesh = facts.config.parallel, Mesh(mode.axes)
     plans = [plan.on(mesh) for plan in (mode.expand, mode.contract)]
     if parallel.tp_keep_gathered_weights and not any(plan.w for plan in plans):
         able = [name for name, entry in MODES.items() if build_mode(name, None, entry.default_shape(8)).expand.w]
         where = facts.named("parallel.tp_keep_gathered_weights")
-        yield f"{where}: {describe_mode(facts.spec)} gathers no weights; use false, or mode {one_of(able)}"
+        yield f"{where}: {describe_mode(facts.spec)} all-gathers no weights; use false, or mode {one_of(able)}"
     if parallel.tp_num_panels > 1 and not any(traffic(plan, mesh, 1, 1, 1, 1) for plan in plans):
         where = facts.named("parallel.tp_num_panels")
-        yield f"{where}: one rank multiplies without any other; use 1, or tensor_model_parallel_size 2 or more"
+        yield f"{where}: no tensor-parallel communication to overlap; use 1, or tensor_model_parallel_size 2 or more"
 
 
 def _common_step(mode: Mode, splits: tuple[Axes, ...]) -> tuple[int, str]:
-    """What a size must be a multiple of, so that each of these sets of axes divides it; and those sets in words."""
+    """Return the least common multiple of the sizes of these sets of axes, and the sets as text."""
     sizes = dict(mode.axes)
     cuts = {tuple(axis for axis in axes if sizes[axis] > 1): _size(mode, axes) for axes in splits}
     words = " and ".join(f"{'*'.join(axes)} = {size}" for axes, size in cuts.items() if axes)
@@ -147,7 +150,7 @@ def _size(mode: Mode, axes: Axes) -> int:
 
 
 def _smallest_failing(mode: Mode, dimension: Dimension) -> list[Axes]:
-    """The smallest sets of axes that do not divide the size, in mesh order."""
+    """Return the smallest sets of axes that do not divide the size, in mesh order."""
     names = tuple(name for name, size in mode.axes if size > 1)
     failing: list[Axes] = []
     for count in range(1, len(names) + 1):

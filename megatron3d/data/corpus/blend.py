@@ -127,13 +127,13 @@ def parse_paths(key: str, value: Paths) -> tuple[tuple[str, Fraction | None], ..
         is_list = len(words) % 2 == 0 and None not in weights[::2] and all(isinstance(w, str) for w in words[1::2])
     if not is_list or not words:
         raise UserError(
-            f"{key}={shown}: neither a prefix, nor prefixes, nor weights and prefixes by turns; use such as "
+            f"{key}={shown}: neither a prefix, nor prefixes, nor weights and prefixes by turns; use for example "
             "[0.7, data/web, 0.3, data/books]"
         )
     given = [weight for _, weight in found if weight is not None]
     if given and (min(given) < 0 or sum(given) == 0):
         raise UserError(
-            f"{key}={shown}: weights must be 0 or more, and one above 0; use such as [7, data/a, 3, data/b]"
+            f"{key}={shown}: weights must be 0 or more, and one above 0; use for example [7, data/a, 3, data/b]"
         )
     repeated = [prefix for prefix, _ in found if [p for p, _ in found].count(prefix) > 1]
     if repeated:

@@ -149,7 +149,7 @@ def _expand(pattern: str) -> list[Path]:
         found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
     except ValueError as error:
         raise UserError(
-            f"--input {pattern}: neither a file nor a pattern of files ({error}); use such as *.jsonl"
+            f"--input {pattern}: neither a file nor a pattern of files ({error}); use for example *.jsonl"
         ) from error
     return [file for each in found if not _is_ours(each) for file in _files(each)] or [path]
 
@@ -187,7 +187,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     """Parse `--shard i/n`, with i from 0 to n - 1 as SLURM counts its tasks; raises UserError."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise UserError(f"--shard {text}: not i/n with i from 0 to n - 1; use such as 0/8, 1/8 ... 7/8")
+        raise UserError(f"--shard {text}: not i/n with i from 0 to n - 1; use for example 0/8, 1/8 ... 7/8")
     return int(number), int(count)
 
 

@@ -23,7 +23,7 @@ BLOCK_BYTES = 1 << 24
 def with_suffix(prefix: Path, suffix: str) -> Path:
     """Append `suffix` to `prefix`, whose dots are kept; raises UserError where it has no file name."""
     if not prefix.name:
-        raise UserError(f"{prefix}: no name of a file; use such as {prefix / 'corpus'}")
+        raise UserError(f"{prefix}: no name of a file; use for example {prefix / 'corpus'}")
     return prefix.with_name(prefix.name + suffix)
 
 

@@ -1,4 +1,4 @@
-"""`--check` and a run refuse the same things: unusable files, broken rules, and no rule on a value that was misread."""
+"""`--check` and a run refuse the same: unusable files and broken rules, except rules on values that were not read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = [*test_rules.BROKEN, *test_data.BROKEN, *test_tensor_parallel.BROKEN]
 
 
 def config_of(**sections: Any) -> Config:
-    """A configuration from the values of some sections."""
+    """Return a configuration from the values of some sections."""
     return Config.model_validate(sections)
 
 
@@ -59,7 +59,7 @@ def test_a_run_is_only_continued_in_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     for path, problems in before.items():
         (added,) = set(check_files(config_of(data=data, checkpoint=others[path]), 1)) - set(problems)
-        assert added.startswith(f"checkpoint.save={save}: a run is there already")
+        assert added.startswith(f"checkpoint.save={save}: the folder already holds a run")
         assert f"checkpoint.load={save}" in added
     continued = {"save": save, "load": save}
     assert set(check_files(config_of(data=data, checkpoint=continued), 1)) <= set(before["None"])

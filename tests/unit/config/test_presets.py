@@ -19,7 +19,7 @@ PRESETS = sorted(FOLDER.rglob("*.yaml"))
 
 
 def preset_id(path: Path) -> str:
-    """The file below configs/."""
+    """Return the path of a preset relative to configs/."""
     return str(path.relative_to(FOLDER))
 
 

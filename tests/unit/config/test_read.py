@@ -18,7 +18,7 @@ from megatron3d.errors import UserError
 
 
 def problems_of(path: Path, text: str | bytes, *overrides: str) -> tuple[str, ...]:
-    """The messages that reading refuses this text with."""
+    """Return the messages with which this text is refused."""
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(UserError) as caught:
         read_config(path, overrides)
@@ -27,7 +27,7 @@ def problems_of(path: Path, text: str | bytes, *overrides: str) -> tuple[str, ..
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Where a test writes its configuration."""
+    """Path to which a test writes its configuration."""
     return tmp_path / "run.yaml"
 
 
@@ -76,7 +76,7 @@ block_size: 64
 """
     expected = [
         f"model.num_layers ({file}:6): already given at {file}:5; keep one of the two",
-        "lr (command line): not of the form section.key=value; such as train.train_iters=100",
+        "lr (command line): not of the form section.key=value; use for example train.train_iters=100",
         f"model.num_layer=4 ({file}:2): unknown key; use model.num_layers",
         f"train.lr=0.001 ({file}:9): unknown key; use optimizer.lr",
         f"optimiser.eps=1e-09 ({file}:12): unknown section optimiser; use optimizer.adam_eps",

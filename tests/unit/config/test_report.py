@@ -1,4 +1,4 @@
-"""What is said about a run before it starts is its arithmetic: ranks, batch, and the pipeline with its idle time."""
+"""The report before a run gives the factors of ranks and batch, and the pipeline with its expected bubble."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.spec import stage_flops
 from megatron3d.pipeline.validate import write_schedule
 
-LAYER = 104  # words whose head is as much work as a layer
+LAYER = 104  # vocabulary size whose head costs as much as a layer
 
 
 def config_of(vocab_size: int | None, batch: int = 24, **parallel: Any) -> Config:
-    """Twelve layers."""
+    """Return a configuration of twelve layers."""
     model = {"num_layers": 12, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, "vocab_size": vocab_size}
     return Config.model_validate({"model": model, "train": {"global_batch_size": batch}, "parallel": parallel})
 
@@ -38,7 +38,7 @@ def test_one_rank_has_no_pipeline() -> None:
 
 
 def test_an_even_pipeline_has_the_bubble_of_the_books() -> None:
-    """(p-1) / (m+p-1) of the time, or (p-1) / (mv+p-1)."""
+    """The bubble is (p-1) / (m+p-1) of the time with 1F1B and (p-1) / (mv+p-1) with interleaving."""
     without = ", without the head, whose vocabulary is not known yet"
     plain, interleaved = (
         pipeline_line(config_of(None, pipeline_model_parallel_size=4, pipeline_schedule=name), 4)
@@ -51,7 +51,7 @@ def test_an_even_pipeline_has_the_bubble_of_the_books() -> None:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_the_head_counts(given: bool) -> None:
-    """1F1B with a last stage of 4 units beside 3: 3 x 3 to reach it and come back, and 24 x 4 in between."""
+    """1F1B with stages of 3 units and a last one of 4: the step takes 3 x 3 of warm-up and cool-down, and 24 x 4."""
     config = config_of(LAYER if given else None, pipeline_model_parallel_size=4)
     bubble = 1 - 24 * 13 / 4 / (9 + 24 * 4)
     line = pipeline_line(config, 4, None if given else LAYER)

@@ -78,16 +78,16 @@ VALID = {
 }
 BROKEN = {
     "rampup_batch_size": [
-        ([20, 4, 10], "begins above train.global_batch_size=16; use a start of 1 to 16"),
+        ([20, 4, 10], "starts above train.global_batch_size=16; use a start of 1 to 16"),
         (
             [4, 8, 10],
-            "from 4 in steps of 8 it does not come to train.global_batch_size=16; use steps of 2, 3, 4, 6 or 12",
+            "from 4 in steps of 8 it does not reach train.global_batch_size=16; use steps of 2, 3, 4, 6 or 12",
         ),
-        ([2, 2, 10], "multiples of micro_batch_size 2 x data parallel 2 = 4; use such as [4,4,10]"),
+        ([2, 2, 10], "multiples of micro_batch_size 2 x data parallel 2 = 4; use for example [4,4,10]"),
     ],
     "seq_length_warmup": [
-        ([4, 8, 10], "from 4 in steps of 8 it does not come to model.seq_length=16; use steps of "),
-        ([3, 1, 10], "must be multiples of 2, so that micro_batch_size 2 x length is one of the 4 ranks"),
+        ([4, 8, 10], "from 4 in steps of 8 it does not reach model.seq_length=16; use steps of "),
+        ([3, 1, 10], "must be multiples of 2, so that micro_batch_size 2 x length is a multiple of the 4 ranks"),
     ],
 }
 

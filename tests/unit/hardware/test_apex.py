@@ -1,5 +1,5 @@
-"""Fact: which package named apex is installed is told without importing it; only NVIDIA's with its compiled extensions
-is used, and everything else is refused with what was found and what to do.
+"""Fact: the installed package named apex is identified without importing it; only NVIDIA's with its compiled extensions
+is used, and everything else is refused with the package that was found and a remedy.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ LINES = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where imports look first; what is imported from it is forgotten."""
+    """Folder that imports search first; modules imported from it are removed afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] in FAKES]:

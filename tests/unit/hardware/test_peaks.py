@@ -1,4 +1,4 @@
-"""Fact: MFU is relative to a dense peak with a named source: a sheet's, the user's, or a measured one."""
+"""Fact: MFU is relative to a dense peak with a named source: data sheet, user, or measurement."""
 
 from __future__ import annotations
 

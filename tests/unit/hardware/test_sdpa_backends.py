@@ -1,4 +1,4 @@
-"""Fact: the start-up line names the attention kernel that torch really takes here, and those that it could take."""
+"""Fact: the start-up line names the attention kernel that torch selects, and those that it could use."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def test_the_line_of_the_report() -> None:
         "attention: flash kernel for 4 heads of 16 in bfloat16 on each rank (usable: flash, math)"
     )
     assert describe_attention(CPU, torch.float32, (4, 2, 16), 64, dropout=0.1) == (
-        "attention: plain products in training, since attention_dropout=0.1; in evaluation flash kernel for "
+        "attention: plain matmuls in training, since attention_dropout=0.1; in evaluation flash kernel for "
         "4 heads (2 key/value) of 16 in float32 on each rank (usable: flash, math)"
     )

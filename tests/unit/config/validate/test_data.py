@@ -1,4 +1,4 @@
-"""Fact: a path, split, blend or mask of the data section that cannot be meant is refused, with a value that works."""
+"""Fact: an invalid path, split, blend or mask of the data section is refused, with a value that works."""
 
 from __future__ import annotations
 
@@ -18,59 +18,62 @@ BROKEN = [
     (
         {"data": {"split": "1,0,0"}, "train": {"eval_interval": 5}},
         1,
-        "data.split=1,0,0: no valid part for train.eval_interval=5; use such as 90,10,0, or eval_interval null",
+        "data.split=1,0,0: no validation split for train.eval_interval=5; use for example 90,10,0, or eval_interval "
+        "null",
     ),
     (
         {"data": {"split": "0,1,0"}},
         1,
-        "data.split=0,1,0: nothing is left to train on; use such as 969,30,1",
+        "data.split=0,1,0: nothing is left to train on; use for example 969,30,1",
     ),
     (
         {"data": {"data_path": (1, "a", -1, "b")}},
         1,
-        "data.data_path=[1.0,a,-1.0,b]: weights must be 0 or more, and one above 0; use such as [7, data/a, 3, data/b]",
+        "data.data_path=[1.0,a,-1.0,b]: weights must be 0 or more, and one above 0; use for example [7, data/a, 3, "
+        "data/b]",
     ),
     (
         {"data": {"data_path": "a", "train_data_path": "b"}},
         1,
-        "data.data_path=a: not read beside data.train_data_path; leave one of them out",
+        "data.data_path=a: not used with data.train_data_path; leave one of them out",
     ),
     (
         {"data": {"train_data_path": "b"}, "train": {"eval_interval": 5}},
         1,
-        "data.train_data_path=b: nothing for train.eval_interval=5; give data.valid_data_path too, or null",
+        "data.train_data_path=b: no validation data for train.eval_interval=5; add data.valid_data_path, or use "
+        "eval_interval null",
     ),
     (
         {"data": {"valid_data_path": "b"}},
         1,
-        "data.valid_data_path=b: not read without data.train_data_path; give that in place of data_path, or leave "
+        "data.valid_data_path=b: not used without data.train_data_path; give that in place of data_path, or leave "
         "valid_data_path out",
     ),
     (
         {"data": {"data_path": "hf:a"}},
         1,
-        'data.data_path="hf:a": a dataset that is streamed is not split; use data.train_data_path and '
-        "data.valid_data_path",
+        'data.data_path="hf:a": a streamed dataset cannot be split; use data.train_data_path and data.valid_data_path',
     ),
     (
         {"data": {"train_data_path": (1, "hf:a", 1, "b")}},
         1,
-        'data.train_data_path=[1.0,"hf:a",1.0,b]: a dataset is read alone; name it alone, or make token files of it',
+        'data.train_data_path=[1.0,"hf:a",1.0,b]: a streamed dataset cannot be blended; name it alone, or make token '
+        "files of it",
     ),
     (
         {"data": {"stream_lanes": 4}},
         1,
-        "data.stream_lanes=4: not read without a path that begins with hf:; give one, or leave stream_lanes out",
+        "data.stream_lanes=4: not used without a path that begins with hf:; give one, or leave stream_lanes out",
     ),
     (
         {"data": {"on_bad_record": "skip"}},
         1,
-        "data.on_bad_record=skip: not read without a path that begins with hf:; give one, or leave on_bad_record out",
+        "data.on_bad_record=skip: not used without a path that begins with hf:; give one, or leave on_bad_record out",
     ),
     (
         {"data": {"goldfish_h": 4}},
         1,
-        "data.goldfish_h=4: not read without data.goldfish_k; give that, or leave goldfish_h out",
+        "data.goldfish_h=4: not used without data.goldfish_k; give that, or leave goldfish_h out",
     ),
     (
         {"data": {"reset_position_ids": True}, "model": {"position_embedding_type": "none"}},

@@ -1,4 +1,4 @@
-"""Every rule of a pipeline is checked before a run: one message with the numbers, and what it suggests works."""
+"""Fact: each broken pipeline rule gives one message with its numbers, and each suggested value works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAKE_ONE = "a CSV with a row of actions per rank, as tools/plot_schedule.py writ
 
 
 def config_of(parallel: dict[str, Any], **sections: Any) -> Config:
-    """Six layers and a batch of 8 single sequences."""
+    """Return a configuration of six layers with a global batch of 8 microbatches of one sequence."""
     model = {"num_layers": 6, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
     given = {"model": model, "train": {"global_batch_size": 8}, "parallel": parallel, **sections}
     return Config.model_validate(given)
@@ -70,23 +70,23 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {P: 4, LAYOUT: [3, 3]},
-        "parallel.pipeline_model_parallel_layout=[3,3]: 2 numbers for 4 stages of model.num_layers=6; use such as "
-        "[1,1,2,2], or leave it out",
+        "parallel.pipeline_model_parallel_layout=[3,3]: 2 numbers for 4 stages that hold model.num_layers=6; use for "
+        "example [1,1,2,2], or leave it out",
     ),
     (
         {P: 8, LAYOUT: [6]},
-        "parallel.pipeline_model_parallel_layout=[6]: 1 number for 8 stages of model.num_layers=6; use such as "
-        "[0,1,1,1,1,1,1,0]",
+        "parallel.pipeline_model_parallel_layout=[6]: 1 number for 8 stages that hold model.num_layers=6; use for "
+        "example [0,1,1,1,1,1,1,0]",
     ),
     (
         {P: 4, LAYOUT: [3, 0, 0, 3]},
         "parallel.pipeline_model_parallel_layout=[3,0,0,3]: ranks 1, 2 of the pipeline would hold no parameter; use "
-        "such as [1,1,2,2]",
+        "for example [1,1,2,2]",
     ),
     (
         {P: 3, SCHEDULE: "interleaved", LAYOUT: [2, 0, 2, 0, 0, 2]},
         "parallel.pipeline_model_parallel_layout=[2,0,2,0,0,2]: rank 1 of the pipeline would hold no parameter; use "
-        "such as [1,1,1,1,1,1]",
+        "for example [1,1,1,1,1,1]",
     ),
     (
         {P: 9, LAYOUT: [0, 1, 1, 1, 1, 1, 1, 0, 0]},
@@ -95,11 +95,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {P: 2, LAYOUT: [3, 4]},
-        "parallel.pipeline_model_parallel_layout=[3,4]: 3+4 = 7 is not model.num_layers=6; use such as [3,3]",
+        "parallel.pipeline_model_parallel_layout=[3,4]: 3+4 = 7 is not model.num_layers=6; use for example [3,3]",
     ),
     (
         {LAYOUT: [5]},
-        "parallel.pipeline_model_parallel_layout=[5]: 5 is not model.num_layers=6; use such as [6]",
+        "parallel.pipeline_model_parallel_layout=[5]: 5 is not model.num_layers=6; use for example [6]",
     ),
     (
         {P: 2, SCHEDULE: "file"},
@@ -107,13 +107,13 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {P: 2, FILE: "x.csv"},
-        "parallel.pipeline_schedule_file=x.csv: not read with parallel.pipeline_schedule=1f1b; use file, or leave it "
+        "parallel.pipeline_schedule_file=x.csv: not used with parallel.pipeline_schedule=1f1b; use file, or leave it "
         "out",
     ),
     (
         {P: 2, SCHEDULE: "file", FILE: "x.csv", V: 2},
-        "parallel.virtual_pipeline_model_parallel_size=2: not read with parallel.pipeline_schedule=file, which tells "
-        "it; leave it out",
+        "parallel.virtual_pipeline_model_parallel_size=2: not used with parallel.pipeline_schedule=file, whose file "
+        "determines it; leave it out",
     ),
 ]
 
@@ -148,7 +148,7 @@ def test_traces_are_of_iterations_of_the_run_and_have_a_place() -> None:
     config = config_of({}, train={"global_batch_size": 8, "train_iters": 10}, logging={"trace_iterations": [3, 12]})
     assert check(config, 1) == [
         "logging.trace_iterations=[3,12]: 12 is more than train.train_iters=10; use 1 to 10",
-        "logging.trace_iterations=[3,12]: nowhere to write the traces; set checkpoint.save, or leave it out",
+        "logging.trace_iterations=[3,12]: no folder to write traces to; set checkpoint.save, or leave it out",
     ]
     assert check(config_of({}, logging={"trace_iterations": [3]}, checkpoint={"save": "x"}), 1) == []
 
@@ -185,7 +185,7 @@ def test_what_passes_can_be_built_and_what_is_suggested_passes(
 
 
 def change(config: Config, key: str, value: str) -> Config:
-    """The configuration with another value of a key, whose section may be left out."""
+    """Return the configuration with another value for a key; its section defaults to `parallel`."""
     section, _, name = key.rpartition(".")
     values = config.model_dump()
     values[section or "parallel"][name] = int(value) if value.isdigit() else value
@@ -209,7 +209,12 @@ FILES: list[tuple[Callable[[Path], object], int, dict[str, Any], tuple[str, ...]
         ("rank 0, cell 2: '0X0' is no action", "rank 0, cell 3: 'zero' is no action", "rank 1, cell 2: 1SEND_F0"),
     ),
     (lambda path: path.write_text(GOOD.replace(",0B3", "")), 4, {}, ("rank 0: 0I3 or 0B3 is missing", "0W3 or 0B3")),
-    (lambda path: path.write_text(GOOD + ",1B3"), 4, {}, ("rank 1: 1B3 does again", "rank 1: 1B3 does again")),
+    (
+        lambda path: path.write_text(GOOD + ",1B3"),
+        4,
+        {},
+        ("rank 1: 1B3 repeats an earlier action", "rank 1: 1B3 repeats an earlier action"),
+    ),
     (
         lambda path: path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"),
         2,
@@ -268,6 +273,6 @@ def test_a_file_decides_the_number_of_stages(tmp_path: Path) -> None:
 
     assert problems() == problems(**{LAYOUT: [0, 3, 3, 0]}) == []
     assert problems(**{LAYOUT: [3, 3]}) == [
-        "parallel.pipeline_model_parallel_layout=[3,3]: 2 numbers for 4 stages of model.num_layers=6; use such as "
-        "[1,1,2,2], or leave it out"
+        "parallel.pipeline_model_parallel_layout=[3,3]: 2 numbers for 4 stages that hold model.num_layers=6; use for "
+        "example [1,1,2,2], or leave it out"
     ]

@@ -1,4 +1,4 @@
-"""Fact: what a precision or a kernel does not read is refused, and what fits passes."""
+"""Fact: a value that the precision or the kernel does not use is refused, and valid combinations pass."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron3d.config.validate.rules import check
 BROKEN = [
     (
         {"train": {"loss_scale": 128.0}},
-        "train.loss_scale=128.0: not read with train.precision=fp32, whose loss is not scaled; use fp16, or leave "
+        "train.loss_scale=128.0: not used with train.precision=fp32, whose loss is not scaled; use fp16, or leave "
         "loss_scale out",
     ),
     (
         {"train": {"precision": "bf16", "hysteresis": 3}},
-        "train.hysteresis=3: not read with train.precision=bf16, whose loss is not scaled; use fp16, or leave "
+        "train.hysteresis=3: not used with train.precision=bf16, whose loss is not scaled; use fp16, or leave "
         "hysteresis out",
     ),
     (
         {"train": {"precision": "fp16", "loss_scale": 128.0, "loss_scale_window": 5}},
-        "train.loss_scale_window=5: not read with train.loss_scale=128.0, which is fixed; leave one of the two out",
+        "train.loss_scale_window=5: not used with train.loss_scale=128.0, which is fixed; leave one of the two out",
     ),
     (
         {"train": {"precision": "fp16", "initial_loss_scale": 4.0, "min_loss_scale": 8.0}},
@@ -30,12 +30,13 @@ BROKEN = [
     ),
     (
         {"train": {"precision": "fp64"}, "optimizer": {"adam_implementation": "apex"}},
-        "optimizer.adam_implementation=apex: its kernel computes in fp32, less than train.precision=fp64; use torch",
+        "optimizer.adam_implementation=apex: its kernel computes in fp32, less precise than train.precision=fp64; use "
+        "torch",
     ),
     (
         {"optimizer": {"adam_implementation": "apex", "exp_avg_sq_dtype": "bf16"}},
-        "optimizer.adam_implementation=apex: its kernel keeps no optimizer.exp_avg_sq_dtype=bf16; use torch, or leave "
-        "exp_avg_sq_dtype out",
+        "optimizer.adam_implementation=apex: its kernel does not support optimizer.exp_avg_sq_dtype=bf16; use torch, "
+        "or leave exp_avg_sq_dtype out",
     ),
 ]
 FITTING: list[Any] = [

@@ -1,4 +1,4 @@
-"""Fact: a model, schedule of learning, kernel or output that breaks a rule is refused, with a value that works."""
+"""Fact: a model, learning-rate schedule, kernel or output that breaks a rule is refused, with a value that works."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = [
     (
         {"model": {"kv_channels": 5, "position_embedding_type": "rope"}},
         1,
-        "model.kv_channels=5: rotary positions turn pairs of channels, and a head has 5; use model.kv_channels 4 or 6",
+        "model.kv_channels=5: RoPE rotates pairs of channels, but a head has 5; use model.kv_channels 4 or 6",
     ),
     (
         {"model": {"max_position_embeddings": 7}},
@@ -50,7 +50,7 @@ BROKEN = [
     (
         {"optimizer": {"lr_wsd_decay_iters": 7}},
         1,
-        "optimizer.lr_wsd_decay_iters=7: not read with optimizer.lr_decay_style=cosine; use WSD, or leave it out",
+        "optimizer.lr_wsd_decay_iters=7: not used with optimizer.lr_decay_style=cosine; use WSD, or leave it out",
     ),
     ({"optimizer": {"lr": 0.1, "min_lr": 0.2}}, 1, "optimizer.min_lr=0.2: more than optimizer.lr=0.1; use 0 to 0.1"),
     (
@@ -61,25 +61,26 @@ BROKEN = [
     (
         {"train": {"precision": "fp64", "norm_implementation": "apex"}},
         1,
-        "train.norm_implementation=apex: its kernels take statistics in fp32, less than train.precision=fp64; use "
+        "train.norm_implementation=apex: its kernels compute statistics in fp32, less precise than "
+        "train.precision=fp64; use "
         "torch",
     ),
     (
         {"train": {"recompute_modules": ["mlp_act"]}},
         1,
-        "train.recompute_modules=[mlp_act]: not read with train.recompute_granularity=null; use selective, or leave "
+        "train.recompute_modules=[mlp_act]: not used with train.recompute_granularity=null; use selective, or leave "
         "recompute_modules out",
     ),
     (
         {"train": {"recompute_granularity": "selective", "recompute_num_layers": 2}},
         1,
-        "train.recompute_num_layers=2: not read with train.recompute_granularity=selective; use full, or leave "
+        "train.recompute_num_layers=2: not used with train.recompute_granularity=selective; use full, or leave "
         "recompute_num_layers out",
     ),
     (
         {"checkpoint": {"save_interval": 5}},
         1,
-        "checkpoint.save_interval=5: nowhere to save; set checkpoint.save, or leave it out",
+        "checkpoint.save_interval=5: no folder to save to; set checkpoint.save, or leave it out",
     ),
     (
         {"logging": {"wandb_mode": "offline"}},

@@ -1,4 +1,4 @@
-"""Fact: a layout that passes is cut into equal boxes with whole heads, and one that fails is told sizes that work."""
+"""Fact: a valid layout shards into equal boxes with whole heads; the message for an invalid one gives valid sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.valid_config import with_changes
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Config, int]:
-    """Any mode, form and shape over a small model, and a number of ranks."""
+    """Draw a mode, form and shape over a small model, and a number of ranks."""
     mode = draw(st.sampled_from(list(MODES)))
     entry = MODES[mode]
     shape = draw(st.tuples(*[st.sampled_from([1, 1, 2, 3, 4])] * len(entry.axis_names)))
@@ -110,7 +110,7 @@ BROKEN = [
     (
         {"parallel": {"tensor_parallel_mode": "3d", "tensor_parallel_shape": [2, 2]}},
         4,
-        "parallel.tensor_parallel_shape=[2,2]: mode 3d has 3 axes (x, y, z), not 2; use such as [1,2,2]",
+        "parallel.tensor_parallel_shape=[2,2]: mode 3d has 3 axes (x, y, z), not 2; use for example [1,2,2]",
     ),
     (
         {
@@ -132,7 +132,7 @@ BROKEN = [
     (
         {"parallel": {"tensor_parallel_mode": "2d", "sequence_parallel": True}},
         1,
-        "parallel.sequence_parallel=true: mode 2d splits its tokens by itself; use false, or tensor_parallel_mode 1d",
+        "parallel.sequence_parallel=true: mode 2d already splits the tokens; use false, or tensor_parallel_mode 1d",
     ),
     (
         {"parallel": {"sequence_parallel": True, "tensor_parallel_form": "replicated"}},
@@ -189,13 +189,14 @@ BROKEN = [
     (
         {"parallel": {"tensor_model_parallel_size": 2, "tp_keep_gathered_weights": True}},
         2,
-        "parallel.tp_keep_gathered_weights=true: 1d: t 2 gathers no weights; use false, or mode 2d, 2.5d, 3d or grid",
+        "parallel.tp_keep_gathered_weights=true: 1d: t 2 all-gathers no weights; use false, or mode 2d, 2.5d, 3d or "
+        "grid",
     ),
     (
         {"parallel": {"tp_num_panels": 4}},
         1,
-        "parallel.tp_num_panels=4: one rank multiplies without any other; use 1, or tensor_model_parallel_size 2 or "
-        "more",
+        "parallel.tp_num_panels=4: no tensor-parallel communication to overlap; use 1, or tensor_model_parallel_size 2 "
+        "or more",
     ),
     (
         {"parallel": {"num_distributed_optimizer_instances": 4}, "train": {"global_batch_size": 24}},

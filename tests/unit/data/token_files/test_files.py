@@ -73,5 +73,5 @@ def test_a_writer_that_is_refused_leaves_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_prefix_without_a_name_is_refused() -> None:
-    with pytest.raises(UserError, match=r"no name of a file; use such as corpus"):
+    with pytest.raises(UserError, match=r"no name of a file; use for example corpus"):
         with_suffix(Path(), ".bin")
