@@ -118,19 +118,19 @@ MUTATIONS = [
     Mutation(
         "norm rule without copies",
         "zero/buffers.py",
-        "square_sum(flat.grad) / flat.kind.copies",
+        "square_sum(flat.grad) / flat.sync.copies",
         "square_sum(flat.grad)",
     ),
     Mutation(
         "tied embedding not summed over the pipeline",
         "zero/buffers.py",
-        "if flat.kind.link is not None:",
-        "if flat.kind.link is not None and flat.stage < 0:",
+        "if flat.sync.link is not None:",
+        "if flat.sync.link is not None and flat.stage < 0:",
     ),
     Mutation(
         "weight decay by place in the shard",
         "zero/flat_buffer.py",
-        "min(max(self._num_decayed - self.mine.start, 0), part)",
+        "min(max(self._num_decayed - self.shard.start, 0), part)",
         "min(self._num_decayed, part)",
     ),
     Mutation("ZeRO 2 keeps the last microbatch only", "zero/flat_buffer.py", "elif self.num_reduced:", "elif False:"),
@@ -156,8 +156,8 @@ MUTATIONS = [
     Mutation(
         "gathered weights kept over the update",
         "ops/weight_prefetch.py",
-        "self._in_flight, self._kept, self._num_backwards = None, None, 0",
-        "self._num_backwards = 0",
+        "self._in_flight, self._kept = None, None",
+        "pass",
     ),
     Mutation(
         "every copy sends the first part of the residual",
