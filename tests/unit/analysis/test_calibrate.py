@@ -1,4 +1,4 @@
-"""Fact: what is measured on this machine is written as an accelerator and a cluster that the cost model reads."""
+"""Fact: this machine's measurements are written as an accelerator and a cluster that the cost model reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron3d.runtime import process
 
 @pytest.mark.slow
 def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links are those of the exchange; a product takes what it was measured to take, twofold on a shared core."""
+    """Links are those of the exchange; a GEMM takes its measured time, doubled on a shared core."""
     took = {"alone": Elapsed(2e-4, 1e-4), "call": Elapsed(1e-3, 0.0), "bytes": Elapsed(4e-3, 3e-3)}
     monkeypatch.setattr(process, "launch", lambda num_ranks, function, *args: took)
     monkeypatch.setattr(process, "num_cores", lambda: 2)
@@ -35,8 +35,10 @@ def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_that_share_cores_work_while_others_wait() -> None:
-    """A collective whose bytes keep a core busy half of the time: with a core per rank it takes 1 s; with fewer, the
-    waiting half grows for a group of all ranks, and less for a group of half of them."""
+    """A collective whose bytes keep a core busy half of the time takes 1 s with a core per rank.
+
+    With fewer cores the waiting half grows for a group of all ranks, and less for a group of half of them.
+    """
     level = NetworkLevel(name="node", ranks=8, gb_s=1, latency_us=0)
     local = Cluster(name="n", accelerator="a", levels=(level,), source="s", cores=2, bytes_busy=0.5)
 
@@ -48,8 +50,10 @@ def test_ranks_that_share_cores_work_while_others_wait() -> None:
 
 
 def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
-    """Pure latency, half of it CPU work: a group of all ranks also waits for slower work; with a group of half of the
-    ranks the others use the cores meanwhile."""
+    """The collective is pure latency, half of it CPU work.
+
+    A group of all ranks also waits for slower work; with a group of half of them the others use the cores meanwhile.
+    """
     level = NetworkLevel(name="node", ranks=8, gb_s=1e9, latency_us=0)
     local = Cluster(name="n", accelerator="a", levels=(level,), source="s", cores=2, call_us=1e6, call_busy=0.5)
 
@@ -61,7 +65,7 @@ def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
 
 
 def test_a_call_takes_what_most_calls_take() -> None:
-    """The first is not counted: it may have something to set up; nor does one that is late make a difference."""
+    """The first collective is not counted, since it may include setup, and one late collective has no influence."""
     cases = iter([10**6, 10**4, 10**6, *[10**4] * 10**6])
     most, late = (
         calibrate.median_call_s(lambda: sum(range(next(cases))), 0.1),

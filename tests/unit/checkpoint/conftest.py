@@ -1,4 +1,4 @@
-"""Ranks as threads of one process (enough where ranks only exchange small objects), and a checkpoint that two saved."""
+"""Ranks as threads of one process, sufficient for object collectives, and a checkpoint that two ranks saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron3d.parallel.mesh import Mesh
 
 
 class ThreadComm:
-    """The object collectives of `Comm` among threads; a rank that stays away breaks the barrier."""
+    """Object collectives of `Comm` between threads; a rank that does not take part breaks the barrier."""
 
     def __init__(self, mesh: Mesh, slots: list[Any], meeting: Barrier) -> None:
         self.mesh, self._slots, self._meeting = mesh, slots, meeting
@@ -55,13 +55,13 @@ def _run_ranks(mesh: Mesh, action: Callable[[ThreadComm], Any]) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[[Mesh, Callable[[ThreadComm], Any]], list[Any]]:
-    """`run_ranks(mesh, action)`: what `action(comm)` returned, or the exception that it raised, for every rank."""
+    """Run `action(comm)` on every rank of the mesh; return its result or the exception that it raised, by rank."""
     return _run_ranks
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Iteration 3 of a run: `w` = [[0, 1], [2, 3], [4, 5]], its first row from rank 0 and the others from rank 1."""
+    """Save iteration 3 with `w` = [[0, 1], [2, 3], [4, 5]], the first row from rank 0 and the others from rank 1."""
     w = torch.arange(6.0).reshape(3, 2)
 
     def save_rows(comm: ThreadComm) -> Path:

@@ -1,5 +1,7 @@
-"""Fact: a checkpoint written in the background is that of the moment of the call; one that fails is told and tried
-again at the next save, while the one before stays; and nobody leaves before the last one is written.
+"""Fact: a checkpoint written in the background holds the state at the time of the call.
+
+A failed write is reported and retried at the next save, while the previous checkpoint stays; no rank exits before the
+last one is written.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ TWO, ONE = Mesh((("x", 2),)), Mesh((("x", 1),))
 
 
 class Weights:
-    """`w` [4], a half on each of two ranks, that training changes in place."""
+    """Tensor `w` [4], sharded over two ranks, that training changes in place."""
 
     def __init__(self, comm):
         self.low, self.values = 2 * comm.mesh.rank, torch.zeros(2)
@@ -37,7 +39,7 @@ def read(folder):
 
 
 class Gate:
-    """Holds back the writing of files until it is opened; may be made to fail once."""
+    """Gate that blocks the writing of files until it is opened; can make one write fail."""
 
     def __init__(self, monkeypatch):
         self.opened, self.failures, self._original = threading.Event(), [], write.write_boxes
@@ -107,7 +109,7 @@ def test_a_failure_is_told_at_once_and_the_next_save_is_the_next_try(tmp_path, r
 
 
 def test_the_previous_one_stays_until_the_new_one_is_complete(tmp_path, run_ranks, gate):
-    """Also where only one is kept."""
+    """This also holds where only one checkpoint is retained."""
 
     def train(comm):
         weights, saver = Weights(comm), CheckpointSaver(tmp_path, comm, RetentionPolicy(1), in_background=True)
@@ -135,7 +137,7 @@ def test_the_previous_one_stays_until_the_new_one_is_complete(tmp_path, run_rank
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_leaving(tmp_path, run_ranks, gate, in_background):
-    """The last iteration is saved once, and what keeps it from that is raised."""
+    """The last iteration is saved once, and an error in that save is raised."""
     gate.opened.set()
     gate.failures.append(OSError(28, "No space left on device"))
 

@@ -1,5 +1,6 @@
-"""Fact: a checkpoint that somebody made to do harm is refused with a reason: nothing in it is executed, no file outside
-of its folder is opened, and no memory is taken for what it only promises.
+"""Fact: a malicious checkpoint is refused with a reason.
+
+Nothing in it is executed, no file outside its folder is opened, and no memory is allocated for sizes it only claims.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ LARGEST = 2**24
 
 @pytest.fixture
 def checkpoint(tmp_path, run_ranks):
-    """`model.w` [3, 2] in one file."""
+    """Save `model.w` [3, 2] in one file."""
     w = torch.arange(6.0).reshape(3, 2)
     piece = Piece("model.w", (3, 2), ((0, 3), (0, 2)), w)
     return run_ranks(ONE, lambda comm: save(tmp_path / "run", 3, [piece], {}, comm))[0]
 
 
 class Harm:
-    """What unpickling would execute."""
+    """Object whose unpickling would execute code."""
 
     def __init__(self, path):
         self.path = path
@@ -69,7 +70,7 @@ FILES = {
 
 
 def refusals(checkpoint):
-    """What each way to read a checkpoint says of it."""
+    """Return the refusal of each way to read a checkpoint."""
     w = torch.full((3, 2), torch.nan)
     said = list(verify(checkpoint))
     for action in (
@@ -133,7 +134,7 @@ INDEXES = {
 
 @pytest.mark.parametrize("name", INDEXES)
 def test_hostile_indexes(checkpoint, name):
-    """Write the index with a checksum that fits, where the change leaves an index at all."""
+    """Write the changed index with a matching checksum, where the change leaves an index at all."""
     path = checkpoint / "index.json"
     index = json.loads(path.read_text())
     INDEXES[name](index)

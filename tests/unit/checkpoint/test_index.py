@@ -1,4 +1,4 @@
-"""Fact: an index keeps exactly what it was given; a damaged, foreign or hostile one is refused with a reason."""
+"""Fact: an index stores exactly what it was given; a damaged, foreign or malicious one is refused with a reason."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron3d.errors import UserError
 
 
 def problems_of(action, *arguments):
-    """The problems of the UserError that the action raises."""
+    """Return the problems of the UserError that the action raises."""
     with pytest.raises(UserError) as caught:
         action(*arguments)
     return caught.value.problems
 
 
 def edit(folder, change):
-    """Change the index as JSON, and its checksum, as who means harm would."""
+    """Change the index as JSON and update its checksum, as an attacker would."""
     path = folder / "index.json"
     index = json.loads(path.read_text())
     change(index)
@@ -102,7 +102,7 @@ def test_truncated_and_foreign_index(saved):
 
 
 def test_every_byte_of_the_index_counts(saved):
-    """Whatever is changed in it, the index is refused, or says the same."""
+    """After any changed byte the index is refused or has equal contents."""
     path = saved / "index.json"
     content = path.read_bytes()
     before = Index.model_validate_json(content)

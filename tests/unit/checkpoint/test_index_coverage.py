@@ -1,4 +1,4 @@
-"""Fact: `flaw` accepts boxes exactly when every element of a tensor is in one of them; `overlap` is what both hold."""
+"""Fact: `flaw` accepts boxes exactly when they cover every element of a tensor; `overlap` is their intersection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ boxes = st.tuples(*edges)
 
 
 def count(found, shape=SHAPE):
-    """How many boxes hold each element."""
+    """Return the number of boxes that hold each element."""
     times = torch.zeros(shape, dtype=torch.int64)
     for box in found:
         times[tuple(slice(*ends) for ends in box)] += 1
@@ -23,7 +23,7 @@ def count(found, shape=SHAPE):
 
 @st.composite
 def tilings(draw, box=tuple((0, size) for size in SHAPE)):
-    """Cut a box in two again and again."""
+    """Draw a tiling: split a box in two repeatedly."""
     dim = draw(st.integers(0, len(box) - 1))
     low, high = box[dim]
     if high - low < 2 or draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Fact: one run at a time saves to a folder, the other learns whose it is, and a killed owner leaves nothing locked."""
+"""Fact: one run at a time saves to a folder, a second one learns the owner, and a killed owner leaves no lock."""
 
 from __future__ import annotations
 

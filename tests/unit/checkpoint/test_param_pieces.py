@@ -1,4 +1,4 @@
-"""Fact: parameters saved under any layout load under any other one: their logical numbers are the same, bit for bit."""
+"""Fact: parameters saved in any layout load in any other one with the same logical values, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIM_AXES = [(), ("x",), ("y",), ("y", "x"), ("x", "data"), ("data",)]
 
 @st.composite
 def arrangements(draw):
-    """A mesh, a layout on it and a number of blocks."""
+    """Draw a mesh, a layout on it and a number of blocks."""
     sizes = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 1), (1, 3, 2), (2, 1, 3)]))
     rows, columns = draw(
         st.tuples(st.sampled_from(DIM_AXES), st.sampled_from(DIM_AXES)).filter(
@@ -33,14 +33,14 @@ def arrangements(draw):
 
 
 def make_spec(parts, mesh, layout, blocks):
-    """The parts with dim 0 padded as this arrangement needs."""
+    """Return the parameter's parts with dim 0 padded for this layout."""
     multiple = mesh.size(layout[0]) * blocks
     padded = tuple(Part(name, shape, (-(-shape[0] // multiple) * multiple, shape[1])) for name, shape in parts)
     return ParamSpec(padded, layout, token_axes=(), blocks=blocks)
 
 
 def logical(name, shape):
-    """Numbers that tell every element of every tensor from every other one."""
+    """Return values that are unique across all elements of all tensors."""
     size = shape[0] * shape[1]
     return torch.arange(size, dtype=torch.float64).reshape(shape) + 1000 * sum(name.encode())
 
@@ -90,7 +90,7 @@ def test_names():
 @pytest.mark.parametrize("shared_out", [(), ("data",)])
 @pytest.mark.parametrize("holders", [(0,), (1,), (0, 1)])
 def test_every_element_has_one_writer_and_the_holders_write_equally_much(holders, shared_out):
-    """Write parameters that differ in layout; ZeRO's ranks hold a half each, cut anywhere."""
+    """Save parameters of different layouts; each ZeRO rank holds half of them, split at any element."""
     mesh = Mesh((("pipeline", 2), ("data", 2), ("x", 2), ("y", 3)))
     layouts = [((), ()), (("x",), ()), ((), ("y",)), (("x",), ("y",)), ((), ())]
     specs = [
@@ -115,12 +115,12 @@ def test_every_element_has_one_writer_and_the_holders_write_equally_much(holders
                 times[piece.name][tuple(slice(*ends) for ends in piece.box)] += 1
         written.append(sum(stop - start for _, _, start, stop in mine))
     assert all((count == 1).all() for count in times.values())
-    if len(holders) == 1 or not shared_out:  # else the halves of holders may fall together with ZeRO's
+    if len(holders) == 1 or not shared_out:  # else the halves of the replicas may coincide with ZeRO's
         assert max(written) - min(written) <= 12 * 2 * 5, f"a row at each edge and holder of each group: {written}"
 
 
 def test_who_writes_less_than_a_row():
-    """More ranks than rows: some write nothing, none writes a part of a row."""
+    """With more ranks than rows some ranks write nothing, and none writes part of a row."""
     mesh = Mesh((("pipeline", 1), ("data", 5)))
     spec = ParamSpec((Part("w", (3, 4), (3, 4)),), ((), ()), token_axes=())
     found = [next(split_among_replicas([ParamRange("w", spec, 0, 12)], mesh.at(rank))) for rank in range(5)]

@@ -1,4 +1,4 @@
-"""Fact: whenever a run is killed, its tracker leads to a complete checkpoint, and its next save cleans up."""
+"""Fact: whenever a run is killed, its tracker names a complete checkpoint, and its next save cleans up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE = Mesh((("x", 1),))
 
 
 def problem_of(action, path):
-    """The one problem of the UserError that the action raises."""
+    """Return the one problem of the UserError that the action raises."""
     with pytest.raises(UserError) as caught:
         action(path)
     (problem,) = caught.value.problems
@@ -23,7 +23,7 @@ def problem_of(action, path):
 
 
 def whole(tensor):
-    """A piece that is a whole vector."""
+    """Return a piece that is a whole vector."""
     return Piece("w", tuple(tensor.shape), ((0, len(tensor)),), tensor)
 
 
@@ -42,11 +42,11 @@ def test_what_to_load(saved, tmp_path):
 
 
 class Killed(BaseException):
-    """What no handler of exceptions sees, like a signal."""
+    """Exception that no handler catches, like a signal."""
 
 
 def _kill_at(monkeypatch, last):
-    """Let the file-system call number `last` be the first that does not happen."""
+    """Make the file-system call number `last` the first that does not happen."""
     calls = iter(range(last))
 
     def counted(original):
@@ -63,7 +63,7 @@ def _kill_at(monkeypatch, last):
 
 @pytest.mark.parametrize("iteration", [3, 4])
 def test_killed_at_any_moment(tmp_path, monkeypatch, run_ranks, iteration):
-    """A run that saved iteration 3 dies at each step of the next save, of the same iteration or of another one."""
+    """A run that saved iteration 3 dies at each call of its next save, of the same iteration or of another one."""
 
     def save_value(run, iteration, value):
         tensor = torch.full((2,), float(value))

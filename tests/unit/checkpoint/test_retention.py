@@ -1,4 +1,4 @@
-"""Fact: the newest k checkpoints and every n-th iteration stay, and a short-lived one until one is newer."""
+"""Fact: the newest k checkpoints and every n-th iteration are retained, and a short-lived one until one is newer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(copy):
 
 
 def run_saves(run_ranks, root, keep, *saves):
-    """Iterations, negative where they are short-lived, saved one after another."""
+    """Save iterations in turn; negative ones are short-lived."""
 
     def save(comm):
         saver = CheckpointSaver(root, comm, keep)
@@ -60,7 +60,7 @@ def test_what_stays(tmp_path, run_ranks, checkpoint, left):
     st.sets(st.integers(1, 40), min_size=1, max_size=12), st.none() | st.integers(1, 5), st.none() | st.integers(1, 9)
 )
 def test_pruning(tmp_path_factory, iterations, k, n):
-    """The tracker's is there afterwards, and what lies beyond it is left alone."""
+    """The tracker's checkpoint is retained, and later ones are left alone."""
     root = tmp_path_factory.mktemp("run")
     last = sorted(iterations)[len(iterations) // 2]
     for iteration in iterations:

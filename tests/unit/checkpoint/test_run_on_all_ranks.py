@@ -1,4 +1,4 @@
-"""Fact: where one rank fails, all ranks raise the same error, and none waits forever."""
+"""Fact: if one rank fails, all ranks raise the same error, and none waits forever."""
 
 from __future__ import annotations
 

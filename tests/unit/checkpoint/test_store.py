@@ -1,4 +1,4 @@
-"""Fact: what was saved is what is loaded, and whatever keeps it from being saved or loaded is told on every rank."""
+"""Fact: loaded values equal saved values, and any obstacle to a save or load is reported on every rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ONE = Mesh((("x", 1),))
 
 
 def whole(name, tensor):
-    """A piece that is a whole tensor."""
+    """Return a piece that is a whole tensor."""
     return Piece(name, tuple(tensor.shape), tuple((0, size) for size in tensor.shape), tensor)
 
 
 def rows_of(rank, tensor):
-    """Half of the rows, for each of two ranks."""
+    """Return half of the rows for each of two ranks."""
     low, high = (0, 1) if rank == 0 else (1, len(tensor))
     return Piece("w", tuple(tensor.shape), ((low, high), (0, tensor.shape[1])), tensor[low:high])
 
@@ -30,7 +30,7 @@ W = torch.arange(6.0).reshape(3, 2)
 
 
 def problems_of(action, *arguments):
-    """The problems of the UserError that the action raises."""
+    """Return the problems of the UserError that the action raises."""
     with pytest.raises(UserError) as caught:
         action(*arguments)
     return caught.value.problems

@@ -1,4 +1,4 @@
-"""Fact: no changed byte of a checkpoint goes unnoticed, and the newest one without is what a restart continues."""
+"""Fact: every changed byte of a checkpoint is detected, and a restart resumes from the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def flip(path, place, bit=0):
-    """Change one bit of a file."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << bit
     path.write_bytes(content)
 
 
 def save_rows(run_ranks, root, iteration, value=0.0):
-    """`w` = `value` everywhere, a row from the first rank and two from the second."""
+    """Save `w` filled with `value`, one row from the first rank and two from the second."""
     w = torch.full((3, 2), value)
 
     def rows(comm):
@@ -37,7 +37,7 @@ def save_rows(run_ranks, root, iteration, value=0.0):
 
 
 def test_every_flipped_bit_is_found(saved):
-    """In both files, header and numbers; whatever the bit, the file or the box is named."""
+    """For any bit of both files, header or data, the file or the box is named."""
     assert verify(saved) == ()
     choose = random.Random(0)
     for path in sorted(saved.glob("*.safetensors")):
@@ -86,7 +86,7 @@ def test_ranks_refuse_together_what_they_would_load(saved, run_ranks):
 
 @pytest.fixture
 def run(tmp_path, run_ranks):
-    """The folder of a run with checkpoints 1 to 4."""
+    """Return the folder of a run with checkpoints 1 to 4."""
     for iteration in range(1, 5):
         save_rows(run_ranks, tmp_path / "run", iteration, float(iteration))
     return tmp_path / "run"
@@ -145,7 +145,7 @@ def test_the_newer_of_permanent_and_short_lived(run, run_ranks):
 
 
 def test_a_run_that_goes_back(run, run_ranks):
-    """Whatever is later is passed over, until it is saved again."""
+    """Later checkpoints are ignored until they are saved again."""
     save_rows(run_ranks, run / "non_persistent", 5)
     move_tracker_back(run, 2)
     assert latest(run) == run / "iter_0000002"

@@ -1,4 +1,4 @@
-"""Fact: a rank's file is a safetensors file like the library's own, and is never in memory as a whole."""
+"""Fact: a rank's file equals the safetensors library's own, and is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)
 
 
 def whole(name, tensor):
-    """A piece that is a whole tensor."""
+    """Return a piece that is a whole tensor."""
     return Piece(name, tuple(tensor.shape), tuple((0, size) for size in tensor.shape), tensor)
 
 
@@ -97,7 +97,7 @@ print("saved and loaded")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA as Linux has it")
 @pytest.mark.parametrize(("boxes_of_memory", "said"), [(4.5, "saved and loaded\n"), (0.5, "")])
 def test_memory_is_a_few_boxes(tmp_path, boxes_of_memory, said):
-    """Save 16 boxes of 8 MiB that are not contiguous; malloc keeps up to three.  With half a box saving fails."""
+    """Save 16 non-contiguous boxes of 8 MiB; malloc keeps up to three.  Saving fails with memory for half a box."""
     typed = [sys.executable, "-c", IN_LITTLE_MEMORY, str(tmp_path), str(boxes_of_memory)]
     done = subprocess.run(typed, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.stdout == said, done.stderr

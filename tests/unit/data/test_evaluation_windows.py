@@ -1,4 +1,7 @@
-"""Every token of a range but the first is a label once, after the tokens before it; bytes of texts add up by token."""
+"""Fact: every token of a range but the first is a label once, with the tokens before it as context.
+
+The bytes of a text are the sum of its tokens' bytes.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def test_bytes_of_a_range(corpus: IndexedDataset) -> None:
 
 
 def byte_level(path: Path) -> None:
-    """GPT-2's kind."""
+    """Return a byte-level tokenizer of GPT-2's kind."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -95,7 +98,7 @@ def test_bytes_add_up(kind: tuple[str, str | None], text: str) -> None:
 
 
 def test_words_have_no_bytes(tmp_path: Path) -> None:
-    """Where a decoder puts spaces between words, a token has no bytes of its own."""
+    """Where a decoder inserts spaces between words, a token has no bytes of its own."""
     path = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
     assert build_tokenizer("HuggingFaceTokenizer", str(path)).token_bytes() is None

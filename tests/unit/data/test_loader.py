@@ -1,4 +1,4 @@
-"""Whatever the layout, sequence n of a global batch is sample consumed + n, and it is read where the layout says."""
+"""Fact: in any layout, sequence n of a global batch is sample consumed + n, read by the ranks that the layout names."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Documents packed into a sample do not see each other, in any layout, and count in the loss as they are told to."""
+"""Fact: packed documents do not attend to each other, in any layout, and count in the loss as configured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def configure(model: str, data: dict[str, Any], parallel: dict[str, Any] | None 
 
 
 def reference(tokens: list[int]) -> tuple[list[list[bool]], list[int]]:
-    """Who sees whom, and positions, one by one."""
+    """Return the attention mask and positions, computed one by one."""
     document = [sum(token == EOD for token in tokens[:place]) for place in range(len(tokens))]
     sees = [
         [key <= query and document[key] == document[query] for key in range(len(tokens))]
@@ -130,7 +130,7 @@ def alone(model: str) -> StepTrace:
 
 
 def layouts() -> list[dict[str, Any]]:
-    """Every form with four or eight ranks, some of them in a pipeline."""
+    """Return every form on four or eight ranks, some of them in a pipeline."""
     shapes = {1: (4,), 2: (2, 2), 3: (2, 2, 2)}
     found = []
     for mode, entry in MODES.items():

@@ -1,4 +1,4 @@
-"""Batches that grow are a function of the samples that are used up: Megatron's, and the same after any restart."""
+"""Fact: batch-size ramp-up is a function of the consumed samples: Megatron's, and the same after any restart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ramps(draw: st.DrawFn, unit: int = 1) -> Ramp:
 
 
 def megatron(ramp: Ramp, consumed: int) -> int:
-    """As its calculator of microbatches writes it."""
+    """Compute the ramp as Megatron's microbatch calculator does."""
     if consumed > ramp.num_samples or ramp.start == ramp.end:
         return ramp.end
     per_increment = ramp.num_samples / ((ramp.end - ramp.start) / ramp.increment)

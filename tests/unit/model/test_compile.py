@@ -1,5 +1,6 @@
-"""Fact: compiled blocks compute what they did, all of a kind with one graph; whatever cannot be compiled runs as it is,
-and that is said.
+"""Fact: compiled layers compute the uncompiled values, with one graph per kind of layer.
+
+A layer that cannot be compiled runs uncompiled, and the log says so.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from megatron3d.model.layers import Linear
 from megatron3d.train.state import TrainState, build_state, connect
 from tests.support.pool import Pool
 
-# torch's tracer and compiler warn of what they do themselves, and hide it where warnings are no errors.
+# torch's tracer and compiler emit warnings about themselves, which they hide only where warnings are not errors.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
 
 
 class Inner(nn.Module):
-    """A part whose Python cannot be traced."""
+    """Module whose Python code cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Inner(nn.Module):
 
 
 class Facts:
-    """A number that is computed once, behind a lock up to Python 3.11."""
+    """Object with a cached property, which has a lock up to Python 3.11."""
 
     @cached_property
     def one(self) -> int:
@@ -46,7 +47,7 @@ class Facts:
 
 
 class Block(nn.Module):
-    """Two products with something between them."""
+    """Two linears with a module between them."""
 
     def __init__(self, seed: int, inner: type[nn.Module]) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Block(nn.Module):
 
 
 def run(blocks: Sequence[nn.Module], *args: Any) -> list[Tensor]:
-    """Output and gradients."""
+    """Return output and gradients."""
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
     y = x
     for block in blocks:
@@ -79,7 +80,7 @@ def agree(compiled: Sequence[nn.Module], eager: Sequence[nn.Module], *args: Any)
 
 
 def build(compiler: Compiler, inner: type[nn.Module] = Inner) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Three blocks that are compiled, and the same ones as they are."""
+    """Return three compiled blocks, and the same blocks uncompiled."""
     torch._dynamo.reset()
     compiled, eager = ([Block(seed, inner) for seed in range(3)] for _ in range(2))
     blocks = [compiler.block(block) for block in compiled]
@@ -110,7 +111,7 @@ def test_torchs_compiler_gives_the_same_with_one_graph_for_all_blocks() -> None:
 
 
 def test_recomputation_repeats_what_was_compiled() -> None:
-    """From the first call on: an uncompiled forward would keep other tensors than its compiled repetition."""
+    """The first call must be compiled too: an uncompiled forward saves other tensors than the recomputation."""
     blocks, eager = build(Compiler(backend=as_it_is), nn.Identity)
     repeated = [partial(checkpoint, block, use_reentrant=False) for block in blocks]
     for _ in range(2):
@@ -170,7 +171,7 @@ def test_a_block_that_asks_for_ever_new_graphs_goes_on_uncompiled_and_says_so(
 
 
 def states(rank: int, world_size: int, backend: Backend, **model: Any) -> tuple[TrainState, TrainState, Compiler]:
-    """A small GPT as it is, and the same one with compiled layers."""
+    """Return a small GPT uncompiled, and the same one with compiled layers."""
     sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, **model}
     config = Config.model_validate(
         {
@@ -190,7 +191,7 @@ def states(rank: int, world_size: int, backend: Backend, **model: Any) -> tuple[
 
 
 def same_step(plain: TrainState, compiled: TrainState, tokens: Tensor, num_passes: int = 2) -> None:
-    """Loss and gradients of both."""
+    """Return loss and gradients of both models."""
     results = []
     for state in (plain, compiled):
         passes = [state.model.begin(tokens, tokens.numel()) for _ in range(num_passes)]
@@ -203,7 +204,7 @@ def same_step(plain: TrainState, compiled: TrainState, tokens: Tensor, num_passe
 
 
 def communicating(rank: int, world_size: int, tokens: Tensor) -> None:
-    """A GPT of two tensor ranks, compiled and not."""
+    """Compare a GPT on two tensor-parallel ranks, compiled and uncompiled."""
     plain, compiled, compiler = states(rank, world_size, as_it_is)
     same_step(plain, compiled, tokens)
     assert compiler.num_graphs > 0 and compiler.failures == []
@@ -212,7 +213,7 @@ def communicating(rank: int, world_size: int, tokens: Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_sequences_and_batches_that_grow_ask_for_graphs_once_more(family: str) -> None:
-    """The second length is met by graphs for any length, which the others and evaluations of the whole one share."""
+    """The second length compiles graphs for any length, which other lengths and full-length evaluations share."""
     plain, compiled, compiler = states(0, 1, as_it_is, family=family, seq_length=64)
     tokens = torch.randint(0, 61, (2, 65), generator=torch.Generator().manual_seed(1))
     num_graphs = []
@@ -227,7 +228,7 @@ def test_what_communicates_stays_out_of_the_graphs(pool: Pool) -> None:
 
 
 def test_a_backward_that_the_compiler_fails_on_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails while forward is compiled, not in the middle of a training step."""
+    """The failure occurs while forward is compiled, not during a training step."""
     from torch._inductor import compile_fx as module
     from torch._inductor import config
 

@@ -1,4 +1,4 @@
-"""Fact: the closed form of parameters is the sum of the table, for any architecture, and gives the published totals."""
+"""Fact: the closed form of the parameter count is the sum of the table, for any architecture, and as published."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def test_every_logical_tensor_has_its_own_name(arch: Architecture, name: str) ->
     [(GPT2_124M, 50257, 124_439_808), (LLAMA3_8B, 128256, 8_030_261_248), (GPT3_175B, 50257, 174_604_259_328)],
 )
 def test_published_totals(model: ModelConfig, vocab_size: int, expected: int) -> None:
-    """GPT-2 and Llama 3 as Hugging Face counts them; GPT-3 of Brown et al. (2020), table 2.1."""
+    """Totals are those of GPT-2 and Llama 3 by Hugging Face, and of GPT-3 by Brown et al. (2020), table 2.1."""
     assert num_parameters(resolve_architecture(model, vocab_size)) == expected
 
 
 def test_flops_per_token_by_hand() -> None:
-    """One layer: q, k and v 8 x (12 + 2 x 6), projection 12 x 8, gate, up and down 3 x 8 x 12, head 8 x 10."""
+    """In one layer: q, k and v 8 x (12 + 2 x 6), projection 12 x 8, gate, up and down 3 x 8 x 12, head 8 x 10."""
     model = ModelConfig(
         family="llama",
         num_layers=2,

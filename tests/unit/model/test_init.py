@@ -1,4 +1,4 @@
-"""Fact: an initial value is a function of (seed, name, global index): a box drawn alone is its part of the whole."""
+"""Fact: an initial value is a function of (seed, name, global index): a box drawn alone is a slice of the whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
-    """A shape of one or two dimensions that crosses tiles, and a box within."""
+    """Draw a shape of one or two dims that crosses tiles, and a box within it."""
     shape = tuple(draw(st.integers(1, limit)) for limit in draw(st.sampled_from([(3000,), (200, 2500)])))
     ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
     return shape, tuple((low, high) for low, high in ends)
@@ -87,7 +87,7 @@ def test_seeds_names_and_tiles_differ() -> None:
 
 
 def test_the_length_of_a_tensor_moves_nothing() -> None:
-    """A larger padded vocabulary starts from the same rows, as far as whole tiles go."""
+    """A larger padded vocabulary starts from the same rows, up to the last whole tile."""
     short, long = (normal_box(5, "w", (rows, 40), ((0, 64), (0, 40))) for rows in (64, 1000))
     assert torch.equal(short, long)
 

@@ -1,6 +1,7 @@
-"""Fact: a parameter's entry in the table is enough to know where it lives: whole heads and whole gate/up pairs stay
-together, and every rank's share of the fused matrix is its share of each part; and the stages of a pipeline share the
-table out, each entry to the ranks that use it.
+"""Fact: a parameter's entry in the table determines where it lives.
+
+Whole heads and whole gate/up pairs stay together, a rank's shard of a fused matrix is its shard of each part, and the
+stages of a pipeline partition the table, each entry going to the ranks that use it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.fo
 
 
 def tables(family: str, **fields: object) -> list[tuple[str, Mode, Mesh, Architecture, dict[str, ParamSpec]]]:
-    """The table of a small model in every form, all axes above 1, two data ranks."""
+    """Return the table of a small model in every form, all axes above 1, with two data-parallel ranks."""
     values = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 8, "seq_length": 8, "qk_layernorm": True}
     model = ModelConfig.model_validate({"family": family, **values, **fields})
     out = []
@@ -41,7 +42,7 @@ def tables(family: str, **fields: object) -> list[tuple[str, Mode, Mesh, Archite
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_gradients_are_summed_where_tokens_are_split_and_copies_are_equal_otherwise(family: str) -> None:
-    """An axis either splits the parameter, or splits the tokens that it sees, or holds copies that see the same."""
+    """Each axis shards the parameter, shards the tokens that it sees, or holds replicas that see the same tokens."""
     for name, mode, mesh, _, specs in tables(family):
         for path, spec in specs.items():
             split, summed = layout_axes(spec.layout), set(spec.reduce_axes(mesh))
@@ -61,7 +62,7 @@ def test_norms_of_queries_and_keys_see_whatever_splits_sequences_or_heads() -> N
 
 
 def test_matrices_of_modes_without_copies_are_stored_once() -> None:
-    """Only where a plan splits tokens without splitting W further is a matrix held twice, and then it is summed."""
+    """A matrix is held twice only where a plan shards tokens but not W further, and its gradient is then reduced."""
     for name, _, mesh, _, specs in tables("gpt2"):
         for path, spec in specs.items():
             if path.endswith((".qkv.weight", ".proj.weight", ".fc1.weight", ".fc2.weight", "embedding.weight")):
@@ -92,7 +93,7 @@ def test_only_matrices_decay(family: str, tied: bool) -> None:
 
 @st.composite
 def assignments(draw: st.DrawFn) -> StageAssignment:
-    """Up to eight stages of no to two layers, on up to four ranks in any order."""
+    """Draw up to eight stages of zero to two layers, on up to four ranks in any order."""
     ranks = draw(st.integers(1, 4))
     where = draw(st.permutations([*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), max_size=4))]))
     counts = draw(st.lists(st.integers(0, 2), min_size=len(where), max_size=len(where)))

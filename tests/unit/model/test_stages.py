@@ -1,4 +1,4 @@
-"""Fact: layers are divided among stages so that no other division gives its busiest rank less work, head included."""
+"""Fact: layers are divided among stages so that the busiest rank has the least possible work, head included."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SIZES = {"hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
 
 
 def arch_of(num_layers: int, vocab_size: int) -> Architecture:
-    """A layer takes 6 x 12 x 8 x 8 + 12 x 8 x 4 = 4992 operations per token, the head 48 per word: 104 are a layer."""
+    """A layer takes 6 x 12 x 8 x 8 + 12 x 8 x 4 = 4992 FLOPs per token, the head 48 per word: 104 are a layer."""
     return resolve_architecture(ModelConfig(num_layers=num_layers, **SIZES), vocab_size)
 
 
 def divisions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    """Every way to give each stage at least one layer."""
+    """Return every way to give each stage at least one layer."""
     if num_stages == 1:
         yield (num_layers,)
         return
@@ -37,14 +37,14 @@ def divisions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def costs(arch: Architecture, counts: Sequence[int]) -> list[int]:
-    """Work of each stage."""
+    """Return the work of each stage."""
     work = [count * layer_flops_per_token(arch) for count in counts]
     work[-1] += head_flops_per_token(arch)
     return work
 
 
 def loads(arch: Architecture, counts: Sequence[int], owners: Sequence[int]) -> list[int]:
-    """Work of each rank."""
+    """Return the work of each rank."""
     work = costs(arch, counts)
     return [sum(w for w, owner in zip(work, owners, strict=True) if owner == rank) for rank in sorted(set(owners))]
 

@@ -1,5 +1,6 @@
-"""Fact: attention over any rank's heads is attention over all heads, restricted to them: grouped queries, groups split
-inside a head, rotary positions and dropout included.
+"""Fact: attention over a rank's heads equals the same heads of attention over all heads.
+
+This includes grouped queries, groups whose boundary lies inside a rank, rotary positions and dropout.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BATCH, SEQ, SIZE = 2, 5, 8
 
 
 class Place:
-    """A communicator that knows where it is and cannot communicate."""
+    """Communicator that knows its coordinates and cannot communicate."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -37,7 +38,7 @@ def heads_on(mesh: Mesh, num_heads: int, num_groups: int, axes: Axes) -> Attenti
 
 
 def reference(q_MF: Tensor, k_MF: Tensor, v_MF: Tensor, num_heads: int) -> Tensor:
-    """Attention written out, one head at a time."""
+    """Compute attention by its definition, one head at a time."""
     q, k, v = (t.view(BATCH, SEQ, -1, SIZE) for t in (q_MF, k_MF, v_MF))
     outputs = []
     for head in range(num_heads):
@@ -55,7 +56,7 @@ def run(heads: AttentionHeads, qkv_MF: Tensor, drop: tuple[float, int, int] | No
 
 
 def projections(num_heads: int, num_groups: int) -> list[Tensor]:
-    """q, k and v of all heads, [M, F]."""
+    """Return q, k and v of all heads, [M, F]."""
     return [normal(BATCH * SEQ, n * SIZE, seed=seed) for seed, n in enumerate((num_heads, num_groups, num_groups))]
 
 
@@ -85,7 +86,7 @@ SPLITS: list[tuple[int, int, Axes]] = [
 
 
 def split_errors(rank: int, world_size: int) -> list[str]:
-    """Each rank holds its query heads and an even share of the features of k and v."""
+    """Return the errors of a rank that holds its query heads and an even shard of the features of k and v."""
     mesh = Mesh((("x", 2), ("y", 2), ("z", 2)), rank)
     comm, wrong = every_group(mesh), []
     for num_heads, num_groups, axes in SPLITS:
@@ -150,7 +151,7 @@ def test_nothing_is_gathered_when_groups_are_whole() -> None:
 
 
 def test_groups_whose_boundary_lies_inside_a_rank() -> None:
-    """12 heads in 3 groups over 2 ranks: rank 0 reads groups 0, 0, 0, 0, 1, 1."""
+    """Rank 0 of 2 reads groups 0, 0, 0, 0, 1, 1 of 12 heads in 3 groups."""
     first, second = (heads_on(Mesh((("x", 2),), rank), 12, 3, ("x",)) for rank in (0, 1))
     assert (first.group_span, first.group_of_query) == ((0, 2), [0, 0, 0, 0, 1, 1])
     assert (second.group_span, second.group_of_query) == ((1, 3), [0, 0, 1, 1, 1, 1])
@@ -176,7 +177,7 @@ def test_rotary_scores_depend_on_the_distance_only() -> None:
 
 
 def test_rotary_angles_of_far_positions_are_exact_in_low_precision() -> None:
-    """bf16 has no 4097: angles are computed in fp32 and only their cosines are rounded."""
+    """bf16 cannot represent 4097: angles are computed in fp32, and only their cosines are rounded."""
     like = torch.zeros(1, dtype=torch.bfloat16)
     got, exact = rotary_tables(5000, 8, 10000.0, like), rotary_tables(5000, 8, 10000.0, like.double())
     for low, high in zip(got, exact, strict=True):
@@ -202,7 +203,7 @@ def test_dropout_keeps_the_expectation() -> None:
 
 @pytest.mark.parametrize("axes", [("x",), ("x", "y")])
 def test_dropout_drops_the_same_weights_on_every_rank(axes: Axes) -> None:
-    """The part of a rank's heads and sequences is that of all heads and of the whole batch."""
+    """A rank's mask is the slice of the global mask for its heads and sequences."""
     alone = AttentionHeads(8, 8, SIZE, (), ProcessComm(Mesh(()), []))
     qkv = projections(8, 8)
     whole = run(alone, torch.cat(qkv, 1), (0.3, KEY, 10)).view(BATCH, SEQ, -1)

@@ -1,5 +1,6 @@
-"""Fact: the chunked loss is torch's cross-entropy over the whole vocabulary, in value and gradients, whatever the
-chunk, the padding, the ignored labels and the layout; the full logits never exist.
+"""Fact: the chunked loss is torch's cross-entropy over the whole vocabulary, in value and gradients.
+
+This holds for any chunk size, padding, ignored labels and layout; the full logits never exist.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ IGNORED = -100
 
 
 def whole_problem(tokens: int, vocab: int, padded: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
-    """X, padded W, and labels of which every fifth is ignored."""
+    """Return X, padded W, and labels of which every fifth is ignored."""
     labels_M = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
     labels_M[::5] = IGNORED
     return normal(tokens, hidden, seed=2), normal(padded, hidden, seed=3), labels_M
 
 
 def reference(x_MH: Tensor, w_VH: Tensor, labels_M: Tensor, vocab: int, num_tokens: int) -> list[Tensor]:
-    """Loss, dX, dW from full logits."""
+    """Return loss, dX, dW from full logits."""
     x, w = x_MH.clone().requires_grad_(), w_VH.clone().requires_grad_()
     loss = F.cross_entropy(F.linear(x, w)[:, :vocab], labels_M, ignore_index=IGNORED, reduction="sum") / num_tokens
     return [loss.detach(), *torch.autograd.grad(loss, (x, w))]
@@ -94,12 +95,12 @@ def masked_logits(x_MH: Tensor, w_VH: Tensor, vocab: int) -> Tensor:
 
 
 def w_copies(plan: MatmulPlan) -> Axes:
-    """Axes over which the gradient rule sums the head's gradient."""
+    """Return the axes over which the gradient rule all-reduces the head's gradient."""
     return tuple(axis for axis in plan.m if axis not in plan.w)
 
 
 def wrong(rank: int, world_size: int) -> list[str]:
-    """Chunks smaller than what a rank holds, with a rest, and larger."""
+    """Return errors for chunks of 1 token, of a size that leaves a remainder, and larger than the shard."""
     out = []
     for name, form in EVERY_FORM:
         mode = build_mode(name, form, MODES[name].default_shape(world_size))
@@ -119,7 +120,7 @@ def test_split_loss_in_every_form(pool: Pool, world_size: int) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor that any operation made, beside what exists already."""
+    """Track the number of elements of the largest tensor that any operation allocates."""
 
     numel = 0
 
@@ -130,7 +131,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products."""
+    """Count GEMMs."""
 
     count = 0
 
@@ -163,7 +164,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 def test_bf16_is_summed_in_fp32() -> None:
-    """A thousand tokens of equal loss: in bf16 neither their sum nor the weight's gradient would come out."""
+    """In bf16 neither the sum of a thousand equal token losses nor the weight's gradient would be right."""
     x_MH, w_VH = torch.ones(1024, 1, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.bfloat16)
     x, w = x_MH.requires_grad_(), w_VH.requires_grad_()
     loss = head_loss(x, w, torch.zeros(1024, dtype=torch.int64), 1024, LMHead(MatmulPlan(), ALONE, 8, 8, 16))

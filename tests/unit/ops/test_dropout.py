@@ -1,4 +1,4 @@
-"""Fact: a dropout mask is a function of its key and the global index alone, and looks like chance."""
+"""Fact: a dropout mask is a function of its key and the global index alone, and is statistically random."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROWS, COLUMNS = torch.arange(600), torch.arange(500)
 
 
 def bits(key: int, rate: float = 0.5) -> torch.Tensor:
-    """+1 where kept, -1 where dropped, [600, 500]."""
+    """Return +1 where kept, -1 where dropped, [600, 500]."""
     return keep_mask(key, ROWS, COLUMNS, rate).double() * 2 - 1
 
 
 def within_chance(mean: float, count: int, spread: float = 1.0) -> bool:
-    """Whether a mean of `count` independent values of standard deviation `spread` is less than 5 deviations from 0."""
+    """Return whether a mean of `count` independent values of standard deviation `spread` is within 5 deviations."""
     return abs(mean) < 5 * spread / count**0.5
 
 
@@ -63,7 +63,7 @@ def test_keys_give_unrelated_masks(first: int, second: int) -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_neighbours_are_unrelated(key: int) -> None:
-    """A row and a column are hashed apart and added: neither shifts nor rectangles may show it."""
+    """Row and column are hashed separately and added: neither shifts nor rectangles may be correlated."""
     mask = bits(key)
     for down, right in [(0, 1), (1, 0), (1, 1), (1, 2), (8, 8), (64, 64), (128, 256)]:
         pairs = mask[down:, right:] * mask[: 600 - down, : 500 - right]
@@ -76,7 +76,7 @@ def test_neighbours_are_unrelated(key: int) -> None:
 
 
 def test_far_rows_do_not_repeat_near_ones() -> None:
-    """Rows of a large batch: token indices beyond 2^32."""
+    """Rows of a large batch have token indices beyond 2^32."""
     near, far = (keep_mask(KEYS[0], ROWS + first, COLUMNS, 0.5).double() * 2 - 1 for first in (0, 2**32))
     assert within_chance((near * far).mean().item(), near.numel())
 

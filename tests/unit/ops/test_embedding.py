@@ -1,4 +1,4 @@
-"""Fact: rows looked up in a split table are rows of the whole table, and its gradient is the whole gradient's part."""
+"""Fact: lookups in a sharded table return rows of the whole table, and its gradient is the whole gradient's shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.fo
 
 
 def token_ids() -> torch.Tensor:
-    """Every row, some of them often."""
+    """Return token ids that contain every row, some of them often."""
     return torch.randint(0, PADDED_VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0)).square() % PADDED_VOCAB
 
 
@@ -54,7 +54,7 @@ def wrong(rank: int, world_size: int) -> list[str]:
 
 
 def frequent_token_error(rank: int, world_size: int) -> float:
-    """Relative error of the bf16 gradient of a token that occurs 4096 times."""
+    """Return the relative error of the bf16 gradient of a token that occurs 4096 times."""
     mode = build_mode("1d", None, (world_size,))
     comm = every_group(Mesh(mode.axes, rank))
     w_VH = torch.zeros(4 // world_size, 2, dtype=torch.bfloat16, requires_grad=True)
@@ -79,7 +79,7 @@ def test_on_one_rank_it_is_torchs() -> None:
 
 
 def test_a_frequent_tokens_gradient_does_not_stop_growing_in_bf16(pool: Pool) -> None:
-    """Added one by one in bf16 the sum would stay at 256."""
+    """A bf16 sum of single additions would stop at 256."""
     assert max(pool.run(frequent_token_error, 2)) < 2**-8
 
 

@@ -1,4 +1,4 @@
-"""Fact: the fast product and the plain one agree, for operands of any strides, in every precision."""
+"""Fact: the fast and the plain GEMM agree, for operands of any strides, in every precision."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_only_fp32_on_a_processor_leaves_torchs_path() -> None:
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_sums_of_products_of_slices_are_the_product(dtype: torch.dtype, tolerance: float) -> None:
-    """In bf16 as well as one product: the sum is kept in fp32.  Slices of columns are no contiguous memory."""
+    """bf16 accumulation is as accurate as one GEMM, since the sum is fp32.  Column slices are not contiguous."""
     a, b = (torch.randn(size, 640, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (9, 5))
     total = product(a[:, :10], b[:, :10])
     for start in range(10, 640, 10):

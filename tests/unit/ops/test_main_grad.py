@@ -1,5 +1,7 @@
-"""Fact: a wgrad GEMM whose result is not reduced accumulates in main_grad, over microbatches, panels, chunks of the
-loss and deferred wgrads; on a GPU bf16 products are not rounded before they are summed.
+"""Fact: a wgrad GEMM whose result is not reduced accumulates in main_grad.
+
+This holds over microbatches, panels, chunks of the loss and deferred wgrads; on a GPU bf16 GEMM results are accumulated
+unrounded.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ CUDA = pytest.param(
 
 
 class Buffer:
-    """main_grad of one parameter, which starts as NaN that must be overwritten."""
+    """main_grad of one parameter, initialized with NaN that must be overwritten."""
 
     def __init__(self, w: Tensor) -> None:
         self.sum = torch.full(w.shape, torch.nan, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device)

@@ -1,5 +1,6 @@
-"""Fact: under every plan the one matmul gives torch's product and gradients; it keeps shards only, and in backward
-communication runs beside both products.
+"""Fact: under every plan the matmul gives torch's product and gradients, and saves only shards for backward.
+
+In backward the communication overlaps both GEMMs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MESH = Mesh((("a", 2), ("b", 2), ("c", 2)))
 
 
 def random_plan(seed: int) -> MatmulPlan:
-    """Any plan over three axes, in any order."""
+    """Draw any plan over three axes, in any order."""
     draw = random.Random(seed)
     owner = {axis: draw.choice("mkn") for axis in draw.sample(NAMES, 3)}
     m, k, n = (tuple(axis for axis in owner if owner[axis] == letter) for letter in "mkn")
@@ -42,7 +43,7 @@ def random_plan(seed: int) -> MatmulPlan:
 
 
 def cases() -> list[tuple[str, Mesh, MatmulPlan]]:
-    """Every form of every mode, embedding included; plans that move two dimensions in turn; thirty arbitrary plans."""
+    """Return every form of every mode with the embedding, plans that move two dims in turn, and thirty random plans."""
     out = []
     for name, entry in MODES.items():
         for form in entry.forms:
@@ -53,7 +54,7 @@ def cases() -> list[tuple[str, Mesh, MatmulPlan]]:
 
 
 def errors(matmul: Matmul, with_bias: bool) -> dict[str, float]:
-    """Relative errors of Y and of the gradients, the latter summed as the gradient rule says."""
+    """Return relative errors of Y and of the gradients, the latter reduced by the gradient rule."""
     plan, comm, mesh = matmul.plan, matmul.comm, matmul.comm.mesh
     x_MK, w_NK, b_N, dy_MN = normal(24, 40, seed=1), normal(56, 40, seed=2), normal(56, seed=3), normal(24, 56, seed=4)
     whole = [t.requires_grad_() for t in (x_MK, w_NK, b_N)]
@@ -109,7 +110,7 @@ def test_only_shards_are_kept_for_backward() -> None:
 
 
 class Diary(TorchDispatchMode):
-    """Writes down products, and when collectives begin and are waited for."""
+    """Log GEMMs, and the start and wait of collectives."""
 
     def __init__(self, comm: Comm) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class Diary(TorchDispatchMode):
 
 
 def test_backward_communicates_beside_both_products() -> None:
-    """The cube gathers X over b, W over a and dY over c."""
+    """3-D all-gathers X over b, W over a and dY over c."""
     with pretended_world(0, 8):
         diary: Any = Diary(plan_comm(MESH, CUBE))
         x, w = torch.ones(6, 10, requires_grad=True), torch.ones(14, 5, requires_grad=True)

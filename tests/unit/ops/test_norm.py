@@ -1,4 +1,4 @@
-"""Fact: norms over split features are torch's norms over whole ones, gradients included, and do not cancel."""
+"""Fact: norms over sharded features equal torch's norms over whole ones, gradients included, without cancellation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPLITS: list[Axes] = [("x",), ("y", "z"), ("x", "y", "z")]
 
 
 def reference(x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> Tensor:
-    """The definitions, from sums of the whole row."""
+    """Compute the norms by definition, from sums over the whole row."""
     centred = x_MH if bias_H is None else x_MH - x_MH.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight_H + (
         0 if bias_H is None else bias_H
@@ -51,7 +51,7 @@ def split_errors(rank: int, world_size: int) -> dict[str, float]:
 
 
 def precision_loss(rank: int, world_size: int) -> tuple[float, float]:
-    """Largest error of values far from zero in standard deviations, and bytes per element of the result."""
+    """Return the largest error of values far from zero, in standard deviations, and the result's itemsize."""
     mesh = MESH.at(rank)
     x_MH = (1e4 + 1e-2 * normal(4, 512, seed=5)).float()
     weight_H, bias_H = torch.ones(512), torch.zeros(512)
@@ -78,14 +78,16 @@ def test_split_norms_are_whole_norms(pool: Pool) -> None:
 
 
 def test_a_small_spread_on_a_large_mean_survives_fp32(pool: Pool) -> None:
-    """The mean is right to its last place, 2^-10 or a tenth of the standard deviation; the mean of squares minus the
-    square of the mean has no correct digit, for 1e8 in fp32 counts in steps of 8."""
+    """The mean is right to its last place, 2^-10 or a tenth of the standard deviation.
+
+    The mean of squares minus the squared mean has no correct digit, since fp32 near 1e8 has a spacing of 8.
+    """
     for found, itemsize in pool.run(precision_loss, 8):
         assert itemsize == 4 and found < 0.1
 
 
 def test_statistics_of_bf16_are_taken_in_fp32(pool: Pool) -> None:
-    """Half a unit in the last place of the result, and no more."""
+    """The error is at most half a unit in the last place of the result."""
     assert max(pool.run(bf16_error, 8)) < 2**-8
 
 

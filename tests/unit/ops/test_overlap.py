@@ -1,5 +1,6 @@
-"""Fact: W is prefetched during the neighbour's GEMM and dW is reduced during the next GEMMs, each exactly once; kept
-weights are shared by microbatches in flight, and are dropped when weights change.
+"""Fact: W is prefetched during the neighbour's GEMM and dW is reduced during the next GEMMs, each exactly once.
+
+Microbatches in flight share kept weights, which are dropped when weights change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ W_GATHER, W_REDUCE = "gather a", "scatter a"
 
 
 class Chain:
-    """Linears one after another on the first rank of a cube; W moves over a, and nothing else does."""
+    """Chain of linears on the first rank of a 3-D grid; only W is all-gathered, over a."""
 
     def __init__(self, overlap: TPOverlap) -> None:
         self.diary: Any = Diary(plan_comm(MESH, CUBE, CUBE.swapped()))
@@ -153,7 +154,7 @@ def test_a_recomputed_forward_prefetches_nothing(chain: Chain) -> None:
 
 @pytest.mark.parametrize("chain", [TPOverlap(), TPOverlap(keep_gathered_weights=True)], indirect=True)
 def test_gathered_weights_are_dropped_when_weights_change(chain: Chain) -> None:
-    """Drop what an aborted backward had prefetched, and what was kept for a backward that never came."""
+    """Drop weights that an aborted backward had prefetched, and weights kept for a backward that never ran."""
     first, second = chain.matmuls[:2]
     y = first(chain.x(), chain.weights[0])
     for matmul in chain.matmuls:

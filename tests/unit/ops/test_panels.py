@@ -1,5 +1,6 @@
-"""Fact: panel by panel along any dimension, the matmul gives the whole's numbers with the whole's bytes, also in a
-split backward; less of its operands exists at once, and panels move under the products of their neighbours.
+"""Fact: in panels along any dim, the matmul gives the values and moves the bytes of the unpanelled one.
+
+This includes a split backward; transient memory is smaller, and panels move during the GEMMs of their neighbours.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NUM_PANELS = 3
 
 
 class Along(PanelledMatmul):
-    """A matmul in panels along a given dimension, whatever that overlaps."""
+    """Matmul in panels along a given dim, regardless of what that overlaps."""
 
     def __init__(self, dim: str, plan: MatmulPlan, comm: Comm, wgrads: WgradQueue | None = None) -> None:
         super().__init__(plan, comm, TPOverlap(NUM_PANELS), None, wgrads)
@@ -45,7 +46,7 @@ class Along(PanelledMatmul):
 
 
 def wrong(rank: int, world_size: int, dim: str) -> list[str]:
-    """Every third plan, with a bias and without."""
+    """Return the errors of every third plan, alternating with and without a bias."""
     comms = {mesh: every_group(mesh.at(rank)) for mesh in dict.fromkeys(mesh for _, mesh, _ in cases())}
     return [
         f"{name} along {dim} on rank {rank}: {found}"
@@ -69,7 +70,7 @@ def registry() -> Iterator[tuple[str, Mesh, MatmulPlan]]:
 
 
 def shards(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """My X, W and bias as the plan stores them, of values that all ranks agree on."""
+    """Return this rank's shards of X, W and bias, from values that all ranks agree on."""
     layouts = plan.x_layout, plan.w_layout, plan.y_layout[1:]
     wholes = normal(m, k, seed=1), normal(n, k, seed=2), normal(n, seed=3)
     x, w, b = (cut(t, layout, mesh).requires_grad_() for t, layout in zip(wholes, layouts, strict=True))
@@ -77,7 +78,7 @@ def shards(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int) -> tuple[Tensor
 
 
 def outcome(matmul: Matmul, split: bool) -> tuple[list[Tensor], dict[object, float]]:
-    """Y and all gradients, and the bytes that moved over each axes; `split` defers the weight's gradient."""
+    """Return Y and all gradients, and the bytes moved over each axes; `split` defers the weight gradient."""
     recorder, grads = Recorder(matmul.comm), WgradQueue(MainGrads())
     mine = type(matmul)(matmul.plan, recorder, matmul.overlap, None, grads)
     x, w, b = shards(matmul.plan, recorder.mesh, 24, 56, 40)
@@ -98,7 +99,7 @@ def outcome(matmul: Matmul, split: bool) -> tuple[list[Tensor], dict[object, flo
 
 
 def departs(rank: int, world_size: int) -> list[str]:
-    """Where panels, or panels with a split backward, give other numbers or move other bytes than the whole."""
+    """Return where panels, or panels with a split backward, differ from the unpanelled matmul in values or bytes."""
     out = []
     for name, mesh, plan in registry():
         comm = every_group(mesh.at(rank))
@@ -116,7 +117,7 @@ def test_panels_give_the_wholes_numbers_with_the_wholes_bytes(pool: Pool) -> Non
 
 
 def peak(matmul: Matmul, sizes: tuple[int, int, int]) -> int:
-    """Most bytes beside the stored operands in forward and backward."""
+    """Return the peak bytes of forward and backward on top of the stored operands."""
     mesh = matmul.comm.mesh
     layouts = zip(
         ((sizes[0], sizes[2]), (sizes[1], sizes[2])), (matmul.plan.x_layout, matmul.plan.w_layout), strict=True
@@ -134,7 +135,7 @@ def gathers_or_scatters(plan: MatmulPlan) -> bool:
 
 @pytest.mark.parametrize("sizes", [(1024, 512, 256), (256, 512, 1024), (256, 1024, 256)])
 def test_panels_need_less_memory(sizes: tuple[int, int, int]) -> None:
-    """Wherever something is gathered or scattered; an all-reduce is in place, and needs no more for the whole."""
+    """Holds where an operand is all-gathered or reduce-scattered; an all-reduce is in place, without workspace."""
     with pretended_world(0, 8):
         for name, mesh, plan in registry():
             comm = plan_comm(mesh, plan)
@@ -145,7 +146,7 @@ def test_panels_need_less_memory(sizes: tuple[int, int, int]) -> None:
 
 
 def open_at_products(events: list[str]) -> list[Counter[str]]:
-    """What had begun and not ended at each product: gathers, and others."""
+    """Return the collectives in flight at each GEMM: all-gathers, and others."""
     found, now = [], Counter[str]()
     for event in events:
         if event == "multiply":
@@ -175,7 +176,7 @@ def test_panels_move_under_the_products_of_their_neighbours(num_panels: int) -> 
 
 
 def test_a_backward_in_panels_moves_under_every_product() -> None:
-    """The cube along N: dY and W arrive and dW leaves in panels; X comes once, dX is accumulated before it leaves."""
+    """3-D along N: dY and W arrive and dW leaves in panels; X arrives once, dX is accumulated before it is reduced."""
     with pretended_world(0, 8):
         diary: Any = Diary(plan_comm(MESH, CUBE))
         x, w, _ = shards(CUBE, MESH, 48, 48, 48)

@@ -1,4 +1,4 @@
-"""Fact: what is recomputed, or offloaded, gives the same gradients bit for bit, and is not kept."""
+"""Fact: recomputed or offloaded activations give the same gradients bit for bit, and are not kept."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_same_bits(function: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 
 def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which outputs of gelu live on between forward and backward."""
+    """Return which outputs of gelu are alive between forward and backward."""
     made: list[StorageWeakRef] = []
     gelu = F.gelu
 
@@ -78,7 +78,7 @@ def test_nothing_is_kept_without_gradients() -> None:
 
 @pytest.mark.parametrize("is_offloaded", [True, False])
 def test_parameters_stay_where_they_are(is_offloaded: bool) -> None:
-    """A weight whose memory ZeRO takes and gives back is found again at its own place."""
+    """A weight whose memory ZeRO frees and restores keeps its place."""
     w = torch.nn.Parameter(torch.randn(SIZE, SIZE))
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     with offload_saved_tensors([w]) if is_offloaded else contextlib.nullcontext():

@@ -1,5 +1,6 @@
-"""Fact: whatever valid list an engine runs, it computes what autograd computes without a pipeline, keeps exactly the
-graphs that the schedule counts, and forgets each as soon as its backward is done.
+"""Fact: for any valid action list the engine computes what autograd computes without a pipeline.
+
+It keeps exactly the graphs that the schedule counts, and frees each right after its backward.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ TOKENS, WIDE = 8, 200
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Up to six stages on up to four ranks, in any order and with whole or half backwards."""
+    """Draw up to six stages on up to four ranks, in any order and with full or split backwards."""
     p = draw(st.integers(1, 4))
     where = draw(st.permutations([*range(p), *draw(st.lists(st.integers(0, p - 1), max_size=6 - p))]))
     return any_schedule(draw(st.randoms(use_true_random=False)), where, draw(st.integers(1, 6)))
 
 
 def wrong(got: list[tuple[dict[Any, Any], dict[Any, Any]]], schedule: Schedule, **sizes: int) -> list[str]:
-    """What differs between all ranks' losses and gradients and those of autograd alone."""
+    """Return the differences between all ranks' losses and gradients and those of autograd alone."""
     found = []
     m = len({action.mb for action in schedule[0]})
     for what, expected in enumerate(reference(len(stage_to_rank(schedule)), m, **sizes)):
@@ -70,7 +71,7 @@ def wrong(got: list[tuple[dict[Any, Any], dict[Any, Any]]], schedule: Schedule, 
 
 @given(schedule=schedules())
 def test_any_valid_schedule_is_autograd(schedule: Schedule) -> None:
-    """Data move at the last moment: a tensor that changes while it is sent would arrive changed."""
+    """Data move as late as possible: a tensor that changes while it is sent would arrive changed."""
     assert execution_problems(schedule) == []
 
     def rank(comm: ThreadComm) -> tuple[tuple[dict[int, Any], dict[str, Any]], int]:
@@ -96,7 +97,7 @@ def run_processes(rank: int, world_size: int, p: int, cases: list[Schedule], tok
 
 @pytest.mark.parametrize(("p", "copies", "tokens"), [(4, 1, 3), (4, 2, 3), (2, 4, 1)])
 def test_every_schedule_is_autograd_between_processes(pool: Pool, p: int, copies: int, tokens: int) -> None:
-    """Ranks that hold copies each send a part of what crosses, of uneven sizes: of 5 numbers the last of 4 has none."""
+    """Replicas each send a shard of the activations, of uneven sizes: of 5 elements the last of 4 ranks sends none."""
     virtual = [(name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.supports(v)]
     cases = [build_schedule(name, p, m, v) for name, v in virtual for m in (3, p + 1)]
     found = pool.run(run_processes, p * copies, p, cases, tokens)
@@ -107,13 +108,13 @@ def test_every_schedule_is_autograd_between_processes(pool: Pool, p: int, copies
             assert tuple(peak for _, peak in ranks) == peak_activations(schedule)
 
 
-LAYER = 3 * 8 * TOKENS * WIDE * HIDDEN  # bytes that a layer keeps of a microbatch
-LATE = 1 / 3  # of them, until its weight gradient
+LAYER = 3 * 8 * TOKENS * WIDE * HIDDEN  # bytes that a layer keeps per microbatch
+LATE = 1 / 3  # those kept until the weight gradient
 
 
 def held_bytes(rank: int, world_size: int, cases: list[tuple[Schedule, int]]) -> list[tuple[list[int], int]]:
-    """Bytes of tensors after each computation, and at most, beyond what there was before."""
-    gc.disable()  # what only the collector finds would be kept for long
+    """Return the bytes of tensors after each computation, and their peak, relative to the start."""
+    gc.disable()  # garbage that only the collector frees would be kept for long
     try:
         return [held_in_one(rank, world_size, schedule, depth) for schedule, depth in cases]
     finally:
@@ -141,7 +142,7 @@ def held_in_one(rank: int, world_size: int, schedule: Schedule, depth: int) -> t
 
 
 def test_what_is_kept_is_what_the_schedule_counts(pool: Pool) -> None:
-    """After every computation, in graphs of microbatches; nothing waits for the garbage collector."""
+    """Check after every computation, in graphs of microbatches; nothing waits for the garbage collector."""
     p, m, depth = 4, 9, 2
     cases = {name: (build_schedule(name, p, m), 1 if SCHEDULES[name].supports(2) else depth) for name in SCHEDULES}
     ranks = pool.run(held_bytes, p, list(cases.values()))
@@ -159,7 +160,7 @@ def test_what_is_kept_is_what_the_schedule_counts(pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_transfers_begin_where_they_stand_and_only_what_is_needed_is_waited_for(name: str) -> None:
-    """Receives early, sends without waiting, at most a few of them under way; a trace does not time the waiting."""
+    """Receives are posted early, sends do not block, at most a few are in flight; a trace does not time the waiting."""
     schedule = build_schedule(name, 3, 7)
     lowered, where = lower(schedule), stage_to_rank(schedule)
 

@@ -1,8 +1,8 @@
-"""Fact: both ends of every link post the same transfers in the same order, and no rank ever waits forever.
+"""Fact: both ends of every link post the same transfers in the same order, and no rank waits forever.
 
-Three machines run the lowered lists without tags: one where every transfer blocks until the other end is there, one
-where transfers are posted and waited for only by what consumes them, first in first out per pair of ranks (a NCCL
-communicator), and the same with a single queue per rank for all its transfers.
+Three machines run the lowered lists without tags: one where every transfer blocks until the other end is ready, one
+where transfers are posted and waited for only by their consumers, first in first out per pair of ranks (a NCCL
+communicator), and one with a single queue per rank for all its transfers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def moved(action: Action) -> Action:
-    """The result that a SEND or RECV moves."""
+    """Return the name of the tensor that a SEND or RECV moves."""
     stage = action.stage + {ActionKind.RECV_F: -1, ActionKind.RECV_B: 1}.get(action.kind, 0)
     return Action(
         ActionKind.F if action.kind in (ActionKind.SEND_F, ActionKind.RECV_F) else ActionKind.I, stage, action.mb
@@ -135,7 +135,7 @@ def test_no_deadlock_where_every_transfer_blocks(schedule: Schedule) -> None:
 
 
 class Machine:
-    """Ranks post transfers and go on; a transfer takes place when it is first in the queues of both its ends."""
+    """Ranks post transfers without blocking; a transfer runs when it is first in the queues of both its ends."""
 
     def __init__(self, lowered: Schedule, where: Mapping[int, int], costs: Costs, one_queue: bool) -> None:
         self.lowered, self.where, self.costs, self.one_queue = lowered, where, costs, one_queue
@@ -145,7 +145,7 @@ class Machine:
         self.queue_free: dict[tuple[int, int], float] = defaultdict(float)
 
     def run(self) -> float:
-        """Time of the last end."""
+        """Return the time at which the last rank ends."""
         while any(self._step(rank) for rank in range(len(self.lowered))) or any(map(self._move, list(self.queues))):
             pass
         assert self.at == [len(actions) for actions in self.lowered] and not any(self.queues.values())
@@ -196,14 +196,14 @@ def test_no_deadlock_where_transfers_are_posted(schedule: Schedule, prefetch: in
 @pytest.mark.parametrize(("p", "m"), [(2, 6), (4, 8), (4, 11), (8, 16)])
 @pytest.mark.parametrize("costs", [Costs(comm=0.1), Costs(I=1.2, W=0.9, comm=0.02), Costs(I=2, comm=0.05)])
 def test_links_are_no_bottleneck(name: str, p: int, m: int, costs: Costs) -> None:
-    """One transfer at a time per pair of ranks, in the order of the lists: as fast as if none waited for another."""
+    """One transfer at a time per pair of ranks, in list order, is as fast as transfers without queues."""
     schedule = build_schedule(name, p, m, costs=costs)
     time = Machine(lower(schedule), stage_to_rank(schedule), costs, one_queue=False).run()
     assert time == pytest.approx(simulate(schedule, costs).makespan, rel=0.002)
 
 
 def test_the_machine_notices() -> None:
-    """Two ends that post in different orders meet the wrong partner."""
+    """Two ends that post in different orders match the wrong transfer."""
     rows = ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
     lowered = tuple(tuple(parse_action(text) for text in row.split()) for row in rows)
     with pytest.raises(AssertionError, match="0SEND_F0 meets 1RECV_F1"):
@@ -211,7 +211,7 @@ def test_the_machine_notices() -> None:
 
 
 def test_a_small_list() -> None:
-    """Rank 0 of two: receives go up over the computation before them, sends come at once, the sum last."""
+    """On rank 0 of two, receives are posted one computation early, sends at once, the all-reduce last."""
     first, second = (" ".join(map(str, actions)) for actions in lower(build_schedule("1f1b", 2, 2)))
     assert first == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1 0REDUCE_GRAD"
     assert second == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD"

@@ -1,4 +1,4 @@
-"""Fact: pictures show every computation at its time, whatever the unit and wherever time starts."""
+"""Fact: pictures show every computation at its time, for any unit and any start time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fact: every schedule is valid for all sizes, lives where it says, and holds as many activations as its paper says."""
+"""Fact: every schedule is valid for all sizes, uses the stated ranks, and holds as many activations as published."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_activations_of_late_weight_gradients_are_the_papers(p: int, share: floa
 
 @given(p=RANKS, v=st.integers(2, 4), rounds=st.integers(2, 3))
 def test_activations_of_interleaving_are_megatrons(p: int, v: int, rounds: int) -> None:
-    """The warm-up of Megatron's schedule and the forward after it, in stages of 1/v of a rank."""
+    """The count is the warm-up of Megatron's schedule and the forward after it, in stages of 1/v of a rank."""
     peaks = peak_activations(build_schedule("interleaved", p, rounds * p, v))
     assert peaks == tuple(min(2 * (p - r - 1) + (v - 1) * p + 1, rounds * p * v) for r in range(p))
 
@@ -108,7 +108,7 @@ def texts(schedule: Schedule) -> list[str]:
 
 
 def torchs(schedule: type, p: int, m: int, v: int) -> list[str]:
-    """The lists of torch's own class, which wants stages and a process group to be built, from its method alone."""
+    """Return the lists of torch's own class by its method alone, since building it needs stages and a process group."""
     rounds = max(1, m // p)
     sizes = {"n_local_stages": v, "num_stages": p * v, "pp_group_size": p, "microbatches_per_round": m // rounds}
     self = SimpleNamespace(_n_microbatches=m, number_of_rounds=rounds, **sizes)
@@ -118,7 +118,7 @@ def torchs(schedule: type, p: int, m: int, v: int) -> list[str]:
 
 @given(p=st.integers(2, 8), m=MICROBATCHES, v=st.integers(2, 4))
 def test_orders_are_those_of_torch(p: int, m: int, v: int) -> None:
-    """Interleaving where m is a multiple of p: elsewhere torch has another rule, or refuses."""
+    """Interleaving agrees where m is a multiple of p; elsewhere torch has another rule, or refuses."""
     whole = p * (m // 8 + 1)
     assert texts(build_schedule("zb-v", p, m)) == torchs(ScheduleZBVZeroBubble, p, m, 2)
     assert texts(build_schedule("interleaved", p, whole, v)) == torchs(ScheduleInterleaved1F1B, p, whole, v)

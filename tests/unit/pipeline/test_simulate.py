@@ -31,7 +31,7 @@ def test_gpipe_and_1f1b(name: str, p: int, m: int, forward: float, backward: flo
 
 @given(p=RANKS, rounds=st.integers(1, 3), extra=st.integers(0, 7), v=st.integers(2, 4), forward=TIME, backward=TIME)
 def test_interleaved(p: int, rounds: int, extra: int, v: int, forward: float, backward: float) -> None:
-    """Also where m is no multiple of p, for which the paper has no form."""
+    """Includes m that is not a multiple of p, for which the paper has no closed form."""
     m = rounds * p + extra
     run = timeline("interleaved", p, m, Costs(F=forward, B=backward), v)
     assert run.bubble / (m * (forward + backward)) == pytest.approx((p - 1) / (m * v))
@@ -39,7 +39,7 @@ def test_interleaved(p: int, rounds: int, extra: int, v: int, forward: float, ba
 
 @given(p=RANKS, more=st.integers(0, 9), forward=TIME, weight=TIME, longer=st.floats(0, 10))
 def test_zb_h1_and_h2(p: int, more: int, forward: float, weight: float, longer: float) -> None:
-    """For weight gradients no longer than input gradients, and as many microbatches as are in flight."""
+    """Holds for weight gradients no longer than input gradients, and at least as many microbatches as are in flight."""
     grad = weight + longer
     costs = Costs(F=max(forward, weight), I=grad, W=weight)
     trip, m = costs.F + costs.I, 2 * p + more
@@ -79,7 +79,7 @@ PUBLISHED = [
     ((16, 64), (11.307, 11.254, 8.101, 0.379), (0.2082, 0.0852, 0.1088, 0.0516, 0.0054)),
     ((16, 128), (11.325, 11.308, 8.109, 0.378), (0.1251, 0.0445, 0.0576, 0.0266, 0.0028)),
 ]
-# The same for the comparison with ZB-V (table 8, p = 24); times of a half-stage from the authors' script
+# For the comparison with ZB-V (table 8, p = 24); times of a half-stage from the authors' script
 # megatron/core/pipeline_parallel/efficiency.py (sail-sg/zero-bubble-pipeline-parallelism@f68d3879): rates of
 # 1F1B, 1F1B-I (v = 2), ZB-H1, ZB-H2, ZB-V.
 PUBLISHED_V = [
@@ -100,7 +100,7 @@ def profiled(times: Times, scale: float = 1.0) -> Costs:
 
 @pytest.mark.parametrize(("sizes", "times", "rates"), PUBLISHED)
 def test_published_bubble_rates(sizes: tuple[int, int], times: Times, rates: Rates) -> None:
-    """To the last digit; ZB-2p, which the authors search for, within a tenth or half a thousandth of the time."""
+    """Rates agree to the last digit; the searched ZB-2p within a tenth, or half a thousandth of the time."""
     costs = profiled(times)
     plain, _, h1, h2, twice = rates
     for name, rate in (("1f1b", plain), ("zb-h1", h1), ("zb-h2", h2)):
@@ -110,7 +110,7 @@ def test_published_bubble_rates(sizes: tuple[int, int], times: Times, rates: Rat
 
 @pytest.mark.parametrize(("sizes", "times", "rates"), PUBLISHED_V)
 def test_published_bubble_rates_of_zb_v(sizes: tuple[int, int], times: Times, rates: Rates) -> None:
-    """ZB-V, which the authors search for, comes out within 3 %, below theirs."""
+    """ZB-V, which the authors search for, is within 3 % of their rate, and below it."""
     costs = profiled(times, scale=2)
     plain, _, h1, h2, v = rates
     for name, rate in (("1f1b", plain), ("zb-h1", h1), ("zb-h2", h2)):
@@ -120,7 +120,7 @@ def test_published_bubble_rates_of_zb_v(sizes: tuple[int, int], times: Times, ra
 
 
 def as_published(schedule: Schedule, costs: Costs, v: int) -> float:
-    """Bubble rate of an interleaved schedule as the authors' script counts it.
+    """Return the bubble rate of an interleaved schedule as the authors' script counts it.
 
     From the last rank to the first, and back, only the first microbatch of each group of p waits for its transfer.
     """
@@ -145,7 +145,7 @@ def as_published(schedule: Schedule, costs: Costs, v: int) -> float:
     + [(sizes, profiled(times, 2), 2, rates[1]) for sizes, times, rates in PUBLISHED_V],
 )
 def test_published_bubble_rates_of_interleaving(sizes: tuple[int, int], costs: Costs, v: int, rate: float) -> None:
-    """Waiting for every transfer adds 3 to 4 % to the published rate; leaving out what they leave out gives theirs."""
+    """Waiting for every transfer adds 3 to 4 % to the published rate; omitting the waits they omit gives theirs."""
     schedule = build_schedule("interleaved", *sizes, v)
     assert as_published(schedule, costs, v) == pytest.approx(rate, abs=ROUNDED)
     assert 1.02 * rate < simulate(schedule, costs).bubble_rate < 1.05 * rate
@@ -156,7 +156,7 @@ def percent(rate: float) -> str:
 
 
 def document_rows() -> Iterator[str]:
-    """The table of docs/pipeline.md: published and simulated rate of each schedule."""
+    """Return the table of docs/pipeline.md: published and simulated rate of each schedule."""
     for table, names, scale, v in ((PUBLISHED, (*COMMON, "zb-2p"), 1, 3), (PUBLISHED_V, (*COMMON, "zb-v"), 2, 2)):
         for sizes, times, rates in table:
             costs = profiled(times, scale)

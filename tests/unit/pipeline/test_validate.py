@@ -1,4 +1,4 @@
-"""Fact: what keeps a schedule from running is named: the file, the rank, the action and what it waits for."""
+"""Fact: an invalid schedule is refused with the file, the rank, the action and what it waits for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_wrong_is_named(rows: tuple[str, ...], found: list[str]) -> None
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 5), m=st.integers(1, 9), seed=st.integers())
 def test_no_damage_goes_unnoticed(name: str, p: int, m: int, seed: int) -> None:
-    """A missing, doubled or misplaced action of any schedule is found, and named."""
+    """A missing, duplicated or misplaced action of any schedule is found and named."""
     draw = random.Random(seed)
     schedule = [list(actions) for actions in build_schedule(name, p, m)]
     rank = draw.randrange(p)

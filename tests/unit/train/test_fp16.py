@@ -1,5 +1,6 @@
-"""Fact: fp16 trains as fp32 does, from any loss scale: too large a one is halved while updates are skipped, and
-gradients that fp16 alone would lose are kept.
+"""Fact: fp16 trains as fp32 does, from any initial loss scale.
+
+A scale that is too large is halved while updates are skipped, and gradients that underflow in plain fp16 are kept.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def build(**train: Any) -> TrainState:
 
 
 def batch(step: int) -> list[Microbatch]:
-    """Counting up from anywhere: easy to learn."""
+    """Return a counting sequence from a random start, which is easy to learn."""
     first = torch.randint(0, 61, (SAMPLES, 1), generator=torch.Generator().manual_seed(step))
     tokens = (first + torch.arange(17)) % 61
     return [Microbatch(tokens[:2], 0), Microbatch(tokens[2:], 2)]
 
 
 def train(state: TrainState, steps: int, num_tokens: int = TOKENS) -> list[tuple[float, float, bool]]:
-    """Loss, gradient norm and whether it was skipped, of each step."""
+    """Return loss, gradient norm and whether the update was skipped, of each step."""
     results = [train_step(state, batch(step), 3e-3, StepSettings(1, num_tokens, SAMPLES)) for step in range(steps)]
     return [(r.loss.item(), r.grad_norm.item(), bool(r.skipped.item())) for r in results]
 
@@ -63,7 +64,7 @@ def test_a_scale_that_is_too_large_falls_until_updates_are_made() -> None:
 
 @pytest.mark.slow
 def test_gradients_below_fp16_are_kept_by_the_scale() -> None:
-    """A loss divided by 2^40 tokens: without a scale its gradients are 0 in fp16."""
+    """A loss divided by 2^40 tokens has gradients that are 0 in fp16 without a loss scale."""
     lost, kept = (train(build(precision="fp16", loss_scale=scale), 1, TOKENS * 2**34)[0][1] for scale in (1.0, 2.0**40))
     wide = train(build(), 1, TOKENS * 2**34)[0][1]
     assert lost == 0

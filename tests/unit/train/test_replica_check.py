@@ -1,4 +1,4 @@
-"""Fact: one wrong bit in a replica's weights is found and the rank named; equal replicas pass, whatever ZeRO shares."""
+"""Fact: one wrong bit in a replica's weights is found and the rank named; equal replicas pass at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checked(rank: int, world_size: int, parallel: dict[str, Any], precision: str
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_one_bit_is_found(pool: Pool, zero_stage: int, precision: str) -> None:
-    """Four replicas of a tensor-parallel pair; with ZeRO 3 two groups of two."""
+    """Check four replicas of a tensor-parallel pair; with ZeRO 3 two replica groups of two shards."""
     parallel = {"zero_stage": zero_stage, "tensor_model_parallel_size": 2}
     parallel |= {"num_distributed_optimizer_instances": 2} if zero_stage == 3 else {}
     assert pool.run(checked, 8, parallel, precision, None) == [""] * 8

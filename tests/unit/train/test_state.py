@@ -1,4 +1,4 @@
-"""Fact: what the configuration asks of the layers reaches every one of them."""
+"""Fact: every setting of the configuration that concerns layers reaches every layer."""
 
 from __future__ import annotations
 

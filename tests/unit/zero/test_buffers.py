@@ -1,6 +1,7 @@
-"""Fact: a flat buffer is reduced as soon as its last gradient is complete, overlapping with the rest of backward: once
-per step, or once per microbatch where gradients are sharded; the norm counts each logical element once; updated shards
-are all-gathered during the next forward.
+"""Fact: a flat buffer is reduced as soon as its last gradient is complete, overlapping with the rest of backward.
+
+This happens once per step, or once per microbatch where gradients are sharded.  The norm counts each logical element
+once; updated shards are all-gathered during the next forward.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ SUM, SCATTER, GATHER = ((f"begin {what}", f"end {what}") for what in ("sum", "sc
 
 
 def only(events: list[Any], *kinds: str) -> list[Any]:
-    """Events of the kinds, transfers without what they moved."""
+    """Return the names of the events of the given kinds."""
     names = [event if isinstance(event, str) else event[0] for event in events]
     return [name for name in names if name.startswith(kinds)]
 
 
 def train(model: nn.Module, buffers: Buffers, comm: Echo, *values: float) -> list[Any]:
-    """A step of microbatches that are these values everywhere; what happened from its backward on."""
+    """Train a step of constant microbatches with these values; return the events from backward on."""
     comm.events.clear()
     buffers.begin_step(len(values))
     for value in values:
@@ -46,7 +47,7 @@ def test_flats_are_summed_under_the_backward_of_earlier_layers() -> None:
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_sums_are_scattered_under_the_backward_of_earlier_layers(zero_stage: int) -> None:
-    """Where each has memory of its own, one ends before the next begins."""
+    """With sharded gradients each reduce-scatter ends before the next starts."""
     model, buffers, comm = chain(count=3, size=4, zero_stage=zero_stage)
     events = only(train(model, buffers, comm, 1.0), "backward", *SCATTER)
     early = ["end scatter"] * (zero_stage > 1)
@@ -86,8 +87,11 @@ def test_shared_out_gradients_are_reduced_for_each_microbatch(zero_stage: int) -
 
 
 def test_what_did_not_arrive_in_time_counts_nothing() -> None:
-    """Halves of split backwards come in another order than microbatches: two gradients of one parameter fill the
-    count before the other parameter's first one is there."""
+    """A gradient that arrives after the count is complete must not be lost.
+
+    Split backwards run in another order than microbatches: two gradients of one parameter reach the count before the
+    other parameter has its first one.
+    """
     model, buffers, _ = chain(count=2, size=2, zero_stage=2, bucket_bytes=1e6)
     fill_main(buffers, 1.0)
     buffers.begin_step(2)
@@ -122,7 +126,7 @@ def test_a_parameter_used_twice_arrives_once() -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_groups_scatter_inside_and_sum_between(zero_stage: int) -> None:
-    """What is summed between groups is a part; a flat's second sum is under way with the scatter of the next."""
+    """Replicas all-reduce shards; a buffer's all-reduce overlaps the reduce-scatter of the next."""
     model, buffers, comm = chain(count=2, size=4, zero_stage=zero_stage, mesh=HYBRID)
     fill_main(buffers, 1.0)
     events = [e for e in train(model, buffers, comm, 1.0) if "gather" not in e[0] and not isinstance(e, str)]
@@ -136,7 +140,7 @@ def test_groups_scatter_inside_and_sum_between(zero_stage: int) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_gradients_on_their_way_may_be_narrow(zero_stage: int) -> None:
-    """Each microbatch's, or their sum, is rounded to bf16 on its way; sums are kept in fp32."""
+    """The gradients of each microbatch, or their sum, are rounded to bf16 for communication and accumulated in fp32."""
     model, buffers, comm = chain(count=1, size=2, zero_stage=zero_stage, reduce_dtype=torch.bfloat16)
     fill_main(buffers, 1.0)
     train(model, buffers, comm, 1.0, 2.0**-10)
@@ -147,7 +151,7 @@ def test_gradients_on_their_way_may_be_narrow(zero_stage: int) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_step_that_was_not_finite_leaves_nothing_behind(zero_stage: int) -> None:
-    """Not even in the padding, which no gradient overwrites: clipping has multiplied it by NaN."""
+    """Padding, which no gradient overwrites, must not keep the NaN by which clipping multiplied it."""
     for rank in range(MESH.world_size):
         model, buffers, comm = chain(count=1, size=3, zero_stage=zero_stage, mesh=MESH.at(rank))
         fill_main(buffers, 1.0)
@@ -160,7 +164,7 @@ def test_a_step_that_was_not_finite_leaves_nothing_behind(zero_stage: int) -> No
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_the_norm_counts_every_logical_element_once(zero_stage: int) -> None:
-    """Summed over the ranks of a pipeline stage, whatever is copied; stages hold different parameters."""
+    """The norm is summed over the ranks of a stage, whatever is replicated; stages hold different parameters."""
     specs = {
         "0": spec("whole", 4),
         "1": spec("split", 6, layout=(("x",),)),
@@ -186,7 +190,7 @@ def test_the_norm_counts_every_logical_element_once(zero_stage: int) -> None:
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_updated_parts_are_gathered_under_the_forward(zero_stage: int) -> None:
-    """All are begun by `publish`, in the order of their use, and each is waited for where it is used; once a step."""
+    """`publish` starts all all-gathers in the order of use; each is waited for where it is used, once per step."""
     model, buffers, comm = chain(count=2, size=4, zero_stage=zero_stage)
     fill_main(buffers, 1.0)
     with torch.no_grad():
@@ -197,7 +201,7 @@ def test_updated_parts_are_gathered_under_the_forward(zero_stage: int) -> None:
 
 
 def publish_twice(rank: int, world_size: int, zero_stage: int, dtype: torch.dtype) -> list[list[float]]:
-    """What the network sees after parts were written over that were being gathered."""
+    """Return the model's output after shards were overwritten while they were being all-gathered."""
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", world_size), ("x", 1)), rank)
     model, buffers, _ = chain(2, 1_000_003, zero_stage, mesh, dtype=dtype)
     buffers.comm = every_group(mesh)
@@ -213,7 +217,7 @@ def publish_twice(rank: int, world_size: int, zero_stage: int, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_what_is_written_under_a_gather_is_what_is_seen(pool: Pool, zero_stage: int, dtype: torch.dtype) -> None:
-    """As by loading a checkpoint right after building."""
+    """Loading a checkpoint right after building does this."""
     assert pool.run(publish_twice, 2, zero_stage, dtype) == [[[3.0, 4.0]] * 2] * 2
 
 

@@ -1,5 +1,6 @@
-"""Fact: every parameter lies in one flat, of its kind and stage; the ranks' parts are equally long and cover it once,
-whatever is left over; sums and the optimizer's copy are wide.
+"""Fact: every parameter lies in one flat buffer of its kind and stage, whose shards are equal and cover it once.
+
+This holds for any remainder; gradient sums and master weights are fp32.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def test_all_but_the_first_flat_fill_a_bucket(sizes: list[int], bucket_bytes: fl
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_rank_may_hold_nothing_of_a_parameter(zero_stage: int) -> None:
-    """Three elements and one over two ranks: the second holds one element of the first, and the other."""
+    """Of 3 elements over two ranks, the second holds one element of the first parameter and the second parameter."""
     specs = {"long": spec("long", 3), "short": spec("short", 1)}
     held = [
         {
@@ -177,7 +178,7 @@ def test_a_bf16_network_has_fp32_sums_and_an_fp32_copy(zero_stage: int) -> None:
 
 @pytest.mark.parametrize("zero_stage,weights,gradients", [(0, 40, 40), (1, 40, 40), (2, 40, 20), (3, 20, 20)])
 def test_bytes_that_stay(zero_stage: int, weights: int, gradients: int) -> None:
-    """Nine elements in fp32 over two ranks: ten with padding."""
+    """Nine elements in fp32 over two ranks are ten with padding."""
     _, buffers, _ = chain(count=1, size=9, zero_stage=zero_stage)
     padding = 4 if zero_stage == 0 else 0
     assert buffers.flat_buffers[0].nbytes == {"weights": weights - padding, "gradients": gradients - padding}

@@ -1,5 +1,6 @@
-"""Fact: where parameters are sharded, a block is gathered under the one before it in time, is whole while it is used
-and forgotten right after, and never are more than two whole; what the network computes never comes from older shards.
+"""Fact: with sharded parameters, an FSDP unit is all-gathered during the previous unit and freed right after its use.
+
+At most two units are whole at once, and the model never computes with outdated shards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SIZE = 4
 
 
 def shown(events: list[Any]) -> list[str]:
-    """Events in words, gathers by what they are of: sizes tell blocks apart."""
+    """Return the events in words, with all-gathers named by their unit, which sizes identify."""
     names = {SIZE + 2 * i: str(i) for i in range(5)}
     return [
         event if isinstance(event, str) else f"{event[0]} {names[event[2]]}"
@@ -30,7 +31,7 @@ def shown(events: list[Any]) -> list[str]:
 
 
 def uneven_chain(count: int, stages: tuple[int, ...] = (), head: bool = False) -> tuple[nn.ModuleList, Buffers, Echo]:
-    """Blocks of 4, 6, 8, ... elements; the last may be a head, whose backward does not need its weight."""
+    """Return units of 4, 6, 8, ... elements; the last may be a head, whose backward does not need its weight."""
     comm: Any = Echo(MESH)
     is_head = [head and i == count - 1 for i in range(count)]
     model = nn.ModuleList(Scale(SIZE + 2 * i, str(i), comm.events, is_head[i]) for i in range(count))
@@ -44,14 +45,14 @@ def uneven_chain(count: int, stages: tuple[int, ...] = (), head: bool = False) -
 
 
 def run(blocks: Any, x: Tensor) -> Tensor:
-    """Through some blocks; each gets a scalar, since sizes differ."""
+    """Run some units; each gets a scalar, since sizes differ."""
     for block in blocks:
         x = block(x.mean())
     return x.sum()
 
 
 def whole_bytes(buffers: Buffers) -> list[int]:
-    """Bytes of each flat that has memory for all of its parameters."""
+    """Return the bytes of each flat buffer that is allocated for all of its parameters."""
     return [n for flat in buffers.flat_buffers if (n := flat.params.untyped_storage().nbytes())]
 
 
@@ -76,7 +77,7 @@ def test_blocks_are_gathered_ahead_and_in_backward_again() -> None:
 
 
 def test_what_backward_begins_with_is_gathered_under_the_head() -> None:
-    """Neither of the two blocks before the head is gathered once more."""
+    """Neither of the two units before the head is all-gathered again."""
     model, buffers, comm = uneven_chain(4, head=True)
     fill_main(buffers, 1.0)
     loss = run(model, torch.ones((), requires_grad=True))
@@ -129,7 +130,7 @@ def test_a_run_of_blocks_that_is_repeated_ends_with_all_forgotten() -> None:
 
 
 class Most(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the most bytes that whole flats have at any operation."""
+    """Record the largest number of bytes of gathered flat buffers at any operation."""
 
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ def test_at_most_two_blocks_are_whole() -> None:
 
 
 def test_stages_do_not_gather_for_each_other() -> None:
-    """What the next stage on this rank needs is gathered when that has its turn, maybe microbatches later."""
+    """The next stage on this rank all-gathers its weights at its own computations, possibly microbatches later."""
     model, buffers, comm = uneven_chain(4, stages=(0, 0, 2, 2))
     fill_main(buffers, 1.0)
     x = torch.ones((), requires_grad=True)
@@ -173,7 +174,7 @@ def test_stages_do_not_gather_for_each_other() -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_the_network_computes_with_the_latest_shards(zero_stage: int) -> None:
-    """After an update, an evaluation between steps, and an update right after another."""
+    """Checked after an update, after an evaluation between steps, and after two updates in a row."""
     model, buffers, _ = chain(count=3, size=4, zero_stage=zero_stage)
     for value in (1.0, 2.0, 3.0, 5.0):
         fill_main(buffers, value)
@@ -190,7 +191,7 @@ def test_the_network_computes_with_the_latest_shards(zero_stage: int) -> None:
 
 
 def test_weights_may_be_forgotten_and_written_between_forward_and_backward() -> None:
-    """autograd does not take a gather for a change of what it saved."""
+    """autograd does not treat an all-gather as a change of a saved tensor."""
     model, buffers, _ = chain(count=2, size=4, zero_stage=3)
     fill_main(buffers, 2.0)
     losses = [model(torch.ones((), requires_grad=True)).sum() for _ in range(3)]
@@ -210,7 +211,7 @@ def test_parameters_in_flight_cannot_be_freed() -> None:
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_shared_out_gradients_are_whole_for_a_moment_only(zero_stage: int) -> None:
-    """Between microbatches nothing is; within one, a flat that is filled and one that is scattered."""
+    """No full gradients exist between microbatches; within one, a buffer being filled and one being reduced."""
     model, buffers, comm = chain(count=5, size=4, zero_stage=zero_stage)
     fill_main(buffers, 1.0)
     whole: list[int] = []

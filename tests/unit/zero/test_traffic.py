@@ -1,5 +1,7 @@
-"""Fact: what a training step moves over the data axis is the closed form of its ZeRO stage: 2 (d-1)/d of the parameters
-with stages 0 and 1, and once more per microbatch for what stages 2 and 3 shard; within groups, a sum between.
+"""Fact: a training step moves over the data axis what the closed form of its ZeRO stage says.
+
+This is 2 (d-1)/d of the parameters with stages 0 and 1, and once more per microbatch for each of weights and gradients
+that stages 2 and 3 shard; with HSDP an all-reduce between replicas is added.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from megatron3d.verify.layouts import RandomSamples
 from tests.support.pool import Pool
 
 CPU, NUM_RANKS, MICROBATCHES = torch.device("cpu"), 4, 3
-THREE_NUMBERS = 3 * 4  # loss, norm and whether somebody wants to stop
+THREE_NUMBERS = 3 * 4  # loss, norm and the stop flag
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 64}
 
 
@@ -36,7 +38,7 @@ def configure(**keys: Any) -> Config:
 
 
 def moved(rank: int, world_size: int, config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes that the second step sends along each axis of the data, recorded and in closed form."""
+    """Return the bytes that the second step sends along each data axis, recorded and in closed form."""
     spec = RunSpec(config, world_size, 0, rank)
     plain = connect(spec)
     comm = Recorder(plain)
@@ -67,7 +69,7 @@ def moved(rank: int, world_size: int, config: Config) -> tuple[dict[str, float],
 
 
 def ring(ranks: int) -> float:
-    """Return the fraction of a whole that each of p ranks sends."""
+    """Return the fraction of a tensor that each of p ranks of a ring sends."""
     return (ranks - 1) / ranks
 
 

@@ -1,6 +1,6 @@
 """Execution profiles of the frameworks whose published runs the cost model is compared with.
 
-Each number is counted from the kernels that the framework ran; `ExecutionProfile` says what each of them means.
+Each number is counted from the kernels that the framework ran; `ExecutionProfile` defines the fields.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Published runs that no constant was chosen by, and what the cost model makes of them, unchanged."""
+"""Held-out published runs, which set no constant, and the cost model's predictions for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS: tuple[Row, ...] = tuple(TABLES["rows"])
 
 
 class Beside(NamedTuple):
-    """A published number and the model's."""
+    """A published number and the predicted one."""
 
     name: str
     published: float
@@ -28,7 +28,7 @@ class Beside(NamedTuple):
 
     @property
     def error(self) -> float:
-        """How much too fast the model is, whatever is measured, as a part."""
+        """Return by what fraction the model is too fast, for throughputs and times alike."""
         ratio = self.predicted / self.published
         return (1 / ratio if self.is_time else ratio) - 1
 
@@ -36,7 +36,7 @@ class Beside(NamedTuple):
 
 
 def config_of(row: Row) -> Config:
-    """The run of a row."""
+    """Return the configuration of a row."""
     group = GROUPS[row["group"]]
     sections = {name: {**group.get(name, {}), **row.get(name, {})} for name in ("model", "parallel", "train")}
     sections["train"]["precision"] = group["precision"]
@@ -44,7 +44,7 @@ def config_of(row: Row) -> Config:
 
 
 def machine_for(row: Row) -> Machine:
-    """What it ran on; of a part with less memory bandwidth or power, that part."""
+    """Return the machine of a row; an accelerator with less memory bandwidth or power is that variant."""
     group = GROUPS[row["group"]]
     cluster = row.get("cluster", group.get("cluster"))
     machine = load_machine(cluster, group["precision"], row["gpus"], PROFILES[group["profile"]])
@@ -61,7 +61,7 @@ def machine_for(row: Row) -> Machine:
 
 
 def step_for(row: Row) -> SimulatedStep:
-    """Its step."""
+    """Return the predicted step of a row."""
     return step_of(config_of(row), row["gpus"], machine_for(row))
 
 
@@ -87,7 +87,7 @@ MEASURES: Mapping[str, Callable[[Config], float]] = {
 
 
 def beside(row: Row) -> Beside:
-    """What was published and what is predicted."""
+    """Return the published and the predicted numbers."""
     seconds, measure = step_time(step_for(row)).step_s, GROUPS[row["group"]]["measure"]
     if measure == "step_s":
         return Beside(row["name"], row["published"], seconds, is_time=True)

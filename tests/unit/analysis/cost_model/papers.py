@@ -1,4 +1,4 @@
-"""What the papers of tensor-parallel modes claim, as runs of the cost model: 64 V100, and 1024 A100."""
+"""Claims of the papers of tensor-parallel modes as runs of the cost model: 64 V100, and 1024 A100."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megatron3d.analysis.planner.search import PlanningProblem
 from megatron3d.config.schema import Config
 from megatron3d.parallel.modes import MODES
 
-# On 64 ranks; every rank is on the tensor axes.
+# 64 ranks, all of them on the tensor axes.
 SHAPES: Mapping[str, tuple[int, ...]] = {"1d": (64,), "2d": (8, 8), "2.5d": (4, 4, 4), "3d": (4, 4, 4)}
 
 
 def problem(
     cluster: str, num_ranks: int, precision: str, batch: int, model: Mapping[str, Any], profile: ExecutionProfile = OURS
 ) -> PlanningProblem:
-    """A GPT with 51200 tokens on a cluster."""
+    """Return the planning problem of a GPT with 51200 vocabulary entries on a cluster."""
     train = {"global_batch_size": batch, "precision": precision}
     config = Config.model_validate({"model": {**model, "vocab_size": 51200}, "train": train})
     return PlanningProblem(config, 51200, cluster, num_ranks, profile)
 
 
 def on_v100(mode: str, hidden: int, sequences: int) -> tuple[float, float]:
-    """Seconds of a step of a mode's first form on 64 V100 of Longhorn, and GiB of a rank: 24 layers, length 512."""
+    """Return step seconds and GiB per rank of a mode's first form on 64 V100 of Longhorn: 24 layers, length 512."""
     model = {"num_layers": 24, "hidden_size": hidden, "num_attention_heads": 64, "seq_length": 512}
     tensor = TensorChoice(mode, next(iter(MODES[mode].forms)), SHAPES[mode])
     plan = problem("longhorn", 64, "fp16", sequences, model).plan(LayoutChoice(tensor, micro_batch_size=sequences))
@@ -33,7 +33,7 @@ def on_v100(mode: str, hidden: int, sequences: int) -> tuple[float, float]:
 
 
 def on_perlmutter(layout: LayoutChoice, profile: ExecutionProfile = OURS) -> tuple[float, float]:
-    """Seconds of a step of AxoNN's GPT of 80B on 1024 A100, with 2048 sequences of 2048 tokens, and MFU."""
+    """Return step seconds and MFU of AxoNN's 80B GPT on 1024 A100, with 2048 sequences of 2048 tokens."""
     model = {"num_layers": 42, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
     asked = problem("perlmutter", 1024, "bf16", 2048, model, profile)
     plan = asked.plan(layout)

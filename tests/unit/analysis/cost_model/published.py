@@ -1,4 +1,4 @@
-"""Published runs as configurations, and what the cost model makes of them."""
+"""Published runs as configurations, and the cost model's predictions for them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Row = Mapping[str, Any]
 
 
 def read(name: str) -> Any:
-    """A file of published numbers."""
+    """Read a file of published numbers."""
     return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def run(row: Row, num_stages: int = 1, **train: Any) -> Config:
-    """A run of `num_stages` stages on each rank of the pipeline."""
+    """Return a run with `num_stages` stages on each pipeline rank."""
     layers, ranks = row["layers"], row["pp"]
     model = {"num_layers": layers, "hidden_size": row["hidden"], "num_attention_heads": row["heads"]}
     model |= {"seq_length": row["seq"], "vocab_size": row["vocab"]} | row.get("model_keys", {})
@@ -41,7 +41,7 @@ def run(row: Row, num_stages: int = 1, **train: Any) -> Config:
 
 
 def step_of(config: Config, num_gpus: int, machine: Machine) -> SimulatedStep:
-    """Its step."""
+    """Return the predicted step of a run."""
     assert config.model.vocab_size is not None, "published runs have a vocabulary"
     return simulated_step(RunSpec(config, num_gpus), machine)
 
@@ -50,7 +50,7 @@ DROPOUTS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def sc21_step(row: Row, profile: ExecutionProfile = MEGATRON_2021, num_stages: int | None = None) -> SimulatedStep:
-    """A row of table 1 of Narayanan et al. 2021, or the same with other habits or stages."""
+    """Return the step of a row of table 1 of Narayanan et al. 2021, or a variant with another profile or stages."""
     machine = load_machine("selene", "fp16", row["gpus"], profile)
     train = {"micro_batch_size": row["micro_batch"], "global_batch_size": row["batch"]}
     here = {**row, "seq": 2048, "vocab": 51200, "model_keys": DROPOUTS}
@@ -68,7 +68,7 @@ def sc21_tflops(row: Row) -> float:
 def core_tflops(row: Row) -> float:
     """Return the TFLOP/s per GPU of a row of Megatron-Core's table, by its count of FLOPs.
 
-    Microbatch sizes and virtual stages are not published: the model's fastest are taken, by one rule for all rows.
+    Microbatch sizes and virtual stages are not published: the fastest predicted ones are used for all rows.
     """
     machine = load_machine("eos", "bf16", row["gpus"], MEGATRON_CORE)
     per_rank, each = row["gbs"] // row["dp"], row["layers"] // row["pp"]

@@ -1,4 +1,4 @@
-"""Fact: what moves along a tensor's second dimension is copied once, whole; along the first, never."""
+"""Fact: an operand that is gathered or scattered along its second dim is copied once; along the first, never."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def joined(plan: MatmulPlan, mesh: Mesh = MESH) -> ConcatCopies:
 
 
 def test_second_dimensions_are_read_and_written_once_more() -> None:
-    """X is stored in parts along K over b and gathered; so is dX scattered, and Y along N over a, with its gradient."""
+    """X is sharded along K over b and all-gathered, and dX reduce-scattered; Y along N over a, with its gradient."""
     plan = MatmulPlan(m=("a",), k=(), n=("b",), x={"b": "K"}, w={}, y={})
     x = 2 * (M // 2) * K * ITEMSIZE
     assert joined(plan) == ConcatCopies(x, 0, 0, 0, x)

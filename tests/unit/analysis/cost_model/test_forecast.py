@@ -1,4 +1,4 @@
-"""Fact: a run says what step time it expects of a known cluster, how to make one known, and how far it was off."""
+"""Fact: a run logs its predicted step time on a known cluster, how to describe a cluster, and its prediction error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_unknown_one_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_verdict_names_the_assumption_that_is_off() -> None:
-    """Each part that is far off is named, the worst first, and no other."""
+    """Every part that is far off is named, the worst first, and no other."""
     found = expected("selene")
     assert isinstance(found, Forecast)
     seconds, parts = found.step.step_s, found.parts
@@ -57,7 +57,7 @@ def test_the_verdict_names_the_assumption_that_is_off() -> None:
 
 
 def test_a_slow_link_is_named() -> None:
-    """The level of the cluster that the axis' ring crosses, with its rate."""
+    """The message names the level of the cluster that the axis' ring crosses, with its bandwidth."""
     parallel = {"tensor_model_parallel_size": 2}
     config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": {"precision": "bf16"}})
     found = forecast_of(config, "perlmutter", 8)
@@ -68,7 +68,7 @@ def test_a_slow_link_is_named() -> None:
 
 
 def test_a_compiler_spares_passes_of_rotary_embeddings() -> None:
-    """As written ten of q and of k forward and backward, compiled two."""
+    """Uncompiled, rotary embeddings take ten passes over q and k in forward and backward; compiled, two."""
     model = {**MODEL, "position_embedding_type": "rope"}
     train = {"precision": "bf16", "micro_batch_size": 8, "global_batch_size": 8}
     eager, compiled = (

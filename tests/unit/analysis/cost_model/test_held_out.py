@@ -1,5 +1,7 @@
-"""Fact: held-out published runs are predicted within stated bounds, which docs/validation.md repeats, and constants
-fitted to one half of a table predict the other half."""
+"""Fact: held-out published runs are predicted within stated bounds, which docs/validation.md repeats.
+
+Constants fitted to one half of a table predict the other half.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.unit.analysis.cost_model.published import core_tflops, read, sc21_tfl
 
 DOCS = (Path(__file__).parents[4] / "docs" / "validation.md").read_text(encoding="utf-8").splitlines()
 
-# Mean and largest error of each group.  Programs that share out their parameters lose to effects that are not modelled.
+# Mean and largest error of each group.  FSDP programs also lose time to effects that are not modelled.
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "recompute": (0.05, 0.08),
     "zero_bubble": (0.06, 0.11),
@@ -44,7 +46,7 @@ def results(group: str) -> tuple[Beside, ...]:
 
 
 def documented(*cells: str) -> tuple[float, ...]:
-    """The numbers behind the first cells of a line of a table of docs/validation.md."""
+    """Return the numbers after the first cells of a line of a table of docs/validation.md."""
     (line,) = (line for line in DOCS if line.startswith(f"| {' | '.join(cells)} |"))
     behind = re.split(r"\s*\|\s*", line)[1 + len(cells) : -1]
     return tuple(float(number) for cell in behind for number in re.findall(r"[-+]?\d+\.?\d*", cell))
@@ -57,7 +59,7 @@ def test_published_runs_that_set_no_constant(group: str) -> None:
 
 
 def test_all_of_them_together() -> None:
-    """Half of all are within 6 %."""
+    """Half of all errors are within 6 %."""
     assert set(GROUPS) == set(BOUNDS)
     errors = sorted(abs(each.error) for group in BOUNDS for each in results(group))
     assert len(errors) == len(ROWS) >= 36
@@ -90,7 +92,7 @@ def test_the_page_says_what_was_fitted(table: str, model: str, published: str, p
 
 @pytest.mark.parametrize("profile", TABLES["profiles"], ids=lambda profile: str(profile["name"]))
 def test_stages_that_were_profiled(profile: Mapping[str, Any]) -> None:
-    """Weight gradients are products alone; all three together are what a microbatch takes on a rank."""
+    """A profiled weight gradient is its GEMMs alone; all three together are a rank's time for a microbatch."""
     step = step_for(next(row for row in ROWS if row["name"] == profile["name"]))
     phases = layer_times(step.local, step.machine)
     parts = [3e3 * each.total for each in (phases.forward, phases.input_grad, phases.weight_grad)]
@@ -100,7 +102,7 @@ def test_stages_that_were_profiled(profile: Mapping[str, Any]) -> None:
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_one_half_of_a_table_gives_the_other(half: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share of A100's peak that suits five rows of the weak scaling best is within 5 % on the other five."""
+    """The fraction of A100's peak that fits five rows of the weak scaling best is within 5 % on the other five."""
     rows = read("megatron_sc21")["rows"]
     fitted, others = rows[half::2], rows[1 - half :: 2]
 
@@ -123,7 +125,7 @@ SIZES = ((2048, 64), (4096, 64), (4096, 192), (8192, 64), (8192, 192))
 
 @pytest.mark.parametrize(("hidden", "sequences"), SIZES)
 def test_modes_on_64_v100(hidden: int, sequences: int) -> None:
-    """3-D is ahead of 1-D and of 2-D at every size, 2.32 and 1.57 times in the paper; the page says by how much."""
+    """3-D is faster than 1-D and 2-D at every size, 2.32 and 1.57 times in the paper; the page has our numbers."""
     steps_s, gib = zip(*(on_v100(mode, hidden, sequences) for mode in SHAPES), strict=True)
     one_d, two_d, _, three_d = steps_s
     assert one_d / three_d > 2.32 and 1.1 < two_d / three_d < 1.7
@@ -139,7 +141,7 @@ def one_d(size: int, stages: tuple[int, int], micro_batch: int, recompute: str |
     )
 
 
-# As the page names them; the last two are what the planner finds.
+# Named as on the page; the last two are found by the planner.
 PERLMUTTER: Mapping[str, tuple[LayoutChoice, ExecutionProfile]] = {
     "AxoNN's: full recomputation, grid 1·2·4": (
         LayoutChoice(
@@ -157,7 +159,7 @@ PERLMUTTER: Mapping[str, tuple[LayoutChoice, ExecutionProfile]] = {
 
 
 def test_axonn_on_1024_a100() -> None:
-    """AxoNN is ahead of Megatron-LM, by 26 % in the paper, and the planner's own choice ahead of both."""
+    """AxoNN is faster than Megatron-LM, by 26 % in the paper, and the planner's own choice is faster than both."""
     found = {name: on_perlmutter(*how) for name, how in PERLMUTTER.items()}
     for name, (step_s, mfu) in found.items():
         told_s, told_mfu, *_ = documented(name)

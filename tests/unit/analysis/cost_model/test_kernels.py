@@ -1,5 +1,7 @@
-"""Fact: a product takes as long as its waves of tiles or its bytes, never less than the peak allows, and every file of
-`hardware/` can be read."""
+"""Fact: a GEMM takes as long as its waves of tiles or its memory traffic, and never less than the peak allows.
+
+Every file of `hardware/` can be read.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,14 @@ def test_a_larger_product_takes_no_less(m: int, n: int, k: int, more: int) -> No
 
 
 def test_large_products_reach_what_is_sustained() -> None:
-    """A GEMM of 16384 cubed reaches it within 3 %, a thin one of equal FLOPs much less."""
+    """A GEMM of 16384 cubed is within 3 % of the sustained rate, a thin one of equal FLOPs far below it."""
     flops = 2 * 16384**3
     assert flops / A100.gemm_s(16384, 16384, 16384) == pytest.approx(0.8 * 312e12, rel=0.03)
     assert flops / A100.gemm_s(128, 16384 * 128, 16384) < 0.7 * 312e12
 
 
 def test_waves_are_whole() -> None:
-    """One row of tiles more than the multiprocessors compute at once needs a second wave."""
+    """One row of tiles more than the multiprocessors compute concurrently needs a second wave."""
     rows, columns = 12 * 256, 9 * 128  # 108 units
     assert A100.gemm_s(rows + 256, columns, 4096) > 1.3 * A100.gemm_s(rows, columns, 4096)
 

@@ -1,5 +1,7 @@
-"""Fact: a ring is as fast as the links by which its members leave each unit, shared with the groups beside it; and that
-is what AxoNN's authors measured on Perlmutter and on Frontier."""
+"""Fact: a ring is as fast as the links by which its members leave each unit, shared with the neighbouring groups.
+
+AxoNN's authors measured these bandwidths on Perlmutter and on Frontier.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def test_bandwidth_on_perlmutter(inside: int, ranks: int, gb_s: float) -> None:
 
 
 def frontier() -> Cluster:
-    """8 dies a node, 4 adapters of 25 GB/s; the bandwidths between nodes alone."""
+    """Return Frontier: 8 dies per node, 4 adapters of 25 GB/s; only the bandwidths between nodes."""
     node = NetworkLevel(name="node", ranks=8, gb_s=135, latency_us=3)
     network = NetworkLevel(name="network", ranks=9408, gb_s=5, latency_us=10)
     return Cluster(name="Frontier", accelerator="none", levels=(node, network), source="comm_model.py")

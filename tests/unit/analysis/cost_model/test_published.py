@@ -1,5 +1,7 @@
-"""Fact: with one file per accelerator and no constant for any row, the model gives published throughputs, layer times,
-gains and bytes."""
+"""Fact: the model predicts published throughputs, layer times, gains and bytes with one file per accelerator.
+
+No constant is fitted to a single row.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def test_weak_scaling_of_megatron_core_on_h100() -> None:
     assert mean(map(abs, errors)) <= MEAN and max(map(abs, errors)) <= WORST, errors
 
 
-# Of the 22B model on 8 GPUs: whether it has sequence parallelism, and what it computes again.
+# The 22B model on 8 GPUs: whether it has sequence parallelism, and its recomputation.
 EXPERIMENTS = ((False, None), (True, None), (False, "full"), (False, "selective"), (True, "selective"))
 
 
@@ -82,7 +84,7 @@ def row_of_175b(batch: int) -> dict[str, int]:
 
 
 def test_gain_of_interleaving() -> None:
-    """At least a tenth up to a batch of 60, and less the larger it is."""
+    """The gain is at least a tenth up to a batch of 60, and shrinks with the batch."""
     gains = [
         step_time(sc21_step(row_of_175b(batch))).step_s / step_time(sc21_step(row_of_175b(batch), num_stages=4)).step_s
         - 1
@@ -93,7 +95,7 @@ def test_gain_of_interleaving() -> None:
 
 
 def test_gain_of_scatter_and_gather() -> None:
-    """Up to 11 % at the batches of the figure, the stages being of two layers or one."""
+    """The gain is up to 11 % at the batches of the figure, with stages of two layers or one."""
     gains = []
     for stages in (4, 8):
         each = [

@@ -1,4 +1,4 @@
-"""Fact: the closed form of what a layer keeps is, to the byte, what autograd saves, in every mode and precision."""
+"""Fact: the closed form of a layer's activation memory is, to the byte, what autograd saves in every mode and dtype."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def arch_of(name: str) -> Architecture:
 
 
 def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
-    """A model of one stage with memory for its parameters, and a microbatch."""
+    """Return a model of one stage with allocated parameters, and a microbatch."""
     stages = make_stages([local.arch.num_layers])
     assignment = StageAssignment(stages, (0,))
     model = GPT(local.arch, local.mode, comm, assignment, loss_chunk_tokens=12, recompute=local.recompute)
@@ -85,7 +85,7 @@ def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
 
 
 def kept(local: LocalSizes, comm: Comm) -> dict[str, int]:
-    """Bytes that a forward of each piece saves."""
+    """Return the bytes that a forward of each module saves."""
     model, _, at = build(local, comm)
     shared = [*model.parameters(), *(at.rotary or ())]
     out = {}
@@ -107,7 +107,7 @@ def expected(local: LocalSizes) -> dict[str, int]:
 
 
 def compare(rank: int, cases: list[LocalSizes]) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """What is kept and what is expected, for several settings one after another."""
+    """Return measured and expected bytes for several settings in turn."""
     comms = {axes: every_group(Mesh(axes, rank)) for axes in dict.fromkeys(local.mesh.axes for local in cases)}
     mine = [replace(local, mesh=local.mesh.at(rank)) for local in cases]
     return [(kept(local, comms[local.mesh.axes]), expected(local)) for local in mine]
@@ -118,7 +118,7 @@ def mesh_of(mode: Mode) -> Mesh:
 
 
 def settings(name: str) -> list[LocalSizes]:
-    """Every mode and form with one model, in turn in fp32 and bf16."""
+    """Return every mode and form with one model, alternating fp32 and bf16."""
     cases = []
     for mode, entry in MODES.items():
         for form in entry.forms:
@@ -174,7 +174,7 @@ RECOMPUTED = {
 
 @pytest.mark.parametrize("name,recompute", list(product(MODELS, RECOMPUTED)))
 def test_what_is_left_by_recomputation(name: str, recompute: str) -> None:
-    """Three layers, by all tensors that a forward leaves alive: no hook sees what recomputation keeps."""
+    """Three layers are measured by all tensors alive after forward: no hook sees what recomputation keeps."""
     check_left(replace(alone(name), recompute=RECOMPUTED[recompute]))
 
 
@@ -188,7 +188,7 @@ def test_what_documents_leave(name: str, masks_documents: bool, resets_positions
 
 
 def check_left(local: LocalSizes) -> None:
-    """That a forward through three layers leaves what is said."""
+    """Require that a forward through three layers leaves the expected bytes alive."""
     local = replace(local, arch=replace(local.arch, num_layers=3))
     model, stage, at = build(local, every_group(local.mesh))
     assert at.target is not None, "a microbatch has labels"
@@ -211,7 +211,7 @@ def check_left(local: LocalSizes) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_not_kept_is_there_again_for_a_moment(name: str) -> None:
-    """The longest run of recomputed layers counts; a recomputed relu keeps its input and its output."""
+    """The longest run of recomputed layers sets the transient peak; a recomputed relu keeps input and output."""
     for local in settings(name):
         local = replace(local, arch=replace(local.arch, num_layers=3))
         everything = total_bytes(layer_activations(local))

@@ -1,5 +1,6 @@
-"""Fact: weights, gradients and optimizer are to the byte what the ranks hold, in every mode and shared as ZeRO shares
-them, and with what is in flight and what is needed for a moment they are what a step needs at most.
+"""Fact: predicted weights, gradients and optimizer states are what ranks hold, to the byte, in all layouts.
+
+Together with microbatches in flight and transient memory they are a step's peak.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def configure(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> 
 
 
 def layouts() -> list[Config]:
-    """Every mode and form, alone and with data parallelism or a pipeline."""
+    """Return every mode and form, alone and with data parallelism or a pipeline."""
     configs = []
     for mode, entry in MODES.items():
         for form in entry.forms:
@@ -70,7 +71,7 @@ def layouts() -> list[Config]:
 
 
 def states(state: TrainState) -> dict[str, list[Tensor]]:
-    """What lasts from step to step by category; main weights of the network's own type are its weights."""
+    """Return persistent bytes by category; master weights of the model's own dtype are its weights."""
     flats = state.buffers.flat_buffers
     return {
         "weights": [t for flat in flats for t in (flat.params, flat.main) if t.dtype == flat.params.dtype],
@@ -87,7 +88,7 @@ def num_bytes(tensors: list[Tensor]) -> int:
 
 
 def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that a rank holds between steps, measured and expected."""
+    """Return the bytes that a rank holds between steps, measured and expected."""
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
     comm = connect(spec)
     tensors = states(build_state(spec, comm, CPU))
@@ -104,7 +105,7 @@ def test_what_lasts_is_exact_in_every_mode(pool: Pool, turn: int) -> None:
 
 
 def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
-    """Most bytes beside what lasts during a step, measured and expected."""
+    """Return a step's peak on top of the persistent bytes, measured and expected."""
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
     comm = connect(spec)
     state, train, arch = build_state(spec, comm, CPU), config.train, spec.arch
@@ -167,12 +168,12 @@ def test_a_step_needs_what_is_said(pool: Pool, name: str) -> None:
 
 
 def step(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> StepSpec:
-    """As rank 0 sees it."""
+    """Return the step spec of rank 0."""
     config = configure(model, parallel, **train)
     return make_step_spec(RunSpec(config, NUM_RANKS, VOCAB_SIZE))
 
 
-# Microbatches of each stage on each rank when most is held, for 4 ranks, 8 microbatches and equal layers.
+# Microbatches of each stage on each rank at the peak, for 4 ranks, 8 microbatches and equal layers.
 IN_FLIGHT = {
     "gpipe": [{0: 8}, {1: 8}, {2: 8}, {3: 8}],
     "1f1b": [{0: 4}, {1: 3}, {2: 2}, {3: 1}],
@@ -182,8 +183,10 @@ IN_FLIGHT = {
 
 @pytest.mark.parametrize("schedule", IN_FLIGHT)
 def test_most_in_flight_by_hand(schedule: str) -> None:
-    """1F1B: p - r.  Interleaved: 2 (p - r - 1) + p forwards before the first backward, and one more, in groups of p; on
-    rank 0 an eighth microbatch of the stage with the embedding for the first one of the other."""
+    """1F1B holds p - r; interleaving 2 (p - r - 1) + p forwards before a backward, and one more, in groups of p.
+
+    On rank 0 an eighth microbatch of the stage with the embedding replaces the first one of the other stage.
+    """
     parallel = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "pipeline_schedule": schedule}
     mine = step({"num_layers": 8}, parallel, global_batch_size=32)
     for coord, expected in enumerate(IN_FLIGHT[schedule]):
@@ -195,14 +198,16 @@ def test_most_in_flight_by_hand(schedule: str) -> None:
 
 
 def shares(step: StepSpec, zero_stage: int) -> tuple[int, int, int, int]:
-    """Bytes of weights, main weights, gradients and optimizer."""
+    """Return the bytes of weights, master weights, gradients and optimizer."""
     memory = rank_memory(replace(step, zero_stage=zero_stage))
     return memory.weights, memory.main_weights, memory.gradients, memory.optimizer
 
 
 def test_zero_shares_out_what_its_stage_says() -> None:
-    """In bf16 with bf16 momentum: 2 bytes of weights, 4 of main weights, 4 of gradients, 2 + 4 of moments; in ZeRO 3
-    the main weights are all there is between steps."""
+    """bf16 with bf16 momentum: 2 bytes of weights, 4 of master weights, 4 of gradients, 2 + 4 of moments.
+
+    In ZeRO 3 only the master weights remain between steps.
+    """
     mine = step({}, {"tensor_model_parallel_size": 2}, global_batch_size=32, precision="bf16")
     numel = sum(flat_numels(mine))
     part = sum(-(-size // 4) for size in flat_numels(mine))

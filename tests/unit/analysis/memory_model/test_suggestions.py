@@ -1,5 +1,6 @@
-"""Fact: what is suggested when memory does not suffice can be set as it is written, saves what it says and comes
-cheapest first.
+"""Fact: every suggestion for a step that does not fit can be set as written and saves what it claims.
+
+Suggestions are listed cheapest first.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_a_change_in_words(path: Path) -> None:
 
 
 def test_what_does_not_divide_is_not_suggested(path: Path) -> None:
-    """Three sequences of 7 tokens are not split over 4 ranks, nor in half."""
+    """Three sequences of 7 tokens cannot be split over 4 ranks, nor in half."""
     step = step_of(read_config(path, CONFIGS["tensor parallel"]).config)
     odd = replace(step.local, micro_batch_size=3, arch=replace(step.local.arch, seq_length=7))
     settings = " ".join(change.settings for change in suggest(replace(step, local=odd), count=10))

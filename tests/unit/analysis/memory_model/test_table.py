@@ -1,4 +1,4 @@
-"""Fact: the tables say what the closed forms say, a line per stage and per rank, beside what was measured."""
+"""Fact: the tables print the closed forms, a line per stage and per rank, next to measured values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fact: the planner misses nothing: what it finds is what trying every layout finds; each fits and can be written."""
+"""Fact: the planner finds what an exhaustive search of layouts finds; each result fits and is a valid configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def found() -> SearchResult:
 
 
 def test_the_best_is_the_best_of_all() -> None:
-    """No bound is above what it bounds, and no layout that fits is faster than the first."""
+    """Every bound is a lower bound, and no layout that fits is faster than the first."""
     here, rejected = problem(4), Counter[str]()
     best = search(here, 1).plans[0].step.step_s
     bounds = list(searching._bounds(here, rejected))
@@ -70,7 +70,7 @@ def test_parts_add_up_to_the_step() -> None:
 
 
 def test_layouts_that_do_not_fit_do_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many of them are more promising than the first that fits."""
+    """The search continues however many of them are more promising than the first that fits."""
     memory, best = PlanningProblem.memory, found().plans[0]
     refused = iter(range(5))
 
@@ -140,7 +140,7 @@ def test_the_written_layout_trains(tmp_path: Path, pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_the_tool_draws_the_speed_over_ranks(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each number of ranks has the speed of its best layout; the error names the one where none fits."""
+    """Each number of ranks has the speed of its best layout; the error names a number for which none fits."""
     picture = config_file.with_name("scaling.svg")
     words = ["--config", str(config_file), *ARGUMENTS, "--modes", "1d", "--picture", str(picture)]
     assert tool.main([*words, "--scale", "4", "8", "16"]) == 0
@@ -156,7 +156,7 @@ def test_the_tool_draws_the_speed_over_ranks(config_file: Path, capsys: pytest.C
 
 
 def test_no_other_order_of_the_mesh_is_faster() -> None:
-    """GPT-3 on 1024 A100: tensor axes innermost, then data, then the pipeline; some orders take 1.33 times as long."""
+    """GPT-3 on 1024 A100: tensor axes innermost, then data, then pipeline; some orders take 1.33 times as long."""
     model = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048, "vocab_size": 51200}
     config = Config.model_validate({"model": model, "train": {"global_batch_size": 1536, "precision": "bf16"}})
     here = PlanningProblem(config, 51200, "selene", 1024)

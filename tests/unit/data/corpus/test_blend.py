@@ -1,4 +1,4 @@
-"""After any number of samples every source of a blend is within one sample of its share, and none is left out."""
+"""Fact: after any number of samples every source of a blend is within one sample of its share, and none is left out."""
 
 from fractions import Fraction
 

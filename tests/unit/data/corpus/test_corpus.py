@@ -1,4 +1,4 @@
-"""A corpus is opened only if every sample that the run reads exists and fits the tokenizer and the model."""
+"""Fact: a corpus opens only if every sample that the run reads exists and fits the tokenizer and the model."""
 
 import json
 from pathlib import Path

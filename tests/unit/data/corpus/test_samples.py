@@ -1,4 +1,4 @@
-"""Every window of an epoch is read exactly once, in an order that is a function of (seed, i) alone."""
+"""Fact: every window of an epoch is read exactly once, in an order that is a function of (seed, i) alone."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Samples of a streamed dataset are those of its lanes written out: for any rank, after any stop, at any place."""
+"""Fact: samples of a streamed dataset equal those of its written-out lanes, on any rank and after any restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = [f"{number}:" + "abcdefghijklmnop"[: number % 17] * (number % 3) for num
 
 @pytest.fixture(scope="module", params=["jsonl, 3 files", "parquet, 1 file"])
 def name(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Some rows are empty; one file is as many shards as datasets can make of it, which is one."""
+    """Return a dataset name; some rows are empty, and one file gives as many shards as datasets can make of it, one."""
     folder, rows = tmp_path_factory.mktemp("data"), [{"body": text} for text in TEXTS]
     rows[5]["body"] = ""
     if request.param.startswith("jsonl"):
@@ -56,7 +56,7 @@ def test_in_order_the_lanes_are_the_rows_by_turns(name: str) -> None:
     texts = [text if number != 5 else "" for number, text in enumerate(TEXTS)]
     if made.rows.num_shards == 1:
         lanes = [texts[lane::4] for lane in range(4)]
-    else:  # the first shard is shared by lanes 0 and 3
+    else:  # lanes 0 and 3 read the first shard
         lanes = [texts[0:30:2], texts[30:60], texts[60:90], texts[1:30:2]]
     for lane, mine in enumerate(lanes):
         tokens = [token for text in mine * 3 if text for token in [*text.encode(), 256]]
@@ -141,7 +141,7 @@ BAD = (3, 4, 31, 60, 88)
 
 
 def write_rows(folder: Path, bodies: list[str | None]) -> str:
-    """A dataset of three files."""
+    """Write a dataset of three files."""
     folder.mkdir()
     for part in range(3):
         lines = "".join(json.dumps({"body": body}) + "\n" for body in bodies[30 * part : 30 * part + 30])
@@ -166,7 +166,7 @@ def test_a_bad_record_stops_or_is_left_out_as_if_it_were_empty(tmp_path: Path) -
 def test_how_many_are_left_out_depends_on_the_samples_only(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Neither on how they are read, nor on a stop: what ranks know of a lane is what one that reads all knows."""
+    """The count depends neither on how rows are read nor on a restart: one rank that reads all counts the same."""
     numbers = data.draw(st.sets(st.integers(0, 89), min_size=1, max_size=14))
     bodies = [None if number in numbers else text for number, text in enumerate(TEXTS)]
     name = write_rows(tmp_path_factory.mktemp("rows") / "data", bodies)

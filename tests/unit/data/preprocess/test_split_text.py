@@ -1,4 +1,4 @@
-"""A long text that is encoded in parts gives the tokens of the whole, whatever the tokenizer does at its ends."""
+"""Fact: a long text encoded in pieces gives the tokens of the whole text, whatever the tokenizer does at its ends."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_parts_give_the_tokens_of_the_whole(
     for constant, value in (("MAX_TEXT", 900), ("SECTION", 500), ("SEARCH", 200), ("CONTEXT", 100)):
         monkeypatch.setattr(split_text, constant, value)
     encode = models[name].encode
-    text = " ".join(TEXT.split())  # with runs of spaces only few places would do for a model with a space in front
+    text = " ".join(TEXT.split())  # runs of spaces leave few split points for a model that prepends a space
     pieces = list(sections(text, exact_split(encode)))
     assert len(pieces) > 10 and max(map(len, pieces)) <= 900
     assert [token for piece in pieces for token in encode(piece)] == encode(text)

@@ -1,4 +1,4 @@
-"""What is written appears whole or not at all, and two that write the same file do not mix."""
+"""Fact: a file appears complete or not at all, and two concurrent writers of one file do not mix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
-    """Also where it is full only when the last bytes are to leave the memory."""
+    """This also holds where the disk is full only at the final flush."""
     path, before = tmp_path / "x", resource.getrlimit(resource.RLIMIT_FSIZE)
     path.write_bytes(b"old")
     try:

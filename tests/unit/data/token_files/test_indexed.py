@@ -1,4 +1,4 @@
-"""Token files are Megatron's bytes, read back what was written, and are refused unless every number agrees."""
+"""Fact: token files are Megatron's bytes, read back what was written, and are refused unless every number agrees."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Files written here open in megatron-core's IndexedDataset with equal content, and the other way round."""
+"""Fact: files written here open in megatron-core's IndexedDataset with equal content, and vice versa."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """megatron-core's module; it warns of what it finds not installed."""
+    """Import megatron-core's module, which warns about packages that are not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(
@@ -26,7 +26,7 @@ def theirs() -> Any:
 
 
 def documents(dtype: np.dtype[Any]) -> list[list[np.ndarray]]:
-    """Documents of one to three sentences, one of them empty; ids up to the largest that the type holds."""
+    """Draw documents of one to three sentences, one of them empty; ids up to the largest of the dtype."""
     draw = np.random.default_rng(1)
     top = np.iinfo(dtype).max
     found = [[draw.integers(top, size=draw.integers(1, 9), endpoint=True) for _ in range(n % 3 + 1)] for n in range(40)]

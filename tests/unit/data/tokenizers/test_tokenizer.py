@@ -1,4 +1,4 @@
-"""A tokenizer gives back the text it was given, is named by its fingerprint, and refuses a foreign model."""
+"""Fact: a tokenizer decodes to the text it encoded, is identified by its fingerprint, and refuses a foreign model."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ NO_SPACE_MARK = st.text(st.characters(exclude_categories=["Cs"], exclude_charact
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A model file of every type, learnt from one module of the standard library."""
+    """Train a model file of every type on one module of the standard library."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "code.txt").write_text(CODE, encoding="utf-8")
     source = TrainingText((folder / "code.txt",), ("text",))

@@ -1,5 +1,7 @@
-"""Fact: a trace has every computation of the schedule once, in its order and without what it waited for, beside what
-the schedule predicts."""
+"""Fact: a trace has every computation of the schedule once, in schedule order and without its waiting times.
+
+The predicted timeline is next to the measured one.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_what_runs_as_simulated_is_predicted(name: str, p: int, m: int, scale: f
 
 
 def test_the_prediction_takes_the_mean_of_each_stage_and_kind() -> None:
-    """Twice as long forwards of every second microbatch are one and a half times as long ones of all."""
+    """If every second forward takes twice as long, the predicted forward takes one and a half times as long."""
     schedule = build_schedule("1f1b", 2, 4)
     spans = simulate(schedule, Costs(F=1, B=2)).spans
     uneven = [
@@ -69,7 +71,7 @@ def test_the_prediction_takes_the_mean_of_each_stage_and_kind() -> None:
 
 
 class SlowTransfer(ActivationTransfer):
-    """Everything takes long to arrive, and sending does nothing."""
+    """Transfers that take long to arrive; sends do nothing."""
 
     def receive(self, link: Link) -> Pending:
         def wait() -> Tensor:
@@ -80,14 +82,14 @@ class SlowTransfer(ActivationTransfer):
 
 
 class Deaf(ProcessComm):
-    """Alone, with links that lead nowhere."""
+    """Single process whose links lead nowhere."""
 
     def send(self, x: Tensor, link: Link) -> Pending:
         return Pending(lambda: x)
 
 
 def test_waiting_for_a_receive_is_not_computing() -> None:
-    """A rank between two others: everything that it computes on has to arrive."""
+    """A rank between two others receives every tensor that it computes on."""
     comm = Deaf(ALONE.mesh, ())
     transfer = SlowTransfer((2, 2), torch.float32, CPU, (), comm)
     weight = torch.ones(2, 2, requires_grad=True)
@@ -97,7 +99,7 @@ def test_waiting_for_a_receive_is_not_computing() -> None:
         return x @ weight
 
     actions = [parse_action(text) for text in ["1RECV_F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "1SEND_B0"]]
-    Engine(actions, (0, 1, 2), compute, transfer).run()  # what torch imports at the first call takes long as well
+    Engine(actions, (0, 1, 2), compute, transfer).run()  # torch's imports at the first call take long as well
     recording = TraceRecorder(comm, CPU)
     Engine(actions, (0, 1, 2), compute, transfer).run(recording.watch)
     forward, backward = recording.spans()
@@ -117,7 +119,7 @@ def test_only_one_rank_of_those_that_do_the_same_counts() -> None:
 
 
 class Event:
-    """A device's clock, whose events happen long after they were noted, one a second."""
+    """Device clock whose events happen long after they were recorded, one per second."""
 
     now_s = 0.0
     calls: list[str]
@@ -150,7 +152,7 @@ def test_on_a_device_events_are_read_after_the_step(monkeypatch: pytest.MonkeyPa
 
 
 class NoBarrier(ProcessComm):
-    """A rank whose neighbours are only thought of."""
+    """Rank whose neighbours do not exist."""
 
     def _make_group(self, axes: tuple[str, ...]) -> None:
         return None
@@ -160,14 +162,14 @@ class NoBarrier(ProcessComm):
 
 
 def spans_of(events: list[dict[str, Any]], title: str) -> list[list[dict[str, Any]]]:
-    """The spans of the timeline whose title begins so, by rank."""
+    """Return by rank the spans of the timeline whose title starts with `title`."""
     (pid,) = (e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"].startswith(title))
     spans = [e for e in events if e["ph"] == "X" and e["pid"] == pid]
     return [[e for e in spans if e["tid"] == rank] for rank in sorted({e["tid"] for e in spans})]
 
 
 def check_trace(path: Path, schedule: Schedule) -> None:
-    """The three files of an iteration."""
+    """Check the three files of an iteration."""
     events = json.loads(path.with_suffix(".json").read_text())["traceEvents"]
     for title in ("predicted", "measured"):
         ranks = spans_of(events, title)

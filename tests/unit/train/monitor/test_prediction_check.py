@@ -1,4 +1,4 @@
-"""Fact: what a rank's timers note is, part by part and in sum, what a prediction consists of."""
+"""Fact: a rank's timers record the same parts as a prediction, and the parts and their sum are comparable."""
 
 from __future__ import annotations
 

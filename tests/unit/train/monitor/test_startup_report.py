@@ -1,4 +1,4 @@
-"""Fact: a model other than the configured one does not train, whatever the layout that built it."""
+"""Fact: training refuses to start if any layout builds a model other than the configured one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def size(mode: str) -> dict[str, int]:
 
 
 def test_every_mode_builds_the_configured_model(pool: Pool) -> None:
-    """Padding and copies are not counted; the data axis has two ranks in one of them."""
+    """Padding and replicas are not counted; one of the meshes has two data-parallel ranks."""
     pool.run(count_everywhere, 8, list(MODES))
 
 
