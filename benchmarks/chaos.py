@@ -50,7 +50,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def a_file(folder: Path, choose: random.Random) -> Path:
-    """Choose one of a checkpoint's files of tensors."""
+    """Return a random file of tensors of a checkpoint."""
     return choose.choice(sorted(folder.glob("*.safetensors")))
 
 
@@ -117,7 +117,7 @@ def train(
 ) -> tuple[bool, int, list[str]]:
     """Whether the run reached its end, how many kills there were, and what was said.
 
-    A rank is killed some seconds after each of some iterations, or a later one where that is not done again.
+    `moments` are (iteration, seconds): a random rank is killed that long after the iteration or a later one is logged.
     """
     left, said = list(moments), list[str]()
     with launched(config) as process:

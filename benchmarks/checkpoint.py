@@ -52,7 +52,7 @@ def shapes(size: str) -> Iterator[tuple[str, Shape]]:
 
 
 class State:
-    """This rank's shard of the state, viewed as rows, or as columns where a tensor has two dims."""
+    """Shard of the training state on one rank, as views of rows, or of columns if a tensor has two dims."""
 
     def __init__(self, size: str, mesh: Mesh) -> None:
         self.mesh = mesh

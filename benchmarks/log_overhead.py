@@ -1,9 +1,9 @@
-"""What all default logging costs a step: timers of phases and waits, one gather, a console line and a line of
+"""Cost of all default logging per step: timers of phases and waits, one gather, a console line and a line of
 metrics.jsonl every 10 steps, the search for slow ranks.
 
-Two answers: neighbouring steps with and without it, taking turns at being first; and the logging of one step alone,
-with as many timers as the real step enters, repeated without the step.  What is added to a step is the median over such
-pairs, taken apart for steps that print their line and for the others; its error is 1.96 standard errors of these.
+It is measured in two ways: in pairs of neighbouring steps with and without logging, in alternating order; and as the
+logging of one step without the step, with as many timers as the real step enters.  The cost is the median over pairs,
+separately for steps that print their line and for the others; its error is 1.96 standard errors.
 
 python benchmarks/log_overhead.py --output benchmarks/results/log_overhead.json
 """

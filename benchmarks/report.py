@@ -35,9 +35,9 @@ Turns = Mapping[str, Sequence[Turn]]
 def interleaved(
     steps: Mapping[str, Callable[[], object]], rounds: int, warmup: int, meet: Callable[[], object] = lambda: None
 ) -> dict[str, list[Turn]]:
-    """Turns of every step, round robin, each round starting one further: what disturbs the machine disturbs all alike.
+    """Measure steps round robin, each round starting one further, so that disturbances of the machine affect all alike.
 
-    `warmup` rounds before are not kept; `meet` comes before each step, untimed, for ranks to start together.
+    The first `warmup` rounds are discarded; `meet` is called before each step, untimed, to synchronize ranks.
     """
     names = list(steps)
     turns: dict[str, list[Turn]] = {name: [] for name in names}

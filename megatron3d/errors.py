@@ -1,4 +1,4 @@
-"""What a person typed or supplied is wrong: shown as one message per problem, without a traceback, exit code 2."""
+"""Errors in user input, shown as one message per problem without a traceback; the exit code is 2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class UserError(ValueError):
 
     @classmethod
     def collect(cls, problems: Iterable[str]) -> None:
-        """Raise if there is any problem."""
+        """Raise one error with all problems, if there are any."""
         found = tuple(problems)
         if found:
             raise cls(*found)

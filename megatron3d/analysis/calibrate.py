@@ -1,7 +1,7 @@
 """Measure the compute and link rates of this machine: the numbers of the `local` accelerator and cluster.
 
-Measured are GEMMs as a function of K, memory-bound kernels as in the network, fused attention, kernel launches, and
-all-reduces between two ranks among GEMMs, where each waits for the other.  Operands are not cached, as in a step.
+It measures GEMMs as a function of K, memory-bound kernels of the model, fused attention, kernel launches, and
+all-reduces of two ranks that alternate with GEMMs.  As in a training step, operands are not in the caches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cold_cache_s(function: Callable[..., object], operands: Callable[[], tuple[T
 
 
 def gemm_rates(budget_s: float) -> Measured:
-    """Measure the rate of GEMMs with large K, and the ramp-up of one as additional K."""
+    """Measure the rate of GEMMs with large K, and the ramp-up of a GEMM, expressed as additional K."""
 
     def seconds(depth: int) -> float:
         return cold_cache_s(product, lambda: (torch.randn(ROWS, depth), torch.randn(WIDTH, depth)), budget_s)
@@ -122,7 +122,7 @@ class Elapsed(NamedTuple):
 def measure_all_reduces(budget_s: float) -> dict[str, Elapsed]:
     """Measure all-reduces of two ranks: a small one alone, its extra time among GEMMs, and a large one's over it.
 
-    Of a round of calls the mean; of many rounds, which take turns, the median; on rank 0.
+    Each time is the median over interleaved rounds of the mean of a round's calls, measured on rank 0.
     """
     with process.start(on_cpu=True) as here:
         torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def measure(budget_s: float = 1.0) -> Measured:
 
 
 def medians(rounds: Sequence[Measured]) -> Measured:
-    """Return the median of each number."""
+    """Return the median over rounds of each number."""
     return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
 

@@ -3,10 +3,10 @@
     training   | step | copy | step | step | step | step | copy | step ...
     thread                   | write, fsync, gather, publish |  | write ...
 
-Both run `store.save`.  The background thread gets copies in host memory and a communicator of its own: rank 0 must
-know that all ranks have written before it publishes, while training's connections must neither be shared between
-threads nor wait for disks.  A communicator, unlike marker files, breaks when a rank dies, so that no thread waits
-forever, and does not depend on how soon a file system such as NFS shows new files.
+Both run `store.save`.  The background thread gets copies in host memory and a separate communicator, by which rank 0
+learns that all ranks have written before it publishes; training's connections must neither be shared between threads
+nor wait for disks.  Unlike marker files, a communicator fails when a rank dies, so that no thread waits forever, and
+does not depend on how soon a file system such as NFS shows new files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Comparison and averaging of checkpoints, box by box, whatever layouts wrote them.
+"""Comparison and averaging of checkpoints, box by box, for any layouts that wrote them.
 
 Needs memory for three copies of one box.  Averaging the last checkpoints of a run: Izmailov et al. 2018,
 arXiv:1803.05407.

@@ -67,7 +67,7 @@ class _Header(BaseModel):
 
 
 class Index(_IndexModel):
-    """Everything about a checkpoint except the values of its tensors."""
+    """Metadata of a checkpoint, and the location of every box of its tensors."""
 
     format: str = FORMAT
     version: int = VERSION

@@ -56,7 +56,7 @@ def make_temporary_folder(folder: Path) -> None:
 
 
 def remove_temporary_folder(folder: Path) -> None:
-    """Free the space of a checkpoint that could not be written."""
+    """Remove the temporary folder of a checkpoint that could not be written."""
     shutil.rmtree(temporary_folder(folder), ignore_errors=True)
 
 
@@ -185,6 +185,6 @@ def resolve(load: Path) -> Path:
 
 
 def _available(root: Path) -> str:
-    """Say what to load instead."""
+    """Return the part of an error message that names the checkpoints that can be loaded instead."""
     names = sorted(path.name for path in root.glob("iter_*") if (path / FILE_NAME).is_file())
     return f"load one of {', '.join(names)} by its folder" if names else "give a folder that a run has saved to"

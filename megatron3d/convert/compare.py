@@ -33,7 +33,7 @@ PLAIN_TOLERANCE, TRANSFORMERS_TOLERANCE = 1e-9, 1e-4
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """The largest difference between the logits of two models; conversion.json stores these fields."""
+    """Largest difference between the logits of two models; conversion.json stores these fields."""
 
     witness: str
     largest_difference: float

@@ -39,7 +39,7 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     """Return the model section of a config.json; raises UserError with every field that our model cannot represent.
 
     Args:
-        seq_length: of later training; None for the longest that the model supports.
+        seq_length: sequence length of later training; None for the longest that the model supports.
     """
     model_type = model_type_of(settings)
     hub_type = MODEL_TYPES[model_type]

@@ -44,9 +44,9 @@ class ConversionRequest:
     """Source, target and options of a conversion.
 
     Attributes:
-        dtype: of the weights that are written; None keeps it.
+        dtype: dtype of the written weights; None keeps that of the source.
         max_shard_bytes: largest safetensors file, for a conversion to Hugging Face.
-        seq_length: of later training, for a conversion from Hugging Face.
+        seq_length: sequence length of later training, for a conversion from Hugging Face.
     """
 
     source: Path
@@ -68,7 +68,7 @@ class ConversionReport:
 
 
 class LogitsDiffer(RuntimeError):
-    """The two models compute different logits; nothing was written."""
+    """Raised if the two models compute different logits; nothing was written."""
 
 
 def from_hub(request: ConversionRequest) -> ConversionReport:
@@ -243,7 +243,7 @@ def _data_section(request: ConversionRequest, checkpoint: Path) -> DataConfig:
 def _write_record(
     folder: Path, request: ConversionRequest, agreements: Sequence[LogitComparison], arch: Architecture
 ) -> None:
-    """Write what was compared to conversion.json, so that it can be repeated."""
+    """Write the inputs and results of the comparison to conversion.json, so that it can be repeated."""
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
     compared = [asdict(agreement) for agreement in agreements]
     source = {"source": str(request.source), "dtype": request.dtype and _PRECISIONS[request.dtype]}

@@ -31,7 +31,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents and certain tokens are treated; the default treats samples as plain text.
+    """Treatment of documents and of certain tokens; the default treats samples as plain text.
 
     Attributes:
         eod: token that ends a document, None where nothing needs one.

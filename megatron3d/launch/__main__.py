@@ -68,7 +68,7 @@ def after(typed: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """`WHEN [--code N] [--before-limit] --config FILE [section.key=value ...]`."""
+    """Parse `WHEN [--code N] [--before-limit] --config FILE [section.key=value ...]`."""
     parser = argparse.ArgumentParser(
         "megatron3d.launch", description="Checks around the ranks of a SLURM job.", allow_abbrev=False
     )

@@ -1,1 +1,1 @@
-"""Operations on shards, each written once for every layout."""
+"""Operations on sharded tensors, each written once for all layouts."""

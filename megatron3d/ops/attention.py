@@ -68,7 +68,7 @@ def rotary_tables(seq_length: int, size: int, base: float, like: Tensor) -> tupl
 
 
 def rotate(x_BSND: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x rotated by the angles of its positions."""
+    """Return x [B, S, N, D] rotated by the angles of its positions."""
     cos, sin = tables
     left, right = x_BSND.chunk(2, dim=-1)
     return x_BSND * cos + torch.cat((-right, left), dim=-1) * sin
@@ -103,7 +103,7 @@ def attention(
 def _attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, heads: AttentionHeads, drop: tuple[float, int, int], mask: Tensor | None
 ) -> Tensor:
-    """Return attention with dropout, written out: masks of torch's kernels would depend on the layout."""
+    """Return attention with dropout from plain matmuls, since the masks of torch's kernels depend on the layout."""
     rate, key, first_sequence = drop
     batch, num_heads, seq, size = q.shape
     k, v = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (k, v))

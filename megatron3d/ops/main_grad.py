@@ -83,7 +83,7 @@ def _add(buffer: MainGrad, grad: Tensor) -> None:
 
 
 class WgradSum:
-    """dW as a sum of several GEMMs, in main_grad where nothing reduces it, else in fp32 memory of its own.
+    """dW as a sum of several GEMMs: in main_grad if no axis reduces dW, else in a separate fp32 buffer.
 
     Used by the chunks of the fused loss and by the panels of a panelled matmul.
     """
@@ -95,7 +95,7 @@ class WgradSum:
         self._dtype: torch.dtype | None = None
 
     def add_product(self, a_MK: Tensor, b_NK: Tensor) -> None:
-        """Add a b^T."""
+        """Add the term a b^T [M, N] to dW."""
         if self._sum is not None:
             self._sum = add_product(self._sum, a_MK, b_NK)
         elif self._buffer is None:

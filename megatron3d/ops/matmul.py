@@ -103,7 +103,7 @@ class Matmul:
         return self.weight.gather(at, backward_follows)
 
     def _can_be_torchs(self, x_MK: Tensor, w_NK: Tensor) -> bool:
-        """Return whether F.linear does; a compiled graph always returns dW to autograd, not to main_grad."""
+        """Return whether F.linear suffices; a compiled graph always returns dW to autograd, not to main_grad."""
         if not self.is_plain or uses_onednn(x_MK.device, x_MK.dtype):
             return False
         return torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.main_grads.buffer(w_NK) is None

@@ -1,11 +1,11 @@
-"""The matmul in panels (`parallel.tp_num_panels` > 1): its operands arrive, and its results leave, slice by slice.
+"""Matmul in panels (`parallel.tp_num_panels` > 1): operands are gathered, and results reduced, slice by slice.
 
     panel j of an operand   gathered from slice j of every shard    during the GEMM of panel j - 1
     panel j of a result     reduced into slice j of every shard     during the GEMM of panel j + 1
 
 Less of the gathered operands exists at a time.  Measured (benchmarks/results/overlaps.json): four panels take 1.1 to
 1.6 times as long as the overlaps of `ops.matmul` on ranks that share cores, and gain at most 1.07 to 1.10 times over a
-simulated slow wire, so that one panel, `ops.matmul`, is the default.
+simulated slow network, so that one panel, `ops.matmul`, is the default.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class WgradPanels:
         self._reduction: Pending | None = None
 
     def multiply(self, panel: int, a_MK: Tensor, b_NK: Tensor) -> None:
-        """Add a b^T."""
+        """Add a b^T, the GEMM of one panel, to dW."""
         self._total.add_product(a_MK, b_NK)
         if panel == self._last:
             self._reduction = self._total.finish()

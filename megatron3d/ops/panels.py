@@ -1,7 +1,7 @@
 """Operands that are gathered, and results that are reduced, panel by panel as a `PanelPlan` says.
 
-A tensor without the panels' dimension has one panel: such an operand is gathered once and used by all GEMMs, such a
-result is the sum of all.
+A tensor without the panels' dimension has one panel: such an operand is gathered once and used by all GEMMs, and such a
+result is the sum over all GEMMs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Operand(Protocol):
 
 
 class WholeOperand:
-    """Operand that every GEMM needs whole; it is freed with the last."""
+    """Operand that every GEMM needs whole; it is freed after the last GEMM."""
 
     def __init__(self, pending: Pending, num_uses: int) -> None:
         self._in_flight: Pending | None = pending

@@ -42,7 +42,7 @@ class PrefetchedWeight:
         return w
 
     def set_neighbour(self, at: Direction, weight: PrefetchedWeight, unshard: Callable[[], None]) -> None:
-        """Prefetch `weight` during this linear's GEMMs, after `unshard` has made its FSDP unit whole."""
+        """Prefetch `weight` during this linear's GEMMs, after `unshard` has all-gathered its FSDP unit."""
         self._neighbours[at] = weight, unshard
 
     def prefetch(self, at: Direction, unshard: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class PrefetchedWeight:
             self._in_flight = self._all_gather()
 
     def drop(self) -> None:
-        """Drop what was gathered, since the weights have changed."""
+        """Drop the gathered W, since the weights have changed."""
         self._in_flight, self._kept = None, None
         self._num_backwards = 0
 
@@ -79,14 +79,14 @@ class PrefetchedWeight:
         return gather(self._shard().detach(), self._table, W_DIMS, self._comm)
 
     def _prefetch_neighbour(self, at: Direction) -> None:
-        """Prefetch nothing when a forward is recomputed in backward: no further forward follows it."""
+        """Prefetch the neighbour's W, except when backward recomputes a forward: no further forward follows it."""
         if at in self._neighbours and not (at is Direction.FORWARD and _in_backward()):
             weight, unshard = self._neighbours[at]
             weight.prefetch(at, unshard)
 
 
 def prefetch_in_order(weights: Sequence[tuple[PrefetchedWeight, Callable[[], None]]]) -> None:
-    """Have each weight prefetched by its neighbours; `weights` are in forward order, each with its `unshard`."""
+    """Set the neighbours that prefetch each weight; `weights` are in forward order, each with its `unshard`."""
     for (weight, _), following in pairwise(weights):
         weight.set_neighbour(Direction.FORWARD, *following)
     for preceding, (weight, _) in pairwise(weights):

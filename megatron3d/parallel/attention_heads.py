@@ -1,4 +1,4 @@
-"""Which attention heads a rank holds, and over which axes key/value heads must be all-gathered.
+"""Attention heads that a rank holds, and the axes over which key/value heads must be all-gathered.
 
 Query heads are sharded evenly.  With grouped queries (GQA, Ainslie et al. 2023, arXiv:2305.13245) the features of all
 key/value heads are sharded evenly: where there are fewer key/value heads than ranks, a shard ends within a head, and
@@ -20,7 +20,7 @@ class Placed(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks, seen from this one."""
+        """Mesh of ranks, seen from this one."""
         ...
 
 

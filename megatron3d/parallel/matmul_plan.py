@@ -1,4 +1,4 @@
-"""The plan of a sharded matmul Y[M, N] = X[M, K] W[K, N]: which axes split M, K and N, and what is communicated.
+"""Plan of a sharded matmul Y[M, N] = X[M, K] W[K, N]: the axes that split M, K and N, and the communication.
 
 M are tokens, K and N features.  A plan names the mesh axes that split M, K and N in the GEMM, and the dim along which
 each operand is sharded further where it is stored:

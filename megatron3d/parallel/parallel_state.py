@@ -1,4 +1,4 @@
-"""Where a rank stands in data, pipeline and tensor parallelism: the questions of Megatron's `parallel_state`.
+"""Coordinates of a rank in data, pipeline and tensor parallelism, as Megatron's `parallel_state` gives them.
 
     world_size = TP x PP x DP,      DP = replicas (HSDP) x data-parallel shards
 
@@ -70,7 +70,7 @@ class ParallelSizes:
 
     @property
     def mismatch(self) -> str | None:
-        """How the world size breaks `world_size = TP x PP x DP`; None where it keeps it."""
+        """Error if the world size violates `world_size = TP x PP x DP`; None if it does not."""
         if self.world_size % self.model == 0 and self.world_size > 0:
             return None
         return "fewer than" if self.world_size < self.model else "not a multiple of"
@@ -138,7 +138,7 @@ class ParallelState:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """TP."""
+        """Size of the tensor-parallel group (TP)."""
         return self.mesh.size(self.tensor_axes)
 
     @property
@@ -155,7 +155,7 @@ class ParallelState:
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """PP."""
+        """Number of pipeline ranks (PP)."""
         return self.mesh.sizes[PIPELINE]
 
     @property
@@ -187,7 +187,7 @@ class ParallelState:
 
     @property
     def data_parallel_size(self) -> int:
-        """DP: replicas x shards."""
+        """Number of data-parallel ranks (DP): replicas x shards."""
         return self.mesh.size(DATA)
 
     @property
@@ -197,7 +197,7 @@ class ParallelState:
 
     @property
     def replica_rank(self) -> int:
-        """Which HSDP replica this rank belongs to."""
+        """Index of the HSDP replica that this rank belongs to."""
         return self.mesh.coord(REPLICA)
 
     @property
@@ -212,7 +212,7 @@ class ParallelState:
 
     @property
     def shard_rank(self) -> int:
-        """Which ZeRO shard this rank holds."""
+        """Index of the ZeRO shard that this rank holds."""
         return self.mesh.coord(SHARD)
 
     @property

@@ -1,4 +1,4 @@
-"""What ZeRO shards over the data axis (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""Sharding of training state over the data axis by ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
 stage  optimizer state   gradients   parameters
 0      replicated        replicated  replicated
@@ -16,7 +16,7 @@ from megatron3d.parallel.mesh import Axes
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is sharded over which axes; over none, every rank holds everything (ZeRO stage 0).
+    """State that is sharded, and the axes it is sharded over; without axes it is replicated (ZeRO stage 0).
 
     Attributes:
         axes: mesh axes over which the optimizer state is sharded.

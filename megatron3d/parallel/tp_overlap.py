@@ -1,4 +1,4 @@
-"""Which communication of a linear overlaps with which computation: the `tp_comm_overlap_*` keys as one plain value."""
+"""Overlaps of a linear's communication with its computation: the `tp_comm_overlap_*` keys as one plain value."""
 
 from __future__ import annotations
 

@@ -61,12 +61,12 @@ def parse_action(text: str) -> Action:
 
 
 def rank_in_loop(stage: int, num_ranks: int) -> int:
-    """Return the rank of a stage where stages go round robin over the ranks (Megatron's interleaving)."""
+    """Return the rank of a stage if stages are assigned round robin (Megatron's interleaving)."""
     return stage % num_ranks
 
 
 def rank_in_v(stage: int, num_ranks: int) -> int:
-    """Return the rank of a stage where stages go down the ranks and up again: rank 0 has the first and the last one."""
+    """Return the rank of a stage in a V: stages go down the ranks and up again; rank 0 has the first and the last."""
     chunk, position = divmod(stage, num_ranks)
     return num_ranks - 1 - position if chunk % 2 else position
 

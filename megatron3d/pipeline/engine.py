@@ -31,7 +31,7 @@ Observer = Callable[[Action], contextlib.AbstractContextManager[None]]
 
 
 def no_observer(_: object) -> contextlib.AbstractContextManager[None]:
-    """Observe nothing."""
+    """Return a context manager that does nothing."""
     return contextlib.nullcontext()
 
 

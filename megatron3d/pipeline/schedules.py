@@ -41,7 +41,7 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """Alternate one forward and one backward: GPipe's bubble, but only p - r microbatches in flight on rank r."""
+    """Return alternating forwards and backwards: GPipe's bubble, but only p - r microbatches in flight on rank r."""
 
     def rank(r: int) -> tuple[Action, ...]:
         warmup = min(p - r - 1, m)
@@ -60,7 +60,7 @@ def interleave_group_size(p: int, m: int) -> int:
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """Give each rank v smaller stages, p apart: 1/v of the bubble, v times the transfers, more in flight."""
+    """Return 1F1B over v smaller stages per rank, p apart: 1/v of the bubble, v times the transfers, more in flight."""
     group = interleave_group_size(p, m)
     units = [(i, c) for g in range(0, m, group) for c in range(v) for i in range(g, min(g + group, m))]
 
@@ -82,20 +82,20 @@ def _split_backward(r: int, m: int, warmup: int, delay: int) -> tuple[Action, ..
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """Defer 1F1B's weight gradients: bubble (p-1)(TF+TB-TW), never more than p microbatches in flight."""
+    """Return 1F1B with deferred weight gradients: bubble (p-1)(TF+TB-TW), never more than p microbatches in flight."""
     return tuple(_split_backward(r, m, warmup=p - r - 1, delay=r) for r in range(p))
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """Fill the warm-up with more forwards: bubble (p-1)(TF+TB-2TW), up to 2p - 1 microbatches in flight."""
+    """Return ZB-H1 with more forwards in the warm-up: bubble (p-1)(TF+TB-2TW), up to 2p - 1 microbatches in flight."""
     return zb_2p(p, m, UNIT_COSTS)
 
 
 def zb_2p(p: int, m: int, costs: Costs) -> Schedule:
-    """Generalize ZB-H2 to given costs: forwards fill the warm-up, deferred weight gradients the cool-down.
+    """Return ZB-H2 for given costs: forwards fill the warm-up, deferred weight gradients the cool-down.
 
-    Rank r waits p-1-r times TF+TB and two hops for its first gradient, and has r times that left after its last one.
-    At most 2p microbatches wait for their backward; activations kept for deferred weight gradients come on top.
+    Rank r waits p-1-r round trips, each TF+TB and two hops, for its first gradient, and has r left after its last one.
+    At most 2p microbatches wait for their backward; the operands of deferred weight gradients are kept in addition.
     """
     round_trip = costs.F + costs.I + 2 * costs.comm
 
@@ -107,7 +107,7 @@ def zb_2p(p: int, m: int, costs: Costs) -> Schedule:
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Place two stages per rank in a V: no bubble when TF=TB=TW, and 1F1B's p microbatches in flight."""
+    """Return two stages per rank in a V: no bubble when TF=TB=TW, and 1F1B's p microbatches in flight."""
     n = max(m, 2 * p - 1)
 
     def rank(r: int) -> tuple[Action, ...]:

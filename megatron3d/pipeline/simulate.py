@@ -83,7 +83,7 @@ class Timeline:
 
     @property
     def idle_rate(self) -> float:
-        """Idle fraction of the makespan, which counts where all ranks synchronize before the optimizer step."""
+        """Idle fraction of the makespan: the bubble if all ranks synchronize before the optimizer step."""
         return 1 - self.busy / self.makespan
 
 
@@ -142,7 +142,7 @@ def mean_durations(measured: Timeline) -> Mapping[tuple[ActionKind, int], float]
 def simulate_mean_durations(schedule: Schedule, measured: Timeline) -> Timeline:
     """Return the timeline that the schedule has with the measured mean durations and send/recv that take no time.
 
-    What a measured timeline takes longer is send/recv, the work between two actions, and the variance of durations.
+    The difference to the measured timeline is send/recv, the work between two actions, and the variance of durations.
     """
     times = mean_durations(measured)
     return simulate_durations(schedule, lambda action: times[action.kind, action.stage])

@@ -123,7 +123,7 @@ def make_loader(samples: BlendedSamples | StreamedSamples, spec: RunSpec, runtim
 
 
 def identity_of(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, JsonValue]:
-    """Return what must stay the same when a run is continued, since other samples would follow."""
+    """Return the values that must not change when a run is continued, since other samples would follow."""
     return {
         "tokenizer": tokenizer.fingerprint,
         "corpus": corpus.fingerprint,
@@ -187,7 +187,7 @@ def named_checkpoint(config: Config, comm: Comm) -> Path:
 
 
 def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:
-    """Raise UserError if a run's folder has damaged checkpoints only: nothing starts over on top of a lost run."""
+    """Raise UserError if a run's folder has only damaged checkpoints, instead of starting over in that folder."""
     lost = [f"checkpoint.load={root}: {folder.name}: {reason}" for folder, reason in damaged]
     if lost:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Saving and loading of a training state: every tensor by its name, and what exact continuation needs besides."""
+"""Saving and loading of a training state: every tensor by name, and metadata for an exact continuation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Meta(BaseModel):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Which parts of a checkpoint are loaded, besides the weights.
+    """Parts of a checkpoint that are loaded in addition to the weights.
 
     Attributes:
         progress: iteration and position in the data.

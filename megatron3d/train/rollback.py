@@ -35,7 +35,7 @@ class Spike:
     """Steps that went wrong.
 
     Attributes:
-        num_steps: how many, counted back from the last one.
+        num_steps: number of these steps, which end with the last one.
         reason: what was wrong, in words.
     """
 
@@ -84,7 +84,7 @@ def roll_back(run: Run, spike: Spike, num_rollbacks: int) -> None:
     """Load the newest good checkpoint from before the spike, skip the samples since then, and report it.
 
     Args:
-        num_rollbacks: of this launch, this one included.
+        num_rollbacks: rollbacks of this launch, this one included.
 
     Raises:
         RuntimeError: on all ranks, after `train.max_rollbacks` rollbacks, or if no such checkpoint exists.

@@ -1,4 +1,4 @@
-"""Everything that a run consists of."""
+"""Objects that a run consists of on one rank: data, state, outputs and observers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron3d.train.step import StepSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that a run consists of on one rank.
+    """Data, state, outputs and observers of a run on one rank.
 
     Attributes:
         train_data: global batches of the training split, prefetched.
@@ -33,12 +33,12 @@ class Run:
         metrics: writer of the metrics on rank 0; None elsewhere.
         saver: writer of checkpoints; None if the run has no folder.
         lock: lock of that folder on rank 0; None elsewhere.
-        identity: what a later launch must share to continue this run.
+        identity: values that a later launch must share to continue this run.
         comm: the communicator of `state`.
         timers: timers of a step's phases and of waiting for other ranks.
         peak: peak FLOP/s of one device; None if unknown.
         baseline_bytes: peak memory before the model was built.
-        packing: what documents within a sample mean.
+        packing: treatment of documents within a sample.
         consumed_tokens: returns the logged tokens of each corpus of a blend within the first n samples.
         faults: returns what is wrong with the first records that this rank has skipped so far.
     """
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def spec(self) -> RunSpec:
-        """Everything that follows from the configuration."""
+        """Resolved configuration, and the values derived from it."""
         return self.state.spec
 
     @property

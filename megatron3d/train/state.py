@@ -1,4 +1,4 @@
-"""Training state: everything that training changes, built from a configuration on any mesh."""
+"""Training state: model, buffers and optimizer, built from a configuration on any mesh."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def connect(spec: RunSpec) -> ProcessComm:
 
 
 def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: bool = True) -> TrainState:
-    """Build model, buffers and optimizer; initial values are a function of seed and model, and left out without
-    `has_values`."""
+    """Build model, buffers and optimizer; with `has_values`, parameters are initialized as a function of the seed."""
     config = spec.config
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the CPU; use false, or a GPU")

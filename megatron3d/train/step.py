@@ -38,8 +38,8 @@ class StepResult:
     """Result of a step over all ranks, the same on every rank.
 
     Attributes:
-        loss: mean over the tokens of the global batch.
-        grad_norm: before clipping.
+        loss: mean over the tokens of the global batch, in nats.
+        grad_norm: global norm of the gradients before clipping.
         skipped: 1.0 if a gradient was not finite and nothing was updated, else 0.0.
         stop_requests: number of ranks that were asked to stop before this step.
     """

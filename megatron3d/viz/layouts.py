@@ -1,4 +1,4 @@
-"""Picture of a tensor-parallel mode: which rank stores which block of X, W and Y, and what one rank communicates.
+"""Picture of a tensor-parallel mode: the ranks that store each block of X, W and Y, and one rank's communication.
 
 Blocks, regions and numbers are those of the mode's own plans: `layout.box`, `plan.flows`.
 """

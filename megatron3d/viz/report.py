@@ -1,4 +1,4 @@
-"""HTML report of a run: what it is, how it goes, and its predictions next to its measurements.
+"""HTML report of a run: its configuration, its progress, and its predictions next to its measurements.
 
 All of it is read from what the run wrote into its folder: `metrics.jsonl`, `config.yaml` and `traces`.  The page's
 layout and words are in templates/report.html; the page loads nothing, so it can be sent as one file.

@@ -1,4 +1,4 @@
-"""Picture of ZeRO: which shard of weights, gradients and optimizer state each data-parallel rank keeps.
+"""Picture of ZeRO: the shard of weights, gradients and optimizer state that each data-parallel rank keeps.
 
 Bars are the bytes between steps of the memory model, collectives those of the cost model over the data axes.
 """

@@ -63,13 +63,13 @@ def exposed_axes(kind: str) -> Axes:
 
 @dataclass(frozen=True)
 class TimePrediction:
-    """The step time of the busiest pipeline rank.
+    """Predicted step time, with its breakdown on the busiest pipeline rank.
 
     Attributes:
-        step_s: all of it.
-        parts: of one rank: computation by kind, waiting by axes.
-        bubble_s: in which that rank waits for its pipeline.
-        optimizer_s: of the update.
+        step_s: seconds of the whole step.
+        parts: computation by kind and exposed communication by axes, of that rank.
+        bubble_s: seconds in which that rank is idle in the pipeline.
+        optimizer_s: seconds of the optimizer step.
     """
 
     step_s: float
@@ -84,11 +84,11 @@ class TimePrediction:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds of communication that nothing hides, by axes."""
+        """Seconds of exposed communication, by axes."""
         return {kind: seconds for kind, seconds in self.parts.items() if is_exposed(kind)}
 
     @property
     def breakdown(self) -> TimeBreakdown:
-        """Seconds by kind of all that the step consists of, the largest first."""
+        """Seconds of every part of the step by kind, the largest first."""
         parts = {**self.parts, BUBBLE: self.bubble_s, UPDATE: self.optimizer_s}
         return TimeBreakdown(sorted(parts.items(), key=lambda item: -item[1]))

@@ -1,7 +1,7 @@
-"""Bytes that concatenating all-gathered shards, and splitting a tensor to reduce-scatter it, copies.
+"""Bytes that are copied to concatenate all-gathered shards, and to split a tensor for a reduce-scatter.
 
-A collective delivers shards one after another.  Along the first dimension they lie where they belong; along the second
-they are read and written once more.
+A collective delivers shards one after another.  Concatenation along the first dimension needs no copy; along the second
+each element is read and written once more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ConcatCopies(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """Bytes of the forward matmul."""
+        """Bytes copied by the forward matmul."""
         return self.x + self.w + self.y
 
 

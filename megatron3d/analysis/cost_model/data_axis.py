@@ -1,7 +1,7 @@
 """Time of the data axis: gradient reductions and weight all-gathers, per step or, with ZeRO 2 and 3, per microbatch.
 
 stage 0   all-reduce                          stage 1   reduce-scatter, all-gather of the updated weights
-stage 2   reduce-scatter per microbatch       stage 3   and all-gathers for every forward and backward
+stage 2   reduce-scatter per microbatch       stage 3   also all-gathers for every forward and backward
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ TWO_COPIES = MemoryAccesses(2, 2, 2)
 
 @dataclass(frozen=True)
 class ExecutionProfile:
-    """How a framework executes what a layout does not prescribe; each number is counted from the kernels that it runs.
+    """Execution of a framework as far as a layout does not determine it; the numbers are counted from its kernels.
 
     Attributes:
         fuses_attention: fused attention, whose scores never reach device memory; otherwise `scores` applies.

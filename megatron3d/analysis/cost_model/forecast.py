@@ -1,4 +1,4 @@
-"""The step time that a run expects on its cluster, and after 20 steps the comparison with what was measured.
+"""Predicted step time of a run on its cluster, and its comparison with the measured time after 20 steps.
 
 Each part rests on one assumption: computation on the accelerator's kernel rates, exposed communication on the links
 that it crosses and on overlap, the bubble on equally fast ranks.  A wrong part names the assumption to check.

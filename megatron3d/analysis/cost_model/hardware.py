@@ -1,6 +1,6 @@
 """Accelerators and clusters as the YAML files of `hardware/` describe them.
 
-An accelerator's time for a product and for a pass over memory, and a cluster's bandwidth per rank at each level:
+An accelerator has rates of GEMMs and of memory-bound kernels, a cluster has a bandwidth per rank at each level:
 
     socket 2 ranks  <  node 8 ranks  <  network      a ring leaves each unit of a level by all its members' links
 """
@@ -107,7 +107,7 @@ class Cluster(HardwareFile):
 
     Attributes:
         call_us: time of every collective in addition to its steps: its launch, and waiting for late ranks.
-        slurm: for tools/make_slurm.py.
+        slurm: default options of tools/make_slurm.py.
         cores: CPU cores that ranks share if the accelerators are CPUs; more ranks than cores slow each other down.
         call_busy, bytes_busy: fractions of a collective's latency, and of the time of its bytes, in which it keeps a
             core busy; while it waits, other ranks may use the core.

@@ -1,9 +1,9 @@
 """Time of one kernel: a GEMM as waves of tiles over the multiprocessors, any other kernel as bytes over the bandwidth.
 
-    product    max(waves (K + ramp) tile / (share of the peak of a unit), bytes / bandwidth)
-    pass       bytes / bandwidth
+    GEMM           max(waves (K + ramp) tile / (share of the peak of a unit), bytes / bandwidth)
+    memory-bound   bytes / bandwidth
 
-The best of the tile sizes counts, as a library picks it.  (Williams, Waterman and Patterson 2009 for the roofline;
+The best tile size is assumed, as a library would choose it.  (Williams, Waterman and Patterson 2009 for the roofline;
 "Matrix Multiplication Background User's Guide" of NVIDIA for tiles and waves.)
 """
 
@@ -22,7 +22,7 @@ class DeviceModel:
 
     Attributes:
         peak: FLOP/s.
-        slowdown: by how much ranks that share its units are slower than one alone.
+        slowdown: factor by which ranks that share its units are slower than one alone.
     """
 
     kernels: KernelRates

@@ -42,7 +42,7 @@ class Machine:
     profile: ExecutionProfile
 
     def accumulation_s(self, num_weights: float, gemm_s: float) -> float:
-        """Return the seconds to accumulate a gradient into main_grad, less what the wgrad GEMM of `product_s` hides."""
+        """Return the seconds to accumulate a gradient into main_grad, less what the wgrad GEMM of `gemm_s` hides."""
         seconds = self.device.memory_bound_s(num_weights * self.profile.grad_bytes)
         is_hidden = self.profile.fuses_grad_sum and not self.device.kernels.adds_launch
         return max(0.0, seconds - gemm_s) if is_hidden else seconds
@@ -53,7 +53,7 @@ class Machine:
 
 
 class LayerTimes(NamedTuple):
-    """Forward, dgrad, wgrad, and backward in one of a layer; recomputation is part of dgrad and of backward."""
+    """Times of a layer's forward, dgrad, wgrad and unsplit backward; dgrad and backward include recomputation."""
 
     forward: TimeBreakdown
     input_grad: TimeBreakdown
@@ -62,7 +62,7 @@ class LayerTimes(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A planned product: its local sizes, global sizes, and plan."""
+    """Linear of a layer: its local sizes, global sizes, and matmul plan."""
 
     plan: MatmulPlan
     m: int
@@ -168,7 +168,7 @@ def _forward(
 
 
 def _first_gather_correction(over: OverlapModel, calls: list[Traffic], seconds: float, hides: bool) -> TimeBreakdown:
-    """Return what the layer before hides of the first weight gather, which was counted as exposed."""
+    """Return the part of the first weight all-gather that the layer before hides, which was counted as exposed."""
     covered, bare = over.overlapped(calls, seconds, hides), over.exposed(calls)
     return TimeBreakdown({kind: covered.get(kind, 0.0) - bare.get(kind, 0.0) for kind in {*covered, *bare}})
 
@@ -176,7 +176,7 @@ def _first_gather_correction(over: OverlapModel, calls: list[Traffic], seconds: 
 def _backward(
     planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
 ) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
-    """Return dgrad, wgrad, and both in one."""
+    """Return the times of dgrad, of wgrad, and of the unsplit backward."""
     overlap, half = local.overlap, list[TimeBreakdown]()
     late, whole = list[TimeBreakdown](), list[TimeBreakdown]()
     hides = overlap.input_grad and machine.profile.overlaps_input_grad
@@ -206,7 +206,7 @@ def _backward(
 
 
 def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterator[TimeBreakdown]:
-    """Yield the times of everything between the GEMMs."""
+    """Yield the times of the memory-bound kernels between the GEMMs."""
     profile, arch = machine.profile, local.arch
     size = machine.device.itemsize
     residual, inner = local.tokens * local.hidden, local.inner_tokens

@@ -50,8 +50,8 @@ class Network:
     def _shared(self, latency_s: float, bytes_s: float, part: float) -> float:
         """Return the seconds of a collective of a fraction `part` of all ranks, which share CPU cores.
 
-        Its CPU work is slower, and so is that of the ranks that it waits for in each step; while bytes are in flight
-        all of them compute.  Measured between 2, 4 and 8 ranks on 2 cores, all of them or in pairs.
+        Its CPU work slows down, and so does that of the ranks that it waits for in each step; while bytes are in
+        flight, all ranks compute.  Measured with 2, 4 and 8 ranks on 2 cores, in groups of all ranks and of pairs.
         """
         slowdown, least = self.slowdown, 1 / self.slowdown
         busy, waits = self.cluster.call_busy, max(slowdown * part**2, least)

@@ -1,6 +1,6 @@
 """Time of a training step: stages from layers, their simulated schedule, the exposed data axis, and the optimizer step.
 
-step = schedule of the stages + what of the data axis is not hidden + update
+step = schedule of the stages + exposed communication of the data axis + optimizer step
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ class SimulatedStep:
 
     @cached_property
     def held(self) -> ParamCounts:
-        """Parameters of ranks."""
+        """Number of parameters that a rank holds."""
         return ParamCounts.of(self.arch, self.local.mode, self.mesh)
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks."""
+        """Mesh of the run."""
         return self.local.mesh
 
     @property
     def arch(self) -> Architecture:
-        """The network."""
+        """Architecture of the model."""
         return self.local.arch
 
 
 def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
-    """Return the step of a valid run; of many microbatches a few are simulated."""
+    """Return the simulation inputs of a valid run; of many microbatches only a few are simulated."""
     train, zero_stage = spec.config.train, spec.config.parallel.zero_stage
     sizes = train.micro_batch_size, ITEMSIZES[train.precision]
     local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
@@ -98,9 +98,9 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
 
 
 def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
-    """Return the run with the microbatches that are worth simulating, and one with a period of the schedule less.
+    """Return the run with the microbatches to simulate, and one with a period of the schedule less.
 
-    What comes beyond is steady where they are a multiple of the ranks, or a rank has one stage.
+    Further microbatches repeat the steady state if these are a multiple of the ranks, or a rank has one stage.
     """
     ranks, num = spec.mesh.sizes["pipeline"], spec.num_microbatches
     virtual = 0 if spec.has_schedule_file else spec.num_virtual_stages
@@ -175,12 +175,12 @@ def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
 
 @dataclass(frozen=True)
 class ScheduleTimes:
-    """When the stages start and end.
+    """Times at which the stages of a schedule start and end.
 
     Attributes:
-        total_s: from the first start to the last end on any rank, for all microbatches.
-        simulated_s: the same for those that are simulated.
-        firsts, lasts: the first forward and the last backward of each stage, when they begin and end.
+        total_s: seconds from the first start to the last end on any rank, for all microbatches.
+        simulated_s: the same for the simulated microbatches.
+        firsts, lasts: start and end of the first forward, and of the last backward, of each stage.
     """
 
     total_s: float
@@ -244,7 +244,7 @@ def exposed_data_axis(step: SimulatedStep, durations: Durations, line: ScheduleT
 
 
 def _exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
-    """Return how long reductions outlast the schedule; a stage's start with its last backward, in order."""
+    """Return how long reductions outlast the schedule; those of a stage start, in order, with its last backward."""
     end = 0.0
     for stage in sorted(each, key=lambda stage: line.lasts[stage].start):
         last, found = line.lasts[stage], each[stage]

@@ -2,7 +2,7 @@
 
     microbatches (layers + ends + crossings) + gradients and weights over the data axis + one sum of three numbers
 
-A dry run of the step is held against it, call for call and byte for byte.
+A dry run of the step is compared with it, call by call and byte by byte.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
 
 
 def kept_weight_gathers(step: StepSpec, stage: Stage) -> int:
-    """Return how often gathered weights are gathered that stay while a microbatch is in flight."""
+    """Return the number of all-gathers of weights that are kept while a microbatch is in flight."""
     change, users = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}, 0
     times = 0
     for action in step.actions:

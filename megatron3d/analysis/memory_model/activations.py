@@ -3,7 +3,7 @@
     layer   norm | qkv | rotary, attention | proj | dropout | norm | fc1 | activation | fc2 | dropout
 
 Shards are kept, never gathered operands (`ops/matmul.py`), so each size follows from the residual or the inner layout.
-What is a view of something kept, such as v of qkv's output, costs nothing more.  Compare Korthikanti et al. 2022
+A view of a kept tensor, such as v in qkv's output, needs no further memory.  Compare Korthikanti et al. 2022
 (arXiv:2205.05198, section 4); docs/memory.md has both side by side.
 """
 
@@ -20,7 +20,7 @@ _INDEX = 8
 
 
 class KeptTensor(NamedTuple):
-    """A tensor that is kept: the module whose backward needs it, what it is, and its bytes."""
+    """Tensor that is kept for backward: the module that needs it, its description, and its bytes."""
 
     site: str
     what: str

@@ -17,7 +17,7 @@ from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """What torch's kernels keep, which differs between devices.
+    """Memory that torch's kernels keep for backward, which depends on the device.
 
     Attributes:
         narrow_statistics: LayerNorm keeps mean and scale in its input's dtype, not in fp32.

@@ -154,7 +154,7 @@ def stage_activations(step: StepSpec, stage: Stage) -> int:
 def in_flight(step: StepSpec) -> dict[int, float]:
     """Return the microbatches in flight in each stage of this rank when its activations peak.
 
-    Between its halves a split backward holds what weight gradients need, counted as a part of a microbatch.
+    Between dgrad and wgrad, a split backward keeps the operands of wgrad, which count as a fraction of a microbatch.
     """
     series, sizes = _in_flight_over_time(step)
     most = max(range(len(step.actions)), key=lambda at: sum(series[stage][at] * size for stage, size in sizes.items()))
@@ -223,7 +223,7 @@ def residual_shards(step: StepSpec) -> list[int]:
 
 
 def _arrivals(action: Action, where: Mapping[int, int]) -> int:
-    """Return how many shards an action leaves on this rank."""
+    """Return how many residual shards an action adds on this rank."""
     if action.kind in RECEIVES:
         return 1
     step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}.get(action.kind)
@@ -231,7 +231,7 @@ def _arrivals(action: Action, where: Mapping[int, int]) -> int:
 
 
 def _consumed(action: Action, num_stages: int) -> int:
-    """Return how many shards an action consumes."""
+    """Return how many residual shards an action consumes."""
     ends = {ActionKind.F: 0, ActionKind.B: num_stages - 1, ActionKind.I: num_stages - 1}
     return int(action.kind in ends and action.stage != ends[action.kind])
 

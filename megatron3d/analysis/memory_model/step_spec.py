@@ -1,4 +1,4 @@
-"""One rank's part of a training step: the values that its memory and traffic follow from."""
+"""One rank's part of a training step: the values that determine its memory and traffic."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StepSpec:
 
     @property
     def zero_ranks(self) -> int:
-        """Number of ranks that shard what ZeRO shards."""
+        """Number of ranks over which ZeRO shards."""
         return self.local.mesh.sizes["data"] if self.zero_stage else 1
 
     def shards(self, stage: int) -> bool:

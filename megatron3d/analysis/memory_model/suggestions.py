@@ -41,10 +41,10 @@ class Suggestion:
     """Settings with which a rank needs less memory.
 
     Attributes:
-        settings: as they are written on the command line.
-        price: of a step's time; only an order where it is nominal.
-        saves: bytes.
-        total: bytes that the rank then needs.
+        settings: overrides as on the command line.
+        price: fraction of the step time that it adds; a nominal price only determines the order.
+        saves: bytes that it saves.
+        total: bytes that the rank needs with it.
     """
 
     settings: str

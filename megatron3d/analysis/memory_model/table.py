@@ -1,4 +1,4 @@
-"""Memory predictions as text: a line per stage, and a line per rank with what was measured."""
+"""Memory predictions as text: a line per stage, and a line per rank with the measured peak."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class StageSummary:
     """Contents of a stage, its FLOPs for a microbatch over all ranks, and its activations on one rank.
 
     Attributes:
-        in_flight: microbatches when most is kept.
-        activation_bytes: of one microbatch.
-        what: in words.
+        in_flight: microbatches in flight when activations peak.
+        activation_bytes: bytes that one microbatch keeps.
+        what: contents of the stage in words.
     """
 
     index: int

@@ -1,7 +1,7 @@
 """Transient peaks of a rank's memory, on top of what it keeps; they do not coincide.
 
-A gathered operand, and a partial sum before it is reduced, are as large as the shard times the ranks that it is
-gathered or scattered over.  Small things (a number per token) are left out.
+A gathered operand, and a partial sum before its reduction, are as large as the shard times the number of ranks of the
+collective.  Small tensors (a number per token) are left out.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _BEFORE = {
 
 
 def matmul_backward(local: LocalSizes, site: str) -> int:
-    """Bytes of dY, of the gathered dY, X and W, of dX and dW before they are reduced; then of the W that is gathered
-    for the linear before, and of the dW that is reduced for the linear after."""
+    """Return the bytes of dY, of the gathered dY, X and W, of dX and dW before reduction; plus the W being gathered
+    for the linear before, and the dW being reduced for the linear after."""
     mesh, linears = local.mesh, matmuls(local)
     after = next(name for name, before in _BEFORE.items() if before == site)
     matmul = linears[site]
@@ -82,7 +82,7 @@ def matmul_backward(local: LocalSizes, site: str) -> int:
 def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
     """Return the elements of all-gathered operands, and the largest that a copy has to reorder.
 
-    Collectives move a tensor's first dimension; along another one, what they bring is copied into its order.
+    Collectives gather along the first dimension; along another one, the result is copied to reorder it.
     """
     tables = ((x, plan.x, "M"), (w, plan.w, "N"), (dy, plan.dy, "M"))
     gathered = sum(size for size, table, _ in tables if table)
@@ -133,8 +133,8 @@ def layer_peaks(local: LocalSizes) -> dict[str, int]:
 def head_peaks(step: StepSpec) -> dict[str, int]:
     """Return the bytes of the last chunk of logits and its gradients, and of the head's dW before its reduction.
 
-    The norm's output; W, the chunk's X and dY, gathered; logits in fp32 and in the network's type; dX and the chunk's
-    dW.  Where dW is reduced its sum has memory of its own, and then there is that in the network's type, too.
+    They are the norm's output; the gathered W, X and dY of the chunk; logits in fp32 and in the model's dtype; dX and
+    dW of the chunk.  If dW is reduced, its sum has a buffer of its own, and there is a copy in the model's dtype.
     """
     local, size = step.local, step.local.itemsize
     plan, narrow = local.mode.expand.on(local.mesh), size if size < local.wide else 0

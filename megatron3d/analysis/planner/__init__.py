@@ -1,1 +1,1 @@
-"""Predict time and memory before a run, and choose its layout."""
+"""Search for the fastest layout of a run that fits in memory."""

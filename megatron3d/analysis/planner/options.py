@@ -28,7 +28,7 @@ class TensorChoice:
 
     @property
     def size(self) -> int:
-        """Number of its ranks."""
+        """Number of tensor-parallel ranks."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class TensorChoice:
 
 @dataclass(frozen=True, order=True)
 class LayoutChoice:
-    """The choices of a plan that model and cluster leave open."""
+    """Layout of a run, and the other choices that the planner makes."""
 
     tensor: TensorChoice
     pipeline: int = 1
@@ -101,7 +101,7 @@ def tensor_choices(num_ranks: int) -> Iterator[TensorChoice]:
 
 
 def signature(mode: Mode) -> object:
-    """Return what a mode does, independent of the names of its axes and of axes of size 1."""
+    """Return a value that is equal for equivalent modes: axis names and axes of size 1 do not matter."""
     mesh = Mesh(mode.axes)
     place = {axis: index for index, axis in enumerate(mesh.nontrivial(mesh.names))}
     plans = []
@@ -121,7 +121,7 @@ def _shapes(size: int, num_axes: int) -> Iterator[Shape]:
 
 
 def pipelines(num_ranks: int, num_layers: int) -> Iterator[tuple[int, str, int]]:
-    """Yield ranks of the pipeline, schedule, and stages per rank."""
+    """Yield each pipeline as its number of ranks, schedule, and stages per rank."""
     for ranks in divisors(num_ranks):
         if ranks > min(MAX_PIPELINE, num_layers):
             return

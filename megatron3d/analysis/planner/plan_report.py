@@ -1,4 +1,4 @@
-"""Plans as text: a table of layouts, one layout in all its parts, and two side by side."""
+"""Plans as text: a table of layouts, the breakdown of one layout, and a comparison of two."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def part_label(kind: str) -> str:
 
 
 def compare_plans(one: PredictedLayout, other: PredictedLayout) -> list[str]:
-    """Return two plans part by part."""
+    """Return the comparison of two plans, part by part."""
     rows = [("", "first s", "second s", "difference s", "")]
     totals = [{**plan.step.breakdown, "step": plan.step.step_s} for plan in (one, other)]
     for kind in dict.fromkeys((*totals[0], *totals[1])):

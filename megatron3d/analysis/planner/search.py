@@ -1,10 +1,10 @@
-"""Find the fastest layouts that fit: each gets a lower bound, the most promising are predicted in full.
+"""Search for the fastest layouts that fit: each gets a lower bound, and the most promising are predicted in full.
 
     bound = microbatches x (layers / pipeline ranks) x (forward + backward of a layer) x (1 + bubble of equal stages)
-            + what transfers along the data axis take from computation at least, however well they are hidden
+            + least slowdown of computation by communication over the data axis, even if that is fully overlapped
 
-In the order of their bounds, layouts get their step by simulation, and those that are among the best their memory by
-closed form, until no bound is below the worst of those that are wanted.
+In the order of their bounds the step time of layouts is simulated, and the memory of those among the best is predicted,
+until no bound is below the slowest of the layouts to return.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PredictedLayout:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best layouts, the fastest first; how many were considered, and why others were refused."""
+    """Fastest layouts in order, the number of layouts considered, and the reasons why others were refused."""
 
     plans: Sequence[PredictedLayout]
     num_layouts: int
@@ -72,7 +72,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A model and its batch on a number of ranks of a cluster."""
+    """Model and global batch to plan for, the number of ranks, and the cluster."""
 
     config: Config
     vocab_size: int

@@ -9,15 +9,15 @@ from megatron3d.data.corpus.blend import Paths
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """Which corpora a run reads, and how.
+    """Corpora that a run reads, and the options for reading them.
 
     Attributes:
         data_path: corpora that `split` divides into train, valid and test; None where each split has its own.
         split: weights of train, valid and test.
         seq_length: tokens of a sample, without the last label.
-        seed: of the order of the training samples.
+        seed: seed of the order of the training samples.
         vocab_size: tokens of the model; None: those of the tokenizer.
-        validates: the valid split is read.
+        validates: whether the run reads the valid split.
         skips_bad_records: leave out rows of a streamed dataset that cannot be read, instead of stopping.
     """
 

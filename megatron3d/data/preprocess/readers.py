@@ -22,10 +22,10 @@ DEFAULT_RECORD_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How records are read.
+    """Options for reading records.
 
     Attributes:
-        keys: fields of a row that are wanted.
+        keys: fields of a row that are returned.
         split: chooses where a long text is split.
         max_record_bytes: longest line of JSON, or text of a row, that is accepted.
     """

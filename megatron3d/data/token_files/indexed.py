@@ -154,7 +154,7 @@ class IndexedDataset:
                 raise self._damaged(path, f"its sha256 is {found[:16]}..., but its manifest says {promised[:16]}...")
 
     def _file_state(self) -> tuple[int, int] | None:
-        """Size and modification time of the token file, None where it is gone."""
+        """Return the size and modification time of the token file; None if it is missing."""
         try:
             status = self._bin.stat()
         except OSError:

@@ -30,7 +30,7 @@ Ints = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class WrittenCounts:
-    """How far a corpus is written: everything that a writer needs to resume.
+    """Progress of writing a corpus: the counts that a writer needs to resume.
 
     Attributes:
         open_tokens: tokens at the end of the file whose sequence is not finished.

@@ -140,7 +140,7 @@ class HuggingFaceTokenizer:
         return str(self._model.decode([int(token) for token in ids]))
 
     def token_bytes(self) -> ByteCounts | None:
-        """A byte-level model has a character per byte; one with byte fallback is as SentencePiece's, with <0x0A>."""
+        """Count bytes of each token: of byte-level BPE by characters, of byte fallback (<0x0A>) as in SentencePiece."""
         described = json.loads(self._model.to_str())
         decoder = described["decoder"] or {}
         kinds = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}

@@ -58,7 +58,7 @@ class Monitor:
         self.restart()
 
     def restart(self) -> None:
-        """Restart the measurement, after something that is not training."""
+        """Restart the measurement after work that is not training."""
         self._run.timers.discard_steps()
         self._begin_s = time.perf_counter()
         self._num_steps, self._num_tokens = 0, 0
@@ -71,7 +71,7 @@ class Monitor:
         self.restart()
 
     def begin_step(self) -> Watch:
-        """Return what the next step enters around each of its phases and pipeline actions."""
+        """Return the context manager factory that the next step enters around its phases and pipeline actions."""
         run, logging = self._run, self._run.config.logging
         iteration, interval = run.state.iteration + 1, logging.log_moments_interval
         has_stats = interval is not None and iteration % interval == 0

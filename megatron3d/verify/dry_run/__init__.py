@@ -1,1 +1,1 @@
-"""Dry run of a training step without values: what any rank of any world computes, sends and holds."""
+"""Dry run of a training step without values: computation, communication and memory of any rank of any world."""

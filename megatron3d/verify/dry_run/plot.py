@@ -36,7 +36,7 @@ def figure(runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> Figure:
 
 
 def _draw(axes: Axes, run: RankDryRun, sums: StepTotals, size: float) -> None:
-    """Stack the kinds after each action, and draw the peak during it."""
+    """Draw the bytes after each action, stacked by kind, and the peak during it."""
     kept = sum(run.between.values())
     kinds = {kind: len(sums.peaks) * [held] for kind, held in run.between.items()}
     kinds["activations"] = [max(0, held - kept) for held in (*sums.timeline, kept)]

@@ -25,7 +25,7 @@ from megatron3d.verify.dry_run.totals import StepTotals, step_totals
 
 
 def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankDryRun]:
-    """Run the step of several ranks, in several processes where that pays off."""
+    """Run the step of several ranks, in several processes if that is faster."""
     few = with_few_microbatches(spec)
     workers = min(num_cores(), -(-len(ranks) // 4))
     if workers == 1:
@@ -49,7 +49,7 @@ def chosen_ranks(text: str, state: ParallelState) -> list[int]:
 
 
 def run_dry(arguments: Arguments, environ_world_size: int) -> int:
-    """Run and print; the exit code, 0, or 1 where ranks disagree.  Raises UserError."""
+    """Run and print; return exit code 0, or 1 if ranks disagree.  Raises UserError."""
     world_size = arguments.world_size or environ_world_size
     config = resolve(arguments.config, arguments.overrides, world_size, elsewhere=True).config
     vocab_size = config.model.vocab_size
@@ -71,7 +71,7 @@ def run_dry(arguments: Arguments, environ_world_size: int) -> int:
 
 
 def draw(path: Path, runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> None:
-    """Write the picture of memory.  Raises UserError where that cannot be."""
+    """Write the plot of memory.  Raises UserError if the file cannot be written."""
     try:
         figure(runs, sums).savefig(path)
     except (OSError, ValueError) as error:

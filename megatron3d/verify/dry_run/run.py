@@ -1,8 +1,8 @@
-"""Dry run of a training step on any rank of any world: what it computes, sends and holds.
+"""Dry run of a training step on any rank of any world: its FLOPs, its collectives, and its memory.
 
 Real and dry runs differ in three things: the process group is fake, tensors are fake (FakeTensorMode), and a recorder
-wraps the communicator.  All microbatches but the first and the last do the same; of many, four are run, and the totals
-of the step are extrapolated from them.
+wraps the communicator.  All microbatches but the first and the last are alike: of many, four are run, and the totals of
+the step are extrapolated from them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
-# The first, the last, and two between them, which tests find equal.
+# The first, the last, and two between them, which are equal, as tests check.
 NUM_MICROBATCHES = 4
 Calls = Counter[tuple[str, Axes]]
 
@@ -49,12 +49,12 @@ class RankDryRun:
     """One rank's dry run.
 
     Attributes:
-        parameters: that it holds, padding included.
-        between: bytes by kind that it holds between steps.
+        parameters: number of parameters that it holds, padding included.
+        between: bytes that it holds between steps, by kind.
         held: bytes when the first action begins.
-        actions: what each action that was run did, and None what came before, between and after them.
-        peak_update: most bytes of all when the last action is over.
-        entries: what it asked of others, in order.
+        actions: counts of each action, in order; those of work outside of actions have the action None.
+        peak_update: peak bytes after the last action.
+        entries: its collectives and transfers, in order.
     """
 
     rank: int
@@ -161,7 +161,7 @@ class _ActionRecorder:
             self.close(what)
 
     def close(self, action: Action | None) -> None:
-        """Attribute everything since the last call to this action, or to none."""
+        """Attribute the counts since the last call to an action; None: to work outside of actions."""
         new = self._recorder.calls[self._calls :]
         calls = Counter((call.collective, call.axes) for call in new)
         sent: Counter[tuple[str, Axes]] = Counter()

@@ -1,4 +1,4 @@
-"""Tables of a dry run: what each rank computes, sends and holds, and every collective of one rank."""
+"""Tables of a dry run: FLOPs, communication and memory of each rank, and every collective of one rank."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ class StepTotals:
     """Counts of a rank's whole step, with all its microbatches.
 
     Attributes:
-        peak: most live bytes, and `peak_at`, the action then; `activations` are what it held then beyond what it
-            holds between steps and the moment.
-        timeline: bytes that are held after each action; `peaks` are the most during each, and in the update.
+        peak: peak of live bytes, in the action `peak_at`; at that time `moment` are the transient bytes of the action,
+            and `activations` the others beyond those that are held between steps.
+        timeline: live bytes after each action; `peaks` are the peaks during each action, and in the optimizer step.
     """
 
     flops: int
