@@ -1,8 +1,8 @@
-# What a node needs beside its driver: Python, torch with its CUDA libraries, and megatron3d.
+# Image with everything that a node needs except the driver: Python, torch with its CUDA libraries, and megatron3d.
 #     docker build -t megatron3d .
 #     enroot import -o megatron3d.sqsh dockerd://megatron3d          for --container pyxis of tools/make_slurm.py
 #     apptainer build megatron3d.sif docker-daemon://megatron3d:latest      for --container apptainer
-# Jobs run the checkout that they are submitted from, which is mounted over this copy.
+# Jobs run the checkout that they are submitted from, which is mounted over this copy in the image.
 FROM python:3.12-slim
 RUN apt-get update && apt-get install -y --no-install-recommends git && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/megatron3d

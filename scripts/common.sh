@@ -1,5 +1,5 @@
-# Sourced by the other scripts, from the repository's root: `setup_venv [EXTRA]` makes .venv and installs into it.
-# A finished installation is not looked at again until setup.py changes; an interrupted one goes on.
+# Functions for the other scripts, sourced in the repository's root: `setup_venv [EXTRA]` makes .venv and installs into it.
+# A complete installation is not checked again until setup.py changes; an interrupted one is resumed.
 
 VENV=.venv
 
@@ -37,7 +37,7 @@ make_venv() {
 
 has_gpu() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&1; }
 
-# Without a GPU the CUDA build of torch would be gigabytes of dead weight: take a CPU build wherever one can be had.
+# Without a GPU the CUDA build of torch would waste gigabytes: install a CPU build from wherever one is available.
 install_cpu_torch() {
     local torch source pip=("$VENV/bin/python" -m pip install)
     torch=$(grep -o 'torch>=[^"]*' setup.py)
@@ -53,7 +53,7 @@ install_cpu_torch() {
 Put one into $VENV yourself, or set MEGATRON3D_ALLOW_CUDA_BUILD=1 to install the CUDA build (about 3 GB)"
 }
 
-# Whether pip's report on stdin installs nothing of NVIDIA's; without a report there is nothing to install from.
+# Return whether pip's report on stdin installs no NVIDIA package; no report means that there is no source to install from.
 without_cuda() {
     "$VENV/bin/python" -c '
 import json, sys

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds this documentation and the API reference into site/; open site/index.html.  Arguments go to mkdocs build.
+# Build this documentation and the API reference into site/; open site/index.html.  Arguments are passed to mkdocs build.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Training on this machine: one process per GPU, one without GPUs, or as many as the first argument says.
+# Train on this machine with one process per GPU, one process if there is no GPU, or the number in the first argument.
 #     bash scripts/launch_local.sh [N] --config configs/modes/3d.yaml [section.key=value ...]
 # Ctrl-C, or SIGTERM or SIGUSR1 to this process, saves and ends the run; Ctrl-C again, a second later, interrupts it.
 set -euo pipefail
@@ -14,7 +14,7 @@ else
 fi
 if ((processes < 2)); then exec "$python" "$root/pretrain_gpt.py" "$@"; fi
 
-# torchrun would give each process one thread, pass on fewer signals, and kill after half a minute who is still saving.
+# torchrun would give each process one thread, forward fewer signals, and kill after 30 s processes that are still saving.
 cores=$(PYTHONPATH=$root "$python" -c 'from megatron3d.runtime.process import num_cores; print(num_cores())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800

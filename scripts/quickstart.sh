@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained GPT: install, corpus, tokenizer, token files, training on two processes, evaluation,
-# checkpoints, curves, a sample.  A second run skips what is done; after Ctrl-C the next run goes on where it was.
+# checkpoints, curves, a sample.  A second run skips steps that are complete; after Ctrl-C the next run resumes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
@@ -24,7 +24,7 @@ if [ ! -f "$out/corpus_text_document.idx" ]; then
         --output-prefix "$out/corpus" --append-eod --workers 2
 fi
 
-# Two processes share the model; a single GPU holds it alone.
+# Two processes shard the model; a single GPU holds all of it.
 processes=2
 layout=()
 gpus=$(has_gpu && "$python" -c 'import torch; print(torch.cuda.device_count())' || echo 0)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Check style, types and behaviour.  Makes .venv on the first run.
-#     scripts/test.sh                               everything but the whole matrices: before a change is kept
+# Check style, types and behaviour.  The first run makes .venv.
+#     scripts/test.sh                               everything except the whole matrices: before a commit
 #     scripts/test.sh --fast                        style, types and fast unit tests: while working
-#     scripts/test.sh --full                        everything, the whole matrices of tests/slow included
+#     scripts/test.sh --full                        everything, including the whole matrices of tests/slow
 #     scripts/test.sh tests/unit/parallel -k coord  other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,7 +11,7 @@ source scripts/common.sh
 setup_venv dev
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests run several ranks on few cores
 
-# Tests submit jobs to a SLURM of their own, and look at pages in a browser; where these are not, they say so and are skipped.
+# Some tests start a SLURM cluster or render pages in a browser; without these packages they are skipped with a message.
 packages=()
 [[ -x /usr/sbin/slurmctld ]] || packages+=(slurm-wlm munge)
 command -v chromium >/dev/null || packages+=(chromium)
@@ -27,7 +27,7 @@ step "ruff: style"
 step "mypy: types"
 "$VENV/bin/mypy"
 pytest=("$VENV/bin/python" -m pytest)
-parallel=(-n "$(nproc)" --maxprocesses 8) # for tests in one process; the others start ranks of their own
+parallel=(-n "$(nproc)" --maxprocesses 8) # for tests in one process; the others start several ranks each
 if (($# == 0)) || [[ $* == --fast || $* == --full ]]; then
     step "pytest: fast unit tests"
     "${pytest[@]}" -m "not slow" "${parallel[@]}"
