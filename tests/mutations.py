@@ -3,8 +3,8 @@
     python -m tests.mutations [--full] [NAME ...]
 
 Each mutation replaces one snippet of one module in a copy of the repository, where tests/integration/test_equality.py
-runs until its first failure.  With --full, the whole matrices run on what it misses.  The exit code is 1 if a mutation
-was missed.
+runs until its first failure.  With --full, the whole matrices run on mutations that it misses.  The exit code is 1 if a
+mutation was missed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MATRICES = ["tests/slow", "--full"]
 
 
 class Mutation(NamedTuple):
-    """A bug: `old`, which the module holds exactly once, is replaced by `new`."""
+    """A bug: `old`, which occurs exactly once in the module, is replaced by `new`."""
 
     name: str
     module: str
@@ -193,7 +193,7 @@ def first_failure(folder: Path, arguments: list[str]) -> str | None:
 
 
 def outcome(mutation: Mutation, full: bool) -> str:
-    """Return "caught" or "missed", by what, and in how many seconds."""
+    """Return "caught" or "missed", the test that failed, and the seconds taken."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         folder = Path(name)
         for each in COPIED:
@@ -209,7 +209,7 @@ def outcome(mutation: Mutation, full: bool) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all mutations, or those with the given names; print a table."""
+    """Run all mutations, or those with the given names, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="mutations to run; default: all")
     parser.add_argument("--full", action="store_true", help="run the whole matrices on what the array misses")

@@ -1,4 +1,4 @@
-"""The code keeps its shape: imports go one way, values load without torch, and what is ambient lives in one place."""
+"""Fact: imports go one way, value modules load without torch, and ambient state lives in one place."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 
-# Packages of values, tensors and lists: RunSpec hands them what they need, they never read the configuration.
+# Packages of values, tensors and lists: they take their settings from RunSpec and never read the configuration.
 BELOW_CONFIG = frozenset({"errors", "runtime", "parallel", "comm", "ops", "zero", "data", "model", "pipeline"})
 
-# Modules that load without torch, by the longest name here that they start with.
+# Whether modules load torch, by the longest matching prefix.
 LOADS_TORCH: Mapping[str, bool] = {
     "megatron3d": True,
     "megatron3d.errors": False,
@@ -53,7 +53,7 @@ Rule = Callable[[ast.Module], list[int]]
 
 
 def module_name(path: Path) -> str:
-    """Dotted name of a file below the root."""
+    """Return the dotted name of a file below the root."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -66,7 +66,7 @@ SOURCES = {
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything that is imported, wherever in the file."""
+    """Yield line and dotted name of everything that is imported, at any level of the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -76,7 +76,7 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of the imported modules that are ours."""
+    """Yield line and name of imported modules of this repository."""
     for line, name in imports(tree):
         if name in SOURCES:
             yield line, name
@@ -85,7 +85,7 @@ def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def reads(*names: str) -> Rule:
-    """Lines that import or name one of these dotted names, or something inside."""
+    """Return a rule that finds lines that import or name one of these dotted names, or something inside them."""
 
     def is_inside(name: str) -> bool:
         return any(name == outer or name.startswith(outer + ".") for outer in names)
@@ -98,28 +98,28 @@ def reads(*names: str) -> Rule:
 
 
 def device_literals(tree: ast.Module) -> list[int]:
-    """Lines with the name of a device as a string."""
+    """Return lines with the name of a device as a string."""
     texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     return [n.lineno for n in texts if str(n.value).partition(":")[0] == "cuda"]
 
 
 def global_statements(tree: ast.Module) -> list[int]:
-    """Lines that rebind a module's name from inside a function."""
+    """Return lines that rebind a module's name from inside a function."""
     return [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Global)]
 
 
 def silent_asserts(tree: ast.Module) -> list[int]:
-    """Lines with an assertion that does not say what is wrong."""
+    """Return lines with an assertion without a message."""
     return [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assert) and n.msg is None]
 
 
 def long_functions(tree: ast.Module) -> list[int]:
-    """First lines of functions that want to be two."""
+    """Return the first lines of functions that are too long."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [n.lineno for n in functions if (n.end_lineno or 0) - n.lineno >= MAX_FUNCTION_LINES]
 
 
-# Benchmarks that time torch's own data, tensor and pipeline parallelism, and checkpoints, beside ours, or its groups.
+# Benchmarks that time torch's own parallelism and checkpoints next to ours, or torch's process groups.
 PEERS = tuple(
     f"benchmarks.{name}"
     for name in (
@@ -136,7 +136,7 @@ PEERS = tuple(
     )
 )
 
-# Rule, modules that may, a line that breaks it.
+# Rule, exempt modules, a line that breaks it.
 RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     "environment": (
         reads("os.environ", "os.getenv", "os.putenv"),
@@ -201,7 +201,7 @@ def package(module: str) -> str:
 
 
 def package_imports() -> dict[str, dict[str, str]]:
-    """Return for each package the packages that it imports, each with one line that does."""
+    """Return for each package the packages that it imports, each with one importing line."""
     graph: dict[str, dict[str, str]] = {}
     for module, path in SOURCES.items():
         for line, name in imported_modules(parse(path)):

@@ -1,8 +1,8 @@
-"""Every command that README and docs show works, and every message that they explain is one that is said.
+"""Fact: every command on README and the documentation pages works, and every message that they explain exists.
 
-The walk of getting_started.md is done first; in a copy of the folder that it leaves, with what the pages talk of beside
-it, each page's commands are done one after the other.  What cannot be done here is in one table, with the reason, and
-is read by its program's own parser.
+The walk-through of getting_started.md runs first.  In copies of the folder that it leaves, with further files that the
+pages mention, each page's commands run in turn.  Commands that cannot run here are in one table, with the reason, and
+are read by their programs' own parsers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 CLUSTER = "of a cluster: tests/integration/test_slurm.py starts one and submits the like"
 HUB = "asks a hub for questions: tests/unit/inference/test_scoring.py scores without one"
 IMAGE = "makes an image of a container from others, which come from a registry"
-# How a command that is not done here begins, and why.
+# The first words of a command that cannot run here, and why.
 NOT_DONE: Mapping[str, str] = {
     "bash scripts/quickstart.sh": "installs, and trains for minutes; the walk has its programs",
     "bash scripts/test.sh": "installs, and runs these tests",
@@ -53,17 +53,17 @@ NOT_DONE: Mapping[str, str] = {
 }
 REPOSITORY_FILE = r"\b(?:megatron3d|tests|tools|benchmarks|docs|scripts|configs)/[\w./-]+\.(?:py|md|yaml|sh|sbatch)\b"
 ELSEWHERE = {"docs/performance.md"}  # of torchtitan
-# Other exit codes than 0: the two runs differ.
+# Exit codes other than 0: the two runs differ.
 CODES: Mapping[str, int] = {"python tools/checkpoint.py diff": 1}
 
 
 def reason(words: Words) -> str | None:
-    """Why a command is not done here; None where it is."""
+    """Return why a command cannot run here, or None."""
     return next((why for begun, why in NOT_DONE.items() if shlex.join(words).startswith(begun)), None)
 
 
 def do(words: Words, pool: Pool) -> None:
-    """Do a command, which must succeed."""
+    """Run a command, which must succeed."""
     outcome, typed = perform(words, pool), shlex.join(words)
     expected = next((number for begun, number in CODES.items() if typed.startswith(begun)), 0)
     assert outcome.code == expected, f"{typed}\n{outcome.out}\n{outcome.err}"
@@ -71,7 +71,7 @@ def do(words: Words, pool: Pool) -> None:
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Iterator[Path]:
-    """The folder in which the walk has been walked, and what other pages talk of."""
+    """Return the folder left by the walk-through, with the other files that pages mention."""
     folder, back = tmp_path_factory.mktemp("docs"), Path.cwd()
     for name in ("configs", "scripts", "tools"):
         (folder / name).symlink_to(ROOT / name)
@@ -92,7 +92,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Iterator[Pat
 
 
 def furnish(pool: Pool) -> None:
-    """Texts, tokenizers, token files, runs and a model of Hugging Face under the names that the pages use."""
+    """Write texts, tokenizers, token files, runs and a Hugging Face model under the names that the pages use."""
     run = "python pretrain_gpt.py --config runs/first/first.yaml checkpoint.save_interval=10"
     documents = [json.loads(line)["text"] for line in Path("runs/first/corpus.jsonl").read_text().splitlines()]
     text = "\n".join(documents[:5])
@@ -177,7 +177,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def test_architecture_follows_its_picture() -> None:
-    """Below the title of each way the page names the picture's files, in the picture's order."""
+    """Under the heading of each mode the page names the picture's files, in the picture's order."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for title, steps in FLOWS.items():
         part = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
@@ -186,7 +186,7 @@ def test_architecture_follows_its_picture() -> None:
 
 
 def test_explained_messages_are_said() -> None:
-    """The words between what differs stand in a text of the code."""
+    """The fixed parts of each quoted message occur in a string of the code."""
     files = [*(ROOT / "megatron3d").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
     said = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text(encoding="utf-8") for path in files))
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.M)

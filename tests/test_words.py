@@ -1,4 +1,4 @@
-"""Names and prose use the words of docs/glossary.md: the worst of the others are refused, and telegram docstrings."""
+"""Fact: names and prose use the words of docs/glossary.md; the worst others and telegram docstrings are refused."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REFUSED = re.compile(
     re.IGNORECASE,
 )
 OPENING = re.compile(r"(Of|With|The same|Both)\b")
-# The glossary names the words.
+# The glossary lists the refused words.
 EXEMPT = ("docs/glossary.md", "tests/test_words.py")
 
 
 def sources() -> Iterator[Path]:
-    """Return every file with code or prose that must be clean."""
+    """Yield every file with code or prose to check."""
     for pattern in ("*.md", "*.py", "*/*.md", "[mtb]*/**/*.py", "configs/**/*.yaml", "scripts/**/*.sh"):
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()

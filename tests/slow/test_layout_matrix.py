@@ -1,6 +1,6 @@
-"""The whole matrix of layouts equals one process: every mode, form, shape and schedule (pytest --full).
+"""Fact: the whole matrix of layouts equals one process: every mode, form, shape and schedule (pytest --full).
 
-Modes, forms, axes and schedules come from the registries, so that a new one is covered as soon as it is entered there.
+Modes, forms, axes and schedules come from the registries, so that a new one is covered as soon as it is registered.
 tests/integration/test_equality.py covers every pair of these choices in less time.
 """
 
@@ -62,7 +62,7 @@ def layouts(num_ranks: int = NUM_RANKS) -> dict[tuple[str, str], list[dict[str, 
 
 
 def matrix(name: str) -> list[Config]:
-    """Return the layouts that are tried with a model: every second one, in turn with the other models."""
+    """Return the layouts to try with a model: every second one, alternating with the other models."""
     every = [parallel for group in layouts().values() for parallel in group]
     mine = every[list(MODELS).index(name) % 2 :: 2]
     return [small_batches(name, parallel, NUM_RANKS, BATCHES[0], least=2) for parallel in mine]
@@ -77,7 +77,7 @@ def pipelines() -> list[dict[str, Any]]:
 
 
 def pipeline_matrix(turn: int, folder: Path) -> list[tuple[str, Config]]:
-    """Return every pipeline on 2 and 4 ranks, each turn with other models, tensor axes, ZeRO stages and batches."""
+    """Return every pipeline on 2 and 4 ranks; models, tensor axes, ZeRO stages and batches vary with `turn`."""
     names, found = list(MODELS), []
     for place, (pipeline, ranks) in enumerate(product(pipelines(), (2, 4))):
         index, choose = place // 2, random.Random(100 * turn + place)
@@ -133,7 +133,7 @@ def test_the_matrix_is_wide() -> None:
 
 
 def facts(config: Config) -> Iterator[str]:
-    """Yield what a configuration of the pipeline matrix tries, in words."""
+    """Yield descriptions of what a configuration of the pipeline matrix tests."""
     parallel, spec = config.parallel, RunSpec(config, NUM_RANKS, VOCAB_SIZE)
     ranks, m = spec.mesh.sizes["pipeline"], spec.num_microbatches
     where, layers = spec.stage_owners, parallel.pipeline_model_parallel_layout
@@ -148,7 +148,7 @@ def facts(config: Config) -> Iterator[str]:
 
 
 def test_the_pipelines_are_wide(tmp_path: Path) -> None:
-    """On 2 and on 4 ranks: every schedule with tied and untied embeddings, every form of a mode, and what is rare."""
+    """On 2 and 4 ranks: every schedule with tied and untied embeddings, every form of a mode, and rare features."""
     configs = [config for turn in range(NUM_PIPELINE_TURNS) for _, config in pipeline_matrix(turn, tmp_path)]
     forms = {f"{mode} {form}" for mode, form in layouts()}
     schedules = {" ".join(map(str, pipeline.values())) for pipeline in pipelines()}

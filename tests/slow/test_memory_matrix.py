@@ -1,7 +1,8 @@
-"""What saves memory or hides communication computes what one process computes, within 1e-10 in float64 (pytest --full).
+"""Fact: memory savings and communication overlap compute what one process computes (pytest --full).
 
-Tried is every pair of ZeRO stage, HSDP, activation recomputation, overlap of tensor-parallel communication, schedule,
-mode and form on eight ranks.  In each configuration a gradient that is not finite skips one update, on all ranks.
+The tolerance is 1e-10 in float64.  The configurations cover every pair of ZeRO stage, HSDP, activation recomputation,
+overlap of tensor-parallel communication, schedule, mode and form on eight ranks.  In each configuration a non-finite
+gradient skips one update, on all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ PIPELINES: list[Keys] = [{}, *({"pipeline_model_parallel_size": 2, "pipeline_sch
 
 
 class Choice(NamedTuple):
-    """A value of each factor, by its place in the list."""
+    """One value of each factor, as an index into its list."""
 
     zero: int
     groups: int
@@ -62,7 +63,7 @@ class Choice(NamedTuple):
     pipeline: int
 
     def pairs(self) -> set[tuple[tuple[int, int], tuple[int, int]]]:
-        """What it tries together; forms and pipelines meet in the equality of layouts."""
+        """Return the pairs that it covers; forms with pipelines are left to the equality of layouts."""
         met = set(combinations(enumerate(self), 2))
         return {pair for pair in met if {place for place, _ in pair} != {4, 5}}
 
@@ -71,7 +72,7 @@ SIZES = (len(ZERO), len(GROUPED), len(RECOMPUTED), len(EXECUTED), len(MODE_FORMS
 
 
 def build(choice: Choice) -> Config | None:
-    """The configuration, with the first shape and microbatch that fit; None where it cannot be."""
+    """Return the configuration with the first valid shape and microbatch, or None where there is none."""
     zero, pipeline, form = (
         {**ZERO[choice.zero], **GROUPED[choice.groups]},
         PIPELINES[choice.pipeline],
@@ -90,7 +91,7 @@ def build(choice: Choice) -> Config | None:
 
 @cache
 def configurations() -> list[tuple[str, Config]]:
-    """Few that try every pair: of many at random, again and again the one that tries most that is new."""
+    """Return few configurations that cover every pair: repeatedly the random one with the most new pairs."""
     choose = random.Random(1)
     many = [Choice(*(choose.randrange(size) for size in SIZES)) for _ in range(4000)]
     valid = {choice: config for choice in many if (config := build(choice)) is not None}
@@ -117,7 +118,7 @@ def test_every_way_to_save_memory_equals_one_process(pool: Pool, turn: int) -> N
 
 
 def test_the_pairs_are_many() -> None:
-    """Each value of each factor is tried, and data parallelism in groups with and without a pipeline."""
+    """Each value of each factor occurs, and HSDP with and without a pipeline."""
     configs = [config for _, config in configurations()]
     tried = [config.parallel.model_dump() | config.train.model_dump() for config in configs]
     for keys in (*ZERO, *GROUPED, *RECOMPUTED, *EXECUTED, *MODE_FORMS, *PIPELINES):

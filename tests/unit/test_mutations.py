@@ -1,4 +1,4 @@
-"""Every seeded bug of tests/mutations.py still fits the code: its snippet is found once, and the result compiles."""
+"""Fact: every seeded bug of tests/mutations.py still applies: its snippet occurs once, and the result compiles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Fact: a collective over axes is what the mesh says it is: pieces in the order of the fused index, whatever the order
-of the axes, along any dim; axes of size 1 move nothing; objects go to and from rank 0; what one end of a link sends is
-what the other end receives, in order, under any other traffic.
+"""Fact: a collective over axes does what the mesh defines: pieces in the order of the fused index, along any dim.
+
+The order of the axes does not matter; axes of size 1 move nothing; objects go to and from rank 0; sends of one end of a
+link match receives of the other, in order, during any other traffic.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHAPE = (8, 16, 8)
 
 
 def value(rank: int) -> Tensor:
-    """A rank's own tensor; sums of eight are exact."""
+    """Return a rank's own tensor; sums over eight ranks are exact."""
     return torch.randint(-1000, 1000, SHAPE, generator=torch.Generator().manual_seed(rank)).double()
 
 
@@ -117,13 +118,13 @@ EVERY_LINK = [Link("pipeline", low, high) for low, high in combinations(range(4)
 
 
 def wrong_transfers(rank: int, world_size: int) -> list[str]:
-    """Three numbers each way over every link, all begun before any is waited for, beside a sum over another axis."""
+    """Post three tensors each way over every link before waiting for any, with an all-reduce over another axis."""
     mesh = Mesh((("pipeline", 4), ("x", 2)), rank)
     comm = ProcessComm(mesh, [("x",)], EVERY_LINK)
     mine = [link for link in EVERY_LINK if mesh.coord("pipeline") in link.ends]
 
     def said(source: int, count: int) -> Tensor:
-        return torch.arange(6.0).view(2, 3).T + 100 * source + 10 * count  # its memory is not in this order
+        return torch.arange(6.0).view(2, 3).T + 100 * source + 10 * count  # not contiguous
 
     leaving, arriving = [], []
     for count in range(3):
@@ -182,7 +183,7 @@ def test_rounds_have_every_link_once_and_no_rank_twice(pairs: set[tuple[int, int
 
 
 def test_a_chain_takes_two_rounds() -> None:
-    """However long a pipeline is, each rank makes two groups, and its ends a third for tied embeddings."""
+    """For any pipeline length each rank makes two groups, and the ends a third one for tied embeddings."""
     chain = [Link("pipeline", rank, rank + 1) for rank in range(99)]
     assert [len(together) for together in matchings(chain)] == [50, 49]
     assert len(matchings([*chain, Link("pipeline", 0, 99)])) <= 3

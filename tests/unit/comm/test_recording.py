@@ -1,6 +1,7 @@
-"""Fact: what every mode's matmuls really move, forward and backward, is their closed form: the same collectives over
-the same axes with the same bytes, on real ranks and on any rank of a world that only pretends to exist; and so is what
-a pipeline moves from stage to stage, whatever the mode and the schedule.
+"""Fact: the traffic of every mode's matmuls, forward and backward, is their closed form.
+
+Collectives, axes and bytes are equal, on real ranks and on any rank of a simulated world; so is the traffic between
+pipeline stages, for any mode and schedule.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def plans(size: int) -> list[tuple[str, Mesh, MatmulPlan]]:
 
 
 def recorded(comm: ProcessComm, plan: MatmulPlan, m: int, n: int, k: int) -> list[Traffic]:
-    """What one forward and backward moves."""
+    """Return what one forward and backward moves."""
     recorder, plan = Recorder(comm), plan.on(comm.mesh)
     x, w = (
         torch.ones(box_shape(box(shape, layout, comm.mesh)), dtype=torch.bfloat16, requires_grad=True)
@@ -70,7 +71,7 @@ def recorded(comm: ProcessComm, plan: MatmulPlan, m: int, n: int, k: int) -> lis
 
 
 def difference(name: str, mesh: Mesh, plan: MatmulPlan, comm: ProcessComm) -> list[str]:
-    """Nothing, or what moved beside what should have; the three sizes differ."""
+    """Return the difference of traffic and closed form, if any; the three sizes differ."""
     unit = mesh.world_size
     m, n, k = 3 * unit, 5 * unit, 7 * unit
     got, expected = sorted(recorded(comm, plan, m, n, k)), sorted(traffic(plan, mesh, m, n, k, itemsize=2))
@@ -97,7 +98,7 @@ def test_closed_form_on_a_rank_of_64(rank: int) -> None:
 
 
 def test_frozen_operands_move_less() -> None:
-    """Without a gradient of W its reduction is not made; the recorder passes results on unchanged."""
+    """Without a gradient of W its reduction is omitted; the recorder returns results unchanged."""
     plan, mesh = FUSED["gather over two axes at once"], Mesh((("a", 2), ("b", 2), ("c", 2)))
     with pretended_world(0, 8):
         recorder = Recorder(plan_comm(mesh, plan))
@@ -117,7 +118,7 @@ def test_trivial_axes_are_not_recorded() -> None:
 
 
 def test_a_ring_sends_all_but_its_own_part() -> None:
-    """Three ranks, eight bytes each: a gather sends the pieces of the two others."""
+    """Three ranks, eight bytes each: an all-gather sends the pieces of the two others."""
     mesh = Mesh((("x", 3),))
     with pretended_world(0, 3):
         recorder = Recorder(ProcessComm(mesh, [("x",)]))
@@ -128,7 +129,7 @@ def test_a_ring_sends_all_but_its_own_part() -> None:
 
 
 def pipelined(place: int, mode: str, form: str) -> Config:
-    """A model of 8 layers in every schedule in turn, on 4 x 2 x 8 ranks."""
+    """Record a model of 8 layers in each schedule in turn, on 4 x 2 x 8 ranks."""
     name = list(SCHEDULES)[place % len(SCHEDULES)]
     model = {"num_layers": 8, "hidden_size": 48, "num_attention_heads": 8, "seq_length": 8}
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_model_parallel_size": 8}
@@ -141,7 +142,7 @@ def pipelined(place: int, mode: str, form: str) -> Config:
 
 
 def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState]:
-    """What crosses between ranks of the pipeline in one step and one evaluation on a rank of 64."""
+    """Return what crosses between pipeline ranks in one step and one evaluation on a rank of 64."""
     spec = RunSpec(config, 64, 61, rank)
     comm = connect(spec)
     recorder, train = Recorder(comm), config.train
@@ -157,8 +158,10 @@ def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState
 
 @pytest.mark.parametrize(("place", "mode", "form"), [(place, *form) for place, form in enumerate(EVERY_FORM)])
 def test_a_shard_is_all_that_crosses_from_stage_to_stage(place: int, mode: str, form: str) -> None:
-    """Each rank sends its part of its shard as often as its stages border on other ranks'; evaluation sends forward
-    only.  Megatron without its scatter and gather sends every rank's whole shard, copies or not."""
+    """Each rank sends its shard of the activations for each boundary between stages on different ranks.
+
+    Evaluation sends forward only.  Megatron without scatter/gather sends every rank's whole shard, replicated or not.
+    """
     config = pipelined(place, mode, form)
     for rank in (0, 21, 63):
         with pretended_world(rank, 64):
@@ -189,7 +192,7 @@ def test_crossings_are_borders_between_ranks_there_and_back(schedule: Schedule) 
 
 
 def toy_traffic(rank: int, world_size: int, p: int, schedule: Schedule, tokens: int) -> list[Traffic]:
-    """Everything that moves in a pipeline of toys, whose stages communicate nothing."""
+    """Return all traffic of a toy pipeline, whose stages communicate nothing."""
     mesh = Mesh((("pipeline", p), ("x", world_size // p)), rank)
     recorder = Recorder(process_comm(mesh, schedule, ("x",)))
     ToyPipeline(schedule, recorder, ("x",), tokens).run()
@@ -198,7 +201,7 @@ def toy_traffic(rank: int, world_size: int, p: int, schedule: Schedule, tokens: 
 
 @pytest.mark.parametrize("tokens", [4, 1])
 def test_parts_of_equal_shards_are_joined_at_the_other_end(pool: Pool, tokens: int) -> None:
-    """Copies on four ranks, of 20 numbers, and of 5, which are filled up to 8."""
+    """Replicas on four ranks, of 20 elements, and of 5, which are padded to 8."""
     schedule = build_schedule("zb-v", 2, 3)
     ranks = pool.run(toy_traffic, 8, 2, schedule, tokens)
     for rank, calls in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Every preset is valid on the number of ranks that its comment states, and the numbers in the comment are true."""
+"""Fact: every preset is valid on the number of ranks that its comment states, and the comment's numbers are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file and overrides give either a frozen configuration whose every value has an origin, or every problem at once."""
+"""Fact: a file and overrides give a frozen configuration whose every value has an origin, or every problem at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field of config.json is a key of ours, harmless, or refused; every property of ours has a field, or is said."""
+"""Fact: every field of config.json is a key of ours, harmless, or refused; our properties have a field or a note."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_there_and_back(hub: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_field_of_transformers_has_its_place(model_type: str) -> None:
-    """The configuration class that is installed has no field that we would neither read nor refuse."""
+    """The installed configuration class has no field that would be neither read nor refused."""
     hub_type = MODEL_TYPES[model_type]
     known = {name for key in hub_type.fields.values() for name in key.names} | METADATA | set(hub_type.rules)
     ours = transformers.AutoConfig.for_model(model_type)
@@ -49,7 +49,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_property_of_ours_has_its_place(model_type: str) -> None:
-    """Changing any of them changes what is written, or is refused, or is said."""
+    """Changing any of them changes the output, is refused, or is reported."""
     family = "gpt2" if model_type == "gpt2" else "llama"
     arch = resolve_architecture(ModelConfig(family=family, num_attention_heads=4, hidden_size=32, vocab_size=40), 40)
     other: dict[str, Any] = {name: getattr(arch, name) for name in (field.name for field in fields(arch))}

@@ -1,4 +1,4 @@
-"""A model converted to and from Hugging Face computes the same logits in both, and comes back bit for bit."""
+"""Fact: a model converted to and from Hugging Face computes the same logits in both, and returns bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state_of(model: ModelConfig, precision: str = "fp32") -> TrainState:
 
 
 def logits(state: TrainState, tokens: Tensor) -> Tensor:
-    """All positions' logits by the code that trains."""
+    """Return the logits of all positions, computed by the training code."""
     positions = range(tokens.shape[1])
     return torch.stack([state.executor.logits(tokens, position) for position in positions], dim=1)
 
@@ -125,7 +125,7 @@ def test_to_hugging_face_and_back(
 @pytest.mark.parametrize("hub", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp64"])
 def test_data_types(hub: dict[str, Any], name: str, tmp_path: Path) -> None:
-    """Weights are rounded as asked on the way in, stay so on the way out, and transformers computes the same."""
+    """Weights are rounded to the requested dtype on import and keep it on export; transformers agrees."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
     write_hub(tmp_path / "hub", hub)
     report = from_hub(ConversionRequest(tmp_path / "hub", tmp_path / "run", dtype))
@@ -137,7 +137,7 @@ def test_data_types(hub: dict[str, Any], name: str, tmp_path: Path) -> None:
 
 
 def test_a_body_without_its_prefix(tmp_path: Path) -> None:
-    """The first GPT-2 files have no `transformer.`, and constants beside the weights."""
+    """The first GPT-2 files lack the prefix `transformer.`, and contain constants next to the weights."""
     from safetensors.torch import save_file
 
     hub = write_hub(tmp_path / "hub", GPT2)
@@ -152,7 +152,7 @@ def test_a_body_without_its_prefix(tmp_path: Path) -> None:
 
 
 def test_a_padded_vocabulary_is_cut(tmp_path: Path) -> None:
-    """However our layout pads it, files have the vocabulary of config.json."""
+    """However our layout pads the vocabulary, files have the vocabulary of config.json."""
     hub = write_hub(tmp_path / "hub", LLAMA)
     from_hub(ConversionRequest(hub, tmp_path / "run"))
     arch = read_architecture(store.resolve(tmp_path / "run"))
@@ -170,7 +170,7 @@ def test_what_was_compared_is_stored(tmp_path: Path) -> None:
 
 
 def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that exchanged two equally large tensors would not pass."""
+    """A name table that swapped two tensors of equal size would fail."""
     from megatron3d.convert import conversion as module
     from megatron3d.convert import tensor_names as names
 
@@ -186,7 +186,7 @@ def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_only_some_tensors_are_in_memory(tmp_path: Path) -> None:
-    """Reading for a file asks for runs of tensors no larger than the largest one."""
+    """Writing a file reads runs of tensors no larger than the largest tensor."""
     from megatron3d.convert import conversion as module
     from megatron3d.convert.tensor_names import file_tensors
 

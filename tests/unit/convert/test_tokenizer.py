@@ -1,4 +1,4 @@
-"""A converted tokenizer encodes as ours does; one that would not is not written, and that is said."""
+"""Fact: a converted tokenizer encodes as ours does; one that would not is not written, and a message says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def made(folder: Path, kind: str) -> DataConfig:
-    """A tokenizer of a type, learnt from the readme."""
+    """Return a tokenizer of a type, trained on the README."""
     if kind == "ByteTokenizer":
         return DataConfig(tokenizer_type=kind)
     if kind == "CharTokenizer":

@@ -1,4 +1,4 @@
-"""Logits from kept keys and values are those of whole contexts, in float64 and every layout, however contexts grow."""
+"""Fact: logits computed with a KV cache equal those of whole contexts, in float64 and every layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "num_attention_heads": 8, "hidden_size": 32},
     "llama": {"family": "llama", "num_attention_heads": 8, "num_query_groups": 2, "hidden_size": 32, "kv_channels": 4},
 }
-# Ragged contexts that grow by one and by several tokens, one that is longer than the model, one that is another text.
+# Ragged contexts that grow by one or several tokens, one longer than the model's length, one that is another text.
 CONTEXTS: list[list[list[int]]] = [
     [[3, 1, 4, 1, 5], [9, 2], [6]],
     [[3, 1, 4, 1, 5, 7], [9, 2, 8], [6, 5]],
@@ -51,19 +51,19 @@ def executor_of(
 
 
 def whole_logits(executor: PipelineExecutor, context: Sequence[int]) -> Tensor:
-    """The slow, obvious form: the whole context at once, on one process."""
+    """Return the logits of the whole context at once, on one process."""
     window = list(context[-LENGTH:])
     return executor.logits(torch.tensor([window]), len(window) - 1)[0]
 
 
 def cached_logits(rank: int, world_size: int, model: dict[str, Any], parallel: dict[str, Any]) -> list[Tensor]:
-    """What a rank gets."""
+    """Return the logits that a rank gets with a KV cache."""
     sampler = Sampler(executor_of(model, parallel, world_size, rank), CPU)
     return [sampler.next_logits(contexts) for contexts in CONTEXTS]
 
 
 def assert_equal(pool: Pool, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """On each of 8 ranks, to the uncached logits of one process."""
+    """Require the uncached logits of one process on each of 8 ranks."""
     alone = {str(model): executor_of(model, {}) for model, _ in cases}
     for model, parallel in cases:
         executor = alone[str(model)]
@@ -105,7 +105,7 @@ def executor(request: pytest.FixtureRequest) -> PipelineExecutor:
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_contexts_of_any_history(executor: PipelineExecutor, seed: int) -> None:
-    """Growing, shrinking, changing somewhere, longer than the model, in batches of any size."""
+    """Contexts grow, shrink, change somewhere, exceed the model's length, in batches of any size."""
     draw = random.Random(seed)
     sampler, contexts = Sampler(executor, CPU), [[0]]
     for _ in range(8):
@@ -119,7 +119,7 @@ def test_contexts_of_any_history(executor: PipelineExecutor, seed: int) -> None:
 
 
 def test_a_new_token_costs_one_position(executor: PipelineExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the prompt, passes have one position; the first of them fills the cache without logits."""
+    """Prefill computes all but the last prompt token without logits; each decode pass has one position."""
     widths: list[tuple[int, bool]] = []
     begin = executor.model.begin_extending
 

@@ -1,4 +1,4 @@
-"""Scores are sums of log probabilities of whole contexts, in every layout; the harness gets them from texts."""
+"""Fact: scores are sums of log probabilities of whole contexts, in every layout; the harness gets them from texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def executor(request: pytest.FixtureRequest) -> PipelineExecutor:
 
 
 def plain_score(executor: PipelineExecutor, context: Sequence[int], continuation: Sequence[int]) -> Score:
-    """A token at a time, each after the longest context that the model takes for the whole continuation."""
+    """Score one token at a time, each after the longest context that the model takes for the whole continuation."""
     room = LENGTH + 1 - len(continuation)
     before, total, is_greedy = list(context)[-room:], 0.0, True
     for token in continuation:
@@ -90,7 +90,7 @@ def harness() -> Harness:
 
 
 def request(*args: Any) -> SimpleNamespace:
-    """What the harness calls an instance."""
+    """Return a request as the harness builds it."""
     return SimpleNamespace(args=args)
 
 
@@ -109,7 +109,7 @@ def test_log_likelihoods(harness: Harness) -> None:
 
 
 def test_whole_texts(harness: Harness) -> None:
-    """Every byte is predicted once; the last window has as much context as there is room for."""
+    """Every byte is predicted once; the last window has as much context as fits."""
     text = "abcdefghijklmnopqrstuvwxyz"[: 2 * LENGTH + 1]
     ids = [256, *text.encode()]
     wanted = plain_score(harness.executor, ids[:1], ids[1 : LENGTH + 1]).log_prob
@@ -141,7 +141,7 @@ def test_refused(harness: Harness, tmp_path: Any) -> None:
 
 
 def test_as_the_harness_knows_it(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instances in, answers out, in order; without lm_eval a message says what to install."""
+    """Requests give answers in order; without lm_eval a message says what to install."""
     modules = {name: ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model")}
     modules["lm_eval.api.model"].LM = object  # type: ignore[attr-defined]
     for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""A node is refused for what would stop the other ranks later, by the GPU and its reason, and for nothing else."""
+"""Fact: a node is refused exactly for faults that would stop other ranks later, with the GPU and the reason."""
 
 from __future__ import annotations
 

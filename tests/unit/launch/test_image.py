@@ -1,4 +1,4 @@
-"""Fact: what the Dockerfile copies is enough to check and start a run, and what it installs are extras that exist."""
+"""Fact: the files that the Dockerfile copies suffice to check and start a run, and its extras exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 @pytest.mark.slow
 def test_what_is_copied_is_enough(tmp_path: Path) -> None:
-    """All of the image's Python is read, and a run and its job are checked, from the copies alone."""
+    """All Python files of the image parse, and a run and its job are checked, from the copied files alone."""
     for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.M):
         *sources, target = line.split()
         for source in sources:

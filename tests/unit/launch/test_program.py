@@ -1,4 +1,4 @@
-"""What a job asks before and after its ranks: codes that tell wrong configurations from bad nodes, a verdict."""
+"""Fact: a job's checks before and after its ranks return exit codes that separate bad configurations from bad nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def ask(patch: pytest.MonkeyPatch, node: int, *typed: str, **environ: str) -> int:
-    """As a task on a node."""
+    """Call the program as a task on a node."""
     names = {"SLURM_PROCID": str(node), "SLURMD_NODENAME": f"n{7 + node}"}
     with patch.context() as here:
         for name, value in (SLURM | names | environ).items():

@@ -1,4 +1,4 @@
-"""A job is requeued exactly if another launch will get further: the table of codes, and a job's own history."""
+"""Fact: a job is requeued exactly if another launch can progress, by the table of exit codes and the job's history."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_after_progress(code: int, before_limit: bool, again: bool, words: str) 
 
 @given(code=st.sampled_from([1, 3, KILLED]), steps=st.lists(st.integers(0, 3), min_size=1, max_size=8))
 def test_a_job_is_requeued_until_two_launches_save_nothing(code: int, steps: list[int]) -> None:
-    """Each launch saves `step` more iterations; the job goes on until two in a row save none."""
+    """Each launch saves `step` more iterations; the job is requeued until two in a row save none."""
     begun: list[int] = []
     newest, idle = 0, 0
     for step in steps:
@@ -71,7 +71,7 @@ def slurm_job(job: int, num_requeues: int) -> SlurmJob:
 
 
 def test_a_job_remembers_its_own_starts(tmp_path: Path) -> None:
-    """In the run's folder, which is made; what a killed node left of a line is no start."""
+    """The log is in the run's folder, which is created; a line cut off by a kill does not count as a launch."""
     root = tmp_path / "runs" / "a"
     assert record_launch(root, slurm_job(7, 0)).iteration == 0
     (root / "iter_0000040").mkdir()

@@ -1,5 +1,6 @@
-"""What a run reports: numbers return from metrics.jsonl bit for bit and no iteration is there twice after a resume; the
-console keeps Megatron's words; the sinks get every number.
+"""Fact: a run's metrics survive restarts: numbers return from metrics.jsonl bit for bit, each iteration once.
+
+The console keeps Megatron's words, and every sink gets every number.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def test_a_resumed_run_never_repeats_an_iteration(
 
 
 def test_starts_are_kept_as_long_as_their_steps(tmp_path: Path) -> None:
-    """A start that made no step leaves nothing."""
+    """A launch without steps leaves no record."""
     for start, count in ((0, 3), (2, 2), (4, 0), (4, 1)):
         writer = MetricsWriter(tmp_path, Config(), start)
         writer.start(start, {"time": start})
@@ -191,7 +192,7 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_what_was_done_last(tmp_path: Path) -> None:
-    """After a rollback within a run, and a start that goes on from before its end."""
+    """Checked after a rollback within a run, and after a restart from before the end."""
     config = Config(logging=LoggingConfig(tensorboard_dir=str(tmp_path / "events")))
     log_twice(tmp_path / "run", config)
     with warnings.catch_warnings():
@@ -204,7 +205,7 @@ LAST = [(1, 1.0), (2, 1.0), (3, 2.0), (4, 3.0), (5, 3.0)]
 
 
 def log_twice(folder: Path, config: Config) -> None:
-    """Iterations 1 to 4, back to 2 and again 3 and 4; then a start that goes on after 3.  The loss is the attempt."""
+    """Log iterations 1 to 4, roll back to 2 and log 3 and 4 again; then restart after 3.  The loss is the attempt."""
     writer = MetricsWriter(folder, config)
     for iteration, attempt in ((1, 1), (2, 1), (3, 1), (4, 1), (3, 2), (4, 2)):
         if (iteration, attempt) == (3, 2):
@@ -221,7 +222,7 @@ def log_twice(folder: Path, config: Config) -> None:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Config:
-    """wandb as a computer without a network has it."""
+    """Configure wandb as on a computer without a network."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -231,7 +232,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.mark.slow
 def test_wandb_offline_needs_no_network(offline: Config, tmp_path: Path) -> None:
-    """What continues has the id of what it continues, what starts from scratch has another."""
+    """A resumed run keeps the wandb id, a run from scratch gets a new one."""
     ids = []
     for start in (0, 2, 0):
         write(tmp_path / "run", range(start + 1, start + 3), offline, start)
@@ -241,7 +242,7 @@ def test_wandb_offline_needs_no_network(offline: Config, tmp_path: Path) -> None
 
 
 def test_wandb_drops_nothing_that_is_done_again(offline: Config, tmp_path: Path) -> None:
-    """Its own steps count rows, curves are over iterations, and the last row of an iteration is what was done last."""
+    """wandb's step counts rows, curves are over iterations, and the last row of an iteration is the latest attempt."""
     log_twice(tmp_path / "run", offline)
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len(files) == 2 and len({path.name for path in files}) == 1
@@ -257,7 +258,7 @@ def test_wandb_drops_nothing_that_is_done_again(offline: Config, tmp_path: Path)
 
 
 def wandb_log(path: Path) -> list[Any]:
-    """All records of a start; a process of wandb's own may still be writing them when the run is closed."""
+    """Return all records of a launch; a process of wandb may still be writing them when the run is closed."""
     for _ in range(200):
         records = list(wandb_records(path))
         if any(record.HasField("exit") for record in records):
@@ -267,7 +268,7 @@ def wandb_log(path: Path) -> list[Any]:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """Return the records of a .wandb file: 7 bytes, and LevelDB's log of protocol buffers in blocks of 32 KiB."""
+    """Return the records of a .wandb file: 7 bytes, then LevelDB's log of protocol buffers in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     data, at, parts = path.read_bytes(), 7, b""
@@ -278,13 +279,13 @@ def wandb_records(path: Path) -> Iterator[Any]:
         _, size, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a full record, or its last fragment
             record, parts = Record.FromString(parts), b""
             yield record
 
 
 def row(record: Any) -> dict[str, Any]:
-    """The numbers of a row by name, and wandb's step."""
+    """Return the numbers of a row by name, and wandb's step."""
     named = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
     return named | {"_step": record.history.step.num}
 

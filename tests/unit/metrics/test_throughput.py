@@ -1,4 +1,4 @@
-"""Fact: MFU is what published runs say of themselves, and HFU counts what is really multiplied."""
+"""Fact: MFU equals the published values of published runs, and HFU counts the FLOPs that are executed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def gpt(layers: int, hidden: int, heads: int) -> ModelConfig:
     return ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=2048)
 
 
-# GPT-3 175B, MT-NLG 530B and 1T of Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: seconds of a step of so
-# many sequences of 2048 tokens on so many A100, with sequence parallelism and selective recomputation.
+# GPT-3 175B, MT-NLG 530B and 1T of Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: step seconds, number of
+# sequences of 2048 tokens and number of A100, with sequence parallelism and selective recomputation.
 MEGATRON = {
     "175B": (gpt(96, 12288, 96), 64, 64, 13.75, 0.514),
     "530B": (gpt(105, 20480, 128), 280, 280, 37.83, 0.560),
@@ -27,7 +27,7 @@ MEGATRON = {
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_mfu_of_megatrons_models(name: str) -> None:
-    """And by hand: 72 layers h^2 (1 + s / 6h + V / 12 h layers) operations per token, the paper's appendix A."""
+    """By hand: 72 layers h^2 (1 + s / 6h + V / 12 h layers) FLOPs per token, the paper's appendix A."""
     model, num_gpus, batch, step_s, published = MEGATRON[name]
     per_token = flops_per_token(resolve_architecture(model, 51200))
     h, s, layers = model.hidden_size, 2048, model.num_layers

@@ -1,4 +1,4 @@
-"""Fact: times of phases add up by the clock that they are read from, and no step waits for a device to be timed."""
+"""Fact: times of phases add up on the clock that they are read from, and no step waits for a device to be timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F0, B0, W0, SEND = (Action(kind, 0, 0) for kind in (ActionKind.F, ActionKind.B, 
 
 
 class Hands:
-    """A clock that is moved by hand, in milliseconds."""
+    """Clock that is set by hand, in milliseconds."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now_ms = 0.0
@@ -65,7 +65,7 @@ def test_phases_of_steps_and_what_comes_between(monkeypatch: pytest.MonkeyPatch)
 
 
 class Event:
-    """A device's clock, which happens when it is asked for, and says when that was."""
+    """Device event that completes when it is queried, and logs when that was."""
 
     log: list[str]
 
@@ -96,7 +96,7 @@ def test_a_device_is_asked_about_a_step_after_the_next_one(monkeypatch: pytest.M
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 8), forward=st.floats(0.1, 10))
 def test_the_bubble_is_the_timelines(name: str, p: int, m: int, forward: float) -> None:
-    """Ranks start and end together, as the all-reduce after the schedule makes them."""
+    """Ranks start and end together, since the all-reduce after the schedule synchronizes them."""
     line = simulate(build_schedule(name, p, m), Costs(F=forward, I=1.5, W=1, B=2.5))
     ranks = [
         {SCHEDULE: line.makespan, FORWARD: sum(span.end - span.start for span in spans)} for spans in line.rank_spans

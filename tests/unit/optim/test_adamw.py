@@ -1,5 +1,6 @@
-"""Fact: every update is torch's fused AdamW, in any order of elements and any pieces; a skipped one changes nothing;
-bf16 moments are unbiased, so that they follow where rounding to the nearest would stand still.
+"""Fact: every update is torch's fused AdamW, for any order and split of the elements; a skipped one changes nothing.
+
+bf16 moments are rounded stochastically without bias, so that they follow where rounding to nearest would stall.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def apex_kernel(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """AdamCapturableFunctor of apex's csrc/multi_tensor_adam.cu, with what its frontend demands of the arguments."""
+    """AdamCapturableFunctor of apex's csrc/multi_tensor_adam.cu, with its frontend's checks of the arguments."""
     assert chunk_size > 0 and mode == 1 and bias_correction == 1
     assert noop_flag.dtype == step.dtype == torch.int32 and noop_flag.numel() == step.numel() == 1
     assert lr.dtype == inv_scale.dtype == torch.float32
@@ -85,7 +86,7 @@ UPDATES: dict[str, tuple[Update, torch.dtype, torch.dtype]] = {
 
 
 def steps_agree(update: Update, main: torch.dtype, tolerance: float) -> None:
-    """Four updates, one of them skipped, beside torch's fused ones."""
+    """Compare four updates, one of them skipped, with torch's fused ones."""
     mine, theirs, num_steps = build(main), build(main), torch.zeros(())
     for seed, (lr, skipped) in enumerate([(0.1, MADE), (0.05, MADE), (0.2, SKIPPED), (0.02, MADE)]):
         for group, function in ((mine, update), (theirs, update_fused)):
@@ -108,7 +109,7 @@ def test_apexs_kernel_is_the_fused_update() -> None:
 
 
 def test_apexs_kernel_gets_pieces_that_it_can_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts elements of a tensor in 32 bits."""
+    """apex counts the elements of a tensor in 32 bits."""
     monkeypatch.setattr(adamw, "_MAX_KERNEL_SIZE", 8)
     steps_agree(update_with_apex(apex_kernel), torch.float32, 2e-6)
 
@@ -155,7 +156,7 @@ def test_temporary_memory_is_that_of_a_piece(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The bf16 numbers about each element, that nearer to zero first."""
+    """Return the bf16 neighbours of each element, the one nearer to zero first."""
     bits = x.view(torch.int32) & -0x10000
     return bits.view(torch.float32), (bits + 0x10000).view(torch.float32)
 
@@ -182,8 +183,10 @@ def test_what_bf16_can_say_is_kept(value: float) -> None:
 
 @pytest.mark.parametrize("other_step", [False, True])
 def test_the_hash_is_even_and_independent(other_step: bool) -> None:
-    """Every bit is set half the time, alone and beside every other bit of the next element or of the next step, for
-    weights and gradients of a few neighbouring values."""
+    """Every bit is set half the time, alone and jointly with every other bit of the next element or of the next step.
+
+    Weights and gradients have a few neighbouring values.
+    """
     size = 2**15
     w, g = 1 + torch.arange(size) % 128 / 128, torch.arange(size) // 128 / 4096
     first = adamw._random_bits(w, g, torch.tensor(7.0))
@@ -196,7 +199,7 @@ def test_the_hash_is_even_and_independent(other_step: bool) -> None:
 
 
 def test_bf16_moments_do_not_depend_on_where_elements_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor, or its elements in another order in several: the same bits."""
+    """One tensor, or its permuted elements in several tensors, give the same bits."""
     whole = build(torch.float32, torch.bfloat16, (50,))
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     parts = ParamGroup(whole.weight_decay)
@@ -214,7 +217,7 @@ def test_bf16_moments_do_not_depend_on_where_elements_lie(monkeypatch: pytest.Mo
 
 
 def test_bf16_squares_fall_where_the_nearest_would_stand_still() -> None:
-    """1000 steps with a beta2 of 0.999 and no gradient: what is left is 0.999^1000 = 0.368 of the squares."""
+    """After 1000 steps with a beta2 of 0.999 and no gradient, 0.999^1000 = 0.368 of the squares is left."""
     config = OptimizerConfig(adam_beta2=0.999)
     group, nearest = ParamGroup(0.0), torch.ones(4096).bfloat16()
     for tensors, values in zip(group.lists, (torch.zeros(4096), random(4096, 1).float()), strict=False):
@@ -230,7 +233,7 @@ def test_bf16_squares_fall_where_the_nearest_would_stand_still() -> None:
 
 @pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_each_moment_has_its_own_type(types: tuple[torch.dtype, torch.dtype]) -> None:
-    """The wide one stays what the fused update makes it."""
+    """An fp32 moment keeps the values of the fused update."""
     mixed, fused = build(torch.float32), build(torch.float32)
     for tensors, dtype in zip(mixed.lists[2:], types, strict=True):
         tensors[:] = [t.to(dtype) for t in tensors]
@@ -245,7 +248,7 @@ def test_each_moment_has_its_own_type(types: tuple[torch.dtype, torch.dtype]) ->
 
 
 def regression(update: Update, moments: torch.dtype) -> float:
-    """Mean loss of the last 100 of 600 steps of a noisy linear regression."""
+    """Return the mean loss of the last 100 of 600 steps of a noisy linear regression."""
     config, truth = OptimizerConfig(adam_beta2=0.999), random(64, 0, torch.float32)
     group, losses = build(torch.float32, moments, (64,)), []
     for step in range(600):
@@ -260,7 +263,7 @@ def regression(update: Update, moments: torch.dtype) -> float:
 
 
 def test_bf16_moments_train_as_well() -> None:
-    """Within 5 % of fp32's last loss, of which 0.01 is noise of the data."""
+    """The loss is within 5 % of fp32's last loss, of which 0.01 is noise of the data."""
     wide, narrow = regression(update_fused, torch.float32), regression(update_chunked, torch.bfloat16)
     assert wide < 0.02
     assert narrow == pytest.approx(wide, rel=0.05)

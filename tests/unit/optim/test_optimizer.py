@@ -1,5 +1,6 @@
-"""Fact: the update is torch's AdamW per parameter after clipping by the global norm, whatever the loss was scaled by; a
-non-finite gradient changes nothing; the learning rate passes through its corner points.
+"""Fact: the update is torch's AdamW per parameter after clipping by the global norm, for any loss scale.
+
+A non-finite gradient changes nothing, and the learning rate passes through its corner points.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STYLES: tuple[Any, ...] = ("constant", "linear", "cosine", "inverse-square-root"
 def build(
     config: OptimizerConfig, dtype: torch.dtype = torch.float64, loss_scale: LossScale | None = None
 ) -> tuple[nn.Module, Buffers, Optimizer]:
-    """An optimizer of four parameters with random values."""
+    """Return an optimizer of four parameters with random values."""
     model = nn.ParameterDict({name: nn.Parameter(torch.empty(0, device="meta")) for name in SHAPES})
     specs = {
         name: ParamSpec((Part(name, shape, shape),), ((),) * len(shape), (), decay=name in DECAYED)
@@ -50,14 +51,14 @@ def random(like: Tensor, seed: int) -> Tensor:
 
 
 def give_gradients(buffers: Buffers, seed: int) -> Tensor:
-    """Random gradients; returns their norm."""
+    """Assign random gradients and return their norm."""
     for number, (_, _, view) in enumerate(buffers.shards("grad")):
         view.copy_(random(view, 100 * seed + number))
     return buffers.square_norm().sqrt()
 
 
 def snapshot(buffers: Buffers, optimizer: Optimizer) -> list[Tensor]:
-    """Parameters, moments and number of steps."""
+    """Return parameters, moments and number of steps."""
     moments = [optimizer.moment(flat, which) for flat in buffers.flat_buffers for which in MOMENTS]
     return [t.clone() for t in (*(view for _, _, view in buffers.shards("main")), *moments, optimizer.num_steps)]
 
@@ -87,7 +88,7 @@ def test_it_is_torchs_adamw_per_parameter(clip_grad: float) -> None:
 
 @pytest.mark.parametrize("norm,clip_grad,factor", [(8.0, 2.0, 0.25), (2.0, 8.0, 1.0), (8.0, 0.0, 1.0)])
 def test_clipping_scales_by_the_given_norm(norm: float, clip_grad: float, factor: float) -> None:
-    """The norm is that of the whole world, not of what this rank holds."""
+    """The norm is global, not that of this rank's shards."""
     _, buffers, optimizer = build(OptimizerConfig(clip_grad=clip_grad))
     give_gradients(buffers, 1)
     before = [view.clone() for _, _, view in buffers.shards("grad")]
@@ -142,7 +143,7 @@ def scaled_by(**values: Any) -> LossScale:
 @pytest.mark.parametrize("clip_grad", [0.0, 1.5])
 @pytest.mark.parametrize("scale", [2.0**20, 1000.0])
 def test_scaled_gradients_give_the_update_of_the_unscaled(clip_grad: float, scale: float) -> None:
-    """The norm is given without the scale; clipping and the scale are one multiplication."""
+    """The norm is passed unscaled; clipping and unscaling are one multiplication."""
     config = OptimizerConfig(clip_grad=clip_grad)
     _, plain, optimizer = build(config)
     _, scaled, other = build(config, loss_scale=scaled_by(loss_scale=scale))
@@ -212,7 +213,7 @@ def test_bf16_moments_are_the_fused_ones_up_to_rounding() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": "bf16"}])
 def test_flats_may_be_shards_of_any_length_with_new_gradients_each_step(options: dict[str, Any]) -> None:
-    """Cut in two, one of the halves empty for one of the flats, and with gradients in new memory: the same update."""
+    """Buffers split in two, one half possibly empty, with gradients in new memory, give the same update."""
     config = OptimizerConfig(clip_grad=0.0, **options)
     _, whole, optimizer = build(config)
     halves = []
@@ -266,7 +267,7 @@ def test_warmup_is_linear_and_ends_at_the_full_rate(style: Any) -> None:
     [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("WSD", 1.0, 0.1)],
 )
 def test_corner_points(style: Any, middle: float, end: float) -> None:
-    """Half-way between warm-up and end, at the end, and beyond it."""
+    """Check half-way between warm-up and end, at the end, and after it."""
     assert rates(style, [60, 110, 111, 500]) == pytest.approx([middle, end, end, end])
 
 

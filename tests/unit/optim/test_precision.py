@@ -1,4 +1,4 @@
-"""Fact: the loss scale is Megatron's rule, step by step, without a value being read; other precisions have none."""
+"""Fact: the loss scale follows Megatron's rule step by step without a host sync; other precisions have no scale."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def factor_of(scale: LossScale) -> float:
 
 
 class Megatron:
-    """DynamicGradScaler of Megatron-LM (core/optimizer/grad_scaler.py), written out with numbers."""
+    """DynamicGradScaler of Megatron-LM (core/optimizer/grad_scaler.py), restated with plain numbers."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.scale = config, config.initial_loss_scale
@@ -125,7 +125,7 @@ def test_a_run_of_another_precision_gives_no_scale_to_continue() -> None:
 
 
 def test_nothing_is_read_on_the_host() -> None:
-    """A fake tensor has no value to read: asking for one raises."""
+    """A fake tensor has no value: reading one raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -135,7 +135,7 @@ def test_nothing_is_read_on_the_host() -> None:
 
 
 def test_the_factor_is_changed_in_place() -> None:
-    """Whoever holds the tensor, a captured graph among them, sees the new value."""
+    """Every holder of the tensor, such as a captured graph, sees the new value."""
     scale = build(hysteresis=1)
     held = scale.factor
     scale.update(torch.tensor(1.0))

@@ -1,5 +1,6 @@
-"""Fact: the boxes of a layout's ranks tile a tensor exactly once, every other axis holds copies, and a gradient is
-summed over the axes that split the tokens but not the parameter.
+"""Fact: the boxes of a layout's ranks tile a tensor exactly once, and every other axis holds replicas.
+
+A gradient is all-reduced over the axes that shard the tokens but not the parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NAMES = ("data", "x", "y", "z")
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Mesh, Layout, tuple[int, ...]]:
-    """A mesh, a layout over some of its axes in any order, and a shape that need not divide."""
+    """Draw a mesh, a layout over some of its axes in any order, and a shape that need not divide."""
     mesh = Mesh(tuple((name, draw(st.integers(1, 3))) for name in NAMES))
     shape = tuple(draw(st.lists(st.integers(0, 11), min_size=1, max_size=3)))
     dims: list[tuple[str, ...]] = [() for _ in shape]

@@ -1,4 +1,4 @@
-"""Fact: the views of all ranks of a layout cover each logical tensor exactly once, and share memory with the local."""
+"""Fact: the logical views of all ranks of a layout cover each logical tensor exactly once and alias the local one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Fact: a plan's tables decide where X, W and Y are stored; swapping exchanges K and N and is its own inverse;
-neighbouring axes that move one dimension make one collective; what a plan moves has a closed form.
+"""Fact: a plan's tables define where X, W and Y are stored, and its traffic has a closed form.
+
+Swapping exchanges K and N and is its own inverse; adjacent axes that move one dim make one collective.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CUBE = MatmulPlan(m=("x",), k=("z",), n=("y",), x={"y": "M"}, w={"x": "K"}, y={"
 
 @st.composite
 def plans(draw: st.DrawFn) -> MatmulPlan:
-    """Any plan over up to four axes."""
+    """Draw any plan over up to four axes."""
     owner = {axis: draw(st.sampled_from("mkn-")) for axis in draw(st.permutations(NAMES))}
     m, k, n = (tuple(axis for axis in owner if owner[axis] == letter) for letter in "mkn")
     x = {axis: dim for axis in n if (dim := draw(st.sampled_from(("M", "K", None))))}
@@ -67,7 +68,7 @@ def test_on_a_mesh_only_axes_that_split_something_remain(plan: MatmulPlan, mesh:
 
 @given(plan=plans())
 def test_backward_of_x_is_forward_of_the_swapped_plan(plan: MatmulPlan) -> None:
-    """dX = dY W is the product with K and N exchanged: it reduces as the swapped plan's Y does, K in N's place."""
+    """dX = dY W is the matmul with K and N exchanged: it is reduced like the Y of the swapped plan, with K for N."""
     exchanged = tuple(Move(axes, "K" if dim == "N" else dim) for axes, dim in moves(plan.swapped().y))
     assert plan.dx_moves == exchanged
 

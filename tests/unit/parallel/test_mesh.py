@@ -1,5 +1,6 @@
-"""Fact: rank, coordinates and index name the same place, groups cut the world into equal disjoint pieces, and the last
-axis is the fastest.
+"""Fact: rank, coordinates and index name the same process, and groups partition the world into equal parts.
+
+The last axis varies fastest.
 """
 
 from __future__ import annotations

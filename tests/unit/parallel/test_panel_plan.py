@@ -1,4 +1,4 @@
-"""Fact: panels hold every index once and as many from every shard, along the dimension in which most bytes move."""
+"""Fact: panels cover every index once, with equally many from every shard, along the dim in which most bytes move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNEVEN_MESH = Mesh((("r", 2), ("c", 3)))
 
 
 def numbers(panels: PanelPlan, size: int) -> list[list[int]]:
-    """The indices of each panel."""
+    """Return the indices of each panel."""
     width = size // panels.cells
     return [
         [cell * width + start + i for cell in range(panels.cells) for i in range(length)]
@@ -29,7 +29,7 @@ def numbers(panels: PanelPlan, size: int) -> list[list[int]]:
 @pytest.mark.parametrize("num_panels", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("dim", "MNK")
 def test_every_shard_brings_as_much_into_a_panel(dim: str, num_panels: int) -> None:
-    """K=42 is stored in 3 parts by X and in 2 by W: six cells of seven."""
+    """K=42 is stored in 3 shards by X and in 2 by W: six cells of seven."""
     panels = split_into_panels(UNEVEN, dim, 42, num_panels, UNEVEN_MESH)
     assert sorted(index for panel in numbers(panels, 42) for index in panel) == list(range(42))
     assert panels.num_panels <= num_panels
@@ -63,7 +63,7 @@ def test_panels_go_where_most_bytes_move(
 
 
 def test_kept_weights_are_no_reason_for_panels() -> None:
-    """They are gathered whole: with few tokens W is what moves most, and only X is left to be hidden."""
+    """Kept weights are gathered whole: with few tokens W moves most bytes, and only X remains to be overlapped."""
     mesh, sizes = Mesh((("r", 2), ("c", 2))), {"M": 4, "N": 64, "K": 64}
     overlaps = TPOverlap(2), TPOverlap(2, keep_gathered_weights=True)
     found = [plan_panels(UNEVEN, Direction.FORWARD, sizes, overlap, mesh) for overlap in overlaps]

@@ -1,4 +1,4 @@
-"""Ranks, sizes and groups of a ParallelState are those that an enumeration of the grid of ranks gives."""
+"""Fact: ranks, sizes and groups of a ParallelState are those that an enumeration of the grid of ranks gives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every launcher's variables give one placement, wrong ones one message each; a process starts, stops and fails with
-the promised exit code, and never waits for ranks that will not come.
+"""Fact: every launcher's variables give the same placement, and wrong ones give one message each.
+
+A process starts, stops and fails with the documented exit code, and never waits for ranks that will not come.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(
 
 
 def test_stop_signals_are_noted_and_a_later_interrupt_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One Ctrl-C from the terminal and from torchrun counts once."""
+    """One Ctrl-C delivered by both the terminal and torchrun counts once."""
     before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         with process.StopSignal() as stop:
@@ -190,7 +191,7 @@ def test_exit_codes_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.CompletedProcess[str]]:
-    """Run `body`, the body of a program's main, on every rank, without a launcher that would kill laggards."""
+    """Run `body`, the body of a program's main, on every rank, without a launcher that would kill stragglers."""
     program = folder / "program.py"
     program.write_text(
         "import sys\nfrom megatron3d.runtime import process\nfrom megatron3d.errors import UserError\n\n\ndef main():\n"
@@ -236,7 +237,7 @@ def test_ranks_meet_compute_and_part(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory is the C library's to manage")
 def test_freed_memory_is_found_again(tmp_path: Path) -> None:
-    """Sixty allocations of 64 MiB, each freed before the next: the last 20 take no memory from the system."""
+    """Of sixty allocations of 64 MiB, each freed before the next, the last 20 take no memory from the system."""
     ranks = _launch(
         """
         import os, resource

@@ -11,7 +11,7 @@ from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
 
 def test_flops_of_a_linear_are_those_of_torch() -> None:
-    """Forward, dgrad and wgrad: 6 M N K, as torch's own counter has it."""
+    """Forward, dgrad and wgrad: 6 M N K, as torch's own counter reports."""
     x, w = torch.randn(5, 7, requires_grad=True), torch.randn(11, 7, requires_grad=True)
     with FlopMemoryMeter() as meter:
         F.linear(x, w).sum().backward()
@@ -30,7 +30,7 @@ def test_accumulating_into_main_grad_counts() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_counts_two_gemms_forward_and_four_backward(is_causal: bool) -> None:
-    """FLOPs of the model: the scores that the backward kernel recomputes are not counted, masked scores are."""
+    """FLOPs of the model: recomputed scores of the backward kernel are not counted, masked scores are."""
     q, k, v = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
     gemm = 2 * (2 * 3) * 16 * 16 * 8
     with FlopMemoryMeter() as meter:
@@ -41,7 +41,7 @@ def test_attention_counts_two_gemms_forward_and_four_backward(is_causal: bool) -
 
 
 def test_live_bytes_and_their_peak() -> None:
-    """A view costs nothing, a freed tensor leaves the peak behind, and a resized storage is read when it is asked."""
+    """A view costs nothing, a freed tensor still counts in the peak, and a resized storage is measured when queried."""
     held, gathered = torch.zeros(4), torch.zeros(6)
     with FlopMemoryMeter([held, gathered], [gathered]) as meter:
         assert meter.num_bytes == 40

@@ -1,4 +1,4 @@
-"""Fact: the pictures of the documentation are what the code's layouts, plans and schedules draw, and say what is so."""
+"""Fact: the documentation's pictures are drawn from the code's layouts, plans and schedules, with true numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_committed_pictures_are_drawn(tmp_path: Path) -> None:
-    """After a change: python tools/draw_layouts.py --output docs/pictures."""
+    """To redraw after a change: python tools/draw_layouts.py --output docs/pictures."""
     assert draw_layouts.main(["--output", str(tmp_path)]) == 0
     drawn, committed = ({path.name: path.read_text() for path in folder.iterdir()} for folder in (tmp_path, PICTURES))
     assert drawn == committed
@@ -42,7 +42,7 @@ def test_every_picture_is_shown() -> None:
 @pytest.mark.parametrize(("name", "form"), FORMS)
 @pytest.mark.parametrize("rank", [0, 7])
 def test_blocks_are_those_of_the_layout(name: str, form: str, rank: int) -> None:
-    """Every block is drawn once with its ranks, and the rank's own three per product are in its colour."""
+    """Every block is drawn once with its ranks, and the rank's own three per matmul have its colour."""
     mode = build_mode(name, form, MODES[name].default_shape(8))
     root = ElementTree.fromstring(layout_picture(mode, form, rank))
     mesh = Mesh(mode.axes, rank)
@@ -62,7 +62,7 @@ def test_blocks_are_those_of_the_layout(name: str, form: str, rank: int) -> None
 
 
 def numbers(words: str) -> list[int]:
-    """`0-3 8` as numbers."""
+    """Parse `0-3 8` as numbers."""
     found: list[int] = []
     for part in words.split():
         low, _, high = part.partition("-")
@@ -85,7 +85,7 @@ def test_what_is_sent_and_stored_is_the_plans(name: str, form: str) -> None:
 
 
 def test_the_closed_forms_of_the_page_are_the_plans() -> None:
-    """The table's cells, as arithmetic, for random sizes of the axes."""
+    """The table's cells are evaluated for random sizes of the axes."""
     lines = re.findall(r"^\| `([\w.]+)` ([\w, ]+) \| (.+) \|$", PAGE.read_text().partition("## Closed forms")[2], re.M)
     told_forms = [(name, form.strip()) for name, forms, _ in lines for form in forms.split(",")]
     assert sorted(told_forms) == sorted(FORMS)
@@ -105,7 +105,7 @@ def test_the_closed_forms_of_the_page_are_the_plans() -> None:
 
 
 def evaluated(cell: str, sizes: Mapping[str, int]) -> float:
-    """`3 (c-1) / (r·c)`: numbers, letters and signs only."""
+    """Evaluate `3 (c-1) / (r·c)`: numbers, letters and signs only."""
     text = cell.strip()
     assert re.fullmatch(r"[0-9a-z()+\-/· ]+", text), text
     python = re.sub(r"(?<=[\w)]) (?=\()", "*", text).replace("·", "*")
@@ -113,7 +113,7 @@ def evaluated(cell: str, sizes: Mapping[str, int]) -> float:
 
 
 def test_zero_says_what_the_page_says() -> None:
-    """The closed forms of docs/data_parallel.md for 4 ranks and 2 microbatches."""
+    """Compare the closed forms of docs/data_parallel.md for 4 ranks and 2 microbatches."""
     d, m = 4, 2
     once = Fraction(d - 1, d)
     assert [list(captions(case.job())) for case in CASES[:4]] == [
@@ -147,7 +147,7 @@ def test_one_picture_of_any_shape(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_flows_are_linear_in_the_matrices() -> None:
-    """Why parts of matrices of one element are parts of all."""
+    """Fractions computed for 1 x 1 matrices therefore hold for all sizes."""
     mode, mesh = build_mode("3d", "heads", (2, 3, 4)), Mesh((("x", 2), ("y", 3), ("z", 4)))
     one, many = flows(mode.expand, mesh, 1, 1, 1, 1), flows(mode.expand, mesh, 24, 48, 96, 2)
     assert many.gather_x[0].wire_bytes == pytest.approx(one.gather_x[0].wire_bytes * 24 * 96 * 2)

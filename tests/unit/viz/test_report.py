@@ -1,5 +1,6 @@
-"""Fact: the page of a run tells what the run wrote of itself, says what went wrong, and opens without a network;
-headless Chromium renders it.
+"""Fact: the HTML report shows what the run recorded, points out failures, and opens without a network.
+
+Headless Chromium renders it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ REFERENCES = frozenset({"src", "srcset", "href", "xlink:href", "data", "poster",
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
-    """Two stages; three steps, an evaluation, no trace."""
+    """Return a run of two stages with three steps, an evaluation and no trace."""
     here = tmp_path_factory.mktemp("pictures")
     folder, config = here / "<b>run & more", write_config(here)
     asked = [*in_run(str(folder)), "parallel.pipeline_model_parallel_size=2", "train.train_iters=3"]
@@ -45,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
 
 
 class Reader(HTMLParser):
-    """Words, headings and cells of a page, and what it would fetch."""
+    """Collect words, headings and cells of a page, and the resources that it would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ def test_parts_of_a_step_stand_beside_their_prediction(trained: Path, tmp_path: 
 
 
 def test_what_went_wrong_stands_out(tmp_path: Path) -> None:
-    """Report also a run that wrote nothing but steps, as another version may have."""
+    """The report also handles a run that wrote nothing but steps, as another version may have."""
     steps = [{"iteration": i, "lm_loss": 1.0 if i < 3 else float("nan"), "elapsed_ms": 5.0} for i in (1, 2, 3)]
     rows: list[dict[str, Any]] = [*steps, {"iteration": 3, "straggler": "rank 5 is slow"}]
     (tmp_path / FILE_NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -104,7 +105,7 @@ def test_what_went_wrong_stands_out(tmp_path: Path) -> None:
 
 
 def test_a_live_page_is_written_again_until_the_run_ends(trained: Path, tmp_path: Path) -> None:
-    """Then without asking the browser to look again."""
+    """The final page no longer asks the browser to reload."""
     lines = (trained / FILE_NAME).read_text().splitlines(keepends=True)
     last = max(place for place, line in enumerate(lines) if "lm_loss" in line)
     (tmp_path / FILE_NAME).write_text("".join(lines[:last]))
@@ -126,7 +127,7 @@ def test_runs_of_ranks() -> None:
 
 
 def browser() -> str | None:
-    """Chromium or Chrome, of the system or Playwright's."""
+    """Return Chromium or Chrome, from the system or from Playwright."""
     found = [path for name in BROWSERS if (path := shutil.which(name))]
     kept = sorted(Path.home().glob(f".cache/ms-playwright/{PLAYWRIGHT}"))
     return next(iter([*found, *(str(path) for path in kept if path.name in ("chrome", "headless_shell"))]), None)
@@ -134,7 +135,7 @@ def browser() -> str | None:
 
 @pytest.mark.skipif(browser() is None, reason="neither Chromium nor Chrome is installed, to look at the page with")
 def test_a_browser_shows_it(trained: Path, tmp_path: Path) -> None:
-    """Without a network: a picture of many colours, whose upper part has words and whose curves are drawn."""
+    """Without a network, the picture has many colours, words at the top, and curves."""
     path, shot = tmp_path / "run.html", tmp_path / "run.png"
     path.write_text(report(trained), encoding="utf-8")
     chrome = [str(browser()), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]

@@ -1,6 +1,6 @@
-"""Fact: every mode is two plans that fit, at any sizes of its axes, and the modes are special cases of each other.
+"""Fact: every mode is two plans that fit, for any sizes of its axes, and the modes are special cases of each other.
 
-Only the last part, which states these special cases, names modes.
+Only the last section, which states these special cases, names modes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_the_embedding_reads_the_heads_matrix(name: str, form: str) -> None:
 
 @every_form
 def test_attention_sees_whole_sequences(name: str, form: str) -> None:
-    """Tokens of the inner stream are split over the batch first: whatever else splits them comes after it."""
+    """Tokens of the inner activations are split over the batch first, before any other axis splits them."""
     mode = build_mode(name, form, shape_of(name, (2, 3, 2)))
     assert mode.inner[0][: len(mode.batch_axes)] == mode.batch_axes
     assert mode.residual[0][: len(mode.batch_axes)] == mode.batch_axes
@@ -116,7 +116,7 @@ def test_what_splits_tokens_and_features_of_both_streams(name: str, form: str) -
 
 
 def renamed(plan: MatmulPlan, names: Mapping[str, str]) -> MatmulPlan:
-    """The plan with its axes called otherwise."""
+    """Return the plan with its axes renamed."""
     m, k, n = (tuple(names[axis] for axis in axes) for axes in (plan.m, plan.k, plan.n))
     x, w = ({names[axis]: dim for axis, dim in table.items()} for table in (plan.x, plan.w))
     return MatmulPlan(m, k, n, x, w, {names[axis]: dim for axis, dim in plan.y.items()})
