@@ -115,7 +115,7 @@ def launched(config: Path) -> Iterator[subprocess.Popen[str]]:
 def train(
     config: Path, moments: Sequence[tuple[int, float]] = (), choose: random.Random | None = None
 ) -> tuple[bool, int, list[str]]:
-    """Whether the run reached its end, how many kills there were, and what was said.
+    """Return whether the run reached its end, the number of kills, and the lines of its output.
 
     `moments` are (iteration, seconds): a random rank is killed that long after the iteration or a later one is logged.
     """

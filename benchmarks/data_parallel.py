@@ -42,7 +42,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Patient(Recorder):
-    """A communicator that finishes each collective before it returns: the baseline without overlap."""
+    """Communicator that waits for each collective before it returns: the baseline without overlap."""
 
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         return completed(super().all_gather_into(whole, axes).wait())
@@ -111,10 +111,10 @@ def unwrapped(model: PlainGPT) -> nn.Module:
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something built of (size of a rank's part, number of ranks, rank), and by name what it is compared with.
+    """Training step that is built from (size of a rank's part, number of ranks, rank), and the names of its baselines.
 
     Attributes:
-        ours: which of ours keeps and sends the same.
+        ours: our step that keeps and sends the same bytes.
         alone: the same program without other ranks.
     """
 

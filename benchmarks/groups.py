@@ -62,7 +62,7 @@ def start_rank(rank: int, num_ranks: int, store: str, results: Any) -> None:
     comm.barrier()
     results.put(Start(met - begin, time.perf_counter() - met))
     results.close()
-    results.join_thread()  # what it holds is sent by a thread
+    results.join_thread()  # a thread sends the queued results
     comm.barrier()
     os._exit(0)  # 64 ranks that leave in order would take longer than they took to come
 

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 class Live(TorchDispatchMode):
     """While active, counts every storage that an operation returns; `existing` tensors are counted from the start.
 
-    A storage counts as many bytes as it has at the time: some are emptied and filled again.
+    A storage counts with its current size, since some are freed and allocated again.
 
     Attributes:
-        peak: most bytes after any operation.
+        peak: largest number of bytes after any operation.
     """
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:
@@ -34,7 +34,7 @@ class Live(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does with its own part comes by here again
+            return NotImplemented  # the subclass's own operations are dispatched here again
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if type(leaf) in (Tensor, Parameter) and leaf.device.type != "meta":

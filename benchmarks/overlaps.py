@@ -80,7 +80,7 @@ class Wire:
 
 
 class Wires(Recorder):
-    """A communicator that passes everything on and keeps the clocks of several simulated links."""
+    """Communicator that forwards every call and keeps the clocks of several simulated links."""
 
     def __init__(self, comm: Comm, gb_per_s: Sequence[float]) -> None:
         super().__init__(comm)
@@ -117,7 +117,7 @@ class Contestant:
     """Our training step on this rank.
 
     Attributes:
-        steps_ms: of each step so far, what was waited over gloo, and what it takes over each wire.
+        steps_ms: of each step so far, milliseconds of waiting over gloo, and its duration over each simulated link.
     """
 
     def __init__(self, size: Size, config: Config, comm: Comm, gb_per_s: Sequence[float]) -> None:

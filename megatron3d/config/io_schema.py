@@ -1,4 +1,4 @@
-"""Sections of the configuration that say what a run reads and writes: data, checkpoints and logging."""
+"""Sections of the configuration for the input and output of a run: data, checkpoints and logging."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DataConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Where checkpoints are saved and loaded."""
+    """Folders and options for saving and loading checkpoints."""
 
     save: str | None = None
     load: str | None = Field(None, description="if equal to save: resume from the newest checkpoint there, if any")
@@ -70,7 +70,7 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is reported, and where."""
+    """Reported values, and the outputs that they are written to."""
 
     log_interval: int = Field(10, ge=1)
     timing_log_level: Literal[0, 1, 2] = Field(

@@ -1,4 +1,4 @@
-"""Everything that follows from a configuration on a given number of ranks, derived once.
+"""Values derived from a configuration on a given number of ranks, each derived once.
 
     config, world size, tokenizer  ->  RunSpec  ->  training
                                                 ->  dry run            (verify/dry_run)
@@ -78,14 +78,14 @@ class RunSpec:
 
     @cached_property
     def arch(self) -> Architecture:
-        """The model with every default resolved; its vocabulary is padded so that every split of it is even."""
+        """Architecture with every default resolved; the vocabulary is padded so that every split of it is even."""
         return resolve_architecture(
             self.config.model, self.config.model.vocab_size or self.vocab_size, self.mode.vocab_multiple
         )
 
     @cached_property
     def recompute(self) -> Recompute:
-        """Activation recomputation."""
+        """Layers and modules with activation recomputation."""
         train = self.config.train
         return Recompute(
             train.recompute_granularity or "none",
@@ -119,7 +119,7 @@ class RunSpec:
 
     @cached_property
     def overlap(self) -> TPOverlap:
-        """Which communication of a matmul overlaps with which GEMM."""
+        """Overlaps of the communication of matmuls with their GEMMs."""
         parallel = self.config.parallel
         return TPOverlap(
             parallel.tp_num_panels,
@@ -133,7 +133,7 @@ class RunSpec:
 
     @cached_property
     def sizes(self) -> ParallelSizes:
-        """The factors of the world size: TP, PP, and DP, which takes the ranks that are left."""
+        """Factors of the world size: TP, PP, and DP, which takes the remaining ranks."""
         parallel = self.config.parallel
         pipeline, replicas = parallel.pipeline_model_parallel_size, parallel.num_distributed_optimizer_instances
         return ParallelSizes(self.world_size, self.tensor_size, pipeline, replicas)
@@ -154,7 +154,7 @@ class RunSpec:
 
     @cached_property
     def sharding(self) -> Sharding:
-        """What ZeRO shards over the data axis."""
+        """Sharding of training state over the data axis by ZeRO."""
         return Sharding.of_stage(self.config.parallel.zero_stage, self.mesh.nontrivial(DATA[1:]))
 
     # Batches
@@ -191,7 +191,7 @@ class RunSpec:
         )
 
     def packing(self, eod: int | None) -> Packing:
-        """How documents are packed into samples; `eod` is the tokenizer's token that ends a document.
+        """Return the packing of documents into samples; `eod` is the tokenizer's token that ends a document.
 
         Raises UserError where the options need that token and the tokenizer has none.
         """

@@ -99,7 +99,7 @@ def _tensors(
 def _module(theirs: str, ours: tuple[str, ...], logical: Mapping[str, Shape]) -> Iterator[FileTensor]:
     """Yield weight and bias of a module, if our model has them."""
     is_conv, theirs = theirs.endswith("*"), theirs.rstrip("*")
-    if ours[0] in logical:  # our parameter without a module, which is a module there
+    if ours[0] in logical:  # our bare parameter corresponds to a module in the Hugging Face model
         yield FileTensor(f"{theirs}.weight", ((ours[0], logical[ours[0]]),), is_transposed=False)
     for suffix in ("weight", "bias"):
         names = [f"{name}.{suffix}" for name in ours]

@@ -51,7 +51,7 @@ class _GatherColumns(torch.autograd.Function):
     def forward(ctx: Any, x_MF: Tensor, axes: Axes, comm: Comm) -> Tensor:
         ctx.axes, ctx.comm = axes, comm
         whole_MF = comm.all_gather(x_MF, axes, dim=1).wait()
-        return whole_MF.contiguous()  # of one column per rank it is a view that no fused kernel takes
+        return whole_MF.contiguous()  # one column per rank gives a view that no fused kernel accepts
 
     @staticmethod
     def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor, None, None]:

@@ -159,7 +159,7 @@ class _HeadLoss(torch.autograd.Function):
                 dw.add_product(dy.T, whole_x.T)
                 dx_chunks.append(dx.wait())
                 del dy
-            del grad_CV  # else the logits of two chunks exist at once
+            del grad_CV  # otherwise the logits of two chunks would exist at once
         if dw is not None:
             ctx.save_for_backward(torch.cat(dx_chunks))
         return torch.stack(losses).sum()

@@ -23,7 +23,7 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def recompute_from_input(function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which whoever saves y = function(x) for backward saves x instead and recomputes y there."""
+    """Return a context in which autograd saves x instead of y = function(x), and recomputes y in backward."""
     storage = y.untyped_storage()._cdata
 
     def compute() -> Tensor:

@@ -1,4 +1,4 @@
-"""The one derivation of random seeds: a hash of everything that the random values depend on."""
+"""Derivation of all random seeds: a hash of the values that the random numbers depend on."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _process_group(env: LauncherEnv, device: torch.device, timeout_s: float) -> 
         )
         dist.init_process_group(
             backend_of(device.type),
-            # torchrun's store outlives the ranks that it restarts, and has addresses of ranks that are gone.
+            # torchrun's store outlives the ranks that it restarts, and still has the addresses of the ended ranks.
             store=dist.PrefixStore(f"attempt {attempt}", store),  # type: ignore[attr-defined]
             rank=env.rank,
             world_size=env.world_size,

@@ -178,7 +178,7 @@ class Watchdog:
             try:
                 self._store.set(str(self._rank), json.dumps(asdict(beat)))
             except OSError:
-                continue  # the store's process is gone: connections to it break, which is reported elsewhere
+                continue  # the store's process has ended: its broken connections are reported elsewhere
             if time.monotonic() - progress_s > self._timeout_s and not is_ending:
                 is_ending = True
                 threading.Thread(target=self._give_up, daemon=True).start()

@@ -24,7 +24,7 @@ STOP_FILE = "stop"
 
 
 def train(run: Run, stop: StopSignal) -> int:
-    """Train to the last iteration, or until something asks for a stop; save, and return the exit code."""
+    """Train to the last iteration, or until a stop is requested; save, and return the exit code."""
     config, state = run.config.train, run.state
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)

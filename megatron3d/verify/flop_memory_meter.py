@@ -56,7 +56,7 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
 
 
 class FlopMemoryMeter(TorchDispatchMode):
-    """Counts the FLOPs and the live bytes of everything that runs while it is active.
+    """Counts the FLOPs and the live bytes of all torch operations that run while it is active.
 
     Args:
         existing: tensors that exist already.

@@ -15,7 +15,7 @@ BLUE = "#1f5fa8"
 
 
 class Step(NamedTuple):
-    """A file below megatron3d/, what it does, and the value that it makes."""
+    """Step of a data flow: a file below megatron3d/, its task, and the value that it returns."""
 
     file: str
     does: str

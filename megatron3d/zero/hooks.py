@@ -92,7 +92,7 @@ def _hook_forward(params: UnitParameters, at: UnitNeighbours, in_backward_now: s
         _gather(params, at.unit, [] if is_recomputed else [*at.after, *backward])
 
     def after_forward(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-        if path not in in_backward_now:  # else this is a recomputation, and backward uses the unit next
+        if path not in in_backward_now:  # in a recomputation backward uses the unit next, so it stays
             params.reshard(path)
 
     at.unit.module.register_forward_pre_hook(before_forward)

@@ -1,4 +1,4 @@
-"""Closed forms of everything that a rank sends in a training step, and of its GEMM FLOPs.
+"""Closed forms of the bytes that a rank sends in a training step, and of its GEMM FLOPs.
 
     microbatches (layers + ends + crossings) + gradients and weights over the data axis + one sum of three numbers
 

@@ -61,13 +61,13 @@ def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     items = [KeptTensor("embedding", "rows", read * (_INDEX if is_plain else _INDEX + 1))]
     if (
         local.arch.position_embedding_type == "learned_absolute" and not local.resets_positions
-    ):  # else a view of what is there
+    ):  # otherwise it is a view of a kept tensor
         items.append(KeptTensor("embedding", "positions", local.tokens * _INDEX))
     return (*items, *_mask(local, "embedding_dropout"))
 
 
 def head_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
-    """Return what the final norm and the LM head keep; the head's dgrad is computed in forward and waits."""
+    """Return what the final norm and the LM head keep; forward computes the head's dgrad and keeps it."""
     dx = KeptTensor("head", "gradient of its input", local.residual)
     return (*_norm(local, "final_norm", local.tokens, local.hidden, local.splits_features), dx)
 

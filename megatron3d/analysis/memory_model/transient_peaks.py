@@ -89,8 +89,8 @@ def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
     return gathered, max(size if set(table.values()) - {first} else 0 for size, table, first in tables)
 
 
-# The modules of a layer in the order in which backward comes to them: what those before kept is given up by then, and
-# not yet kept when forward is there.
+# Modules of a layer in the order of backward.  When backward reaches one, it has freed what those before it in this
+# order kept; when forward reaches one, these have not kept anything yet.
 _BACKWARD = (
     "mlp_dropout",
     "mlp.fc2",

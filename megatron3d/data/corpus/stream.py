@@ -262,7 +262,7 @@ class StreamedSamples:
         return ((lane, max(-(-(consumed_samples - lane) // lanes), 0)) for lane in range(lanes))
 
     def consumed_tokens(self, spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
-        """Return nothing: there is only one dataset."""
+        """Return {}, since there is only one dataset."""
         return {}
 
     def describe(self, _num_samples: int, _max_epochs: float) -> Iterator[str]:

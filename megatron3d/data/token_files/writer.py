@@ -205,7 +205,7 @@ def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest
     assert written.open_tokens == 0, "the last document has no end"
     idx, tokens = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
     partial = part_path(prefix, "bin")
-    if part_path(prefix, "lengths").exists():  # else this was done before
+    if part_path(prefix, "lengths").exists():  # otherwise an earlier call did this
         with replace_output(idx) as file:
             _write_index(file, prefix, dtype, written)
             file.flush()

@@ -82,7 +82,7 @@ class Monitor:
         return self._profiler.begin_step(iteration, watch)
 
     def end_step(self, result: StepResult, lr: float, batch: Batch) -> None:
-        """Count a step, and report what is due after it."""
+        """Count a step, and write the reports that are due after it."""
         run, iteration = self._run, self._run.state.iteration
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
