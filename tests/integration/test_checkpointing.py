@@ -1,4 +1,4 @@
-"""Fact: whole runs save in the background, retain, save short-lived and load partially, as the configuration says."""
+"""Fact: in whole runs, background saves, retention, short-lived checkpoints and partial loads work as configured."""
 
 from __future__ import annotations
 

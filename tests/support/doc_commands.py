@@ -164,7 +164,7 @@ def alone(program: str, typed: Words, pool: Pool) -> Outcome:
     ):
         try:
             exit_code = process.run_program(lambda: begin(program, typed))
-        except SystemExit as stop:  # of a parser
+        except SystemExit as stop:  # raised by argparse
             exit_code = int(stop.code or 0)
     return Outcome(exit_code, out.getvalue(), err.getvalue())
 

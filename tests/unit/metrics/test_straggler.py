@@ -12,7 +12,7 @@ def state(pipeline: int, data: int) -> ParallelState:
 
 
 def test_a_rank_is_compared_with_those_of_its_part_of_the_pipeline() -> None:
-    """Ranks are compared within a stage: the second stage has four times the work."""
+    """Peers share a pipeline coordinate; those of the second pipeline rank have four times the work."""
     slow = StragglerDetector(PeerGroups.of(state(2, 3), [10, 40]), factor=1.5, num_steps=3)
     as_ever, late = [10.0, 11, 12, 40, 41, 42], [10.0, 11, 12, 40, 80, 42]
     seen = [slow.check(times) for times in (late, late, as_ever, late, late, late, late, as_ever, late, late, late)]
@@ -27,7 +27,7 @@ def test_of_two_the_slower_one_is_named() -> None:
 
 
 def test_single_ranks_of_a_pipeline_are_compared_by_operations() -> None:
-    """The third stage has no FLOPs, and is never named."""
+    """The third pipeline rank has no FLOPs, and is never named."""
     slow = StragglerDetector(PeerGroups.of(state(4, 1), [100, 200, 0, 100]), factor=1.5, num_steps=1)
     assert slow.check([10.0, 20.0, 5.0, 10.0]) == []
     assert slow.check([10.0, 40.0, 50.0, 10.0]) == [Straggler(1, 2.0)]

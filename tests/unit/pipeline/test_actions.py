@@ -1,4 +1,4 @@
-"""Fact: actions are written and read as torch.distributed.pipelining does, and consume what its runtime waits for."""
+"""Fact: actions are written and parsed as in torch.distributed.pipelining, and depend on what its runtime waits for."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_transfers_begin_where_they_stand_and_only_what_is_needed_is_waited_for(
 
 @pytest.mark.parametrize("text", ["0F0", "0F0 0I0"])
 def test_what_is_left_is_an_error(text: str) -> None:
-    """Raise for a graph, or deferred weight gradients, that nothing has used."""
+    """A graph, or deferred weight gradients, that remain unused after the schedule are an error."""
     pipeline = ToyPipeline(build_schedule("1f1b", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
     pipeline.engine._actions = tuple(map(parse_action, text.split()))
     with pytest.raises(AssertionError, match="the schedule is incomplete"):

@@ -1,7 +1,7 @@
 """Fact: a training step moves over the data axis what the closed form of its ZeRO stage says.
 
-This is 2 (d-1)/d of the parameters with stages 0 and 1, and once more per microbatch for each of weights and gradients
-that stages 2 and 3 shard; with HSDP an all-reduce between replicas is added.
+This is 2 (d-1)/d of the parameters with stages 0 and 1; stages 2 and 3 move the tensors that they shard again for every
+microbatch; HSDP adds an all-reduce between replicas.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_layer_times_on_a100(experiment: tuple[bool, str | None], row: dict[str,
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("granularity", ["none", "full"])
 def test_bytes_that_a_layer_keeps(sequence_parallel: bool, granularity: str) -> None:
-    """Fused attention keeps what theirs keeps with selective recomputation: the table's rows without scores."""
+    """Fused attention saves what Megatron-LM saves with selective recomputation: the rows without scores."""
     config = layer_of_22b(sequence_parallel, None)
     config = config.model_copy(update={"model": config.model.model_copy(update={"attention_dropout": 0.0})})
     local = step_of(config, 8, load_machine("selene", "fp16", 8)).local
