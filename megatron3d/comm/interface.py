@@ -60,7 +60,7 @@ class Comm(ObjectCollectives, Protocol):
     """Collectives over the axes of a mesh, and transfers over point-to-point links."""
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        """Return the shards of all ranks along `axes`, concatenated along `dim`, the first axis slowest."""
+        """Return all ranks' shards `x`, of equal shape, concatenated along `dim`, the first of `axes` slowest."""
         ...
 
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
@@ -68,23 +68,23 @@ class Comm(ObjectCollectives, Protocol):
         ...
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        """Return this rank's shard along `dim` of the sum over `axes`."""
+        """Return this rank's shard along `dim` [..., n / ranks, ...] of the sum over `axes` of `x` [..., n, ...]."""
         ...
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
-        """Return `x` reduced over `axes`, in place where it is contiguous."""
+        """Return `x` of any shape reduced over `axes` (`op`: sum or max), in place if it is contiguous."""
         ...
 
     def send(self, x: Tensor, link: Link) -> Pending:
-        """Send `x` to the other end of a link; `wait` returns it when its memory may change."""
+        """Send `x` of any shape to the other end of a link; `wait` returns it once its memory may change."""
         ...
 
     def receive(self, out: Tensor, link: Link) -> Pending:
-        """Receive into `out` what the other end of a link sends; the n-th receive matches the n-th send."""
+        """Receive into `out`, contiguous and of the sent shape; the n-th receive of a link matches its n-th send."""
         ...
 
     def all_reduce_pair(self, x: Tensor, link: Link) -> Pending:
-        """Sum `x` over both ends of a link, in place."""
+        """Sum `x`, of the same shape on both ends of a link, in place."""
         ...
 
     def barrier(self) -> None:

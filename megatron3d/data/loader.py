@@ -84,7 +84,7 @@ class BatchLoader:
         return rows if self._device.type == "cpu" else rows.pin_memory()
 
     def microbatches(self, rows: Tensor) -> list[Microbatch]:
-        """Copy rows to the device asynchronously, and return them as microbatches."""
+        """Copy rows [sequences, seq_length + 1] to the device asynchronously, and return them as microbatches."""
         rows = rows.to(self._device, non_blocking=True)
         chunks = rows.view(-1, self._rows, rows.shape[1])
         return [Microbatch(tokens, first) for tokens, first in zip(chunks, self._firsts, strict=False)]

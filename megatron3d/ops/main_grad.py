@@ -51,7 +51,7 @@ class MainGrads:
         return self._buffers.get(param)
 
     def accumulate(self, param: Tensor, a_MK: Tensor, b_NK: Tensor) -> bool:
-        """Add a b^T to the buffer in the GEMM itself; return False, and do nothing, where there is no buffer."""
+        """Add a b^T [M, N] to the buffer in the GEMM itself; if there is no buffer, do nothing and return False."""
         buffer = self.buffer(param)
         if buffer is None:
             return False
@@ -61,7 +61,7 @@ class MainGrads:
         return True
 
     def add(self, param: Tensor, grad: Tensor) -> None:
-        """Add a gradient that was computed outside of autograd's own pass."""
+        """Add a gradient of the shape of `param` that was not computed by autograd."""
         buffer = self.buffer(param)
         if buffer is None:
             param.grad = grad if param.grad is None else param.grad + grad

@@ -108,7 +108,7 @@ class Result:
         self._out: Tensor | None = None
 
     def multiply(self, panel: int, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-        """Compute a b^T + bias as a panel of the result, or as a term of its sum."""
+        """Compute a [M, K] b [N, K]^T + bias [N] as a panel of the result, or as a term of its sum."""
         if self._is_sliced:
             self._reduce(panel, product(a, b, bias))
             return

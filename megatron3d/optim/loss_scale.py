@@ -45,7 +45,7 @@ class LossScale:
         return float(self.factor) if isinstance(self.factor, Tensor) else None
 
     def unscale(self, norm: Tensor) -> Tensor:
-        """Return the norm of the gradients, given the norm of the scaled gradients."""
+        """Return the norm of the gradients, a scalar, given the norm of the scaled gradients."""
         return norm / self.factor if isinstance(self.factor, Tensor) else norm
 
     def update(self, found_nonfinite: Tensor) -> None:

@@ -53,7 +53,7 @@ class Optimizer:
         """Clip by the global norm and update; return 1.0 where a non-finite gradient skipped the update, else 0.0.
 
         Args:
-            grad_norm: global norm of the unscaled gradients; those in the buffers are still scaled by the loss scale.
+            grad_norm: scalar, global norm of the unscaled gradients; those in the buffers are still scaled.
         """
         factor = self._grad_factor(grad_norm)
         if factor is not None:

@@ -19,7 +19,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(values: Tensor) -> int:
-    """Return the sum of word * (2 place + 1) modulo 2^64: equal for equal bits, else almost surely different."""
+    """Return a checksum of `values` [n], equal for equal bits: the sum of word * (2 index + 1) modulo 2^64."""
     words, total = values.view(_WORDS[values.element_size()]), torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, len(words), _PIECE):
         piece = words[start : start + _PIECE].to(torch.int64)

@@ -120,7 +120,7 @@ def test_every_element_has_one_writer_and_the_holders_write_equally_much(holders
 
 
 def test_who_writes_less_than_a_row():
-    """With more ranks than rows some ranks write nothing, and none writes part of a row."""
+    """Some ranks write nothing if there are more ranks than rows, and none writes part of a row."""
     mesh = Mesh((("pipeline", 1), ("data", 5)))
     spec = ParamSpec((Part("w", (3, 4), (3, 4)),), ((), ()), token_axes=())
     found = [next(split_among_replicas([ParamRange("w", spec, 0, 12)], mesh.at(rank))) for rank in range(5)]

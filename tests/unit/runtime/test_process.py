@@ -237,7 +237,7 @@ def test_ranks_meet_compute_and_part(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory is the C library's to manage")
 def test_freed_memory_is_found_again(tmp_path: Path) -> None:
-    """Of sixty allocations of 64 MiB, each freed before the next, the last 20 take no memory from the system."""
+    """The last 20 of sixty allocations of 64 MiB, each freed before the next, take no memory from the system."""
     ranks = _launch(
         """
         import os, resource

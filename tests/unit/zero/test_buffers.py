@@ -47,7 +47,7 @@ def test_flats_are_summed_under_the_backward_of_earlier_layers() -> None:
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_sums_are_scattered_under_the_backward_of_earlier_layers(zero_stage: int) -> None:
-    """With sharded gradients each reduce-scatter ends before the next starts."""
+    """Each reduce-scatter of sharded gradients ends before the next starts."""
     model, buffers, comm = chain(count=3, size=4, zero_stage=zero_stage)
     events = only(train(model, buffers, comm, 1.0), "backward", *SCATTER)
     early = ["end scatter"] * (zero_stage > 1)

@@ -84,7 +84,7 @@ def test_all_but_the_first_flat_fill_a_bucket(sizes: list[int], bucket_bytes: fl
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_rank_may_hold_nothing_of_a_parameter(zero_stage: int) -> None:
-    """Of 3 elements over two ranks, the second holds one element of the first parameter and the second parameter."""
+    """The second of two ranks holds the last element of the first parameter and the whole second parameter."""
     specs = {"long": spec("long", 3), "short": spec("short", 1)}
     held = [
         {
