@@ -23,7 +23,10 @@ SIZES = {"hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
 
 
 def arch_of(num_layers: int, vocab_size: int) -> Architecture:
-    """A layer takes 6 x 12 x 8 x 8 + 12 x 8 x 4 = 4992 FLOPs per token, the head 48 per word: 104 are a layer."""
+    """Return an architecture in which 104 vocabulary entries of the head cost as much as a layer.
+
+    A layer takes 6 x 12 x 8 x 8 + 12 x 8 x 4 = 4992 FLOPs per token, the head 48 per vocabulary entry.
+    """
     return resolve_architecture(ModelConfig(num_layers=num_layers, **SIZES), vocab_size)
 
 

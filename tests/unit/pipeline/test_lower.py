@@ -135,7 +135,7 @@ def test_no_deadlock_where_every_transfer_blocks(schedule: Schedule) -> None:
 
 
 class Machine:
-    """Ranks post transfers without blocking; a transfer runs when it is first in the queues of both its ends."""
+    """Simulator of ranks that post transfers without blocking; one runs when it is first in the queues of both ends."""
 
     def __init__(self, lowered: Schedule, where: Mapping[int, int], costs: Costs, one_queue: bool) -> None:
         self.lowered, self.where, self.costs, self.one_queue = lowered, where, costs, one_queue

@@ -71,7 +71,7 @@ def test_the_prediction_takes_the_mean_of_each_stage_and_kind() -> None:
 
 
 class SlowTransfer(ActivationTransfer):
-    """Transfers that take long to arrive; sends do nothing."""
+    """Communicator whose receives take long to arrive and whose sends do nothing."""
 
     def receive(self, link: Link) -> Pending:
         def wait() -> Tensor:
@@ -82,7 +82,7 @@ class SlowTransfer(ActivationTransfer):
 
 
 class Deaf(ProcessComm):
-    """Single process whose links lead nowhere."""
+    """Communicator of a single process whose links lead nowhere."""
 
     def send(self, x: Tensor, link: Link) -> Pending:
         return Pending(lambda: x)
@@ -152,7 +152,7 @@ def test_on_a_device_events_are_read_after_the_step(monkeypatch: pytest.MonkeyPa
 
 
 class NoBarrier(ProcessComm):
-    """Rank whose neighbours do not exist."""
+    """Communicator of a rank in a world without other ranks."""
 
     def _make_group(self, axes: tuple[str, ...]) -> None:
         return None
