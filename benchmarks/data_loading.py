@@ -4,9 +4,9 @@ python benchmarks/data_loading.py --output benchmarks/results/data_loading.json
 python benchmarks/data_loading.py --quick
 
 Corpora of 10^6, 10^9 and 10^12 tokens are opened and read by processes of their own; the large .bin files are sparse,
-the indexes whole: 10^8 documents in the largest.  Samples/s stand beside a bare memmap read of as many random windows
-and, where it is installed, megatron-core's GPTDataset, which builds its index first.  The step is the quickstart's
-model, in one process.
+the indexes whole: 10^8 documents in the largest.  Samples/s are compared with a bare memmap read of as many random
+windows and, if it is installed, megatron-core's GPTDataset, which builds its index first.  The step is that of the
+quickstart's model, in one process.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Microbatch:
 
 
 class SampleSource(Protocol):
-    """Provides tokens by sample: a split of a corpus, or random tokens."""
+    """Source of tokens by sample index: a split of a corpus, or random tokens."""
 
     def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return [samples, seq_length + 1] tokens."""
@@ -91,7 +91,7 @@ class BatchLoader:
 
 
 class PrefetchingLoader:
-    """Returns what its loader does, and prefetches the next global batch on a thread."""
+    """Returns the microbatches of a `BatchLoader`, and prefetches the next global batch on a thread."""
 
     def __init__(self, loader: BatchLoader, batches: Batches) -> None:
         self._loader, self._batches = loader, batches

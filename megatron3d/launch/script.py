@@ -1,6 +1,6 @@
 """Job script: `scripts/slurm/pretrain.sbatch` with the settings of a configuration and a cluster.
 
-The lines from the first #SBATCH to `END` are generated; the rest, what the job does, is copied.
+The lines from the first #SBATCH to `END` are generated; the rest, the commands of the job, is copied.
 """
 
 from __future__ import annotations

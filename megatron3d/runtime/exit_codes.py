@@ -10,7 +10,7 @@ class ExitCode(IntEnum):
 
     Attributes:
         CRASH: an unexpected exception, or a node that is unfit.
-        USER_ERROR: what the user gave is wrong (`UserError`); argparse uses the same code.
+        USER_ERROR: invalid user input (`UserError`); argparse uses the same code.
         STOPPED: stopped on request, after saving a checkpoint.
         INTERRUPTED: Ctrl-C, as shells report SIGINT (128 + 2).
         BROKEN_PIPE: nobody reads the output any more, as shells report SIGPIPE (128 + 13).

@@ -116,7 +116,7 @@ def stage_num_parameters(step: StepSpec, stage: Stage) -> int:
 def memory_table(step: StepSpec, measured: Sequence[int] | None = None) -> list[str]:
     """Return the memory of one rank of each pipeline rank by category, and the measured peak.
 
-    `measured` are the most bytes of tensors by pipeline rank, once a step has been made.
+    `measured` are the measured peak bytes of tensors by pipeline rank; None before the first step.
     """
     memories = [rank_memory(step.on_pipeline_rank(coord)) for coord in range(step.pipeline.num_ranks)]
     name, size = unit_for(max(memory.total for memory in memories), BYTES)

@@ -125,7 +125,7 @@ class _Opener:
         return StreamedSamples(rows, spec.seq_length)
 
     def split(self, opened: _Opened, number: int, is_whole: bool = False) -> BlendedSamples | None:
-        """Make train, valid or test of the corpora; None where it is unused and some corpus has less than a sample."""
+        """Return train, valid or test of the corpora; None if it is unused and a corpus has less than one sample."""
         length = self.spec.seq_length
         sources = []
         for index, (dataset, _) in enumerate(opened):

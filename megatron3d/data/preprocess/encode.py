@@ -38,8 +38,8 @@ class EncoderSpec:
     """Everything a worker process needs to encode documents.
 
     Attributes:
-        fingerprint: of the tokenizer; a worker that reads another one raises.
-        remedy: end of the error about a bad record: what can be done other than correcting it.
+        fingerprint: fingerprint of the tokenizer; a worker that reads another tokenizer raises.
+        remedy: end of the error about a bad record: alternatives to correcting it.
     """
 
     tokenizer_type: str
@@ -175,7 +175,7 @@ class _Tools(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _tools(spec: EncoderSpec) -> _Tools:
-    """Load what this process encodes with, once."""
+    """Return the tokenizer and splitter of this process, loaded once."""
     tokenizer = build_tokenizer(spec.tokenizer_type, spec.tokenizer_model)
     if tokenizer.fingerprint != spec.fingerprint:
         raise UserError(f"--tokenizer-model {spec.tokenizer_model}: changed while it was in use; start again")

@@ -99,7 +99,7 @@ class PreprocessJob:
 def run(job: PreprocessJob, num_workers: int, interval_s: float, restart: bool, on_progress: OnProgress) -> ResumePoint:
     """Run a job, or what is left of it, and return its counts; a resume point is logged every `interval_s`.
 
-    Raises UserError for bad input, and KeyboardInterrupt; what the log counts by then is kept.
+    Raises UserError for bad input, and KeyboardInterrupt; everything up to the last logged point is kept.
     """
     log = ResumeLog(with_suffix(job.stem, ".ledger.jsonl"), job.identity | {"shard": list(job.shard or ())}, restart)
     try:

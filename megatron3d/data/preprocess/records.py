@@ -20,7 +20,7 @@ class Record:
 
     Attributes:
         chunk: input chunk that holds it.
-        position: where it begins in the chunk: a byte, or the number of a row.
+        position: its start in the chunk, a byte or the number of a row.
         after: position of the next record.
         content: a line of JSON, a text, the fields of a row, or the error where it could not be read.
         num_bytes: its size in the input.

@@ -1,7 +1,7 @@
 """The log from which a killed preprocessing job resumes: a line of JSON identifies the job, each further line a point.
 
-Data is written before the line that counts it.  After a kill, everything behind the last complete line is truncated and
-done again.  The file, PREFIX.ledger.jsonl, is locked while a process works on it.
+Data is written before the line that counts it.  After a kill, data after the last complete line is truncated and
+written again.  The file, PREFIX.ledger.jsonl, is locked while a process works on it.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def replace_output(path: Path) -> Iterator[BinaryIO]:
 
 
 class AppendOnlyFile:
-    """A locked file that grows from `size` bytes on; what an interrupted run wrote behind them is truncated."""
+    """Locked file that grows from `size` bytes on; bytes of an interrupted run after these are truncated."""
 
     def __init__(self, path: Path, size: int | None = 0) -> None:
         self.path, self._file = path, lock_output(path)
@@ -84,7 +84,7 @@ class AppendOnlyFile:
             self.truncate(size)
 
     def truncate(self, size: int) -> None:
-        """Keep `size` bytes, and continue behind them."""
+        """Truncate the file to `size` bytes, and append after them."""
         held = os.fstat(self._file.fileno()).st_size
         assert held >= size, f"{self.path} is shorter than the {size} bytes to go on from"
         self._file.truncate(size)
@@ -98,7 +98,7 @@ class AppendOnlyFile:
                 rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
-        """Make what was appended survive a crash of the machine."""
+        """Flush the appended bytes to disk (fsync)."""
         with user_errors(self.path):
             os.fsync(self._file.fileno())
 

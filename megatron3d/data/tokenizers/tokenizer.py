@@ -160,7 +160,7 @@ class HuggingFaceTokenizer:
 
 
 class TikTokenizer:
-    """OpenAI's tiktoken, from a JSON file with what a file of ranks does not contain.
+    """OpenAI's tiktoken, from a JSON file that names the file of ranks and adds the pattern and special tokens.
 
         {"ranks": "cl100k_base.tiktoken", "pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}
 
