@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.comm import process_comm
+from megatron3d.comm.interface import Pending
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.watchdog import Heartbeat, diagnose, package_stack
 from tests.support.tiny_run import ROOT, launch_ranks, write_config
@@ -71,8 +71,8 @@ def test_many_at_one_place_are_one_line() -> None:
 def test_frames_of_the_package_only() -> None:
     assert package_stack(inspect.currentframe()) == ()
     found: list[tuple[str, ...]] = []
-    process_comm.Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[attr-defined, return-value]
-    assert len(found[0]) == 1 and found[0][0].startswith("comm/process_comm.py:") and found[0][0].endswith(" wait")
+    Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[return-value]
+    assert len(found[0]) == 1 and found[0][0].startswith("comm/interface.py:") and found[0][0].endswith(" wait")
 
 
 HOLD = """
