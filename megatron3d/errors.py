@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron3d.foreign_text import one_line
+
+MAX_PROBLEMS = 100
+
 
 class UserError(ValueError):
-    """One or more problems, each a sentence with the field, the value, the rule and a change that works."""
+    """One or more problems, each a sentence with the field, the value, the rule and a change that works.
+
+    Each becomes one line of bounded length without control characters, whatever names and values it quotes; of very
+    many, only the first `MAX_PROBLEMS` are kept.
+    """
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        lines = [one_line(problem) for problem in problems[:MAX_PROBLEMS]]
+        if len(problems) > MAX_PROBLEMS:
+            lines.append(f"and {len(problems) - MAX_PROBLEMS:,} more problems: correct these first")
+        super().__init__(*lines)
+        self.problems = tuple(lines)
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
     @classmethod
     def collect(cls, problems: Iterable[str]) -> None:

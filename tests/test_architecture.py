@@ -15,12 +15,15 @@ ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 
 # Packages of values, tensors and lists: they take their settings from RunSpec and never read the configuration.
-BELOW_CONFIG = frozenset({"errors", "runtime", "parallel", "comm", "ops", "zero", "data", "model", "pipeline"})
+BELOW_CONFIG = frozenset(
+    {"foreign_text", "errors", "runtime", "parallel", "comm", "ops", "zero", "data", "model", "pipeline"}
+)
 
 # Whether modules load torch, by the longest matching prefix.
 LOADS_TORCH: Mapping[str, bool] = {
     "megatron3d": True,
     "megatron3d.errors": False,
+    "megatron3d.foreign_text": False,
     "megatron3d.runtime": False,
     "megatron3d.parallel": False,
     "megatron3d.parallel.logical_views": True,
@@ -245,6 +248,7 @@ LIBRARY_ATTRIBUTES = {
     "megatron3d.ops.main_grad": {"grad"},
     "megatron3d.convert.tokenizer": {"pre_tokenizer", "decoder", "normalizer"},
     "megatron3d.data.preprocess.tokenizer_training": {"pre_tokenizer", "decoder"},
+    "megatron3d.runtime.console": {"stdout", "stderr"},
     "megatron3d.model.compile": {"forward", "fail_on_recompile_limit_hit"},  # a layer runs its compiled forward
 }
 

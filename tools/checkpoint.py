@@ -27,6 +27,7 @@ from megatron3d.checkpoint.store import save
 from megatron3d.checkpoint.verify import verify
 from megatron3d.comm.process_comm import ObjectComm
 from megatron3d.errors import UserError
+from megatron3d.foreign_text import one_line
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
@@ -70,14 +71,14 @@ def show(args: argparse.Namespace) -> int:
     index = read_index(folder)
     print(f"{folder}: {index.format}, version {index.version}, iteration {index.iteration}")
     for name, value in flatten(index).items():
-        print(f"  {name} = {json.dumps(value)}")
+        print(one_line(f"  {name} = {json.dumps(value)}"))
     for kind, (tensors, elements, num_bytes) in sizes(index).items():
-        print(f"{kind}: {tensors} tensors, {elements:,} elements, {num_bytes / 2**20:,.1f} MiB")
+        print(one_line(kind) + f": {tensors} tensors, {elements:,} elements, {num_bytes / 2**20:,.1f} MiB")
     files = {stored.file for tensor in index.tensors.values() for stored in tensor.boxes}
     boxes = sum(len(tensor.boxes) for tensor in index.tensors.values())
     print(f"{boxes} boxes in {len(files)} files")
     for name, tensor in index.tensors.items() if args.tensors else ():
-        print(f"  {name} {list(tensor.shape)} {tensor.dtype}, boxes: {len(tensor.boxes)}")
+        print(f"  {one_line(name)} {list(tensor.shape)} {tensor.dtype}, boxes: {len(tensor.boxes)}")
     return ExitCode.DONE
 
 
@@ -122,7 +123,7 @@ def compare(args: argparse.Namespace) -> int:
     first, second = map(resolve, args.load)
     num_found = 0
     for line in describe_differences(first, second):
-        print(line, flush=True)
+        print(one_line(line), flush=True)
         num_found += 1
     print(f"{num_found} differences" if num_found else "equal")
     return EXIT_DIFFERENT if num_found else ExitCode.DONE

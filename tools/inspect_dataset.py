@@ -18,10 +18,12 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.foreign_text import one_line
 from megatron3d.runtime.tool_main import positive, run_tool, spinner
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -42,9 +44,9 @@ def inspect(arguments: argparse.Namespace) -> None:
 
 def show_statistics(data: IndexedDataset, is_verified: bool) -> None:
     """Print counts, tokenizer, and lengths of documents."""
-    table = Table(title=str(data.prefix), show_header=False)
+    table = Table(title=Text(one_line(data.prefix)), show_header=False)
     for name, value in [*facts(data), *length_facts(data)]:
-        table.add_row(name, value)
+        table.add_row(name, Text(one_line(value)))
     if is_verified:
         table.add_row("verified", "every entry" + (", checksums" if data.manifest and data.manifest.bin_sha256 else ""))
     Console(width=max(80, Console().width)).print(table)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron3d.errors import UserError
 from megatron3d.runtime.backends import FAKE_BACKEND, backend_of
+from megatron3d.runtime.console import flush, protect
+from megatron3d.runtime.ending import exit_code_of
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.host_allocator import keep_freed_memory
 from megatron3d.runtime.launcher_env import LauncherEnv, SlurmJob, read_launcher_env, read_slurm_job
@@ -92,11 +94,10 @@ def _attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _exit_immediately() -> None:
+def _exit_immediately(code: int = ExitCode.CRASH) -> None:
     """End the process without the usual clean-up, which would wait for collectives that no other rank joins."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ExitCode.CRASH)
+    flush(limit_s=2.0)
+    os._exit(code)
 
 
 def launch(num_ranks: int, rank: Callable[..., T], *args: object) -> T:
@@ -243,16 +244,14 @@ class StartupPhases:
 
 
 def run_program(main: Callable[[], int]) -> int:
-    """Return the exit code of `main`; a UserError becomes messages on stderr and exit code 2.
+    """Return the exit code of `main`; a UserError or OSError becomes messages on stderr and exit code 2.
 
     With several ranks a failure ends the process immediately: the usual clean-up would wait for collectives that no
     other rank joins.
     """
+    protect()
     try:
-        return main()
-    except UserError as error:
-        _print_errors(error.problems)
-        code = ExitCode.USER_ERROR
+        code = exit_code_of(main, _print_errors)
     except KeyboardInterrupt:
         _print_errors(("interrupted",))
         code = ExitCode.INTERRUPTED
@@ -261,10 +260,8 @@ def run_program(main: Callable[[], int]) -> int:
             raise
         _print_errors((traceback.format_exc(),))
         code = ExitCode.CRASH
-    if _env_or_default().world_size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if code not in (ExitCode.DONE, ExitCode.STOPPED) and _env_or_default().world_size > 1:
+        _exit_immediately(code)
     return code
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,7 +18,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron3d.errors import UserError
+from megatron3d.foreign_text import one_line
+from megatron3d.runtime.console import below, protect
+from megatron3d.runtime.ending import exit_code_of
 from megatron3d.runtime.exit_codes import ExitCode
 
 
@@ -31,26 +31,21 @@ def run_tool(
 
     2 is also a file that cannot be read or written, 141 a closed output pipe.
     """
-    arguments = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
-    try:
-        work(arguments)
-        sys.stdout.flush()
-    except UserError as error:
-        for problem in error.problems:
+    protect()
+
+    def run() -> int:
+        work(parser.parse_args(argv))
+        return ExitCode.DONE
+
+    def tell(problems: Sequence[str]) -> None:
+        for problem in problems:
             print(f"{parser.prog}: {problem}", file=sys.stderr)
-        return ExitCode.USER_ERROR
-    except BrokenPipeError:  # as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.BROKEN_PIPE
-    except OSError as error:
-        print(f"{parser.prog}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return ExitCode.USER_ERROR
+
+    try:
+        return exit_code_of(run, tell)
     except KeyboardInterrupt as stop:
-        print(f"{parser.prog}: stopped; {' '.join(map(str, stop.args)) or 'nothing was written'}", file=sys.stderr)
+        tell([f"stopped; {' '.join(map(str, stop.args)) or 'nothing was written'}"])
         return ExitCode.INTERRUPTED
-    return ExitCode.DONE
 
 
 def positive(text: str) -> int:
@@ -63,20 +58,25 @@ def positive(text: str) -> int:
 def byte_progress(*more: str) -> Progress:
     """Return a bar of bytes with speed, time left and further columns; on standard error, drawn only on a terminal."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         *map(TextColumn, more),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=_terminal(),
     )
 
 
 def spinner(description: str) -> Progress:
     """Return a spinner with the time spent, for work of unknown length."""
     progress = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True)
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=_terminal()
     )
-    progress.add_task(description, total=None)
+    progress.add_task(one_line(description), total=None)
     return progress
+
+
+def _terminal() -> Console:
+    """Return a console for output that moves the cursor, on standard error."""
+    return Console(file=below(sys.stderr))

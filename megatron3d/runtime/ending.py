@@ -1,0 +1,44 @@
+"""End of a program: errors that its user can mend become messages and an exit code instead of a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron3d.errors import UserError
+from megatron3d.runtime.exit_codes import ExitCode
+
+
+def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None]) -> int:
+    """Run `work` and return its exit code: 2 for a UserError or an OSError, 141 for an output that nobody reads.
+
+    Args:
+        tell: shows one message per problem.
+
+    Raises any other exception, also a lost connection or a timeout between ranks, which is nobody's input.
+    """
+    try:
+        return _flushed(work)
+    except UserError as error:
+        tell(error.problems)
+    except BrokenPipeError:  # as in `| head`
+        return ExitCode.BROKEN_PIPE
+    except (ConnectionError, TimeoutError):
+        raise
+    except OSError as error:
+        tell(UserError(f"{error.filename or 'a file'}: {error.strerror or error}").problems)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    return ExitCode.USER_ERROR
+
+
+def _flushed(work: Callable[[], int]) -> int:
+    """Return what `work` returns; raise OSError if what it printed cannot be written, also where it exits."""
+    try:
+        code = work()
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
