@@ -10,6 +10,7 @@ import sys
 
 from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
 from megatron3d.runtime import process
+from megatron3d.runtime.console import outlive_readers
 
 
 def main() -> int:
@@ -28,6 +29,7 @@ def main() -> int:
 def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train until its last iteration; return the exit code."""
     resolved = resolve(arguments.config, arguments.overrides, world_size)
+    outlive_readers()
     phases = process.StartupPhases(printing=process.launcher_env().rank == 0)
     with phases("importing torch"):
         from megatron3d.train.build import build_run

@@ -8,12 +8,14 @@ the heartbeats of all ranks:
     2. else, a rank outside any collective    it keeps the others waiting
     3. else, the rank with fewest collectives
 
-Then all ranks end.  The main thread is sampled from outside (`sys._current_frames`), so the watchdog costs the training
-loop nothing.
+Then all ranks end, also where the store does not answer since the process that keeps it is stopped: only one thread
+calls the store, and others watch for progress and end the process.  The main thread is sampled from outside
+(`sys._current_frames`), so the watchdog costs the training loop nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -33,6 +35,8 @@ COLLECTIVES_FILE = "comm/process_comm.py"
 """Where a rank is whose main thread waits in a collective."""
 REPORTER, REPORTED = "reporter", "reported"
 MAX_FRAMES = 4
+# Intervals between heartbeats within which the ranks report, or end without a report.
+REPORT_INTERVALS = 20
 # Name of a collective and its mesh axes.
 Collective = tuple[str, tuple[str, ...]]
 
@@ -138,7 +142,8 @@ class Watchdog:
         self._interval_s = max(0.5, world_size / 500)
         self._main = threading.get_ident()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._progress_s = time.monotonic()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watch, self._publish)]
         self._iteration: Callable[[], int | None] = lambda: None
         self._collectives: Callable[[], tuple[int, Collective]] = lambda: (0, ("", ()))
 
@@ -147,7 +152,9 @@ class Watchdog:
         self._iteration, self._collectives = iteration, collectives
 
     def __enter__(self) -> Watchdog:
-        self._thread.start()
+        self._progress_s = time.monotonic()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -158,37 +165,52 @@ class Watchdog:
         if is_crash and _innermost_file(trace) == COLLECTIVES_FILE:
             self._report(f"rank {self._rank} lost a connection")
         self._stop.set()
-        self._thread.join(2 * self._interval_s + 10)  # a thread inside the store would abort the ending process
+        for thread in self._threads:
+            thread.join(2 * self._interval_s + 10)  # a thread inside the store would abort the ending process
 
-    def _heartbeat(self, sequence: int, idle_s: float) -> Heartbeat:
+    def _heartbeat(self, sequence: int) -> Heartbeat:
         count, (name, axes) = self._collectives()
         last = f"{name} over {' x '.join(axes)}, the {count}th" if count else ""
         stack = package_stack(sys._current_frames().get(self._main))
+        idle_s = time.monotonic() - self._progress_s
         return Heartbeat(sequence, socket.gethostname(), os.getpid(), self._iteration(), count, last, stack, idle_s)
 
-    def _run(self) -> None:
-        """Publish heartbeats and watch for progress, until stopped."""
-        sequence, progress_s = 0, time.monotonic()
-        last_state, is_ending = None, False
+    def _publish(self) -> None:
+        """Publish this rank's heartbeats until stopped."""
+        sequence = 0
         while not self._stop.wait(self._interval_s if sequence else 0):
             sequence += 1
-            beat = self._heartbeat(sequence, time.monotonic() - progress_s)
+            with contextlib.suppress(OSError):  # the store's process has ended: its connections are reported elsewhere
+                self._store.set(str(self._rank), json.dumps(asdict(self._heartbeat(sequence))))
+
+    def _watch(self) -> None:
+        """Give up where this rank makes no progress, until stopped."""
+        last_state = None
+        while not self._stop.wait(self._interval_s):
+            beat = self._heartbeat(0)
             if (state := (beat.iteration, beat.num_collectives, beat.stack)) != last_state:
-                last_state, progress_s = state, time.monotonic()
-            try:
-                self._store.set(str(self._rank), json.dumps(asdict(beat)))
-            except OSError:
-                continue  # the store's process has ended: its broken connections are reported elsewhere
-            if time.monotonic() - progress_s > self._timeout_s and not is_ending:
-                is_ending = True
-                threading.Thread(target=self._give_up, daemon=True).start()
+                last_state, self._progress_s = state, time.monotonic()
+            if time.monotonic() - self._progress_s > self._timeout_s:
+                self._give_up()
+                return
 
     def _give_up(self) -> None:
-        """Report, then end the process; the heartbeats continue meanwhile."""
+        """Report, and end the process whatever becomes of the report; the heartbeats continue meanwhile."""
+        end = threading.Timer(2 * REPORT_INTERVALS * self._interval_s, self._end_process)
+        end.daemon = True
+        end.start()
         self._report(f"no progress for {self._timeout_s:.0f} s")
         self._end_process()
 
     def _report(self, reason: str) -> None:
+        """Diagnose as long as the store answers, else name the process that keeps it."""
+        reporter = threading.Thread(target=self._diagnose, args=(reason,), daemon=True)
+        reporter.start()
+        reporter.join(REPORT_INTERVALS * self._interval_s)
+        if reporter.is_alive():
+            self._blame_store(reason, "does not answer: it is stopped, or its machine is gone")
+
+    def _diagnose(self, reason: str) -> None:
         """Diagnose and print on the first rank that gets here; the others wait until it has printed."""
         try:
             if self._store.claim(REPORTER):
@@ -201,8 +223,11 @@ class Watchdog:
             while self._store.get(REPORTED) is None and time.monotonic() < end_s:
                 time.sleep(0.1)
         except OSError as error:
-            problem = f"{reason}, and rank 0's process, which keeps the heartbeats, cannot be reached ({error})"
-            print(f"> watchdog: rank {self._rank}: {problem}", file=sys.stderr, flush=True)
+            self._blame_store(reason, f"cannot be reached ({error})")
+
+    def _blame_store(self, reason: str, problem: str) -> None:
+        keeper = "rank 0's process, which keeps the heartbeats,"
+        print(f"> watchdog: rank {self._rank}: {reason}, and {keeper} {problem}", file=sys.stderr, flush=True)
 
     def _two_readings(self) -> Sequence[Mapping[int, Heartbeat | None]]:
         first = self._reading()

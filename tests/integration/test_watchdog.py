@@ -125,6 +125,17 @@ def test_a_rank_that_dies_is_named(tmp_path: Path, rank: int) -> None:
         assert "rank 0's process, which keeps the heartbeats, cannot be reached" in text
 
 
+def test_a_stopped_rank_0_ends_the_run(tmp_path: Path) -> None:
+    """It keeps the heartbeats, which the others can then neither write nor read."""
+    ranks = begin(write_config(tmp_path), "pretrain_gpt.py", timeout_s=6)
+    ranks[0].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    lines = said(ranks, 0).splitlines()
+    assert time.monotonic() - began < 40
+    blamed = "no progress for 6 s, and rank 0's process, which keeps the heartbeats, does not answer: it is stopped"
+    assert [line for line in lines if blamed in line and line.startswith(("> watchdog: rank 1", "> watchdog: rank 2"))]
+
+
 @pytest.mark.parametrize("how", ["stopped", "busy"])
 def test_a_rank_that_hangs_is_named(tmp_path: Path, how: str) -> None:
     (tmp_path / "hold.py").write_text(HOLD)
