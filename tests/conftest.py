@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests.support.pool import Pool
+from tests.support.processes import kept_handlers
 
 UNIT = Path(__file__).parent / "unit"
 FAST_FILES = ("test_architecture.py", "test_words.py")
@@ -32,6 +33,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Restore signal handlers: a run that was stopped ignores further signals while its process ends."""
+    with kept_handlers():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.build import build_run
 from megatron3d.train.loop import train
+from tests.support.processes import start
 
 ROOT = Path(__file__).parents[2]
 TINY: Mapping[str, Mapping[str, Any]] = {
@@ -174,13 +175,12 @@ def launch_ranks(program: Sequence[str], num_ranks: int) -> list[subprocess.Pope
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return [
-        subprocess.Popen(
+        start(
             [sys.executable, *program],
             cwd=ROOT,
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(num_ranks)
     ]
@@ -199,12 +199,11 @@ def launch_local(num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
 
 def _session(command: Sequence[str]) -> subprocess.Popen[str]:
     ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
-    return subprocess.Popen(
+    return start(
         command,
         cwd=ROOT,
         env=os.environ | ours,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )

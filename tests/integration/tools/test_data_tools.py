@@ -13,6 +13,7 @@ import pytest
 
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, build_tokenizer
+from tests.support.processes import start
 from tools import make_corpus, preprocess_data, train_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -213,9 +214,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(tmp_path / "x")]
     command += ["--tokenizer-type", "ByteTokenizer", "--workers", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    tool = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    tool = start(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, start_new_session=True)
     deadline = time.monotonic() + 30
     while not any(path.stat().st_size for path in tmp_path.glob("*.bin*")) and time.monotonic() < deadline:
         time.sleep(0.01)

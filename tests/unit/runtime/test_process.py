@@ -22,6 +22,7 @@ from megatron3d.errors import UserError
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.launcher_env import LauncherEnv, first_host, read_launcher_env
+from tests.support.processes import start
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
 
@@ -151,7 +152,11 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(
 def test_stop_signals_are_noted_and_a_later_interrupt_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One Ctrl-C delivered by both the terminal and torchrun counts once."""
     before = signal.getsignal(signal.SIGTERM)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    with process.StopSignal():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
         with process.StopSignal() as stop:
             assert stop.requested is None
             os.kill(os.getpid(), number)
@@ -162,7 +167,31 @@ def test_stop_signals_are_noted_and_a_later_interrupt_interrupts(monkeypatch: py
         monkeypatch.setattr(process.StopSignal, "REPEAT_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_signals_after_a_stop_do_not_change_the_exit_code(tmp_path: Path) -> None:
+    """Batch systems repeat SIGTERM, also while the process ends."""
+    (rank,) = _launch(
+        """
+        import atexit, os, signal
+        send = lambda: [os.kill(os.getpid(), number) for number in (15, 15, 10, 1, 2)]
+        atexit.register(send)
+        with process.StopSignal() as stop:
+            send()
+        send()
+        return 3
+        """,
+        tmp_path,
+        world_size=1,
+    )
+    assert (rank.returncode, rank.stderr) == (ExitCode.STOPPED, "")
+
+
+def test_nohup_keeps_a_run_from_stopping_with_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with process.StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.requested is None
 
 
 def test_phases_are_timed_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,12 +233,11 @@ def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.Com
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared["PYTHONPATH"] = str(Path(process.__file__).parents[2])
     running = [
-        subprocess.Popen(
+        start(
             [sys.executable, str(program)],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(world_size)
     ]
