@@ -1,7 +1,7 @@
 """Pretrain a GPT: `pretrain_gpt.py --config FILE [section.key=value ...]`, alone, under torchrun, or under srun.
 
 Parse, build, loop.  Exit codes: 0 done, 2 user error (one message per problem, nothing written), 3 stopped on request
-after saving, anything else a crash.
+after saving (0 under torchrun), anything else a crash.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
 from megatron3d.runtime import process
 from megatron3d.runtime.console import outlive_readers
+from megatron3d.runtime.exit_codes import ExitCode
 
 
 def main() -> int:
@@ -30,7 +31,8 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train until its last iteration; return the exit code."""
     resolved = resolve(arguments.config, arguments.overrides, world_size)
     outlive_readers()
-    phases = process.StartupPhases(printing=process.launcher_env().rank == 0)
+    env = process.launcher_env()
+    phases = process.StartupPhases(printing=env.rank == 0)
     with phases("importing torch"):
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train
@@ -40,9 +42,14 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
         if here.rank == 0:
             print(f"> ready after {phases.total_s:.2f} s; training", flush=True)
         try:
-            return train(run, stop)
+            code = train(run, stop)
         finally:
             run.close()
+    if code == ExitCode.STOPPED and env.restarts_stopped:
+        if env.rank == 0:
+            print("> stopped on request; exit code 0, since torchrun would take 3 for a crash and restart", flush=True)
+        return ExitCode.DONE
+    return code
 
 
 if __name__ == "__main__":

@@ -84,9 +84,9 @@ def train(data: list[str], folder: Path, overrides: list[str], processes: int = 
 
 
 def python(*arguments: object, may_stop: bool = False) -> None:
-    """Run Python; exit codes of a requested stop (3, or torchrun's 1 for it) are accepted where `may_stop`."""
+    """Run Python; the exit code of a requested stop (3) is accepted where `may_stop`."""
     done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
-    if done.returncode and not (may_stop and done.returncode in (1, 3)):
+    if done.returncode and not (may_stop and done.returncode == 3):
         raise SystemExit(done.stdout + done.stderr)
 
 

@@ -1,22 +1,31 @@
 """Environment of the launcher: rank, world size and the address of rank 0.
 
-torchrun: RANK, WORLD_SIZE, ...     srun: SLURM_PROCID, SLURM_NTASKS, ...     neither: one process
+torchrun: RANK, WORLD_SIZE, ...      srun: SLURM_PROCID, SLURM_NTASKS, ...
+mpirun: OMPI_COMM_WORLD_RANK, ... of Open MPI, PMI_RANK, ... of MPICH and Intel MPI      none of them: one process
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron3d.errors import UserError
 
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
+# Variables of rank, world size, local rank and local world size.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """Rank of this process among `world_size`, of which `local_world_size` are local; rank 0 is at address:port."""
+    """Rank of this process among `world_size`, of which `local_world_size` are local; rank 0 is at address:port.
+
+    Attributes:
+        restarts_stopped: the launcher takes every exit code but 0 for a failure, also that of a stop on request.
+    """
 
     launcher: str = "none"
     rank: int = 0
@@ -25,6 +34,7 @@ class LauncherEnv:
     local_world_size: int = 1
     address: str = "localhost"
     port: int = 0
+    restarts_stopped: bool = False
 
     def problems(self) -> list[str]:
         """Return what is wrong with the numbers."""
@@ -72,15 +82,19 @@ def read_slurm_job(environ: Mapping[str, str]) -> SlurmJob:
 
 
 def read_launcher_env(environ: Mapping[str, str]) -> LauncherEnv:
-    """Return the environment from torchrun's variables, else SLURM's, else of a single process.
+    """Return the environment from torchrun's variables, else mpirun's or SLURM's, else of a single process.
 
     Raises:
         UserError: a variable is missing, is no number, or contradicts another.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         env = _torchrun(environ)
+    elif _OPEN_MPI[0] in environ:  # also inside a SLURM job, whose variables then describe mpirun's own processes
+        env = _mpi(environ, _OPEN_MPI)
     elif "SLURM_PROCID" in environ:
         env = _slurm(environ)
+    elif _MPICH[0] in environ:
+        env = _mpi(environ, _MPICH)
     else:
         env = LauncherEnv()
     UserError.collect(env.problems())
@@ -114,6 +128,26 @@ def _torchrun(environ: Mapping[str, str]) -> LauncherEnv:
         local_world_size=_number(environ, "LOCAL_WORLD_SIZE", str(world_size)),
         address=environ.get("MASTER_ADDR", "localhost"),
         port=_number(environ, "MASTER_PORT", "0"),
+        restarts_stopped="TORCHELASTIC_RUN_ID" in environ,
+    )
+
+
+def _mpi(environ: Mapping[str, str], names: tuple[str, ...]) -> LauncherEnv:
+    rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
+    if local_world_size < world_size and "MASTER_ADDR" not in environ:
+        raise UserError(
+            f"MASTER_ADDR is not set, but mpirun started only {local_world_size} of {world_size} processes on this "
+            "machine: name rank 0's machine, such as mpirun -x MASTER_ADDR=node1 ..."
+        )
+    port = _FIRST_PORT + zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode()) % _NUM_PORTS
+    return LauncherEnv(
+        launcher="mpirun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        address=environ.get("MASTER_ADDR", "localhost"),
+        port=_number(environ, "MASTER_PORT", str(port)),
     )
 
 
@@ -152,7 +186,9 @@ def _first(environ: Mapping[str, str], *names: str) -> str:
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
     text = environ.get(name, default)
     if text is None:
-        raise UserError(f"{name} is not set, but other variables of its launcher are: start with srun or torchrun")
+        raise UserError(
+            f"{name} is not set, but other variables of its launcher are: start with srun, torchrun or mpirun"
+        )
     if not re.fullmatch(r"\d+", text.strip()):
         raise UserError(f"{name}={text!r}: must be a whole number of at least 0")
     return int(text)

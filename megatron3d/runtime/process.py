@@ -89,6 +89,13 @@ def _watchdog(env: LauncherEnv, timeout_s: float) -> Watchdog:
     return Watchdog(store, env.rank, env.world_size, timeout_s, _exit_immediately)
 
 
+def environ_of_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return the environment of one of the ranks that this process starts on this machine."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    values |= {"MASTER_PORT": port, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_cores() // num_ranks or 1)}
+    return os.environ | {"MASTER_ADDR": "localhost"} | {name: str(value) for name, value in values.items()}
+
+
 def _attempt() -> int:
     """Return how often torchrun has restarted these ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -118,13 +125,13 @@ def launch(num_ranks: int, rank: Callable[..., T], *args: object) -> T:
 
 
 def _device(env: LauncherEnv) -> torch.device:
-    """Return the GPU of the local rank, or the only one that srun left visible; the CPU if there is no GPU."""
+    """Return the GPU of the local rank, or the only one that its launcher left visible; the CPU if there is none."""
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    bound_by_launcher = visible == 1 and env.launcher == "srun"
+    bound_by_launcher = visible == 1 and env.launcher in ("srun", "mpirun")
     index = 0 if bound_by_launcher else env.local_rank
     if index >= visible:
         raise UserError(

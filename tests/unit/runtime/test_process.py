@@ -24,7 +24,10 @@ from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.launcher_env import LauncherEnv, first_host, read_launcher_env
 from tests.support.processes import start
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+)
 
 
 @pytest.fixture
@@ -68,6 +71,24 @@ def test_srun_step_is_smaller_than_its_job() -> None:
     assert (place.world_size, place.local_world_size, place.address) == (6, 6, "m1")
 
 
+def open_mpi(**changes: str) -> dict[str, str]:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, "3434", strict=True)} | changes
+
+
+def test_mpirun() -> None:
+    mpich = dict(zip(("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "3434", strict=True))
+    for environ in (open_mpi(MASTER_PORT="1234"), mpich | {"MASTER_PORT": "1234"}):
+        assert read_launcher_env(environ) == LauncherEnv("mpirun", 3, 4, 3, 4, "localhost", 1234)
+    ports = {read_launcher_env(open_mpi(PMIX_NAMESPACE=f"prterun-{job}@1")).port for job in range(9)}
+    assert len(ports) == 9, "jobs on one machine have different ports"
+
+
+def test_mpirun_inside_a_slurm_job_wins() -> None:
+    assert read_launcher_env(slurm() | open_mpi()).rank == 3
+    assert read_launcher_env(slurm() | {"PMI_RANK": "5", "PMI_SIZE": "11"}).launcher == "srun"
+
+
 def test_torchrun_inside_a_slurm_job_wins() -> None:
     assert read_launcher_env(slurm() | torchrun()).launcher == "torchrun"
 
@@ -88,6 +109,11 @@ def test_master_address_and_port_can_be_chosen_under_srun() -> None:
         (torchrun(LOCAL_WORLD_SIZE="8"), "8 processes on this machine in a world of 4"),
         (torchrun(WORLD_SIZE="four"), "WORLD_SIZE='four': must be a whole number"),
         (torchrun(RANK="-1"), "RANK='-1': must be a whole number"),
+        (
+            open_mpi(OMPI_COMM_WORLD_LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE="1"),
+            "MASTER_ADDR is not set, but mpirun",
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
         (slurm(SLURM_PROCID="11"), "rank 11 in a world of 11"),
         ({"SLURM_PROCID": "0"}, "SLURM_NTASKS is not set"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_NODELIST is not set"),
