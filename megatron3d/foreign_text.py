@@ -23,6 +23,11 @@ def escaped(text: str) -> str:
     return _IN_TEXT.sub(_escape, text)
 
 
+def is_one_line(text: str) -> bool:
+    """Return whether text can be shown as it is, in one line."""
+    return _IN_LINE.search(text) is None
+
+
 def one_line(text: object) -> str:
     r"""Return `str(text)` as one line of at most `MAX_LENGTH` characters: newlines as `\n`, the middle left out."""
     return shortened(_IN_LINE.sub(_escape, str(text)))

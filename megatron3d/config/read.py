@@ -150,7 +150,7 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
         "integer": "a whole number",
         "number": "a number",
         "boolean": "true or false",
-        "string": "text",
+        "string": "printable text" if isinstance(given, str | tuple) else "text",
         "null": "null",
     }
     example = f" such as {kind['default']}" if kind["type"] == "string" and kind["default"] else ""

@@ -15,6 +15,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS, nearest_key
 from megatron3d.config.yaml_origins import parse_value
 from megatron3d.errors import UserError
+from megatron3d.foreign_text import is_one_line
 
 
 def problems_of(path: Path, text: str | bytes, *overrides: str) -> tuple[str, ...]:
@@ -117,6 +118,14 @@ def test_a_file_that_is_no_configuration_is_one_message(file: Path, text: str | 
     assert message in problems[0]
 
 
+@pytest.mark.parametrize("text", ["", "a\0b", "a\n> iteration 5/5", "\x1b[2J", "\u202egnp.exe"])
+def test_text_is_printable_and_not_empty(file: Path, text: str) -> None:
+    """Such a folder can be made or shown nowhere, or forges what a log or a job script says."""
+    for override in (f"checkpoint.save={json.dumps(text)}", f"data.data_path=[{json.dumps(text)}]"):
+        (problem,) = problems_of(file, "train: {seed: 5}\n", override)
+        assert "not allowed; use printable text or " in problem and problem.isprintable()
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "absent.yaml", "No such file or directory"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=reason) as caught:
@@ -171,7 +180,7 @@ CONFIGS = st.builds(
     ),
     st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     st.none()
-    | st.text(st.characters(exclude_categories=["Cs"]))
+    | st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(is_one_line)
     | st.sampled_from(["1e-3", "null", "yes", "3", "a: b", "#", ","]),
     st.none() | st.tuples(*[st.integers(1, 9)] * 3),
     st.integers(0, 10**30),
