@@ -27,6 +27,11 @@ class UserError(ValueError):
         return "\n".join(self.problems)
 
     @classmethod
+    def of(cls, error: OSError) -> UserError:
+        """Return the error for a file that cannot be read or written."""
+        return cls(f"{error.filename or 'a file'}: {error.strerror or error}")
+
+    @classmethod
     def collect(cls, problems: Iterable[str]) -> None:
         """Raise one error with all problems, if there are any."""
         found = tuple(problems)

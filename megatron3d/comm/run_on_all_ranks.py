@@ -14,8 +14,8 @@ T = TypeVar("T")
 def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T] | None:
     """Run `action` on every rank; return the results in rank order on rank 0, None elsewhere.
 
-    Returns when all ranks are done.  Raises UserError with the distinct problems of all ranks, or RuntimeError naming
-    the ranks where another exception occurred.  The action must not communicate.
+    Returns when all ranks are done.  Raises UserError with the distinct problems of all ranks (an OSError is one), or
+    RuntimeError naming the ranks where another exception occurred.  The action must not communicate.
     """
     result: T | None = None
     problems: tuple[str, ...] = ()
@@ -24,6 +24,8 @@ def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T
         result = action()
     except UserError as error:
         problems = error.problems
+    except OSError as error:
+        problems = UserError.of(error).problems
     except Exception as error:
         crash = error
     crashed = f"rank {comm.mesh.rank}: {crash!r}" if crash else None

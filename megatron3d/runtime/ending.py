@@ -27,7 +27,7 @@ def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None])
     except (ConnectionError, TimeoutError):
         raise
     except OSError as error:
-        tell(UserError(f"{error.filename or 'a file'}: {error.strerror or error}").problems)
+        tell(UserError.of(error).problems)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     return ExitCode.USER_ERROR

@@ -236,9 +236,9 @@ def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[Fol
             locks.append(FolderLock(save))
         make_folder("checkpoint.save", str(trace_folder(save)) if save and config.logging.trace_iterations else None)
         make_folder("checkpoint.save", str(profile_folder(save)) if save and config.logging.profile else None)
-        opened.append(MetricsWriter(save, config, state.iteration))
         if save is not None:
             write_resolved(resolved, save / "config.yaml", state.model.arch.vocab_size)
+        opened.append(MetricsWriter(save, config, state.iteration))
 
     try:
         run_on_all_ranks(comm, lambda: write() if comm.mesh.rank == 0 else None)

@@ -88,14 +88,17 @@ def skip_iteration(run: Run) -> None:
 
 
 def consume_stop_file(run: Run) -> bool:
-    """Remove the file `stop` from the run's folder if it is there, and return whether it was; rank 0 looks for it."""
+    """Remove the file or folder `stop` from the run's folder and return whether it was there; rank 0 looks for it."""
     if run.metrics is None or run.config.checkpoint.save is None:
         return False
     path = Path(run.config.checkpoint.save, STOP_FILE)
     if not path.exists():
         return False
     print(f"> stopping: found {path}", flush=True)
-    path.unlink(missing_ok=True)
+    try:
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"> {path} cannot be removed ({error.strerror}); do so before the next launch", flush=True)
     return True
 
 

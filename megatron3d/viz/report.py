@@ -34,6 +34,8 @@ from megatron3d.viz.curves import Rows, draw, read_run
 
 RECENT, MAX_SPANS = 50, 4000
 MAX_BAD_STEPS = 20
+# Folder of a run that configs/ save to.
+CHECKPOINTS = "checkpoints"
 RATES = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("TFLOP/s per rank", "tflops_per_s_per_rank", "{:.4g}"),
@@ -70,7 +72,7 @@ def report(folder: Path, refresh_s: int | None = None) -> str:
     start: Start = starts[-1]["start"] if starts else {}
     steps = [row for row in rows if "lm_loss" in row]
     bad, phases = _non_finite(steps), _phases(steps)
-    name = folder.resolve().name
+    name = run_name(folder)
     values: dict[str, Any] = {
         "name": name,
         "iteration": steps[-1]["iteration"],
@@ -90,6 +92,12 @@ def report(folder: Path, refresh_s: int | None = None) -> str:
         values |= {"stages": _stages(start), "memory": _memory(start, rows), "pipeline": _pipeline(start, folder)}
     environment = Environment(loader=PackageLoader("megatron3d.viz"), autoescape=True, undefined=StrictUndefined)
     return environment.get_template("report.html").render(values)
+
+
+def run_name(folder: Path) -> str:
+    """Return the name of the run that saves to this folder, which is its parent's for `runs/mine/checkpoints`."""
+    whole = folder.resolve()
+    return whole.parent.name if whole.name == CHECKPOINTS else whole.name
 
 
 def is_finished(rows: Rows) -> bool:

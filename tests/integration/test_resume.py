@@ -140,6 +140,28 @@ def test_a_signal_saves_and_the_next_run_continues(
     assert_same_run(tmp_path / "run", whole)
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "full folder"])
+def test_a_stop_file_or_folder_saves(config: Path, tmp_path: Path, kind: str) -> None:
+    settings, stop = [*in_run(f"{tmp_path}/run"), *FP64], tmp_path / "run" / "stop"
+
+    def ask(iteration: int) -> None:
+        if iteration == 2:
+            stop.touch() if kind == "file" else (stop / ("x" * (kind == "full folder"))).mkdir(parents=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        after_each_step(patch, ask)
+        outcome = run(config, *settings)
+    assert outcome.code == ExitCode.STOPPED and "> saved" in outcome.out
+    assert stop.exists() == ("cannot be removed (Directory not empty)" in outcome.out) == (kind == "full folder")
+
+
+def test_a_folder_in_the_way_is_one_message(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    outcome = run(config, *in_run(f"{tmp_path}/run"))
+    assert (outcome.code, outcome.err.count("\n")) == (ExitCode.USER_ERROR, 1), outcome.err
+    assert f"{tmp_path}/run/" in outcome.err and "Is a directory" in outcome.err
+
+
 def test_time_that_is_up_saves_and_the_next_run_continues(config: Path, whole: Path, tmp_path: Path) -> None:
     settings = [*in_run(f"{tmp_path}/run"), *FP64]
     assert run(config, *settings, "train.exit_duration_in_mins=1e-9").code == ExitCode.STOPPED

@@ -31,6 +31,16 @@ def test_problems_are_told_once_on_every_rank(run_ranks, failing):
     assert {error.problems for error in errors} == {("disk full", f"rank {failing} is sad")}
 
 
+def test_a_file_that_fails_on_one_rank_is_a_problem_on_all(run_ranks, tmp_path):
+    def action(rank):
+        if rank == 2:
+            tmp_path.write_text("a folder")
+
+    errors = run_ranks(FOUR, lambda comm: run_on_all_ranks(comm, lambda: action(comm.mesh.rank)))
+    assert [type(error) for error in errors] == [UserError] * 4
+    assert {error.problems for error in errors} == {(f"{tmp_path}: Is a directory",)}
+
+
 def test_a_crash_keeps_its_cause(run_ranks):
     def action(rank):
         if rank == 2:

@@ -83,6 +83,12 @@ def test_the_page_tells_the_run(trained: Path) -> None:
     assert is_finished(rows) and not is_finished(rows[:2])
 
 
+def test_the_title_is_the_name_of_the_run(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "quickstart" / "checkpoints"
+    shutil.copytree(trained, folder)
+    assert "<title>quickstart: iteration 3</title>" in report(folder) and "<h1>quickstart</h1>" in report(folder)
+
+
 def test_parts_of_a_step_stand_beside_their_prediction(trained: Path, tmp_path: Path) -> None:
     rows = read_journal(trained / FILE_NAME)
     rows[0]["start"]["step_s"] = {"cluster": "elsewhere", "total": 1e6, "parts": {"computation": 60.0, "update": 0.5}}
