@@ -6,6 +6,8 @@ after saving (0 under torchrun), anything else a crash.
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import sys
 
 from megatron3d.config.cli import Arguments, parse_args, resolve, run_check

@@ -159,6 +159,20 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
 }
 
 
+PROGRAMS = sorted(
+    name
+    for name in SOURCES
+    if name.startswith("tools.")
+    or name in ("pretrain_gpt", "megatron3d.launch.__main__", "megatron3d.runtime.local_ranks")
+)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ctrl_c_while_a_program_imports_is_prepared_first(name: str) -> None:
+    first, second = (imported for _, imported in sorted(imports(parse(SOURCES[name])))[:2])
+    assert (first, second) == ("__future__.annotations", "megatron3d.runtime.interrupt")
+
+
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

@@ -5,6 +5,8 @@ python tools/calibrate.py
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Sequence

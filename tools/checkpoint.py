@@ -10,6 +10,8 @@ RUN is the folder of a run, which stands for its newest checkpoint (for verify: 
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import json
 import math

@@ -6,6 +6,8 @@ logits for stored inputs.  Exit codes: 0 converted, 1 the logits differ, 2 wrong
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import re
 import sys

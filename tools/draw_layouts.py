@@ -6,6 +6,8 @@ python tools/draw_layouts.py --output docs/pictures          # every picture of 
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import math
 import sys

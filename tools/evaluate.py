@@ -6,6 +6,8 @@ Every token of the corpus, or of one of its splits, is predicted once, from thos
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import json
 import math

@@ -6,6 +6,8 @@ the KV cache a token costs the work of one position, until a text is longer than
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import json
 import sys

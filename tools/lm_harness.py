@@ -5,6 +5,8 @@ It needs the optional package `lm_eval`.  Every rank makes the same requests in 
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import importlib.util
 import json

@@ -7,6 +7,8 @@ One line per module, {"name": ..., "text": ...}, sorted by name.
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import json
 import sys

@@ -7,6 +7,8 @@ The configuration is checked for that number of ranks first; --dry-run prints th
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Sequence

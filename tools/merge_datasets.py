@@ -7,6 +7,8 @@ The shards of one job become the very bytes that one task would have written; th
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

@@ -7,6 +7,8 @@ Times and memory are arithmetic (docs/planner.md); clusters and accelerators are
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,6 +6,8 @@ python tools/plot_run.py RUN_FOLDER --output run.html --refresh 10      # again 
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 import time

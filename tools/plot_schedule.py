@@ -8,6 +8,8 @@ The ending selects the output: .png, .svg or .pdf a figure, .json a trace for ui
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import json
 import sys

@@ -10,6 +10,8 @@ tasks among which --shard i/n divides the input (tools/merge_datasets.py joins t
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import hashlib
 import math

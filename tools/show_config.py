@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +13,7 @@ from pydantic.fields import FieldInfo
 from megatron3d.config.read import expected
 from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import show
+from megatron3d.runtime.tool_main import run_tool
 
 HEAD = """# Configuration
 
@@ -42,9 +45,8 @@ PAGES: Mapping[str, str] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page of all keys."""
-    argparse.ArgumentParser("show_config.py", description=__doc__.split(":")[0]).parse_args(argv)
-    print(page())
-    return 0
+    parser = argparse.ArgumentParser("show_config.py", description=__doc__.split(":")[0])
+    return run_tool(lambda _: print(page()), parser, argv)
 
 
 def page() -> str:

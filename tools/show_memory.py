@@ -9,6 +9,8 @@ The numbers are closed forms (megatron3d/analysis/memory_model/activations.py); 
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence

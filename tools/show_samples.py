@@ -8,6 +8,8 @@ It reads the corpus as training does, without a model, other processes or torch.
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

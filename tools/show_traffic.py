@@ -7,6 +7,8 @@ The numbers are closed forms (megatron3d/parallel/matmul_plan.py); tests compare
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import math
 import sys

@@ -9,6 +9,8 @@ python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --ou
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import multiprocessing
 import signal

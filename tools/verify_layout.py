@@ -9,6 +9,8 @@ compared, and the first tensor that differs is named.  Exit code 0: equal, 1: di
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import math
 import sys

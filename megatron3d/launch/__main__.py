@@ -6,6 +6,8 @@ after    on one node: exit with code 0 if the job should be requeued
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import argparse
 import sys
 from pathlib import Path

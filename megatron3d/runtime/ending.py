@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from megatron3d.runtime.interrupt import interruptible
+
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.console import protect
 from megatron3d.runtime.exit_codes import ExitCode
 
 
-def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None]) -> int:
-    """Run `work` and return its exit code: 2 for a UserError or an OSError, 141 for an output that nobody reads.
+@interruptible()
+def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None], interrupted: str) -> int:
+    """Run `work` and return its exit code: 2 for a UserError or an OSError, 130 for Ctrl-C, 141 for a lost reader.
 
     Args:
         tell: shows one message per problem.
+        interrupted: message of Ctrl-C, unless the KeyboardInterrupt has arguments.
 
     Raises any other exception, also a lost connection or a timeout between ranks, which is nobody's input.
     """
+    protect()
     try:
         return _flushed(work)
     except UserError as error:
@@ -28,6 +34,9 @@ def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None])
         raise
     except OSError as error:
         tell(UserError.of(error).problems)
+    except KeyboardInterrupt as stop:
+        tell([f"stopped; {' '.join(map(str, stop.args))}" if stop.args else interrupted])
+        return ExitCode.INTERRUPTED
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     return ExitCode.USER_ERROR

@@ -6,6 +6,8 @@ ranks that are still saving.
 
 from __future__ import annotations
 
+import megatron3d.runtime.interrupt  # noqa: F401
+
 import signal
 import socket
 import subprocess

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron3d.errors import UserError
 from megatron3d.runtime.backends import FAKE_BACKEND, backend_of
-from megatron3d.runtime.console import flush, protect
+from megatron3d.runtime.console import flush
 from megatron3d.runtime.ending import exit_code_of
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.host_allocator import keep_freed_memory
@@ -262,12 +262,8 @@ def run_program(main: Callable[[], int]) -> int:
     With several ranks a failure ends the process immediately: the usual clean-up would wait for collectives that no
     other rank joins.
     """
-    protect()
     try:
-        code = exit_code_of(main, _print_errors)
-    except KeyboardInterrupt:
-        _print_errors(("interrupted",))
-        code = ExitCode.INTERRUPTED
+        code = exit_code_of(main, _print_errors, "interrupted")
     except Exception:
         if _env_or_default().world_size == 1:
             raise

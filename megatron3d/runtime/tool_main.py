@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from megatron3d.foreign_text import one_line
-from megatron3d.runtime.console import below, protect
+from megatron3d.runtime.console import below
 from megatron3d.runtime.ending import exit_code_of
 from megatron3d.runtime.exit_codes import ExitCode
 
@@ -31,7 +31,6 @@ def run_tool(
 
     2 is also a file that cannot be read or written, 141 a closed output pipe.
     """
-    protect()
 
     def run() -> int:
         work(parser.parse_args(argv))
@@ -41,11 +40,7 @@ def run_tool(
         for problem in problems:
             print(f"{parser.prog}: {problem}", file=sys.stderr)
 
-    try:
-        return exit_code_of(run, tell)
-    except KeyboardInterrupt as stop:
-        tell([f"stopped; {' '.join(map(str, stop.args)) or 'nothing was written'}"])
-        return ExitCode.INTERRUPTED
+    return exit_code_of(run, tell, "stopped; nothing was written")
 
 
 def positive(text: str) -> int:

@@ -196,10 +196,12 @@ class Watchdog:
 
     def _give_up(self) -> None:
         """Report, and end the process whatever becomes of the report; the heartbeats continue meanwhile."""
-        end = threading.Timer(2 * REPORT_INTERVALS * self._interval_s, self._end_process)
-        end.daemon = True
-        end.start()
+        threading.Thread(target=self._end_later, daemon=True).start()
         self._report(f"no progress for {self._timeout_s:.0f} s")
+        self._end_process()
+
+    def _end_later(self) -> None:
+        time.sleep(2 * REPORT_INTERVALS * self._interval_s)
         self._end_process()
 
     def _report(self, reason: str) -> None:

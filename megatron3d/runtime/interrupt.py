@@ -1,0 +1,48 @@
+"""Ctrl-C before and after a program's own work: imported first by every program, since imports take seconds.
+
+Between, it raises KeyboardInterrupt as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from megatron3d.runtime.exit_codes import ExitCode
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    """End the process; it has not done anything yet."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{Path(sys.argv[0]).name}: stopped; nothing was written\n".encode())
+    os._exit(ExitCode.INTERRUPTED)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """In a program's process, let Ctrl-C interrupt the body, and ignore it once the exit code is known."""
+    if signal.getsignal(signal.SIGINT) is not _leave:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _is_program() -> bool:
+    """Return whether this process runs a program of this repository, not another that imports one, such as a test."""
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
+    return path.parent in (PACKAGE.parent, PACKAGE.parent / "tools") or path.is_relative_to(PACKAGE)
+
+
+if _is_program() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, _leave)
