@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.runtime.files import write_text
 from megatron3d.runtime.tool_main import positive, run_tool
 from megatron3d.viz.data_flows import data_flows_picture
 from megatron3d.viz.layouts import layout_picture
@@ -70,7 +71,7 @@ def draw(arguments: argparse.Namespace) -> None:
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another") from error
     print(f"{output}: {len(files)} picture(s)")

@@ -21,6 +21,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
 from megatron3d.launch.requeue import run_folder
 from megatron3d.launch.script import CONTAINERS, JobSettings, Options, fill_template, options
+from megatron3d.runtime.files import write_text
 from megatron3d.runtime.tool_main import positive, run_tool
 
 TEMPLATE = Path(__file__).parents[1] / "scripts" / "slurm" / "pretrain.sbatch"
@@ -47,7 +48,7 @@ def make(arguments: argparse.Namespace) -> None:
         return
     path = arguments.output or Path(f"{arguments.config.stem}.sbatch")
     try:
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror}); use a folder that you own") from error
     print(f"wrote {path}: sbatch {path}")

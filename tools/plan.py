@@ -30,6 +30,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
+from megatron3d.runtime.files import write_figure
 from megatron3d.runtime.tool_main import positive, run_tool
 
 
@@ -173,7 +174,7 @@ def draw(
         panels[0][1].set_xlabel("ranks")
         panels[0][1].set_ylabel("tokens per second")
     figure.tight_layout()
-    figure.savefig(arguments.picture)
+    write_figure(arguments.picture, figure)
     pyplot.close(figure)
     print(f"drew {arguments.picture}")
 

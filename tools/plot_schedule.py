@@ -23,6 +23,7 @@ from megatron3d.pipeline.plot import figure, text_picture, trace
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
 from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.pipeline.validate import write_schedule
+from megatron3d.runtime.files import write_figure, write_text
 from megatron3d.runtime.tool_main import run_tool
 
 TRACE_UNIT_US = 1000.0
@@ -84,12 +85,12 @@ def summary(title: str, schedule: Schedule, timeline: Timeline) -> str:
 
 def write_picture(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:
     """Draw a figure in the format of the file's ending."""
-    figure({title: timeline}).savefig(path, dpi=150)
+    write_figure(path, figure({title: timeline}), dpi=150)
 
 
 def write_trace(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:
     """Write a Chrome trace, in which one unit of the costs is a millisecond."""
-    path.write_text(json.dumps(trace({title: timeline}, TRACE_UNIT_US)), encoding="utf-8")
+    write_text(path, json.dumps(trace({title: timeline}, TRACE_UNIT_US)))
 
 
 def write_csv(path: Path, title: str, schedule: Schedule, timeline: Timeline) -> None:

@@ -22,6 +22,7 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.gemm import product
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
+from megatron3d.runtime.files import write_text
 from megatron3d.runtime.host_allocator import keep_freed_memory
 
 Measured = dict[str, float]
@@ -236,5 +237,5 @@ cores: {process.num_cores()}
     paths = folder / "local.yaml", folder / "clusters" / "local.yaml"
     for path, text in zip(paths, (sheet, cluster), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     return paths

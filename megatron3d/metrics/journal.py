@@ -41,9 +41,12 @@ class Journal:
         self._file = self._open(iteration)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write and flush one line."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Write and flush one line; raises OSError with the file's name."""
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -11,6 +12,7 @@ from pathlib import Path
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule, completed_by, parse_action
 from megatron3d.pipeline.simulate import Deadlock, iterate_spans
+from megatron3d.runtime.files import write_text
 
 MAX_PROBLEMS = 10
 
@@ -36,8 +38,9 @@ def read_schedule(path: Path) -> Schedule:
 
 def write_schedule(schedule: Schedule, path: Path) -> None:
     """Write a CSV file that `read_schedule` and torch.distributed.pipelining read."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(schedule)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(schedule)
+    write_text(path, text.getvalue())
 
 
 def _cells(row: list[str], where: str, bad: list[str]) -> Iterator[Action]:

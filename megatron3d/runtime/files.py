@@ -14,9 +14,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from filelock import lock_descriptor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def fsync(path: Path) -> None:
@@ -37,8 +40,13 @@ def hidden(path: Path) -> Path:
 def replace_file(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block succeeds, and is deleted when the block raises.
 
-    The folder of `path` must exist.  `temporary` defaults to `hidden(path)`.  Raises OSError.
+    The folder of `path` must exist.  `temporary` defaults to `hidden(path)`.  A device or a pipe is not replaced but
+    written to.  Raises OSError.
     """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as device:
+            yield device
+        return
     temporary = temporary or hidden(path)
     try:
         with temporary.open("w+b") as file:
@@ -47,8 +55,10 @@ def replace_file(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO
             os.fsync(file.fileno())
         temporary.replace(path)
         fsync(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # of a write
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -61,6 +71,15 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file atomically and durably; its folder must exist.  Raises OSError."""
     write_bytes(path, text.encode())
+
+
+def write_figure(path: Path, figure: Figure, dpi: int | None = None) -> None:
+    """Write a figure atomically in the format of the file's suffix, png without one.
+
+    Raises OSError, or ValueError for an unknown format.
+    """
+    with replace_file(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=dpi or "figure")
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:

@@ -20,6 +20,7 @@ from megatron3d.errors import UserError
 from megatron3d.metrics.timers import clock
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, Schedule
 from megatron3d.pipeline.simulate import Span, Timeline, simulate_mean_durations
+from megatron3d.runtime.files import write_figure, write_text
 
 FOLDER = "traces"
 PREDICTED = "predicted (the schedule with each stage's mean measured times, and no time for transfers)"
@@ -80,10 +81,10 @@ def _write(measured: Timeline, schedule: Schedule, save: Path, iteration: int) -
     timelines = {PREDICTED: expected, f"measured in iteration {iteration}": measured}
     path = trace_folder(save) / f"iter_{iteration:07d}.json"
     try:
-        path.write_text(json.dumps(trace(timelines, unit_us=1e3)), encoding="utf-8")
+        write_text(path, json.dumps(trace(timelines, unit_us=1e3)))
         picture = figure(timelines, time="time in ms")
-        picture.savefig(path.with_suffix(".png"), dpi=150)
-        picture.savefig(path.with_suffix(".svg"))
+        write_figure(path.with_suffix(".png"), picture, dpi=150)
+        write_figure(path.with_suffix(".svg"), picture)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(

@@ -16,6 +16,7 @@ from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.lower import lower
+from megatron3d.runtime.files import write_figure
 from megatron3d.runtime.process import num_cores
 from megatron3d.verify.dry_run.agree import disagreements
 from megatron3d.verify.dry_run.plot import figure
@@ -73,7 +74,7 @@ def run_dry(arguments: Arguments, environ_world_size: int) -> int:
 def draw(path: Path, runs: Sequence[RankDryRun], sums: Sequence[StepTotals]) -> None:
     """Write the plot of memory.  Raises UserError if the file cannot be written."""
     try:
-        figure(runs, sums).savefig(path)
+        write_figure(path, figure(runs, sums))
     except (OSError, ValueError) as error:
         raise UserError(f"--picture {path}: {error}; use a file such as memory.svg in a folder that exists") from error
     print(f"> drew {path}")

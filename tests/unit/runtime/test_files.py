@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,18 @@ def test_a_file_is_replaced_when_the_block_succeeds(tmp_path: Path) -> None:
         assert names(tmp_path) == [".x.json.tmp", "x.json"]
         raise KeyboardInterrupt
     assert path.read_text(encoding="utf-8") == "ä" and names(tmp_path) == ["x.json"]
+
+
+def test_a_pipe_or_device_is_written_to_and_stays(tmp_path: Path) -> None:
+    path, read = tmp_path / "pipe", list[bytes]()
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
+    reader.start()
+    write_text(path, "whole")
+    reader.join()
+    assert read == [b"whole"] and path.is_fifo() and names(tmp_path) == ["pipe"]
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path, "text")
 
 
 def test_a_folder_appears_when_the_block_succeeds(tmp_path: Path) -> None:
