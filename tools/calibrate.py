@@ -20,6 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure and write the files."""
     from megatron3d.analysis.calibrate import calibrate
 
+    (arguments.output_dir / "clusters").mkdir(parents=True, exist_ok=True)  # measuring takes minutes
     paths = calibrate(arguments.output_dir, arguments.seconds)
     load_accelerator("local", arguments.output_dir)
     load_cluster("local", arguments.output_dir / "clusters")

@@ -229,6 +229,18 @@ def test_a_signal_to_launch_local(
         assert got == pytest.approx(wanted, rel=TOLERANCE, abs=0)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_whose_reader_leaves_goes_on(config: Path, tmp_path: Path, num_ranks: int) -> None:
+    settings = [*in_run(f"{tmp_path}/run"), f"parallel.tensor_model_parallel_size={num_ranks}"]
+    child = launch_local(num_ranks, "--config", str(config), *settings)
+    wait_for(child, "iteration        1/")
+    assert child.stdout is not None and child.stderr is not None, "both are pipes"
+    child.stdout.close()
+    child.stderr.close()
+    assert child.wait(60) == ExitCode.DONE
+    assert len(steps(tmp_path / "run")) == 8 and (tmp_path / "run" / "iter_0000008").is_dir()
+
+
 def test_a_stop_under_torchrun_is_no_crash(config: Path, tmp_path: Path) -> None:
     """torchrun prints a traceback, exits with 1 and may restart the ranks if they end with another code than 0."""
     settings = [*in_run(f"{tmp_path}/run"), "parallel.tensor_model_parallel_size=2", "train.exit_interval=2"]
