@@ -92,8 +92,8 @@ def _watchdog(env: LauncherEnv, timeout_s: float) -> Watchdog:
 def environ_of_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """Return the environment of one of the ranks that this process starts on this machine."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    values |= {"MASTER_PORT": port, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_cores() // num_ranks or 1)}
-    return os.environ | {"MASTER_ADDR": "localhost"} | {name: str(value) for name, value in values.items()}
+    texts = {name: str(value) for name, value in (values | {"MASTER_PORT": port}).items()}
+    return {"OMP_NUM_THREADS": str(num_cores() // num_ranks or 1)} | os.environ | {"MASTER_ADDR": "localhost"} | texts
 
 
 def _attempt() -> int:
