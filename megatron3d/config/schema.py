@@ -198,6 +198,9 @@ class OptimizerConfig(Section):
     lr_wsd_decay_iters: int | None = Field(
         None, ge=1, description="iterations of the WSD decay phase; default: a tenth of lr_decay_iters"
     )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
+        "linear", description="shape of the WSD decay phase"
+    )
     weight_decay: float = Field(0.1, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)

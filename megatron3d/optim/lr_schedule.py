@@ -24,12 +24,20 @@ def _inverse_square_root(config: OptimizerConfig, progress: float, iteration: in
 
 
 def _warmup_stable_decay(config: OptimizerConfig, progress: float, iteration: int, end: int) -> float:
-    """Return the constant rate, or in the last phase its linear decay to min_lr (Hu et al. 2024, arXiv:2404.06395)."""
+    """Return the constant rate, or in the last phase its decay to min_lr (Hu et al. 2024, arXiv:2404.06395)."""
     phase = config.lr_wsd_decay_iters or max(end // 10, 1)
     remaining = min((end - iteration) / phase, 1.0)
-    return config.min_lr + (config.lr - config.min_lr) * remaining
+    return config.min_lr + (config.lr - config.min_lr) * _WSD_DECAY[config.lr_wsd_decay_style](remaining)
 
 
+# Fraction of lr - min_lr by the remaining fraction of the decay phase, as in Megatron-LM; minus_sqrt is by Hägele et
+# al. 2024, arXiv:2405.18392.
+_WSD_DECAY: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda left: left,
+    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
+    "exponential": lambda left: 2 * 0.5 ** (1 - left) - 1,
+    "minus_sqrt": lambda left: 1 - math.sqrt(1 - left),
+}
 _DECAY: Mapping[str, Callable[[OptimizerConfig, float, int, int], float]] = {
     "constant": lambda c, progress, i, end: c.lr,
     "linear": lambda c, progress, i, end: c.lr - (c.lr - c.min_lr) * progress,

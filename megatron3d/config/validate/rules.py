@@ -115,9 +115,10 @@ def unused_problems(facts: Facts) -> Iterator[str]:
     """Yield a message per value that is set but not used with the other values."""
     config = facts.config
     optimizer = config.optimizer
-    if optimizer.lr_wsd_decay_iters and optimizer.lr_decay_style != "WSD":
-        where, style = facts.named("optimizer.lr_wsd_decay_iters"), plain(config, "optimizer.lr_decay_style")
-        yield f"{where}: not used with {style}; use WSD, or leave it out"
+    for key in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+        if getattr(optimizer, key) not in (None, "linear") and optimizer.lr_decay_style != "WSD":
+            where, style = facts.named(f"optimizer.{key}"), plain(config, "optimizer.lr_decay_style")
+            yield f"{where}: not used with {style}; use WSD, or leave it out"
     if config.data.tokenizer_model and config.data.tokenizer_type == "ByteTokenizer":
         yield f"{facts.named('data.tokenizer_model')}: ByteTokenizer has no model file; leave it out"
     yield from checkpoint_problems(facts)

@@ -281,6 +281,35 @@ def test_cosine_at_a_quarter() -> None:
     assert rates("cosine", [35]) == pytest.approx([0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2])
 
 
+@pytest.mark.parametrize("iteration", [10, 60, 90, 91, 95, 100, 109, 110])
+@pytest.mark.parametrize("shape", ["linear", "cosine", "exponential", "minus_sqrt"])
+def test_wsd_shapes_are_those_of_megatron(shape: str, iteration: int) -> None:
+    """Reference: the formulas of Megatron-LM's OptimizerParamScheduler, by the elapsed part of the decay phase."""
+    elapsed = max(iteration - 90, 0) / 20
+    rest = {
+        "linear": 1.0 - elapsed,
+        "cosine": 0.5 * (math.cos(math.pi * elapsed) + 1.0),
+        "exponential": 2.0 * math.pow(0.5, elapsed) - 1.0,
+        "minus_sqrt": 1.0 - math.sqrt(elapsed),
+    }[shape]
+    got = rates("WSD", [iteration], lr_wsd_decay_iters=20, lr_wsd_decay_style=shape)
+    assert got == pytest.approx([0.1 + 0.9 * rest], abs=1e-12)
+
+
+def test_nanogpts_schedule_has_both_ends_one_later() -> None:
+    """Reference: get_lr of nanoGPT, whose iterations begin with 0, with warm-up over 9 and decay to 109."""
+
+    def nanogpt(it: int) -> float:
+        if it < 9:
+            return (it + 1) / (9 + 1)
+        if it > 109:
+            return 0.1
+        return 0.1 + 0.5 * (1.0 + math.cos(math.pi * (it - 9) / (109 - 9))) * 0.9
+
+    iterations = list(range(1, 130))
+    assert rates("cosine", iterations) == pytest.approx([nanogpt(it - 1) for it in iterations])
+
+
 def test_wsd_decays_over_its_last_phase() -> None:
     assert rates("WSD", [90, 100, 110], lr_wsd_decay_iters=20) == pytest.approx([1.0, 0.55, 0.1])
     assert rates("WSD", [99, 110], lr_wsd_decay_iters=None) == pytest.approx([1.0, 0.1])

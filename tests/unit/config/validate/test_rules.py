@@ -52,6 +52,11 @@ BROKEN = [
         1,
         "optimizer.lr_wsd_decay_iters=7: not used with optimizer.lr_decay_style=cosine; use WSD, or leave it out",
     ),
+    (
+        {"optimizer": {"lr_wsd_decay_style": "cosine"}},
+        1,
+        "optimizer.lr_wsd_decay_style=cosine: not used with optimizer.lr_decay_style=cosine; use WSD, or leave it out",
+    ),
     ({"optimizer": {"lr": 0.1, "min_lr": 0.2}}, 1, "optimizer.min_lr=0.2: more than optimizer.lr=0.1; use 0 to 0.1"),
     (
         {"train": {"precision": "fp64", "grad_reduce_in_bf16": True}},
