@@ -11,12 +11,13 @@ import megatron3d.runtime.interrupt  # noqa: F401
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
+from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference.load import read_run, resolve, restore
@@ -32,13 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = resolve(args.load)
     config = read_run(folder, args.overrides, env.world_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
-    prompts = [] if args.interactive else encode(read_prompts(args), tokenizer)
+    begin = tokenizer.special.before_text(config.data.add_bos_token)
+    prompts = [] if args.interactive else encode(read_prompts(args), tokenizer, begin)
     with process.start() as here, torch.no_grad():
         sampler = Sampler(restore(config, tokenizer, folder, here), here.device)
         if args.interactive:
-            talk(sampler, tokenizer, args)
+            talk(sampler, tokenizer, begin, args)
         else:
-            said = [tokenizer.decode(tokens) for tokens in complete(sampler, prompts, tokenizer.eod, args)]
+            said = [tokenizer.decode(tokens) for tokens in complete(sampler, prompts, tokenizer.special.ends, args)]
             if here.rank == 0:
                 print("\n".join(said if len(said) == 1 else [json.dumps({"text": text}) for text in said]))
     return ExitCode.DONE
@@ -78,9 +80,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts  # type: ignore[no-any-return]
 
 
-def encode(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the tokens of every prompt; raises UserError for a prompt without tokens."""
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+def encode(prompts: Sequence[str], tokenizer: Tokenizer, begin: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of every prompt, after those that begin a text; raises UserError for one without tokens."""
+    encoded = [with_beginning(begin, tokenizer.encode(prompt)) for prompt in prompts]
     UserError.collect(
         f"--prompt {prompt!r}: no token; give at least one character"
         for prompt, tokens in zip(prompts, encoded, strict=True)
@@ -90,28 +92,35 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def complete(
-    sampler: Sampler, prompts: Sequence[list[int]], eod: int | None, args: argparse.Namespace
+    sampler: Sampler, prompts: Sequence[list[int]], ends: Collection[int], args: argparse.Namespace
 ) -> list[list[int]]:
-    """Return each prompt with its continuation up to the end of the document, equal on every rank."""
+    """Return each prompt with its continuation up to one of the tokens `ends`, equal on every rank."""
     texts = [
         Text(list(prompt), torch.Generator().manual_seed(args.seed + row), args.max_new_tokens)
         for row, prompt in enumerate(prompts)
     ]
-    sample(sampler, texts, Choice(args.temperature, args.top_k), eod)
+    sample(sampler, texts, Choice(args.temperature, args.top_k), ends)
     return [text.tokens for text in texts]
 
 
-def talk(sampler: Sampler, tokenizer: Tokenizer, args: argparse.Namespace, lines: TextIO | None = None) -> None:
+def talk(
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    begin: Sequence[int],
+    args: argparse.Namespace,
+    lines: TextIO | None = None,
+) -> None:
     """Continue the conversation after each line that rank 0 reads, and print each token there, until input ends."""
     comm = sampler.executor.model.comm
     generator, tokens = torch.Generator().manual_seed(args.seed), list[int]()
     for line in _read_together(sampler, lines or sys.stdin):
-        tokens = tokens + tokenizer.encode(line) if line.strip() else []
+        new = tokenizer.encode(line) if line.strip() else []
+        tokens = (tokens + new if tokens else with_beginning(begin, new)) if new else []
         if not tokens:
             continue
         text = Text(tokens, generator, args.max_new_tokens)
         shown = Shown(tokenizer, tokens, sys.stdout if comm.mesh.rank == 0 else None)
-        sample(sampler, [text], Choice(args.temperature, args.top_k), tokenizer.eod, shown.update)
+        sample(sampler, [text], Choice(args.temperature, args.top_k), tokenizer.special.ends, shown.update)
         shown.end()
 
 

@@ -83,6 +83,9 @@ def make_job(arguments: argparse.Namespace) -> PreprocessJob:
             f"--append-eod: {arguments.tokenizer_type} {arguments.tokenizer_model or ''} has no end-of-document token; "
             "leave --append-eod out, or use a tokenizer that has one"
         )
+    begin = tokenizer.special.before_text(arguments.add_bos_token)
+    if begin:
+        print(f"every document begins with token {', '.join(map(str, begin))}; --no-add-bos-token leaves it out")
     shard = parse_shard(arguments.shard) if arguments.shard else None
     chunks = shuffle(find_chunks(arguments), arguments.shuffle_seed)
     keys = tuple(arguments.json_keys)
@@ -96,12 +99,13 @@ def make_job(arguments: argparse.Namespace) -> PreprocessJob:
             arguments.split_sentences,
             arguments.on_bad_record == "skip",
             ", or leave such out with --on-bad-record skip",
+            begin,
         ),
         tokenizer=tokenizer,
         read_options=ReadOptions(keys, exact_split(tokenizer.encode), int(arguments.max_record_mb * 1e6)),
         chunks=tuple(select_shard(chunks, shard) if shard else chunks),
         output_prefix=arguments.output_prefix,
-        identity=identity(arguments, tokenizer.fingerprint, chunks),
+        identity=identity(arguments, tokenizer.fingerprint, chunks, (*begin, tokenizer.eod)),
         shard=shard,
     )
 
@@ -122,8 +126,14 @@ def find_chunks(arguments: argparse.Namespace) -> list[InputChunk]:
     return chunks
 
 
-def identity(arguments: argparse.Namespace, fingerprint: str, chunks: Sequence[InputChunk]) -> dict[str, JsonValue]:
-    """Return the values that determine the bytes, by which a command recognizes an unfinished job as its own."""
+def identity(
+    arguments: argparse.Namespace, fingerprint: str, chunks: Sequence[InputChunk], added: Sequence[int | None]
+) -> dict[str, JsonValue]:
+    """Return the values that determine the bytes, by which a command recognizes an unfinished job as its own.
+
+    Args:
+        added: tokens before every document, and the one after it if --append-eod is given.
+    """
     files = sorted({chunk.path for chunk in chunks if chunk.kind != "dataset"})
     return {
         "--input": hashlib.sha256("\n".join(chunk.identity for chunk in chunks).encode()).hexdigest(),
@@ -131,6 +141,7 @@ def identity(arguments: argparse.Namespace, fingerprint: str, chunks: Sequence[I
         "--tokenizer-model": fingerprint,
         "--json-keys": list(arguments.json_keys),
         "--append-eod": arguments.append_eod,
+        "tokens before and after a document": list(added),
         "--split-sentences": arguments.split_sentences,
         "--max-record-mb": arguments.max_record_mb,
     }
@@ -188,6 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
     add("--tokenizer-model", help="model file; none for ByteTokenizer")
     add("--append-eod", action="store_true", help="append the tokenizer's end-of-document token to every document")
+    add(
+        "--add-bos-token",
+        action=argparse.BooleanOptionalAction,
+        help="begin every document with the tokenizer's bos token; default: as the tokenizer declares",
+    )
     add("--split-sentences", action="store_true", help="make every sentence a sequence of its document")
     add("--workers", type=int, default=num_cores(), help="processes; default: every core")
     add("--shard", help="i/n: process the i-th of n shards, i from 0, as one task of a SLURM array")

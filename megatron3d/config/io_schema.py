@@ -43,7 +43,13 @@ class DataConfig(Section):
     tokenizer_type: Literal[
         "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer", "CharTokenizer"
     ] = "SentencePieceTokenizer"
-    tokenizer_model: str | None = Field(None, description="tokenizer file; none for ByteTokenizer")
+    tokenizer_model: str | None = Field(
+        None, description="tokenizer file; a mere file name is first looked for next to this file"
+    )
+    add_bos_token: bool | None = Field(
+        None,
+        description="begin prompts and streamed documents with the tokenizer's bos token; default: as it declares",
+    )
 
 
 class CheckpointConfig(Section):

@@ -184,6 +184,7 @@ class RunSpec:
             validates=train.eval_interval is not None,
             tokenizer_type=data.tokenizer_type,
             tokenizer_model=data.tokenizer_model,
+            add_bos_token=data.add_bos_token,
             stream_key=data.stream_key,
             stream_lanes=data.stream_lanes,
             stream_shuffle_rows=data.stream_shuffle_rows,

@@ -10,7 +10,7 @@ The common prefix of a context and the cache is not recomputed.  A context longe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -129,17 +129,20 @@ def sample(
     sampler: Sampler,
     texts: Sequence[Text],
     choose: Callable[[Tensor, torch.Generator], int],
-    eod: int | None,
+    ends: Collection[int],
     tell: Callable[[int, int], None] = lambda row, token: None,
 ) -> None:
-    """Generate until every text is done, equally on every rank; calls `tell` with a text's index and each new token."""
+    """Generate until every text is done, equally on every rank: at its length, or at one of the tokens `ends`.
+
+    Calls `tell` with a text's index and each new token.
+    """
     while not all(text.is_done for text in texts):
         logits = sampler.next_logits([text.tokens for text in texts])
         for row, text in enumerate(texts):
             if text.is_done:
                 continue
             token = choose(logits[row], text.generator)
-            if token == eod:
+            if token in ends:
                 text.is_done = True
                 continue
             text.tokens.append(token)

@@ -119,6 +119,7 @@ class _Opener:
             append_eod=tokenizer.eod is not None,
             skip_bad=spec.skips_bad_records,
             remedy=", or leave such out with data.on_bad_record=skip",
+            begin=tokenizer.special.before_text(spec.add_bos_token),
         )
         seed = spec.seed if number == 0 else None
         rows = StreamedDataset(path, num_shards(path), spec.stream_lanes, spec.stream_shuffle_rows, seed, encoder)

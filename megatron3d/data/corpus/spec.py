@@ -18,6 +18,7 @@ class CorpusSpec:
         seed: seed of the order of the training samples.
         vocab_size: tokens of the model; None: those of the tokenizer.
         validates: whether the run reads the valid split.
+        add_bos_token: begin streamed documents with the tokenizer's bos token; None: as the tokenizer declares.
         skips_bad_records: leave out rows of a streamed dataset that cannot be read, instead of stopping.
     """
 
@@ -32,6 +33,7 @@ class CorpusSpec:
     validates: bool
     tokenizer_type: str
     tokenizer_model: str | None
+    add_bos_token: bool | None
     stream_key: str
     stream_lanes: int
     stream_shuffle_rows: int

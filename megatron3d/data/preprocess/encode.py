@@ -40,6 +40,7 @@ class EncoderSpec:
     Attributes:
         fingerprint: fingerprint of the tokenizer; a worker that reads another tokenizer raises.
         remedy: end of the error about a bad record: alternatives to correcting it.
+        begin: tokens before the text of every document.
     """
 
     tokenizer_type: str
@@ -50,6 +51,7 @@ class EncoderSpec:
     split_sentences: bool = False
     skip_bad: bool = False
     remedy: str = ""
+    begin: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,8 @@ def _encode_text(spec: EncoderSpec, tools: _Tools, record: Record, text: str) ->
             column.runs.append(_token_ids(tools.tokenizer, record, sentence))
             column.marks.append(ENDS_SEQUENCE)
         column.marks[-1] = CONTINUES
+    if column.runs and record.begins:
+        column.runs[0] = np.concatenate([np.array(spec.begin, column.runs[0].dtype), column.runs[0]])
     if column.runs and record.ends:
         column.marks[-1] = ENDS_DOCUMENT
         if spec.append_eod:

@@ -40,9 +40,14 @@ class Record:
         return self.chunk.describe(self.position)
 
     @property
+    def begins(self) -> bool:
+        """Whether its document begins with it."""
+        return self.position == 0 or self.chunk.kind != "text"
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is a whole document; a section of one cannot be left out."""
-        return self.ends and (self.position == 0 or self.chunk.kind != "text")
+        return self.ends and self.begins
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """Return the text under each key; raises UserError that names file and line."""

@@ -19,9 +19,15 @@ import numpy.typing as npt
 import sentencepiece
 import tokenizers
 
+from megatron3d.data.tokenizers.special_tokens import (
+    END_TOKENS,
+    SpecialTokens,
+    Vocabulary,
+    declared_tokens,
+    template,
+)
 from megatron3d.errors import UserError
 
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "[EOS]")
 ByteCounts = npt.NDArray[np.int64]
 
 
@@ -32,6 +38,8 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eod(self) -> int | None: ...
+    @property
+    def special(self) -> SpecialTokens: ...
     @property
     def fingerprint(self) -> str: ...
 
@@ -97,8 +105,14 @@ class SentencePieceTokenizer:
         if not model:
             raise _wrong_file(path, "SentencePieceTokenizer", "a SentencePiece model")
         self.vocab_size = int(self._model.vocab_size())
-        self.eod: int | None = self._model.eos_id() if self._model.eos_id() >= 0 else None
+        bos, end = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
+        self.special = declared_tokens(path, Vocabulary(self.vocab_size, self._find, bos, end))
+        self.eod = self.special.eod
         self.fingerprint = _fingerprint("SentencePieceTokenizer", model)
+
+    def _find(self, piece: str) -> int | None:
+        place = self._model.piece_to_id(piece.encode(errors="replace").decode())
+        return place if self._model.id_to_piece(place) == piece else None
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
@@ -115,7 +129,7 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, or a local folder with one; `eod` is the first of END_TOKENS in its vocabulary."""
+    """A tokenizer.json, or a local folder with one; `eod` is declared next to it, or the first of END_TOKENS in it."""
 
     def __init__(self, tokenizer_model: str | None) -> None:
         path, model = _read_model("HuggingFaceTokenizer", tokenizer_model)
@@ -129,7 +143,10 @@ class HuggingFaceTokenizer:
         if not ids:
             raise _wrong_file(path, "HuggingFaceTokenizer", "a tokenizer with any token")
         self.vocab_size = max(ids.values()) + 1
-        self.eod: int | None = next((ids[name] for name in END_TOKENS if name in ids), None)
+        end = next((ids[name] for name in END_TOKENS if name in ids), None)
+        before = template(self._model.post_processor)
+        self.special = declared_tokens(path, Vocabulary(self.vocab_size, ids.get, None, end, before))
+        self.eod = self.special.eod
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", model)
 
     def encode(self, text: str) -> list[int]:
@@ -186,7 +203,9 @@ class TikTokenizer:
         except (ValueError, TypeError, KeyError) as error:
             raise _wrong_file(path, "TikTokenizer", f"a JSON object with {', '.join(self._KEYS)}") from error
         self.vocab_size = int(self._model.max_token_value) + 1
-        self.eod: int | None = next((special[name] for name in END_TOKENS if name in special), None)
+        end = next((special[name] for name in END_TOKENS if name in special), None)
+        self.special = SpecialTokens() if end is None else SpecialTokens(ends=(end,), prefix=end)
+        self.eod = self.special.eod
         self.fingerprint = _fingerprint("TikTokenizer", model + b"\0" + ranks)
 
     def encode(self, text: str) -> list[int]:
@@ -204,6 +223,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod: int | None = 256
+    special = SpecialTokens(ends=(256,), prefix=256)
     fingerprint = _fingerprint("ByteTokenizer", b"")
 
     def __init__(self, tokenizer_model: str | None) -> None:
@@ -224,6 +244,7 @@ class CharTokenizer:
     """One token per character of a JSON list, as in nanoGPT; no token ends a document."""
 
     eod: int | None = None
+    special = SpecialTokens()
 
     def __init__(self, tokenizer_model: str | None) -> None:
         path, model = _read_model("CharTokenizer", tokenizer_model)

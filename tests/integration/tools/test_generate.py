@@ -63,7 +63,7 @@ def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: l
     for layout in layouts:
         config = generate.read_run(checkpoint, layout, world_size)  # type: ignore[attr-defined]
         sampler = Sampler(restore(config, tokenizer, checkpoint, here), here.device)
-        (tokens,) = generate.complete(sampler, [tokenizer.encode(PROMPT)], tokenizer.eod, args)
+        (tokens,) = generate.complete(sampler, [tokenizer.encode(PROMPT)], tokenizer.special.ends, args)
         found.append(tokenizer.decode(tokens) + "\n")
     return found
 
@@ -153,7 +153,7 @@ def test_the_end_of_a_document_ends_the_text() -> None:
     said = iter([(65, 70), (66, 71), (256, 72), (67, 256)])
     sampler = Namespace(next_logits=lambda _: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
     args = Namespace(max_new_tokens=9, temperature=0, top_k=0, seed=1)
-    tokens = generate.complete(sampler, [[60], [61]], 256, args)
+    tokens = generate.complete(sampler, [[60], [61]], (256,), args)
     assert tokens == [[60, 65, 66], [61, 70, 71, 72]]
 
 

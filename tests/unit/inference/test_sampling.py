@@ -129,7 +129,7 @@ def test_a_new_token_costs_one_position(executor: PipelineExecutor, monkeypatch:
 
     monkeypatch.setattr(executor.model, "begin_extending", watched)
     text = Text([1, 2, 3, 4], torch.Generator(), 5)
-    sample(Sampler(executor, CPU), [text], lambda logits, _: int(logits.argmax()), None)
+    sample(Sampler(executor, CPU), [text], lambda logits, _: int(logits.argmax()), ())
     assert widths == [(3, False), *[(1, True)] * 5] and len(text.tokens) == 9
 
 
