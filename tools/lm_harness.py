@@ -33,12 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = resolve(args.load)
     config = read_run(folder, args.overrides, env.world_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+    begin = tokenizer.special.before_text(config.data.add_bos_token)
     with process.start() as here, torch.no_grad():
         import lm_eval
         from lm_eval.tasks import TaskManager
 
         executor = restore(config, tokenizer, folder, here)
-        model = as_lm(Harness(executor, tokenizer, here.device, args.batch_size))
+        model = as_lm(Harness(executor, tokenizer, here.device, args.batch_size, begin))
         tasks = TaskManager(include_path=str(args.include_path) if args.include_path else None)
         found = lm_eval.simple_evaluate(
             model, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit, task_manager=tasks

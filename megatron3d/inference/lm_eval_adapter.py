@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference.sampling import Choice, Sampler, Text, sample
@@ -25,12 +26,17 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Harness:
-    """Model that answers requests; every rank must make the same requests in the same order."""
+    """Model that answers requests; every rank must make the same requests in the same order.
+
+    Attributes:
+        begin: tokens before every text.
+    """
 
     executor: PipelineExecutor
     tokenizer: Tokenizer
     device: torch.device
     batch_size: int = 8
+    begin: tuple[int, ...] = ()
 
     @property
     def max_length(self) -> int:
@@ -65,14 +71,14 @@ class Harness:
 
     def _generate(self, prompt: str, ends: Sequence[str], choose: Choice, most: int) -> str:
         most = min(most, self.max_length - 1)
-        tokens = (self.tokenizer.encode(prompt) or [self._prefix()])[-(self.max_length - most) :]
+        tokens = (self._encode(prompt) or [self._prefix()])[-(self.max_length - most) :]
         text, start = Text(tokens, torch.Generator().manual_seed(0), most), len(tokens)
 
         def stop(_: int, __: int) -> None:
             new = self.tokenizer.decode(text.tokens[start:])
             text.is_done = text.is_done or any(end in new for end in ends)
 
-        sample(Sampler(self.executor, self.device), [text], choose, self.tokenizer.eod, stop)
+        sample(Sampler(self.executor, self.device), [text], choose, self.tokenizer.special.ends, stop)
         new = self.tokenizer.decode(text.tokens[start:])
         return new[: min((place for end in ends if end and (place := new.find(end)) >= 0), default=len(new))]
 
@@ -90,24 +96,30 @@ class Harness:
 
     def _prefix(self) -> int:
         """Return the token before a text without a context."""
-        if self.tokenizer.eod is None:
+        prefix = self.tokenizer.special.prefix
+        if prefix is None:
             raise UserError(
                 f"{type(self.tokenizer).__name__} has no token that ends a document, which would stand before a text "
                 "without a context; evaluate with a tokenizer that has one"
             )
-        return self.tokenizer.eod
+        return prefix
+
+    def _encode(self, text: str) -> list[int]:
+        return with_beginning(self.begin, self.tokenizer.encode(text))
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a pair; trailing spaces of the context move to the continuation, where most tokenizers put them."""
-        spaces = len(context) - len(context.rstrip())
-        if context.strip() and spaces:
-            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        """Encode a pair as lm_eval does: the context alone, and what the whole text has after as many tokens.
+
+        Trailing spaces of the context move to the continuation, where most tokenizers put them.
+        """
         if not context:
-            before, after = [self._prefix()], self.tokenizer.encode(continuation)
+            tokens = with_beginning([self._prefix()], self.tokenizer.encode(continuation))
+            before, after = tokens[:1], tokens[1:]
         else:
-            before = self.tokenizer.encode(context)
-            whole = self.tokenizer.encode(context + continuation)
-            before, after = whole[: len(before)], whole[len(before) :]
+            stripped = context.rstrip()
+            before, whole = self._encode(stripped), self._encode(context + continuation)
+            after = whole[len(before) :]
+            before = before or [self._prefix()]
         if not 0 < len(after) <= self.max_length:
             raise UserError(
                 f"continuation {continuation[:40]!r}: {len(after)} tokens, and the model sees 1 to {self.max_length}; "
@@ -117,7 +129,7 @@ class Harness:
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
         """Yield (context, labels): consecutive runs of labels, each after the longest context that fits."""
-        tokens = [self._prefix(), *self.tokenizer.encode(text)]
+        tokens = [self._prefix(), *self._encode(text)]  # a token that begins texts is scored too, as in lm_eval
         for first in range(1, len(tokens), self.max_length):
             labels = tokens[first : first + self.max_length]
             yield tokens[max(0, first + len(labels) - 1 - self.max_length) : first], labels

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, processors
 
-from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference import scoring
 from megatron3d.inference.lm_eval_adapter import Harness, as_lm
@@ -106,6 +112,67 @@ def test_log_likelihoods(harness: Harness) -> None:
     wanted = [plain_score(harness.executor, *pair) for pair in split]
     found = harness.log_likelihoods(pairs)
     assert all(close(Score(*got), other) for got, other in zip(found, wanted, strict=True))
+
+
+def merging_tokenizer(folder: Path, adds_bos: bool) -> Tokenizer:
+    """Return a tokenizer that merges a and b, and may put <s> before every text."""
+    vocab = {piece: i for i, piece in enumerate(("<s>", "</s>", "a", "b", "c", " ", "ab"))}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
+    library.add_special_tokens(["<s>", "</s>"])
+    if adds_bos:
+        library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    library.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>"} if adds_bos else {"eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return build_tokenizer("HuggingFaceTokenizer", str(folder))
+
+
+def lm_eval_pair(theirs: Any, context: str, continuation: str) -> Pair:
+    """Encode a pair as TemplateLM of lm_eval 0.4 does, with a tokenizer of transformers."""
+    prefix = theirs.eos_token_id if theirs.bos_token_id is None else theirs.bos_token_id
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = theirs.encode(text, add_special_tokens=not text.startswith(theirs.decode([prefix])))
+        return ids
+
+    if context == "":
+        ids = theirs.encode(continuation, add_special_tokens=False)
+        return ([prefix], ids) if ids[0] != prefix else (ids[:1], ids[1:])
+    spaces = len(context) - len(context.rstrip())
+    if spaces > 0:
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    whole, before = encode(context + continuation), encode(context)
+    return before, whole[len(before) :]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_pairs_are_encoded_as_in_lm_eval(harness: Harness, tmp_path: Path, adds_bos: bool) -> None:
+    ours = merging_tokenizer(tmp_path, adds_bos)
+    mine = Harness(harness.executor, ours, CPU, begin=ours.special.before_text(None))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for pair in (("ca", "bc"), ("c ", "ab"), ("", "ab"), ("c a  ", "b c"), ("ab", "c"), ("<s>c", "a"), ("", "<s>c")):
+        wanted = lm_eval_pair(theirs, *pair)
+        assert mine._encode_pair(*pair) == wanted, pair
+        got, score = mine.log_likelihoods([pair])[0], plain_score(harness.executor, *wanted)
+        assert close(Score(*got), score)
+    assert mine._encode_pair("  ", "c")[0] == [0 if adds_bos else 1]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_whole_texts_are_encoded_as_in_lm_eval(harness: Harness, tmp_path: Path, adds_bos: bool) -> None:
+    """The token that begins texts stands behind the prefix and is scored."""
+    ours = merging_tokenizer(tmp_path, adds_bos)
+    mine = Harness(harness.executor, ours, CPU, begin=ours.special.before_text(None))
+    ids = [0, 0, 4, 6] if adds_bos else [1, 4, 6]
+    wanted = plain_score(harness.executor, ids[:1], ids[1:]).log_prob
+    assert math.isclose(mine.rolling(["cab"])[0], wanted, rel_tol=1e-10)
+
+
+def test_generation_stops_at_any_end(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = harness.generate([("abc", {"max_gen_toks": 6})])
+    ends = replace(ByteTokenizer.special, ends=(256, text.encode()[0]))
+    monkeypatch.setattr(ByteTokenizer, "special", ends)
+    assert harness.generate([("abc", {"max_gen_toks": 6})]) == [""]
 
 
 def test_whole_texts(harness: Harness) -> None:
