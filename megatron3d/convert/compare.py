@@ -104,7 +104,9 @@ def compare_transformers(ours_BSV: Tensor, folder: Path, rounded: torch.dtype, t
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-    theirs = model.to(rounded).float().eval()(tokens_BS, use_cache=False).logits.double()
+    for stored in model.state_dict().values():  # not the rotary frequencies, which are computed and never rounded
+        stored.copy_(stored.to(rounded))
+    theirs = model.eval()(tokens_BS, use_cache=False).logits.double()
     return _agreement(f"transformers {transformers.__version__} in fp32", ours_BSV, theirs, TRANSFORMERS_TOLERANCE)
 
 
