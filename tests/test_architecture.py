@@ -260,7 +260,9 @@ def loads_torch(module: str) -> bool:
 LIBRARY_ATTRIBUTES = {
     "megatron3d.analysis.calibrate": {"grad"},
     "megatron3d.ops.main_grad": {"grad"},
-    "megatron3d.convert.tokenizer": {"pre_tokenizer", "decoder", "normalizer"},
+    "megatron3d.convert.tokenizer": {"post_processor"},
+    "megatron3d.convert.tokenizer_candidates": {"pre_tokenizer", "decoder"},
+    "megatron3d.convert.sentencepiece_pieces": {"pre_tokenizer", "decoder", "normalizer"},
     "megatron3d.data.preprocess.tokenizer_training": {"pre_tokenizer", "decoder"},
     "megatron3d.runtime.console": {"stdout", "stderr"},
     "megatron3d.model.compile": {"forward", "fail_on_recompile_limit_hit"},  # a layer runs its compiled forward

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron3d.convert.compare import has_transformers
 from megatron3d.convert.conversion import ConversionRequest, LogitsDiffer, from_hub, to_hub
 from megatron3d.convert.hub_weights import DTYPES
+from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.runtime.tool_main import run_tool
 
@@ -48,6 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the input's")
     parser.add_argument("--tokenizer-model", help="file of the tokenizer named by --tokenizer-type")
     parser.add_argument(
+        "--model-type", choices=MODEL_TYPES, help="with to-hf; default: the origin's, or the first that fits the model"
+    )
+    parser.add_argument(
         "--without-transformers",
         action="store_true",
         help="do not run transformers' own model, which is in memory whole; a plain forward of the files always runs",
@@ -73,6 +77,7 @@ def convert(args: argparse.Namespace) -> None:
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,
         with_transformers=not args.without_transformers,
+        model_type=args.model_type,
     )
     report = _DIRECTIONS[args.direction](request)
     for note in report.notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
     problems += dict.fromkeys(_unknown(entry) for entry in unknown)
     meant = {nearest_key(entry.section, entry.name) or "" for entry in unknown}
 
+    if (entry := known.get("data.tokenizer_model")) is not None:
+        known["data.tokenizer_model"] = _next_to(path, entry)
     config, invalid = _validated(known)
     problems += invalid.values()
     valid = {key: entry.origin for key, entry in known.items() if key not in invalid}
@@ -89,6 +92,16 @@ def _override_entries(overrides: Iterable[str], problems: list[str]) -> list[Ent
         except (ValueError, RecursionError) as error:
             problems.append(f"{text} ({COMMAND_LINE}): the value is not YAML ({error}); put it in quotes")
     return entries
+
+
+def _next_to(path: Path, entry: Entry) -> Entry:
+    """Return the entry with the path of a file next to the configuration, where its value is the name of one."""
+    name = entry.value
+    if entry.origin != COMMAND_LINE and isinstance(name, str) and Path(name).name == name:
+        with suppress(OSError):
+            if (path.parent / name).is_file():
+                return entry._replace(value=str(path.parent / name))
+    return entry
 
 
 def _unknown(entry: Entry) -> str:

@@ -22,7 +22,7 @@ def model_type_of(settings: HubConfig) -> str:
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json: model_type={_show(model_type)}: megatron3d has the models {' and '.join(MODEL_TYPES)}; "
+            f"config.json: model_type={_show(model_type)}: megatron3d has the models {', '.join(MODEL_TYPES)}; "
             "give a folder of one of these"
         )
     named = settings.get("architectures")
@@ -48,7 +48,7 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     problems += [*found, *_unknown(settings, hub_type)]
     UserError.collect(f"config.json: {problem}" for problem in problems)
     longest = values["max_position_embeddings"]
-    values |= {"family": model_type, "seq_length": longest if seq_length is None else seq_length}
+    values |= {"family": hub_type.family, "seq_length": longest if seq_length is None else seq_length}
     if isinstance(longest, int) and seq_length is not None and seq_length > longest:
         raise UserError(f"--seq-length {seq_length}: the model has {longest} positions; use at most {longest}")
     try:
@@ -59,20 +59,29 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
         ) from error
 
 
-def write_settings(arch: Architecture) -> tuple[str, dict[str, JsonValue], tuple[str, ...]]:
+def represents(model_type: str, arch: Architecture) -> bool:
+    """Return whether a model type computes what a model computes."""
+    return model_type in MODEL_TYPES and not any(_obstacles(arch, MODEL_TYPES[model_type]))
+
+
+def write_settings(arch: Architecture, wanted: str | None = None) -> tuple[str, dict[str, JsonValue], tuple[str, ...]]:
     """Return the model type, config.json without token ids and dtype, and notes on what it cannot represent.
 
-    Raises UserError where no model type computes the same, with the obstacles of the nearest one.
+    Raises UserError where the wanted model type (None: no model type) computes the same, with the obstacles of the
+    nearest one.
     """
-    obstacles = {name: list(_obstacles(arch, hub_type)) for name, hub_type in MODEL_TYPES.items()}
+    candidates = MODEL_TYPES if wanted is None else {wanted: MODEL_TYPES[wanted]}
+    obstacles = {name: list(_obstacles(arch, hub_type)) for name, hub_type in candidates.items()}
     model_type = min(obstacles, key=lambda name: len(obstacles[name]))
+    other = "--model-type allows another" if wanted else f"{model_type} being the nearest"
     UserError.collect(
-        f"model.{problem}; no model type of Hugging Face that is written ({', '.join(MODEL_TYPES)}) computes this "
-        f"model, {model_type} being the nearest; train a model without it to convert it"
+        f"model.{problem}; no model type of Hugging Face that is written ({', '.join(candidates)}) computes this "
+        f"model, {other}; train a model without it to convert it"
         for problem in obstacles[model_type]
     )
     hub_type = MODEL_TYPES[model_type]
     settings: dict[str, JsonValue] = {"model_type": model_type, "architectures": [hub_type.class_name]}
+    settings |= hub_type.constants
     for ours, key in hub_type.fields.items():
         settings |= dict.fromkeys(key.names, getattr(arch, ours))
     field, _, known = hub_type.activation
@@ -129,21 +138,23 @@ def _values(settings: HubConfig, hub_type: ModelType) -> tuple[dict[str, JsonVal
 def _unknown(settings: HubConfig, hub_type: ModelType) -> Iterator[str]:
     """Yield a sentence for each field that may describe another network."""
     known = {name for key in hub_type.fields.values() for name in key.names} | {hub_type.activation[0]} | METADATA
+    known |= {*hub_type.rules, *hub_type.constants}
+    for name, rule in hub_type.rules.items():
+        value = settings.get(name, rule.allowed[0] if rule.absent is None else rule.absent)
+        if not rule.allows(value):
+            works = " or ".join(map(_show, rule.allowed))
+            yield f"{name}={_show(value)}: {rule.why}; only {works} works"
     for name, value in settings.items():
-        rule = hub_type.rules.get(name)
-        if rule is not None:
-            if value not in rule.allowed:
-                works = " or ".join(map(_show, rule.allowed))
-                yield f"{name}={_show(value)}: {rule.why}; only {works} works"
-        elif name not in known and value is not None:
+        if name not in known and value is not None:
             yield f"{name}={_show(value)}: unknown here, so that it may mean another network; remove it if it does not"
 
 
 def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     """Yield the properties of a model that this type cannot represent."""
     for name, trait in hub_type.fixed.items():
-        if getattr(arch, name) != trait:
-            yield f"{name}={_show(getattr(arch, name))}: {hub_type.class_name} has {_show(trait)}"
+        value = getattr(arch, name)
+        if value != trait and (name, value) not in hub_type.as_zeros.items():
+            yield f"{name}={_show(value)}: {hub_type.class_name} has {_show(trait)}"
     known = tuple(dict.fromkeys(hub_type.activation[2].values()))
     if arch.activation not in known:
         yield f"activation={arch.activation}: {hub_type.class_name} has {' or '.join(known)}"
@@ -152,6 +163,10 @@ def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
 
 def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     """Yield a note for each value that config.json has no field for; these matter for further training only."""
+    for name, value in hub_type.as_zeros.items():
+        if getattr(arch, name) == value:
+            back = _show(hub_type.fixed[name])
+            yield f"model.{name}={_show(value)}: the tensors are written as zeros; a conversion back will say {back}"
     known_names = {
         *hub_type.fields,
         *hub_type.fixed,

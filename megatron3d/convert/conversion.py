@@ -25,17 +25,19 @@ from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
-from megatron3d.convert.config_json import HubConfig, model_type_of, read_settings, write_settings
+from megatron3d.convert.config_json import HubConfig, model_type_of, read_settings, represents, write_settings
 from megatron3d.convert.hub_weights import DTYPES, HubWeights
-from megatron3d.convert.output_files import output_folder, read_json, write_json
+from megatron3d.convert.output_files import output_folder, read_json, source_file, write_json
 from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
 from megatron3d.convert.tensor_names import FileTensor, file_tensors
-from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer
+from megatron3d.convert.tokenizer import GENERATION, export_tokenizer, id_value, import_tokenizer, keep_token_ids
+from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.checkpointing import LAYOUT_FIELDS, Meta, read_meta
 
+RECORD = "conversion.json"
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -47,6 +49,7 @@ class ConversionRequest:
         dtype: dtype of the written weights; None keeps that of the source.
         max_shard_bytes: largest safetensors file, for a conversion to Hugging Face.
         seq_length: sequence length of later training, for a conversion from Hugging Face.
+        model_type: model type that is written; None: that of the model's origin, or the first that computes the same.
     """
 
     source: Path
@@ -57,6 +60,7 @@ class ConversionRequest:
     tokenizer_type: str | None = None
     tokenizer_model: str | None = None
     with_transformers: bool = True
+    model_type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class LogitsDiffer(RuntimeError):
 
 def from_hub(request: ConversionRequest) -> ConversionReport:
     """Write a run's folder with the weights of a Hugging Face folder; raises UserError or LogitsDiffer."""
-    settings = read_json(request.source / "config.json")
+    settings = read_json(source_file(request.source, "config.json"))
     model = read_settings(settings, request.seq_length)
     assert model.vocab_size is not None, "config.json has a vocabulary"
     arch, model_type = resolve_architecture(model, model.vocab_size), model_type_of(settings)
@@ -88,6 +92,7 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
                 f"{request.source}: the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size="
                 f"{model.vocab_size}; name the model's own tokenizer with --tokenizer-type and --tokenizer-model"
             )
+        notes = keep_token_ids(settings, request.source, folder, tokenizer.vocab_size) if name else []
         plain = {key: value for key, value in asdict(arch).items() if key not in LAYOUT_FIELDS}
         meta = Meta(
             model=plain,
@@ -100,38 +105,54 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
         checkpoint = store.save(folder, 0, pieces, meta.model_dump(), _alone())
         stored = [request.dtype] if request.dtype else list(weights.dtypes)
         precision = _PRECISIONS[stored[0]] if len(stored) == 1 else "fp32"
-        data = DataConfig.model_validate(
-            {"tokenizer_type": kind, "tokenizer_model": str(request.target.absolute() / name) if name else None}
-        )
+        data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": name})
         train = Config().train.model_copy(update={"precision": precision})
         config = Config(model=model, train=train, data=data)
         write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
         agreements = _compare_logits(checkpoint, arch, settings, weights, request, request.source)
-        _write_record(folder, request, agreements, arch)
-    return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files",), agreements)
+        _write_record(folder, request, agreements, arch, model_type)
+    return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files", *notes), agreements)
 
 
 def to_hub(request: ConversionRequest) -> ConversionReport:
     """Write a Hugging Face folder with the weights of a checkpoint; raises UserError or LogitsDiffer."""
     checkpoint = store.resolve(request.source)
     arch = read_architecture(checkpoint)
-    model_type, settings, lost_notes = write_settings(arch)
+    origin = _origin(checkpoint)
+    wanted = request.model_type or (origin if represents(origin, arch) else None)
+    model_type, settings, lost_notes = write_settings(arch, wanted)
     table = file_tensors(arch, model_type)
     dtype = request.dtype or _stored_dtype(checkpoint, table)
     data = _data_section(request, checkpoint)
     with output_folder(request.target) as folder:
-        tokenizer, notes = export_tokenizer(data, folder, arch.max_position_embeddings)
-        ends: dict[str, JsonValue] = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
-        settings |= {**ends, "torch_dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+        write_json(folder / "config.json", settings)  # transformers wants it for the tokenizer too
+        tokenizer, notes = export_tokenizer(data, folder, arch.max_position_embeddings, request.with_transformers)
+        ids = _token_ids(tokenizer, folder)
+        settings |= {**ids, "torch_dtype": str(dtype).removeprefix("torch."), "use_cache": True}
         write_json(folder / "config.json", settings)
-        if not (folder / "generation_config.json").exists():
-            write_json(folder / "generation_config.json", ends)
+        if not (folder / GENERATION).exists():
+            write_json(folder / GENERATION, ids)
         shards = divide(table, dtype, request.max_shard_bytes)
         write_shards(folder, shards, dtype, _values(checkpoint, table, dtype))
         weights = HubWeights(folder, table, model_type, arch.tie_embeddings)
         agreements = _compare_logits(checkpoint, arch, settings, weights, request, folder)
-        _write_record(folder, request, agreements, arch)
+        _write_record(folder, request, agreements, arch, model_type)
     return ConversionReport((f"{len(table)} tensors into {len(shards)} files", *lost_notes, *notes), agreements)
+
+
+def _token_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, JsonValue]:
+    """Return the ids of special tokens for config.json."""
+    special, path = tokenizer.special, folder / GENERATION
+    pad = read_json(path).get("pad_token_id") if path.exists() else None
+    first = special.eod if special.bos is None else special.bos
+    ids: dict[str, JsonValue] = {"bos_token_id": first, "eos_token_id": id_value(special.ends)}
+    return ids if pad is None else {**ids, "pad_token_id": pad}
+
+
+def _origin(checkpoint: Path) -> str:
+    """Return the model type that a run's folder was converted from; empty if it was not."""
+    path = checkpoint.parent / RECORD
+    return str(read_json(path).get("model_type", "")) if path.is_file() else ""
 
 
 def _compare_logits(
@@ -196,9 +217,9 @@ def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -
 
 
 def _read(checkpoint: Path, run: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    joined = [torch.empty(tensor.joined_shape, dtype=dtype) for tensor in run]
+    joined = [torch.zeros(tensor.joined_shape, dtype=dtype) for tensor in run]
     pieces = []
-    for tensor, whole in zip(run, joined, strict=True):
+    for tensor, whole in ((each, whole) for each, whole in zip(run, joined, strict=True) if each.parts):
         parts = whole.split([shape[0] for _, shape in tensor.parts])
         for (name, shape), part in zip(tensor.parts, parts, strict=True):
             pieces.append(Piece(f"model.{name}", shape, tuple((0, size) for size in shape), part))
@@ -241,13 +262,18 @@ def _data_section(request: ConversionRequest, checkpoint: Path) -> DataConfig:
 
 
 def _write_record(
-    folder: Path, request: ConversionRequest, agreements: Sequence[LogitComparison], arch: Architecture
+    folder: Path,
+    request: ConversionRequest,
+    agreements: Sequence[LogitComparison],
+    arch: Architecture,
+    model_type: str,
 ) -> None:
     """Write the inputs and results of the comparison to conversion.json, so that it can be repeated."""
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
     compared = [asdict(agreement) for agreement in agreements]
-    source = {"source": str(request.source), "dtype": request.dtype and _PRECISIONS[request.dtype]}
-    write_json(folder / "conversion.json", {**source, "tokens": tokens.tolist(), "logits": compared})
+    dtype = request.dtype and _PRECISIONS[request.dtype]
+    source = {"source": str(request.source), "model_type": model_type, "dtype": dtype}
+    write_json(folder / RECORD, {**source, "tokens": tokens.tolist(), "logits": compared})
 
 
 def _origins(source: Path) -> dict[str, str]:

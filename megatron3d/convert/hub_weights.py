@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron3d.convert.output_files import source_file
 from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, strip_body_prefix
 from megatron3d.errors import UserError
 
@@ -98,16 +99,16 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 def find_files(folder: Path) -> tuple[Path, ...]:
     """Return the weight files of a folder; raises UserError where there are none, only pickles, or some are missing."""
-    if (folder / INDEX).is_file():
+    if source_file(folder, INDEX).is_file():
         names = sorted(set(_weight_map(folder / INDEX).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
+        missing = [name for name in names if not source_file(folder, name).is_file()]
         if missing:
             raise UserError(
                 f"{folder}: {len(missing)} of {len(names)} files that {INDEX} names are not there: "
                 f"{', '.join(missing[:MAX_PROBLEMS])}; copy or download them"
             )
         return tuple(folder / name for name in names)
-    if (folder / SINGLE).is_file():
+    if source_file(folder, SINGLE).is_file():
         return (folder / SINGLE,)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
@@ -122,7 +123,7 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     try:
         named = json.loads(path.read_bytes())["weight_map"]
         is_map = isinstance(named, dict) and all(isinstance(file, str) for file in named.values())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: no weight_map can be read ({error!r}); copy or download it again") from error
     if not is_map or not named or any(Path(file).name != file for file in named.values()):
         raise UserError(f"{path}: its weight_map is not from tensors to files next to it; copy or download it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,22 @@ def output_folder(target: Path) -> Iterator[Path]:
         ) from error
 
 
+def source_file(folder: Path, name: str) -> Path:
+    """Return a file of a Hugging Face folder, whether or not it is there.
+
+    Raises UserError where it is no regular file, or a link that leads out of the folder; links of the hub's cache,
+    which lead from `snapshots/REVISION` to `blobs`, are followed.
+    """
+    path, root = folder / name, Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(path))
+    homes = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    if not any(real.is_relative_to(home) for home in homes):
+        raise UserError(f"{path}: is a link to {real}, outside of the folder; copy that file here if it belongs here")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is no regular file; give a folder that save_pretrained wrote")
+    return path
+
+
 def read_json(path: Path) -> dict[str, JsonValue]:
     """Return the JSON object of a file; raises UserError where there is none."""
     try:
@@ -36,7 +53,7 @@ def read_json(path: Path) -> dict[str, JsonValue]:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); give a folder that save_pretrained wrote"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not JSON ({error}); copy or download it again") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: is not a JSON object; copy or download it again")

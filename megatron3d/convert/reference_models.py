@@ -1,7 +1,8 @@
 """Reference forward passes of Hugging Face models, as in their papers, from a file's tensors: slow, obvious, float64.
 
-GPT-2 (Radford et al. 2019) and Llama (Touvron et al. 2023, arXiv:2302.13971).  They have no code in common with our
-model or the table of names, so they test both; the tensors of one layer are in memory.
+GPT-2 (Radford et al. 2019), Llama (Touvron et al. 2023, arXiv:2302.13971), Mistral without a window (Jiang et al. 2023,
+arXiv:2310.06825) and Qwen3 (Yang et al. 2025, arXiv:2505.09388), which normalizes queries and keys.  They have no
+code in common with our model or the table of names, so they test both; the tensors of one layer are in memory.
 Letters: B sequences, S positions, H hidden, N heads, D features of a head, V vocabulary.
 """
 
@@ -81,12 +82,15 @@ def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
         return torch.cat((turned.real, turned.imag), dim=-1)
 
     x = F.embedding(tokens_BS, weights("model.embed_tokens.weight"))
+    norms_heads = hf.get("model_type") == "qwen3"
     in_attention, in_mlp = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
     for layer in range(_int(hf, "num_hidden_layers", 32)):
         name = f"model.layers.{layer}"
         y = norm(x, f"{name}.input_layernorm")
         parts = (linear(y, f"{name}.self_attn.{part}_proj", in_attention) for part in "qkv")
         q, k, v = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
+        if norms_heads:
+            q, k = norm(q, f"{name}.self_attn.q_norm"), norm(k, f"{name}.self_attn.k_norm")
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         x = x + linear(_causal(rotated(q), rotated(k), v), f"{name}.self_attn.o_proj", in_attention)
         y = norm(x, f"{name}.post_attention_layernorm")
@@ -96,9 +100,21 @@ def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     return norm(x, "model.norm") @ weights("model.embed_tokens.weight" if tied else "lm_head.weight").T
 
 
+def mistral_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
+    """Return the logits [B, S, V] of Mistral without a window."""
+    return llama_logits({"num_key_value_heads": 8, **hf}, weights, tokens_BS)
+
+
+def qwen3_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
+    """Return the logits [B, S, V] of Qwen3."""
+    return llama_logits({"num_key_value_heads": 32, "head_dim": 128, **hf}, weights, tokens_BS)
+
+
 REFERENCE_LOGITS: Mapping[str, Callable[[HubConfig, Weights, Tensor], Tensor]] = {
     "gpt2": gpt2_logits,
     "llama": llama_logits,
+    "mistral": mistral_logits,
+    "qwen3": qwen3_logits,
 }
 
 

@@ -43,21 +43,37 @@ _LLAMA = {
     "model.norm": ("final_norm",),
     "lm_head": ("head",),
 }
-_MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"gpt2": _GPT2, "llama": _LLAMA}
+_QWEN3 = {
+    "model.layers.{n}.self_attn.q_norm": ("layers.{n}.attention.q_norm",),
+    "model.layers.{n}.self_attn.k_norm": ("layers.{n}.attention.k_norm",),
+}
+_MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen3": {**_LLAMA, **_QWEN3},
+}
 TIED_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file: logical tensors with their shapes, concatenated along dim 0, then perhaps transposed."""
+    """A tensor of a file: logical tensors with their shapes, concatenated along dim 0, then perhaps transposed.
+
+    Attributes:
+        num_zeros: length of a vector of zeros, which has no parts: a bias that our model lacks.
+    """
 
     name: str
     parts: tuple[tuple[str, Shape], ...]
     is_transposed: bool
+    num_zeros: int = 0
 
     @property
     def joined_shape(self) -> Shape:
         """Shape before transposition."""
+        if not self.parts:
+            return (self.num_zeros,)
         return (sum(shape[0] for _, shape in self.parts), *self.parts[0][1][1:])
 
     @property
@@ -97,7 +113,7 @@ def _tensors(
 
 
 def _module(theirs: str, ours: tuple[str, ...], logical: Mapping[str, Shape]) -> Iterator[FileTensor]:
-    """Yield weight and bias of a module, if our model has them."""
+    """Yield weight and bias of a module, if our model has them; the bias of a Conv1D is zero if it has none."""
     is_conv, theirs = theirs.endswith("*"), theirs.rstrip("*")
     if ours[0] in logical:  # our bare parameter corresponds to a module in the Hugging Face model
         yield FileTensor(f"{theirs}.weight", ((ours[0], logical[ours[0]]),), is_transposed=False)
@@ -106,6 +122,9 @@ def _module(theirs: str, ours: tuple[str, ...], logical: Mapping[str, Shape]) ->
         if names[0] in logical:
             parts = tuple((name, logical[name]) for name in names)
             yield FileTensor(f"{theirs}.{suffix}", parts, is_conv and suffix == "weight")
+        elif is_conv:
+            num_zeros = sum(logical[f"{name}.weight"][0] for name in ours)
+            yield FileTensor(f"{theirs}.{suffix}", (), is_transposed=False, num_zeros=num_zeros)
 
 
 def strip_body_prefix(name: str, model_type: str) -> str:

@@ -1,36 +1,39 @@
-"""Convert tokenizer files between a run's folder and a Hugging Face folder, tested on a text before they are written.
+"""Convert tokenizer files between a run's folder and a Hugging Face folder, tested on texts before they are kept.
 
 SentencePiece's pieces become the Unigram or BPE model of the tokenizers library, bytes its byte-level alphabet,
-characters its word-level vocabulary; a conversion that encodes differently is not written, which is reported.
+characters its word-level vocabulary.  A SentencePiece model that encodes differently there is written under a name that
+transformers does not take for a kind of model that it knows, which is reported.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from pydantic import JsonValue
 
 from megatron3d.config.io_schema import DataConfig
-from megatron3d.convert.output_files import write_json
-from megatron3d.data.preprocess.tokenizer_training import END_OF_DOCUMENT
-from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
+from megatron3d.convert.output_files import read_json, source_file, write_json
+from megatron3d.convert.tokenizer_candidates import candidates
+from megatron3d.convert.tokenizer_probe import encodes_alike, transformers_encodes_alike
+from megatron3d.data.tokenizers.special_tokens import IDS, NAMES, SpecialTokens, token_ids
+from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 
 JSON, PIECES = "tokenizer.json", "tokenizer.model"
+# A SentencePiece model that no tokenizer.json equals; transformers would read PIECES as Llama's kind of model.
+BARE_PIECES = "sentencepiece.model"
 CHARACTERS = "characters.json"
-# Files that are copied with a tokenizer.json.
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-SAMPLE = (
-    "The quick brown fox, 1234567890 times;  two spaces,\ta tab\nand a new line.\n\n"
-    "    if x_1 != 'ä': return \"漢字 😀\"\n"
-    "Ünïcödé – naïve façade … ½ ≤ ∑; http://example.org/?q=a+b&c=%20 <b>bold</b> e=mc²\r\n"
-)
-_SPACE = "▁"
+GENERATION, SETTINGS = IDS[0], NAMES[0]
+# Files that are copied with a tokenizer.
+COMPANIONS = (*NAMES, "added_tokens.json", "chat_template.jinja", GENERATION)
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of tokenizer_config.json that hold for a converted tokenizer too.
+_KEPT = ("bos_token", "pad_token", "chat_template", "padding_side", "truncation_side", "model_max_length")
 
 
 def import_tokenizer(
@@ -38,134 +41,142 @@ def import_tokenizer(
 ) -> tuple[Tokenizer, str, str | None]:
     """Copy a folder's or the named tokenizer; return the tokenizer, its type, and the name of its file in `target`."""
     if tokenizer_type is None:
-        files = {"HuggingFaceTokenizer": source / JSON, "SentencePieceTokenizer": source / PIECES}
-        tokenizer_type = next((kind for kind, path in files.items() if path.is_file()), None)
-        if tokenizer_type is None:
-            raise UserError(
-                f"{source}: there is neither {JSON} nor {PIECES}; name the model's tokenizer with --tokenizer-type and "
-                "--tokenizer-model, or make them with save_pretrained of transformers' fast tokenizer"
-            )
-        tokenizer_model = str(files[tokenizer_type])
+        tokenizer_type, tokenizer_model = _find(source)
     tokenizer = build_tokenizer(tokenizer_type, tokenizer_model)
     if tokenizer_model is None:
         return tokenizer, tokenizer_type, None
     path = Path(tokenizer_model) / JSON if Path(tokenizer_model).is_dir() else Path(tokenizer_model)
-    name = {"HuggingFaceTokenizer": JSON, "CharTokenizer": CHARACTERS}.get(tokenizer_type, PIECES)
+    pieces = BARE_PIECES if path.name == BARE_PIECES else PIECES
+    name = {"HuggingFaceTokenizer": JSON, "CharTokenizer": CHARACTERS}.get(tokenizer_type, pieces)
     shutil.copyfile(path, target / name)
     copy_companions(path.parent, target)
     return tokenizer, tokenizer_type, name
 
 
+def _find(source: Path) -> tuple[str, str]:
+    """Return type and file of a folder's tokenizer; raises UserError where there is none, or a link leads out."""
+    for name in (*IDS, *COMPANIONS):
+        source_file(source, name)
+    kinds = {JSON: "HuggingFaceTokenizer", PIECES: "SentencePieceTokenizer", BARE_PIECES: "SentencePieceTokenizer"}
+    for name, kind in kinds.items():
+        if (path := source_file(source, name)).is_file():
+            return kind, str(path)
+    raise UserError(
+        f"{source}: there is neither {JSON} nor {PIECES}; name the model's tokenizer with --tokenizer-type and "
+        "--tokenizer-model, or make them with save_pretrained of transformers' fast tokenizer"
+    )
+
+
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the files that say how a tokenizer.json is used."""
-    for name in (*COMPANIONS, "generation_config.json"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    """Copy the files that say how a tokenizer is used."""
+    for name in COMPANIONS:
+        if (path := source_file(source, name)).is_file():
+            shutil.copyfile(path, target / name)
 
 
-def export_tokenizer(data: DataConfig, target: Path, max_positions: int) -> tuple[Tokenizer, list[str]]:
-    """Write the tokenizer's files; return the tokenizer, and a sentence for each that could not be written."""
+def keep_token_ids(settings: Mapping[str, Any], source: Path, target: Path, vocab_size: int) -> list[str]:
+    """Add the token ids of config.json to the target's generation_config.json where that names none.
+
+    Returns a sentence for each value with an id outside of the vocabulary, which can never occur.
+    """
+    path = target / GENERATION
+    held = read_json(path) if path.is_file() else {}
+    new: dict[str, JsonValue] = {}
+    notes = []
+    for key in ID_KEYS:
+        stated, ids = settings.get(key), token_ids(source / "config.json", settings, key, vocab_size)
+        if ids and held.get(key) is None:
+            new[key] = id_value(ids)
+        if stated is not None and set(ids) != set(stated if isinstance(stated, list) else [stated]):
+            notes.append(f"config.json: {key}={json.dumps(stated)}: not in the tokenizer's vocabulary of {vocab_size}")
+    if new:
+        write_json(path, held | new)
+    return notes
+
+
+def id_value(ids: Sequence[int]) -> JsonValue:
+    """Return token ids as config.json has them: null, a number or a list."""
+    return None if not ids else ids[0] if len(ids) == 1 else [*ids]
+
+
+def export_tokenizer(
+    data: DataConfig, target: Path, max_positions: int, with_transformers: bool = True
+) -> tuple[Tokenizer, list[str]]:
+    """Write the tokenizer's files; return the tokenizer, and a sentence for each that could not be written.
+
+    Args:
+        with_transformers: also require that transformers, where it is installed, encodes alike from the files.
+    """
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model)
+    path = Path(data.tokenizer_model or "")
     if data.tokenizer_type == "HuggingFaceTokenizer":
-        assert data.tokenizer_model is not None, "a tokenizer that was read has a file"
-        path = Path(data.tokenizer_model)
-        path = path / JSON if path.is_dir() else path
-        shutil.copyfile(path, target / JSON)
+        return tokenizer, _copy(path / JSON if path.is_dir() else path, tokenizer, data, target, max_positions)
+    if path.name == PIECES:
         copy_companions(path.parent, target)
-        converted = tokenizers.Tokenizer.from_file(str(path))
-    else:
-        if data.tokenizer_type == "SentencePieceTokenizer":
-            shutil.copyfile(str(data.tokenizer_model), target / PIECES)
-        found = next((made for made in _conversions(data) if _agree(tokenizer, made)), None)
-        if found is None:
-            return tokenizer, [f"{data.tokenizer_type} has no {JSON} that encodes alike; none was written"]
-        found.save(str(target / JSON))
-        converted = found
-    if not (target / COMPANIONS[0]).exists():
-        end = None if tokenizer.eod is None else converted.id_to_token(tokenizer.eod)
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": max_positions,
-            "clean_up_tokenization_spaces": False,
-        } | ({"eos_token": end} if end else {})
-        write_json(target / COMPANIONS[0], settings)
-    return tokenizer, []
+    stated = read_json(target / SETTINGS) if (target / SETTINGS).exists() else {}
+    for name in (*NAMES, "added_tokens.json"):  # of another class
+        (target / name).unlink(missing_ok=True)
+    begin = tokenizer.special.before_text(data.add_bos_token)
+    found, texts = candidates(data)
+    for made in found:
+        if encodes_alike(tokenizer, made, texts):
+            _add_template(made, begin)
+            made.save(str(target / JSON))
+            write_json(target / SETTINGS, _settings(made, tokenizer.special, begin, max_positions, stated))
+            if not with_transformers or transformers_encodes_alike(tokenizer, begin, target, texts):
+                if data.tokenizer_type == "SentencePieceTokenizer":
+                    shutil.copyfile(path, target / PIECES)
+                return tokenizer, []
+    for name in (JSON, SETTINGS):
+        (target / name).unlink(missing_ok=True)
+    note = f"{data.tokenizer_type} has no {JSON} that encodes alike; none was written"
+    if data.tokenizer_type != "SentencePieceTokenizer":
+        return tokenizer, [note]
+    shutil.copyfile(path, target / BARE_PIECES)
+    return tokenizer, [f"{note}; {BARE_PIECES} is for the sentencepiece package, not for transformers"]
 
 
-def _agree(ours: Tokenizer, theirs: tokenizers.Tokenizer) -> bool:
-    """Return whether both encode the sample alike, and decode it to the same text."""
-    text = ours.decode(range(ours.vocab_size)) if isinstance(ours, CharTokenizer) else SAMPLE
-    ids = ours.encode(text)
-    return bool(theirs.encode(text, add_special_tokens=False).ids == ids and theirs.decode(ids) == ours.decode(ids))
+def _copy(path: Path, tokenizer: Tokenizer, data: DataConfig, target: Path, max_positions: int) -> list[str]:
+    """Copy a tokenizer.json with the files next to it; return notes."""
+    shutil.copyfile(path, target / JSON)
+    if path.name == JSON:
+        copy_companions(path.parent, target)
+    special = tokenizer.special
+    if not (target / SETTINGS).exists():
+        made = tokenizers.Tokenizer.from_file(str(path))
+        write_json(target / SETTINGS, _settings(made, special, special.prepended, max_positions, {}))
+    if special.before_text(data.add_bos_token) == special.prepended:
+        return []
+    asked = json.dumps(data.add_bos_token)
+    return [f"data.add_bos_token={asked}: {JSON} declares otherwise, and is copied as it is"]
 
 
-def _conversions(data: DataConfig) -> Iterator[tokenizers.Tokenizer]:
-    """Yield candidates for an equal tokenizer, likeliest first; none for a type without a counterpart."""
-    yield from _CONVERSIONS.get(data.tokenizer_type, lambda _: iter(()))(data.tokenizer_model)
-
-
-def _bytes(_: str | None) -> Iterator[tokenizers.Tokenizer]:
-    """Yield the byte-level model whose token of each byte is the byte's number, as in our tokenizer."""
-    alphabet = {_byte_name(byte): byte for byte in range(256)}
-    made = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([END_OF_DOCUMENT])
-    assert made.token_to_id(END_OF_DOCUMENT) == ByteTokenizer.eod, "the end of a document follows the bytes"
-    yield made
-
-
-def _byte_name(byte: int) -> str:
-    """Return the character of a byte in byte-level models (Radford et al. 2019): itself, or one above 255."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    if byte in printable:
-        return chr(byte)
-    return chr(256 + sum(other not in printable for other in range(byte)))
-
-
-def _characters(path: str | None) -> Iterator[tokenizers.Tokenizer]:
-    characters = json.loads(Path(str(path)).read_bytes())
-    made = tokenizers.Tokenizer(models.WordLevel({c: place for place, c in enumerate(characters)}, unk_token=None))
-    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"(?m:[\s\S])"), "isolated")
-    made.decoder = decoders.Fuse()
-    yield made
-
-
-def _pieces(path: str | None) -> Iterator[tokenizers.Tokenizer]:
-    """Yield the pieces as a Unigram and as a BPE model, with a space before the text if SentencePiece adds one."""
-    model = sentencepiece.SentencePieceProcessor(model_file=path)
-    scored = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.vocab_size())]
-    falls_back = any(model.is_byte(i) for i in range(model.vocab_size()))
-    has_prefix = model.encode("a", out_type=str)[0].startswith(_SPACE)
-    special = [piece for i, (piece, _) in enumerate(scored) if model.is_control(i)]
-    unigram = models.Unigram(scored, unk_id=model.unk_id(), byte_fallback=falls_back)
-    unknown, vocab = model.id_to_piece(model.unk_id()), {piece: i for i, (piece, _) in enumerate(scored)}
-    bpe = models.BPE(vocab, _merges(scored), unk_token=unknown, fuse_unk=True, byte_fallback=falls_back)
-    for core in (unigram, bpe):
-        made = tokenizers.Tokenizer(core)
-        steps = [normalizers.Prepend(_SPACE)] if has_prefix else []
-        made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-        strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-        made.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+def _add_template(made: tokenizers.Tokenizer, begin: Sequence[int]) -> None:
+    """Put tokens before every text, by the post-processor of the tokenizers library."""
+    if begin:
+        names = [made.id_to_token(i) for i in begin]
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[*names, "$A"], pair=[*names, "$A", "$B"], special_tokens=list(zip(names, begin, strict=True))
         )
-        made.add_special_tokens(special)
-        yield made
 
 
-def _merges(scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Return every split of a piece into two pieces, those of the best pieces first, SentencePiece's merge order."""
-    ids = {piece: i for i, (piece, _) in enumerate(scored)}
-    splits = []
-    for piece, score in scored:
-        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = sorted((ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids)
-        splits += [(-score, place, left, right) for place, (_, _, left, right) in enumerate(known)]
-    return [(left, right) for _, _, left, right in sorted(splits, key=lambda split: split[:2])]
-
-
-_CONVERSIONS: Mapping[str, Callable[[str | None], Iterator[tokenizers.Tokenizer]]] = {
-    "ByteTokenizer": _bytes,
-    "CharTokenizer": _characters,
-    "SentencePieceTokenizer": _pieces,
-}
+def _settings(
+    made: tokenizers.Tokenizer,
+    special: SpecialTokens,
+    begin: Sequence[int],
+    max_positions: int,
+    stated: Mapping[str, JsonValue],
+) -> dict[str, JsonValue]:
+    """Return tokenizer_config.json; `stated` is that of the tokenizer's source."""
+    settings: dict[str, JsonValue] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_positions,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": bool(begin),
+    }
+    if begin:
+        settings["bos_token"] = made.id_to_token(begin[0])
+    if special.eod is not None:
+        settings["eos_token"] = made.id_to_token(special.eod)
+    return settings | {key: stated[key] for key in _KEPT if key in stated}

@@ -60,6 +60,13 @@ def llama_settings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@st.composite
+def other_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Return settings of a Mistral without a window, or of a Qwen3."""
+    hub = {**draw(llama_settings()), "model_type": draw(st.sampled_from(["mistral", "qwen3"])), "sliding_window": None}
+    return {name: value for name, value in hub.items() if name not in ("attention_bias", "mlp_bias")}
+
+
 GPT2 = {"model_type": "gpt2", "vocab_size": 37, "n_positions": 16, "n_embd": 15, "n_layer": 2, "n_head": 3}
 LLAMA = {
     "model_type": "llama",
@@ -71,6 +78,8 @@ LLAMA = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
+MISTRAL = {**LLAMA, "model_type": "mistral"}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 4}
 
 
 def write_hub(folder: Path, settings: dict[str, Any], seed: int = 0, max_shard_size: str = "5GB") -> Path:

@@ -17,14 +17,14 @@ from megatron3d.convert.model_types import METADATA, MODEL_TYPES
 from megatron3d.convert.tensor_names import file_tensors, logical_shapes
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture
-from tests.support.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings
+from tests.support.hub_models import GPT2, LLAMA, MISTRAL, QWEN3, gpt2_settings, llama_settings, other_settings
 
 
-@given(hub=gpt2_settings() | llama_settings())
+@given(hub=gpt2_settings() | llama_settings() | other_settings())
 def test_there_and_back(hub: dict[str, Any]) -> None:
     model = read_settings(hub)
     arch = resolve_architecture(model, model.vocab_size or 0)
-    model_type, written, notes = write_settings(arch)
+    model_type, written, notes = write_settings(arch, hub["model_type"])
     again = read_settings(written)
     assert (model_type, notes) == (hub["model_type"], ())
     assert resolve_architecture(again, again.vocab_size or 0) == arch
@@ -43,7 +43,10 @@ def test_every_field_of_transformers_has_its_place(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     said = transformers.AutoConfig.for_model(model_type).to_dict()
-    short, long = (read_settings(one) for one in ({"model_type": model_type}, {**said, "architectures": None}))
+    window = {"sliding_window": None}  # the default of mistral is a window, which is refused
+    short, long = (
+        read_settings({**one, **window}) for one in ({"model_type": model_type}, {**said, "architectures": None})
+    )
     assert resolve_architecture(short, 100) == resolve_architecture(long, 100)
 
 
@@ -71,7 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another model": (
         LLAMA,
         {"model_type": "mixtral"},
-        'model_type="mixtral": megatron3d has the models gpt2 and llama',
+        'model_type="mixtral": megatron3d has the models gpt2, llama, mistral, qwen3',
     ),
     "no model": (LLAMA, {"model_type": None}, "model_type=null"),
     "another task": (GPT2, {"architectures": ["GPT2ForSequenceClassification"]}, "only language models are converted"),
@@ -105,6 +108,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "scores by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "only false works"),
     "part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "quantized": (LLAMA, {"quantization_config": {"bits": 4}}, "convert the model before quantization"),
+    "a window by default": (MISTRAL, {}, "sliding_window=4096: every position attends to all earlier ones"),
+    "windows in some layers": (
+        QWEN3,
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        'layer_types=["full_attention", "sliding_attention"]: every position',
+    ),
+    "biases of queries": (QWEN3, {"attention_bias": True}, "attention_bias=true: this model type has no biases in"),
+    "pairs of neighbours": (LLAMA, {"rope_interleaved": True}, "rope_interleaved=true: channels i and i + size / 2"),
     "unknown": (LLAMA, {"logit_softcapping": 30.0}, "logit_softcapping=30.0: unknown here"),
     "a wrong type": (GPT2, {"n_layer": "twelve"}, 'n_layer="twelve": input should be a valid integer'),
     "nothing": (GPT2, {"n_head": 0}, "n_head=0: input should be greater than or equal to 1"),
@@ -118,6 +129,55 @@ def test_refused(name: str) -> None:
         read_settings({**settings, **change})
     (problem,) = raised.value.problems
     assert problem.startswith("config.json: ") and words in problem
+
+
+HARMLESS: dict[str, Any] = {
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "_num_labels": 1,
+    "max_length": 50,
+    "temperature": 0.6,
+    "top_p": 0.9,
+    "do_sample": True,
+    "is_decoder": False,
+}
+
+
+@pytest.mark.parametrize("settings", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_fields_that_do_not_change_the_network(settings: dict[str, Any], name: str) -> None:
+    assert read_settings({**settings, name: HARMLESS[name]}) == read_settings(settings)
+
+
+def test_windows_that_are_off() -> None:
+    off = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1}
+    full = {"layer_types": ["full_attention"] * 2}
+    assert read_settings({**QWEN3, **off, **full}) == read_settings(QWEN3)
+
+
+def test_a_model_type_is_chosen() -> None:
+    model = read_settings({**MISTRAL, "sliding_window": None})
+    arch = resolve_architecture(model, 37)
+    assert write_settings(arch)[0] == "llama"
+    model_type, written, _ = write_settings(arch, "mistral")
+    assert (model_type, written["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    assert resolve_architecture(read_settings(written), 37) == arch
+    with pytest.raises(UserError, match=r"Qwen3ForCausalLM has true; .*\(qwen3\) .*--model-type allows another"):
+        write_settings(arch, "qwen3")
+
+
+def test_gpt2_without_biases_has_zeros_there() -> None:
+    model = ModelConfig(family="gpt2", add_bias_linear=False, num_layers=1, hidden_size=24, vocab_size=40)
+    arch = resolve_architecture(model, 40)
+    model_type, _, notes = write_settings(arch)
+    zeros = [tensor for tensor in file_tensors(arch, model_type) if not tensor.parts]
+    assert [(tensor.name.removeprefix("transformer.h.0."), tensor.shape) for tensor in zeros] == [
+        ("attn.c_attn.bias", (72,)),
+        ("attn.c_proj.bias", (24,)),
+        ("mlp.c_fc.bias", (96,)),
+        ("mlp.c_proj.bias", (24,)),
+    ]
+    assert notes == ("model.add_bias_linear=false: the tensors are written as zeros; a conversion back will say true",)
 
 
 def test_all_problems_at_once() -> None:
@@ -136,7 +196,10 @@ def test_the_length_of_later_training() -> None:
 
 
 NOT_WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
-    "norms of queries": ({"qk_layernorm": True}, "model.qk_layernorm=true: LlamaForCausalLM has false"),
+    "norms of queries and biases": (
+        {"qk_layernorm": True, "add_bias_linear": True},
+        "model.qk_layernorm=true: LlamaForCausalLM has false",
+    ),
     "no positions": ({"position_embedding_type": "none"}, 'model.position_embedding_type="none"'),
     "ungated": ({"activation": "relu"}, "model.activation=relu: LlamaForCausalLM has swiglu or geglu"),
     "uneven groups": ({"num_query_groups": 3}, "model.num_query_groups=3: in llama it divides num_attention_heads"),
@@ -149,7 +212,7 @@ def test_not_written(name: str) -> None:
     change, words = NOT_WRITTEN[name]
     base = {"family": "llama", "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 40}
     with pytest.raises(UserError) as raised:
-        write_settings(resolve_architecture(ModelConfig.model_validate({**base, **change}), 40))
+        write_settings(resolve_architecture(ModelConfig.model_validate({**base, **change}), 40), "llama")
     (problem,) = raised.value.problems
     assert words in problem and "train a model without it" in problem
 
@@ -160,7 +223,7 @@ def test_what_only_training_knows_is_said() -> None:
     assert note.startswith("model.hidden_dropout=0.1 has no field in config.json")
 
 
-@given(hub=gpt2_settings() | llama_settings(), tied=st.booleans())
+@given(hub=gpt2_settings() | llama_settings() | other_settings(), tied=st.booleans())
 def test_the_tables_hold_every_tensor_once(hub: dict[str, Any], tied: bool) -> None:
     model = read_settings({**hub, "tie_word_embeddings": tied})
     arch: Architecture = resolve_architecture(model, model.vocab_size or 0)

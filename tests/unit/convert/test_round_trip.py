@@ -25,7 +25,16 @@ from megatron3d.convert.conversion import ConversionRequest, from_hub, read_arch
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.checkpointing import load_weights, save_state
 from megatron3d.train.state import TrainState, build_state, connect
-from tests.support.hub_models import GPT2, LLAMA, gpt2_settings, llama_settings, write_hub
+from tests.support.hub_models import (
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    QWEN3,
+    gpt2_settings,
+    llama_settings,
+    other_settings,
+    write_hub,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +67,7 @@ def hub_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 @few
-@given(hub=gpt2_settings() | llama_settings(), seed=st.integers(0, 9))
+@given(hub=gpt2_settings() | llama_settings() | other_settings(), seed=st.integers(0, 9))
 def test_from_hugging_face_and_back(hub: dict[str, Any], seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
@@ -77,6 +86,7 @@ def test_from_hugging_face_and_back(hub: dict[str, Any], seed: int) -> None:
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
         torch.testing.assert_close(hub_logits(here / "back", tokens), theirs)
+        assert json.loads((here / "back" / "config.json").read_text())["model_type"] == hub["model_type"]
 
 
 ours = st.fixed_dictionaries(
@@ -122,10 +132,17 @@ def test_to_hugging_face_and_back(
         assert read_architecture(store.resolve(here / "back")) == read_architecture(store.resolve(here / "run"))
 
 
-@pytest.mark.parametrize("hub", [GPT2, LLAMA], ids=["gpt2", "llama"])
+# Rotary frequencies that bf16 and fp16 do not represent, at positions where that matters.
+LONG = {"head_dim": 32, "max_position_embeddings": 64}
+HUBS = {"gpt2": GPT2, "llama": {**LLAMA, **LONG}, "mistral": {**MISTRAL, **LONG, "sliding_window": None}}
+HUBS["qwen3"] = {**QWEN3, **LONG}
+
+
+@pytest.mark.parametrize("model_type", HUBS)
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp64"])
-def test_data_types(hub: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_data_types(model_type: str, name: str, tmp_path: Path) -> None:
     """Weights are rounded to the requested dtype on import and keep it on export; transformers agrees."""
+    hub = HUBS[model_type]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
     write_hub(tmp_path / "hub", hub)
     report = from_hub(ConversionRequest(tmp_path / "hub", tmp_path / "run", dtype))
@@ -134,6 +151,31 @@ def test_data_types(hub: dict[str, Any], name: str, tmp_path: Path) -> None:
     to_hub(ConversionRequest(tmp_path / "run", tmp_path / "back"))
     before, after = hub_tensors(tmp_path / "hub"), hub_tensors(tmp_path / "back")
     assert all(torch.equal(value, before[tensor].to(dtype)) for tensor, value in after.items())
+
+
+def test_weights_are_rounded_on_export(tmp_path: Path) -> None:
+    """Rotary frequencies are computed in fp32 by both models, and no weights."""
+    from_hub(ConversionRequest(write_hub(tmp_path / "hub", HUBS["llama"]), tmp_path / "run"))
+    report = to_hub(ConversionRequest(tmp_path / "run", tmp_path / "back", torch.bfloat16))
+    assert [agreement.holds for agreement in report.agreements] == [True, True]
+
+
+def test_gpt2_without_biases(tmp_path: Path) -> None:
+    """A model without biases is exactly a GPT-2 whose biases are zero."""
+    shape = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 257, "seq_length": 16}
+    state = state_of(ModelConfig.model_validate({**shape, "family": "gpt2", "add_bias_linear": False}))
+    save_state(tmp_path / "run", state, {"tokenizer": "none"})
+    report = to_hub(ConversionRequest(tmp_path / "run", tmp_path / "hub", tokenizer_type="ByteTokenizer"))
+    assert [agreement.holds for agreement in report.agreements] == [True, True]
+    assert "the tensors are written as zeros; a conversion back will say true" in report.notes[1]
+    tokens = stored_inputs(257, 16)
+    torch.testing.assert_close(hub_logits(tmp_path / "hub", tokens), logits(state, tokens))
+    zeros = [
+        value for name, value in hub_tensors(tmp_path / "hub").items() if name.endswith(("c_attn.bias", "c_fc.bias"))
+    ]
+    assert len(zeros) == 4 and not any(value.any() for value in zeros)
+    back = from_hub(ConversionRequest(tmp_path / "hub", tmp_path / "back", tokenizer_type="ByteTokenizer"))
+    assert all(agreement.holds for agreement in back.agreements)
 
 
 def test_a_body_without_its_prefix(tmp_path: Path) -> None:

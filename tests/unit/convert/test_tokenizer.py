@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import sentencepiece
 import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.config.io_schema import DataConfig
-from megatron3d.convert import tokenizer as module
-from megatron3d.convert.tokenizer import SAMPLE, export_tokenizer, import_tokenizer
+from megatron3d.convert import sentencepiece_pieces
+from megatron3d.convert.sentencepiece_pieces import read_pieces
+from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer, keep_token_ids
+from megatron3d.convert.tokenizer_probe import SAMPLE, open_texts
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.errors import UserError
 from tests.support.hub_models import write_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -65,12 +72,140 @@ def test_every_text_is_encoded_alike(both: tuple[Tokenizer, Path], text: str) ->
 
 
 def test_what_would_encode_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_merges", lambda scored: [])
+    monkeypatch.setattr(sentencepiece_pieces, "_merges", lambda scored: [])
     data = made(tmp_path, "bpe")
     (tmp_path / "out").mkdir()
     _, notes = export_tokenizer(data, tmp_path / "out", 64)
-    assert notes == ["SentencePieceTokenizer has no tokenizer.json that encodes alike; none was written"]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.model"]
+    (note,) = notes
+    assert note.startswith("SentencePieceTokenizer has no tokenizer.json that encodes alike; none was written")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["sentencepiece.model"]
+    ours, kind, name = import_tokenizer(tmp_path / "out", tmp_path, None, None)
+    assert (kind, name) == ("SentencePieceTokenizer", "sentencepiece.model")
+    assert ours.fingerprint == build_tokenizer(kind, data.tokenizer_model).fingerprint
+
+
+IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+SYMBOLS = ["<sep>", "def", "def x", "  ", "\n", "a.b*"]
+FOREIGN: dict[str, tuple[dict[str, Any], bool]] = {
+    "spm_train's defaults": ({}, True),
+    "defaults, bpe": ({"model_type": "bpe"}, True),
+    "characters": ({"model_type": "char"}, True),
+    "case folding": ({"normalization_rule_name": "nmt_nfkc_cf"}, True),
+    "no prefix": ({"add_dummy_prefix": False, "model_type": "bpe", "byte_fallback": True}, True),
+    "symbols of the user, bpe": (
+        {"model_type": "bpe", "user_defined_symbols": SYMBOLS, "byte_fallback": True, **IDENTITY},
+        True,
+    ),
+    "symbols of the user, unigram": ({"user_defined_symbols": SYMBOLS, "byte_fallback": True, **IDENTITY}, True),
+    "spaces at the end of words": ({"treat_whitespace_as_suffix": True}, False),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_models_of_other_trainers(name: str, tmp_path: Path) -> None:
+    """What is written encodes alike, in transformers too; what cannot is not left under a name that is misread."""
+    options, converts = FOREIGN[name]
+    model = io.BytesIO()
+    lines = ((ROOT / "README.md").read_text() + SAMPLE).splitlines() * 2
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=600,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    (tmp_path / "their.model").write_bytes(model.getvalue())
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "their.model"))
+    ours, notes = export_tokenizer(data, tmp_path, 64)
+    assert (notes == []) == converts == (tmp_path / "tokenizer.model").exists()
+    assert (tmp_path / "sentencepiece.model").exists() != converts
+    if converts:
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+        pieces = read_pieces(model.getvalue())
+        for text in ("Hello <sep>  def x\tﬁ½ ", "<sep><0x9B>", *open_texts(pieces.surfaces[::-1], pieces.specials)):
+            assert theirs(text).input_ids == ours.encode(text), text
+
+
+def test_what_transformers_reads_differently_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: lambda text: SimpleNamespace(input_ids=[0])
+    )
+    (tmp_path / "out").mkdir()
+    _, notes = export_tokenizer(made(tmp_path, "bpe"), tmp_path / "out", 64)
+    assert len(notes) == 1 and [path.name for path in (tmp_path / "out").iterdir()] == ["sentencepiece.model"]
+
+
+def test_tokenizer_config_lets_generate_take_its_output(both: tuple[Tokenizer, Path]) -> None:
+    """transformers 4 also returns token_type_ids, which models refuse, unless model_input_names leaves them out."""
+    settings = json.loads((both[1] / "tokenizer_config.json").read_text())
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_add_bos_token_survives_both_ways(adds_bos: bool, tmp_path: Path) -> None:
+    """A tokenizer.json is copied, and a tokenizer.model converted."""
+    for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer"):
+        hub, run, back = (tmp_path / kind / name for name in ("hub", "run", "back"))
+        for folder in (hub, run, back):
+            folder.mkdir(parents=True)
+        names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
+        (hub / "tokenizer_config.json").write_text(json.dumps({**names, "add_bos_token": adds_bos}))
+        if kind == "SentencePieceTokenizer":
+            lines = (ROOT / "README.md").read_text().splitlines()
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines), model_prefix=str(hub / "tokenizer"), vocab_size=300, minloglevel=2
+            )
+        else:
+            write_tokenizer(hub)
+        tokenizer, _, name = import_tokenizer(hub, run, None, None)
+        data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": str(run / str(name))})
+        assert export_tokenizer(data, back, 64)[1] == []
+        assert json.loads((back / "tokenizer_config.json").read_text())["add_bos_token"] == adds_bos
+        again = import_tokenizer(back, tmp_path, None, None)[0]
+        assert again.special.prepended == tokenizer.special.prepended
+        if kind == "SentencePieceTokenizer":
+            assert tokenizer.special.prepended == ((1,) if adds_bos else ())
+            theirs = transformers.AutoTokenizer.from_pretrained(back, local_files_only=True)
+            assert theirs("a b").input_ids == [*tokenizer.special.prepended, *tokenizer.encode("a b")]
+
+
+def test_token_ids_of_config_json_are_kept(tmp_path: Path) -> None:
+    """In generation_config.json, unless that names others; ids outside of the vocabulary are reported."""
+    settings = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": -1}
+    notes = keep_token_ids(settings, tmp_path, tmp_path, 4)
+    assert notes == ["config.json: pad_token_id=-1: not in the tokenizer's vocabulary of 4"]
+    path = tmp_path / "generation_config.json"
+    assert json.loads(path.read_text()) == {"bos_token_id": 1, "eos_token_id": [2, 3]}
+    path.write_text('{"eos_token_id": 0, "temperature": 0.6}')
+    keep_token_ids(settings, tmp_path, tmp_path, 4)
+    assert json.loads(path.read_text()) == {"eos_token_id": 0, "temperature": 0.6, "bos_token_id": 1}
+
+
+LINKED = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_out_of_the_folder_are_not_followed(name: str, tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    write_tokenizer(hub)
+    (tmp_path / "secret").write_text("{}")
+    (hub / name).unlink(missing_ok=True)
+    (hub / name).symlink_to("../secret")
+    with pytest.raises(UserError, match=rf"hub/{name}: is a link to .*secret, outside of the folder"):
+        import_tokenizer(hub, tmp_path, None, None)
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    hub, blobs = tmp_path / "models--a" / "snapshots" / "1234", tmp_path / "models--a" / "blobs"
+    hub.mkdir(parents=True)
+    blobs.mkdir()
+    write_tokenizer(blobs)
+    (blobs / "tokenizer.json").rename(blobs / "abcd")
+    (hub / "tokenizer.json").symlink_to("../../blobs/abcd")
+    assert import_tokenizer(hub, tmp_path, None, None)[2] == "tokenizer.json"
 
 
 def test_a_hugging_face_tokenizer_keeps_its_files(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron3d.convert.tokenizer import SAMPLE
+from megatron3d.convert.tokenizer_probe import SAMPLE
 from megatron3d.data.corpus.blended import EvaluationWindows
 from megatron3d.data.corpus.samples import Split
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece

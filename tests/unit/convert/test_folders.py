@@ -1,0 +1,63 @@
+"""Fact: a converted folder keeps its token ids, can be moved, and holds no file from outside of its source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron3d.config.read import read_config
+from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
+from megatron3d.errors import UserError
+from tests.support.hub_models import LLAMA, write_hub
+
+IDS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]] = {
+    "config": ({"bos_token_id": 1, "eos_token_id": 2}, None, {"bos_token_id": 1, "eos_token_id": 2}),
+    "a list": ({"bos_token_id": 1, "eos_token_id": [2, 0]}, None, {"bos_token_id": 1, "eos_token_id": [2, 0]}),
+    "generation": ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": [3, 0]}, {"eos_token_id": [3, 0]}),
+    "padding": ({"eos_token_id": 2, "pad_token_id": 0}, None, {"eos_token_id": 2, "pad_token_id": 0}),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_token_ids_are_kept(name: str, tmp_path: Path) -> None:
+    config, generation, wanted = IDS[name]
+    hub = write_hub(tmp_path / "hub", LLAMA)
+    settings = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps({**settings, **config}))
+    (hub / "generation_config.json").unlink()
+    if generation is not None:
+        (hub / "generation_config.json").write_text(json.dumps(generation))
+    from_hub(ConversionRequest(hub, tmp_path / "run", with_transformers=False))
+    data = read_config(tmp_path / "run" / "config.yaml").config.data
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model)
+    ends = wanted["eos_token_id"]
+    assert tokenizer.special.ends == (tuple(ends) if isinstance(ends, list) else (ends,))
+    to_hub(ConversionRequest(tmp_path / "run", tmp_path / "back", with_transformers=False))
+    for file in ("config.json", "generation_config.json"):
+        said = json.loads((tmp_path / "back" / file).read_text())
+        assert {key: said.get(key) for key in wanted} == wanted
+
+
+def test_a_run_can_be_moved(tmp_path: Path) -> None:
+    """config.yaml names the tokenizer next to it, wherever that is."""
+    from_hub(ConversionRequest(write_hub(tmp_path / "hub", LLAMA), tmp_path / "run", with_transformers=False))
+    assert "tokenizer_model: tokenizer.json " in (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    data = read_config(tmp_path / "moved" / "config.yaml").config.data
+    assert data.tokenizer_model == str(tmp_path / "moved" / "tokenizer.json")
+    to_hub(ConversionRequest(tmp_path / "moved", tmp_path / "back", with_transformers=False))
+    typed = read_config(tmp_path / "moved" / "config.yaml", ["data.tokenizer_model=tokenizer.json"])
+    assert typed.config.data.tokenizer_model == "tokenizer.json"
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "generation_config.json"])
+def test_links_out_of_the_folder(file: str, tmp_path: Path) -> None:
+    hub = write_hub(tmp_path / "hub", LLAMA)
+    (hub / file).rename(tmp_path / "elsewhere")
+    (hub / file).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=rf"{file}: is a link to .*elsewhere, outside of the folder"):
+        from_hub(ConversionRequest(hub, tmp_path / "run"))
