@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import megatron3d.runtime.interrupt  # noqa: F401
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,13 +12,15 @@ from pydantic.fields import FieldInfo
 from megatron3d.config.read import expected
 from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import show
+from megatron3d.runtime.arguments import ToolParser
 from megatron3d.runtime.tool_main import run_tool
 
 HEAD = """# Configuration
 
 Every key, as the schema (`megatron3d/config/schema.py`) has it; `python tools/show_config.py` makes this page.  A YAML
 file has these sections; any key can be given on the command line as `section.key=value`.  An unknown key is an error,
-`--check` reports every problem at once, and `config.yaml` in a run's folder says where each value came from."""
+`--check` reports every problem at once, and `config.yaml` in a run's folder says where each value came from.  Numbers
+are at most 10^12, and sizes of models, batches and layouts at most those in `megatron3d/config/section.py`."""
 
 # Page about each key, by how the key begins.
 PAGES: Mapping[str, str] = {
@@ -45,7 +46,7 @@ PAGES: Mapping[str, str] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page of all keys."""
-    parser = argparse.ArgumentParser("show_config.py", description=__doc__.split(":")[0])
+    parser = ToolParser("show_config.py", description=__doc__.split(":")[0])
     return run_tool(lambda _: print(page()), parser, argv)
 
 

@@ -11,12 +11,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron3d.config.schema import Config
+from megatron3d.config.section import OutOfBounds
 from megatron3d.config.suggest import SECTIONS, nearest, nearest_key, one_of
 from megatron3d.config.yaml_origins import Entry, parse_value, read_document, show
 from megatron3d.errors import UserError
+from megatron3d.runtime.limits import shorten
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+# Problems of a file that are described; of the others only their number is.
+MAX_PROBLEMS = 50
 
 _KINDS: Mapping[type, str] = {
     str: "text",
@@ -61,20 +65,29 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
     """Read a file with overrides, and return problems instead of raising; the last override of a key wins."""
     problems: list[str] = []
     document = read_document(path, problems)
-    entries = [*(document or ()), *_override_entries(overrides, problems)]
+    entries = [entry for entry in document or () if not _is_empty_section(entry)]
+    entries += _override_entries(overrides, problems)
     known = {entry.key: entry for entry in entries if entry.name in SECTIONS.get(entry.section, ())}
-    unknown = [entry for entry in entries if entry.key not in known]
-    problems += dict.fromkeys(_unknown(entry) for entry in unknown)
-    meant = {nearest_key(entry.section, entry.name) or "" for entry in unknown}
+    unknown = [entry for entry in entries if entry.name not in SECTIONS.get(entry.section, ())]
+    described = unknown[:MAX_PROBLEMS]
+    problems += dict.fromkeys(map(_unknown, described))
+    meant = {nearest_key(entry.section, entry.name) or "" for entry in described}
 
     if (entry := known.get("data.tokenizer_model")) is not None:
         known["data.tokenizer_model"] = _next_to(path, entry)
     config, invalid = _validated(known)
     problems += invalid.values()
+    if more := max(len(problems) - MAX_PROBLEMS, 0) + len(unknown) - len(described):
+        problems[MAX_PROBLEMS:] = [f"{path}: {more} more problems; correct these first"]
     valid = {key: entry.origin for key, entry in known.items() if key not in invalid}
     origins = {f"{section}.{name}": DEFAULT for section, names in SECTIONS.items() for name in names} | valid
     unsure = frozenset(origins) if document is None else frozenset(origins) & (meant | set(invalid))
     return Reading(config, origins, tuple(problems), unsure)
+
+
+def _is_empty_section(entry: Entry) -> bool:
+    """Return whether an entry is a section of the schema without keys, as in `logging:`."""
+    return entry.section in SECTIONS and not entry.name and entry.value in (None, {})
 
 
 def _override_entries(overrides: Iterable[str], problems: list[str]) -> list[Entry]:
@@ -83,14 +96,13 @@ def _override_entries(overrides: Iterable[str], problems: list[str]) -> list[Ent
         key, equals, value = text.partition("=")
         section, _, name = key.strip().rpartition(".")
         if not equals or not name:
-            problems.append(
-                f"{text} ({COMMAND_LINE}): not of the form section.key=value; use for example train.train_iters=100"
-            )
+            where = f"{shorten(text)} ({COMMAND_LINE})"
+            problems.append(f"{where}: not of the form section.key=value; use for example train.train_iters=100")
             continue
         try:
             entries.append(Entry(section, name, parse_value(value), COMMAND_LINE))
         except (ValueError, RecursionError) as error:
-            problems.append(f"{text} ({COMMAND_LINE}): the value is not YAML ({error}); put it in quotes")
+            problems.append(f"{shorten(text)} ({COMMAND_LINE}): the value is not YAML ({error}); put it in quotes")
     return entries
 
 
@@ -106,15 +118,18 @@ def _next_to(path: Path, entry: Entry) -> Entry:
 
 def _unknown(entry: Entry) -> str:
     """Return the message for an entry whose section or key is not in the schema."""
-    where = f"{entry.key}={show(entry.value)} ({entry.origin})"
+    where = f"{shorten(entry.key)}={show(entry.value)} ({entry.origin})"
     likely = nearest_key(entry.section, entry.name) if entry.name else nearest_key("", entry.section)
+    section, dot, name = entry.section.rpartition(".")
+    if dot and not entry.name and name in SECTIONS.get(section, ()):
+        return f"{where}: the dot is for the command line; write {name} below {section}"
     if entry.key in SECTIONS:
         return f"{where}: a section, not a value; write its keys below it, such as {SECTIONS[entry.key][0]}"
     if entry.section in SECTIONS:
         return f"{where}: unknown key; use {likely or one_of(SECTIONS[entry.section])}"
     if entry.section and entry.name:
-        section = nearest(entry.section, SECTIONS) or one_of(SECTIONS)
-        return f"{where}: unknown section {entry.section}; use {likely or section}"
+        use = likely or nearest(entry.section, SECTIONS) or one_of(SECTIONS)
+        return f"{where}: unknown section {shorten(entry.section)}; use {use}"
     return f"{where}: a key without its section; use {likely or 'section.key with section ' + one_of(SECTIONS)}"
 
 
@@ -127,14 +142,17 @@ def _validated(known: Mapping[str, Entry]) -> tuple[Config, dict[str, str]]:
     try:
         return Config.model_validate(values), invalid
     except ValidationError as error:
-        for detail in error.errors():
-            section, name = str(detail["loc"][0]), str(detail["loc"][1])
+        last = {detail["loc"][:2]: detail for detail in error.errors()}  # each item of a list has one
+        for (section, name), detail in ((map(str, key), detail) for key, detail in last.items()):
             entry = known[f"{section}.{name}"]
             where = f"{entry.key}={show(entry.value)} ({entry.origin})"
+            values[section].pop(name, None)
+            if isinstance(problem := detail.get("ctx", {}).get("error"), OutOfBounds):
+                invalid[entry.key] = f"{where}: {problem}"
+                continue
             whole = detail["type"].endswith("_type") and len(detail["loc"]) == 2
             rule = f"{_KINDS.get(type(entry.value), 'this')} is not allowed" if whole else "not allowed"
             invalid[entry.key] = f"{where}: {rule}; use {expected(section, name, entry.value)}"
-            values[section].pop(name, None)
     return Config.model_validate(values), invalid
 
 

@@ -1,15 +1,54 @@
-"""Base of all sections of the configuration, and the types that several of them use."""
+"""Base of all sections of the configuration, its largest values, and the types that several sections use."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megatron3d.foreign_text import is_one_line
+from megatron3d.runtime.limits import MAX_NUMBER, MAX_RANKS, MAX_SEED
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+
+# Largest number of a key, far above every known model; MAX_NUMBER for the keys that are not here.
+LARGEST: Mapping[str, int] = {
+    "num_layers": 10_000,
+    "hidden_size": 10**6,
+    "ffn_hidden_size": 10**7,
+    "num_attention_heads": 10**5,
+    "num_query_groups": 10**5,
+    "kv_channels": 10**5,
+    "seq_length": 10**7,
+    "max_position_embeddings": 10**7,
+    "vocab_size": 10**8,
+    "make_vocab_size_divisible_by": 10**6,
+    "micro_batch_size": 10**6,
+    "global_batch_size": 10**6,
+    "tensor_model_parallel_size": MAX_RANKS,
+    "tensor_parallel_shape": MAX_RANKS,
+    "pipeline_model_parallel_size": MAX_RANKS,
+    "num_distributed_optimizer_instances": MAX_RANKS,
+    "profile_ranks": MAX_RANKS,
+    "virtual_pipeline_model_parallel_size": 10_000,
+    "tp_num_panels": 10_000,
+    "seed": MAX_SEED,
+    "distributed_timeout_minutes": 10**6,
+    "bucket_mb": 10**6,
+    "rollback_window": 10**6,
+    "straggler_steps": 10**6,
+    "stream_lanes": 10_000,
+    "stream_shuffle_rows": 10**9,
+    "goldfish_h": 10_000,
+}
+# Characters of a text, more than a path may have.
+MAX_TEXT = 4096
+
+
+class OutOfBounds(ValueError):
+    """A number or text beyond the limits of its key; the message is the rule and a change that works."""
 
 
 class Section(BaseModel):
@@ -22,8 +61,14 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _is_printable(cls, value: object) -> object:
-        for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and not is_one_line(text):
+    def _within_limits(cls, value: object, info: ValidationInfo) -> object:
+        """Return the value; raises ValueError for text that is not printable or too long, and for too large numbers."""
+        most = LARGEST.get(str(info.field_name), MAX_NUMBER)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, str) and not is_one_line(item):
                 raise ValueError("control characters")
+            if isinstance(item, str) and len(item) > MAX_TEXT:
+                raise OutOfBounds(f"{len(item)} characters; use at most {MAX_TEXT}")
+            if isinstance(item, int | float) and abs(item) > most:
+                raise OutOfBounds(f"more than {most}, the largest that is allowed; use {most} or less")
         return value

@@ -5,8 +5,10 @@ embedding | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 | head        12 layers of work when th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from megatron3d.model.architecture import Architecture
@@ -69,9 +71,18 @@ def divide(arch: Architecture, num_stages: int, owners: Sequence[int] | None = N
     def cost(stage: int) -> int:
         return counts[stage] * layer + head * (stage == num_stages - 1)
 
-    def load(rank: int) -> int:
-        return sum(cost(stage) for stage in range(num_stages) if owners[stage] == rank)
+    stages_of: dict[int, list[int]] = defaultdict(list)
+    for stage in range(num_stages):
+        stages_of[owners[stage]].append(stage)
 
+    def next_stage(rank: int) -> tuple[int, int, int]:
+        """Return the cost of a rank, the cost of its cheapest stage, and this stage, negative."""
+        return sum(map(cost, stages_of[rank])), *min((cost(stage), -stage) for stage in stages_of[rank])
+
+    ranks = [next_stage(rank) for rank in stages_of]
+    heapify(ranks)
     for _ in range(arch.num_layers - num_stages):
-        counts[min(range(num_stages), key=lambda stage: (load(owners[stage]), cost(stage), -stage))] += 1
+        stage = -ranks[0][2]
+        counts[stage] += 1
+        heapreplace(ranks, next_stage(owners[stage]))
     return tuple(counts)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, fields
 
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Action, ActionKind
+from megatron3d.runtime.limits import shorten
+
+# Costs that a person may give, so that ratios and sums of them stay exact enough.
+LEAST, MOST = 1e-6, 1e6
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,15 @@ def parse_costs(text: str) -> Costs:
     for part in text.split(","):
         name, _, number = (piece.strip() for piece in part.partition("="))
         if name not in names or name in values:
-            raise UserError(
-                f"costs {text}: {part!r} is not one of {', '.join(names)}, each once, as in F=1,B=2,comm=0.1"
-            )
+            rule = f"is not one of {', '.join(names)}, each once, as in F=1,B=2,comm=0.1"
+            raise UserError(f"costs {shorten(text)}: {shorten(part)!r} {rule}")
         try:
             values[name] = float(number)
         except ValueError as error:
-            raise UserError(f"costs {text}: {part!r} is no number; use {name}=1") from error
+            raise UserError(f"costs {shorten(text)}: {shorten(part)!r} is no number; use {name}=1") from error
+    UserError.collect(
+        f"cost {name}={value:g}: must be {LEAST:g} to {MOST:g}; use another unit of time"
+        for name, value in values.items()
+        if value > MOST or 0 < value < LEAST
+    )
     return Costs(**values)

@@ -28,6 +28,8 @@ class ActionKind(str, Enum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE_GRAD"
 
+    __hash__ = str.__hash__  # enum's own is a function in Python, and a simulation hashes each action a dozen times
+
 
 COMPUTATIONS = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)

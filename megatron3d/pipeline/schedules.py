@@ -11,7 +11,7 @@ by a pattern for more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from megatron3d.errors import UserError
 from megatron3d.pipeline.action_costs import UNIT_COSTS, Costs
 from megatron3d.pipeline.actions import Action, ActionKind, RankOfStage, Schedule, rank_in_loop, rank_in_v
 from megatron3d.pipeline.validate import read_schedule
+from megatron3d.runtime.limits import MAX_SCHEDULE_SIZE
 
 F, B = ActionKind.F, ActionKind.B
 I, W = ActionKind.I, ActionKind.W  # noqa: E741
@@ -101,7 +102,7 @@ def zb_2p(p: int, m: int, costs: Costs) -> Schedule:
 
     def rank(r: int) -> tuple[Action, ...]:
         warmup = min(round((p - 1 - r) * round_trip / costs.F), 2 * p - 1)
-        return _split_backward(r, m, warmup=warmup, delay=round(r * round_trip / costs.W))
+        return _split_backward(r, m, warmup=warmup, delay=round(min(r * round_trip / costs.W, m)))
 
     return tuple(map(rank, range(p)))
 
@@ -160,14 +161,25 @@ def schedule_problems(name: str, p: int, m: int, v: int | None = None) -> list[s
         return [f"schedule {name}: there is none of this name; use {', '.join((*SCHEDULES, FROM_FILE))}"]
     counts = (("ranks p", p), ("microbatches m", m), ("virtual stages per rank v", 1 if v is None else v))
     found = [f"schedule {name}: the number of {what}={n} must be at least 1; use 1" for what, n in counts if n < 1]
-    if found or name == FROM_FILE or v is None:
+    if found or name == FROM_FILE:
         return found
     entry, low = SCHEDULES[name], SCHEDULES[name].min_virtual
-    if entry.supports(v):
-        return []
+    virtual = low if v is None else v
+    if entry.supports(virtual):
+        return list(size_problems(name, p, m, virtual))
+    assert v is not None, "a schedule supports its own minimum"
     takes = f"v={low}" if entry.max_virtual == low else f"v={low} or more"
     others = " or ".join(schedules_with(v))
     return [f"schedule {name}: takes {takes} virtual stages per rank, not v={v}; use v={low}, or {others}"]
+
+
+def size_problems(name: str, p: int, m: int, v: int) -> Iterator[str]:
+    """Yield a message if a schedule has more than `MAX_SCHEDULE_SIZE` forwards; warm-ups are for up to 2p of them."""
+    if p * v * max(m, 2 * p) > MAX_SCHEDULE_SIZE:
+        yield (
+            f"schedule {name}: {p} ranks x {v} stages x max({m} microbatches, 2 x {p} ranks) are more than "
+            f"{MAX_SCHEDULE_SIZE} actions; use fewer microbatches or ranks"
+        )
 
 
 def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs = UNIT_COSTS) -> Schedule:

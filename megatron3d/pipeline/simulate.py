@@ -93,17 +93,19 @@ def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: 
     ready: dict[Action, float] = {}
     position, free_at = [0] * len(schedule), [0.0] * len(schedule)
 
-    def waits_for(rank: int) -> Action | None:
+    def waits_for(rank: int) -> Action:
         needed = dependencies(schedule[rank][position[rank]], len(owners))
-        return next((action for action in needed if action not in ready), None)
+        return next(action for action in needed if action not in ready)
 
     pending = [rank for rank, actions in enumerate(schedule) if actions]
     while pending:
         before = sum(position)
         for rank in pending:
-            while position[rank] < len(schedule[rank]) and waits_for(rank) is None:
+            while position[rank] < len(schedule[rank]):
                 action = schedule[rank][position[rank]]
                 inputs = dependencies(action, len(owners))
+                if any(needed not in ready for needed in inputs):
+                    break
                 start = max([free_at[rank], *(ready[i] + hop * (owners[i.stage] != rank) for i in inputs)])
                 free_at[rank] = start + duration(action)
                 ready |= dict.fromkeys(completed_by(action), free_at[rank])
@@ -111,7 +113,7 @@ def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: 
                 yield Span(rank, action, start, free_at[rank])
         pending = [rank for rank in pending if position[rank] < len(schedule[rank])]
         if pending and sum(position) == before:
-            raise Deadlock(tuple((rank, position[rank], waits) for rank in pending if (waits := waits_for(rank))))
+            raise Deadlock(tuple((rank, position[rank], waits_for(rank)) for rank in pending))
 
 
 def num_virtual_stages(schedule: Schedule) -> int:

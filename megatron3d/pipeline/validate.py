@@ -13,8 +13,11 @@ from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule, completed_by, parse_action
 from megatron3d.pipeline.simulate import Deadlock, iterate_spans
 from megatron3d.runtime.files import write_text
+from megatron3d.runtime.limits import MAX_SCHEDULE_SIZE, read_limited
 
 MAX_PROBLEMS = 10
+# Three actions of 20 characters for each forward of the largest schedule.
+MAX_SCHEDULE_BYTES = 60 * MAX_SCHEDULE_SIZE
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -23,8 +26,8 @@ def read_schedule(path: Path) -> Schedule:
     Raises UserError with the file, the rank and the cell where the file cannot be read or the schedule cannot run.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
+        text = read_limited(path, MAX_SCHEDULE_BYTES).decode("utf-8-sig")
+        rows = list(csv.reader(io.StringIO(text, newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read: {error}; give a CSV with a row of actions per rank") from error
     while rows and not any(cell.strip() for cell in rows[-1]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron3d.config.section import LARGEST
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, plain
 from megatron3d.config.yaml_origins import show
@@ -13,6 +14,7 @@ from megatron3d.model.stages import divide
 from megatron3d.pipeline.actions import stage_to_rank
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, num_microbatches, schedules_with
 from megatron3d.pipeline.validate import read_schedule
+from megatron3d.runtime.limits import shorten
 
 SCHEDULE, FILE_KEY = "parallel.pipeline_schedule", "parallel.pipeline_schedule_file"
 RANKS, VIRTUAL = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size"
@@ -44,11 +46,12 @@ def pipeline_problems(facts: Facts) -> Iterator[str]:
             f"{entry.min_virtual}, or pipeline_schedule {one_of(schedules_with(virtual))}"
         )
         return
-    where = facts.spec.stage_owners
-    if parallel.pipeline_model_parallel_layout is not None:
-        yield from layout_problems(facts, where)
-    elif len(where) > facts.config.model.num_layers:
+    layout = parallel.pipeline_model_parallel_layout
+    num_stages = parallel.pipeline_model_parallel_size * facts.spec.num_virtual_stages
+    if num_stages > (LARGEST["num_layers"] if layout is not None else facts.config.model.num_layers):
         yield _too_many_stages(facts)
+    elif layout is not None:
+        yield from layout_problems(facts, facts.spec.stage_owners)
 
 
 def _too_many_stages(facts: Facts) -> str:
@@ -65,7 +68,8 @@ def _too_many_stages(facts: Facts) -> str:
         fits = SCHEDULES[name].supports(fewer)
         change = f"{VIRTUAL} {fewer}" if fits else f"{SCHEDULE} {one_of(schedules_with(1))}"
         remedies.append(change.removeprefix("parallel."))
-    remedies.append(f"model.num_layers {ranks * virtual} or more")
+    if ranks * virtual <= LARGEST["num_layers"] or not remedies:
+        remedies.append(f"model.num_layers {ranks * virtual} or more")
     product = f"{ranks} rank{'s' * (ranks > 1)} x {virtual} stages = {ranks * virtual}"
     stages = f"{ranks} stages are" if virtual == 1 else f"{product} are"
     return f"{facts.named(RANKS)}: {stages} more than model.num_layers={layers}; use {', or '.join(remedies)}"
@@ -84,17 +88,16 @@ def layout_problems(facts: Facts, where: Sequence[int]) -> Iterator[str]:
         )
         return
     example = show(_example(facts, where, between))
+    holders = {owner for owner, count in zip(where, layout, strict=False) if count}
     if len(layout) != len(where):
         many = f"{len(layout)} number{'s' * (len(layout) != 1)} for {len(where)} stage{'s' * (len(where) != 1)}"
         without = ", or leave it out" if layers >= len(where) else ""
         yield f"{facts.named(LAYOUT)}: {many} that hold model.num_layers={layers}; use for example {example}{without}"
     elif sum(layout) != layers:
-        total = " = ".join(dict.fromkeys(("+".join(map(str, layout)), str(sum(layout)))))
+        total = " = ".join(dict.fromkeys((shorten("+".join(map(str, layout))), str(sum(layout)))))
         yield f"{facts.named(LAYOUT)}: {total} is not model.num_layers={layers}; use for example {example}"
-    elif empty := [
-        rank for rank in between if not any(n for n, owner in zip(layout, where, strict=True) if owner == rank)
-    ]:
-        ranks = f"rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))}"
+    elif empty := [rank for rank in between if rank not in holders]:
+        ranks = shorten(f"rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))}")
         yield f"{facts.named(LAYOUT)}: {ranks} of the pipeline would hold no parameter; use for example {example}"
 
 
@@ -103,8 +106,9 @@ def _example(facts: Facts, where: Sequence[int], between: Sequence[int]) -> tupl
     layers = facts.config.model.num_layers
     if layers >= len(where):
         return divide(facts.arch, len(where), where)
-    needed = [where.index(rank) for rank in between]
-    chosen = [*needed, *(stage for stage in range(len(where)) if stage not in needed)][:layers]
+    first = {rank: stage for stage, rank in reversed(list(enumerate(where)))}
+    needed = dict.fromkeys(first[rank] for rank in between)
+    chosen = {*list(needed | dict.fromkeys(range(len(where))))[:layers]}
     return tuple(int(stage in chosen) for stage in range(len(where)))
 
 

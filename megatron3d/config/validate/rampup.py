@@ -9,6 +9,7 @@ from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, near_divisors, plain
 
 BATCH, LENGTH = "train.rampup_batch_size", "train.seq_length_warmup"
+MAX_STEPS = 10_000
 ENDS = {BATCH: "train.global_batch_size", LENGTH: "model.seq_length"}
 
 
@@ -17,7 +18,12 @@ def ramp_problems(facts: Facts) -> Iterator[str]:
     batches = facts.spec.batches
     for key, ramp in ((BATCH, batches.size), (LENGTH, batches.length)):
         way, end = ramp.end - ramp.start, plain(facts.config, ENDS[key])
-        if way < 0:
+        if way // ramp.increment > MAX_STEPS:
+            yield (
+                f"{facts.named(key)}: {way // ramp.increment} steps of {ramp.increment} to {end}, more than "
+                f"{MAX_STEPS}; use steps of {-(-way // MAX_STEPS)} or more"
+            )
+        elif way < 0:
             yield f"{facts.named(key)}: starts above {end}; use a start of 1 to {ramp.end}"
         elif way % ramp.increment:
             yield (

@@ -19,7 +19,10 @@ from megatron3d.config.validate.tensor_parallel import (
     form_problems,
     token_problems,
 )
+from megatron3d.model.flops import num_parameters
+from megatron3d.pipeline.schedules import size_problems as pipeline_sizes
 
+MAX_PARAMETERS, MAX_TOKENS, MAX_SCORES = 10**15, 10**9, 10**17
 # Value of train.recompute_granularity that each key belongs to.
 RECOMPUTE_KEYS = {
     "recompute_modules": "selective",
@@ -38,7 +41,15 @@ def check(
 
 def value_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems that do not depend on the arrangement of ranks."""
-    rules = model_problems, schedule_problems, ramp_problems, data_problems, precision_problems, unused_problems
+    rules = (
+        model_problems,
+        size_problems,
+        schedule_problems,
+        ramp_problems,
+        data_problems,
+        precision_problems,
+        unused_problems,
+    )
     for rule in (*rules, logging_problems):
         yield from rule(facts)
 
@@ -128,6 +139,23 @@ def unused_problems(facts: Facts) -> Iterator[str]:
             yield f"{where}: not used with {granularity}; use {wanted}, or leave {key} out"
 
 
+def size_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per product of sizes that no machine holds, and for which 64-bit arithmetic would not hold."""
+    model, arch, rows = facts.config.model, facts.arch, facts.config.train.micro_batch_size
+    tokens = rows * model.seq_length
+    if (parameters := num_parameters(arch)) > MAX_PARAMETERS:
+        yield (
+            f"{facts.named('model.hidden_size')}: the model has {parameters:.3g} parameters, more than "
+            f"{MAX_PARAMETERS:.0e}; use a smaller model"
+        )
+    scores = tokens * model.seq_length * model.num_attention_heads
+    if tokens > MAX_TOKENS or scores > MAX_SCORES:
+        yield (
+            f"{facts.named('train.micro_batch_size')}: a microbatch of {tokens} tokens with {scores:.3g} attention "
+            f"scores in a layer, more than {MAX_TOKENS} or {MAX_SCORES:.0e}; use 1, or a smaller model.seq_length"
+        )
+
+
 def batch_problems(facts: Facts) -> Iterator[str]:
     """Check world_size = TP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
     config, sizes = facts.config, facts.spec.sizes
@@ -154,4 +182,8 @@ def batch_problems(facts: Facts) -> Iterator[str]:
             f"parallel {data} x a whole number of microbatches ({batch} / {step} = {batch / step:.4g}); "
             f"use {one_of(near_multiples(step, batch))}"
         )
+    elif not facts.spec.has_schedule_file:
+        sizes_of_schedule = (sizes.pipeline, batch // step, facts.spec.num_virtual_stages)
+        for problem in pipeline_sizes(config.parallel.pipeline_schedule, *sizes_of_schedule):
+            yield f"{facts.named('train.global_batch_size')}: {problem}"
     yield from ramp_batch_problems(facts, step)
