@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import Resolved, read
 from megatron3d.config.report import batch_arithmetic, render
@@ -19,7 +19,9 @@ from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import layout_problems, value_problems
 from megatron3d.errors import UserError
 from megatron3d.model.flops import num_parameters
+from megatron3d.runtime.arguments import whole
 from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.runtime.limits import MAX_RANKS
 
 # Keys from which other model sizes are derived, which the tensor axes must divide.
 _SHAPE = frozenset({"model.family", "model.activation", "model.hidden_size", "model.num_attention_heads"})
@@ -43,7 +45,7 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
 
     Exits with code 2 on anything else.
     """
-    parser = argparse.ArgumentParser(program, description="Pretrain a GPT in any parallel layout.", allow_abbrev=False)
+    parser = ConfigParser(program, "Pretrain a GPT in any parallel layout.")
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="a YAML file, such as those in configs/"
     )
@@ -53,7 +55,7 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
     )
     parser.add_argument(
         "--world-size",
-        type=_positive,
+        type=whole(1, MAX_RANKS),
         metavar="N",
         help="check or dry-run for N processes of another machine; missing files are reported, not refused",
     )
@@ -69,10 +71,8 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
         metavar="FILE",
         help="dry run only: plot memory by kind over the step (.svg, .png, .pdf)",
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace those in the file"
-    )
-    typed = parser.parse_intermixed_args(argv)
+    parser.add_overrides("values that replace those in the file")
+    typed = parser.parse_args(argv)
     if typed.world_size and not (typed.check or typed.dry_run):
         parser.error(
             "--world-size needs --check or --dry-run; a launcher (torchrun, srun) sets the number of processes"
@@ -85,13 +85,6 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
         parser.error("--picture needs --dry-run")
     overrides = tuple(typed.overrides)
     return Arguments(typed.config, overrides, typed.check, typed.world_size, typed.dry_run, typed.ranks, typed.picture)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(f"{text} is below 1")
-    return number
 
 
 def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: bool = False) -> Resolved:

@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.cli import resolve
 from megatron3d.config.read import read_config
 from megatron3d.errors import UserError
@@ -25,7 +26,9 @@ from megatron3d.launch.requeue import (
     start_iterations,
 )
 from megatron3d.runtime import process
+from megatron3d.runtime.arguments import whole
 from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.runtime.limits import MAX_RANKS
 
 
 def main() -> int:
@@ -71,16 +74,14 @@ def after(typed: argparse.Namespace) -> int:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse `WHEN [--code N] [--before-limit] --config FILE [section.key=value ...]`."""
-    parser = argparse.ArgumentParser(
-        "megatron3d.launch", description="Checks around the ranks of a SLURM job.", allow_abbrev=False
-    )
+    parser = ConfigParser("megatron3d.launch", "Checks around the ranks of a SLURM job.")
     parser.add_argument("when", choices=("before", "after"))
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--world-size", type=int, default=1, help="ranks of the job")
-    parser.add_argument("--code", type=int, help="exit code of the ranks")
+    parser.add_argument("--world-size", type=whole(1, MAX_RANKS), default=1, help="ranks of the job")
+    parser.add_argument("--code", type=whole(0, 255), help="exit code of the ranks")
     parser.add_argument("--before-limit", action="store_true", help="SLURM has warned of the time limit")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_intermixed_args(argv)
+    parser.add_overrides("values that replace those in the file")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
