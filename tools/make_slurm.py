@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.analysis.cost_model.hardware import Cluster, load_cluster
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.cli import resolve
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
 from megatron3d.launch.requeue import run_folder
 from megatron3d.launch.script import CONTAINERS, JobSettings, Options, fill_template, options
+from megatron3d.runtime.arguments import positive, whole
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.runtime.limits import MAX_RANKS
+from megatron3d.runtime.tool_main import run_tool
 
 TEMPLATE = Path(__file__).parents[1] / "scripts" / "slurm" / "pretrain.sbatch"
 
@@ -77,7 +80,7 @@ def container(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="make_slurm", description=(__doc__ or "").partition("\n")[0])
+    parser = ConfigParser("make_slurm", (__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add(
         "--config",
@@ -87,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="configuration; saves to and loads from one folder",
     )
     add("--cluster", required=True, metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path")
-    add("--nodes", type=positive, required=True, metavar="N")
+    add("--nodes", type=whole(1, MAX_RANKS), required=True, metavar="N")
     add("--time", default="24:00:00", metavar="LIMIT", help="time limit of each launch; default: %(default)s")
     add(
         "--warn",
@@ -110,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--output", type=Path, metavar="FILE", help="default: the configuration's name with .sbatch")
     add("--dry-run", action="store_true", help="print the script instead")
-    add("overrides", nargs="*", metavar="section.key=value")
+    parser.add_overrides("values that replace those in the file")
     return run_tool(make, parser, argv)
 
 

@@ -6,13 +6,17 @@ The lines from the first #SBATCH to `END` are generated; the rest, the commands 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.limits import shorten
 
 END = "# End of settings."
 FIRST = "#SBATCH"
+# A variable that bash expands, and nothing else: `${NAME:-$(command)}` or `$((NAME))` would run commands.
+VARIABLE = r"(\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\}))"
 # Options of sbatch by name without the dashes; None for an option without a value.
 Options = Mapping[str, str | int | None]
 
@@ -46,6 +50,8 @@ class JobSettings:
         container: words before the program in each srun.
         arguments: arguments of pretrain_gpt.py.
         remarks: comments at the top.
+
+    Raises UserError where a line would not be one line of the script, or an option not one of sbatch.
     """
 
     options: Options = field(default_factory=options)
@@ -55,17 +61,54 @@ class JobSettings:
     arguments: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        UserError.collect(problem for name, value in self.options.items() for problem in _option_problems(name, value))
+        UserError.collect(
+            f"{escaped(line)}: a control character in a line of the job script; use another name"
+            for line in self.lines()
+            if _has_control(line)
+        )
+
     def lines(self) -> Iterator[str]:
         """Yield the generated lines."""
         yield from (f"# {remark}" for remark in self.remarks)
         yield from (
-            f"{FIRST} --{name}" + ("" if value is None else f"={value}") for name, value in self.options.items()
+            f"{FIRST} --{name}" + ("" if value is None else f"={_option_value(str(value))}")
+            for name, value in self.options.items()
         )
         yield from self.setup
         yield from (
             f"{name}=({' '.join(map(quoted, getattr(self, name)))})" for name in ("python", "container", "arguments")
         )
         yield END
+
+
+def _option_problems(name: str, value: str | int | None) -> Iterator[str]:
+    if re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name) is None:
+        yield f"--sbatch {escaped(name)}: not the name of an option of sbatch; use for example account=me"
+    elif value is not None and re.search(r"""["'\\]""", _unquoted(str(value))):
+        yield f"--sbatch {name}={escaped(str(value))}: sbatch has no escape of quotes and backslashes; leave them out"
+
+
+def _option_value(text: str) -> str:
+    """Return the value of an option as one word of a line that sbatch reads."""
+    text = _unquoted(text)
+    return f'"{text}"' if re.search(r"[\s#]", text) else text
+
+
+def _unquoted(text: str) -> str:
+    """Return a text without the quotes around it."""
+    return text[1:-1] if re.fullmatch(r"""(["']).*\1""", text) else text
+
+
+def _has_control(text: str) -> bool:
+    """Return whether a text has a line break, another control character, or half of a surrogate pair."""
+    return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
+
+
+def escaped(text: str) -> str:
+    """Return a text with its control characters as Python writes them, shortened."""
+    return shorten("".join(character if not _has_control(character) else ascii(character)[1:-1] for character in text))
 
 
 def fill_template(template: str, settings: JobSettings) -> str:
@@ -76,17 +119,17 @@ def fill_template(template: str, settings: JobSettings) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return `text` as one word of bash in which variables are still expanded when the job runs."""
-    if re.fullmatch(r"[\w@%+=:,./-]+", text):
+    """Return `text` as one word of bash in which only `$NAME` and `${NAME}` are expanded when the job runs."""
+    if re.fullmatch(r"[\w@%+=:,./-]+", text, re.ASCII):
         return text
-    return '"' + re.sub(r'([\\"`])', r"\\\1", text) + '"'
+    return '"' + re.sub(rf'{VARIABLE}|[\\"`$]', lambda found: found[1] or f"\\{found[0]}", text) + '"'
 
 
 def seconds(time: str) -> int:
     """Return the seconds of a SLURM time: m, m:s, h:m:s or d-h[:m[:s]]."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    found = re.fullmatch(r"(?:([0-9]{1,6})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?", time)
     if found is None:
-        raise UserError(f"--time {time}: not a SLURM time; use for example 90, 24:00:00 or 2-12:00:00")
+        raise UserError(f"--time {escaped(time)}: not a SLURM time; use for example 90, 24:00:00 or 2-12:00:00")
     days, *rest = found.groups()
     parts = [int(part) for part in rest if part is not None]
     units = (3600, 60, 1) if days is not None or len(parts) == 3 else (60, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -72,12 +73,128 @@ def test_arguments_and_containers_are_what_bash_reads(kind: str, capsys: pytest.
     assert any("/me/a b.sif" in each for each in container) and any("/data" in each for each in container)
 
 
-@settings(max_examples=10)
-@given(st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters="$"), min_size=1)))
-def test_any_word_stays_one_word(words: list[str]) -> None:
-    typed = f"printf '%s\\n' {' '.join(map(quoted, words))}" if words else "true"
-    read = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=True)
-    assert read.stdout == "".join(f"{text}\n" for text in words)
+SHELL = [
+    "$(touch X)",
+    "`touch X`",
+    "${x:-$(touch X)}",
+    "$((a[$(touch X)]))",
+    "$[a[$(touch X)]]",
+    "${!x@P}",
+    "$'a'",
+    "$1",
+]
+SHELL += ["$x[$(touch X)]", "${x[$(touch X)]}", "\\$(touch X)", '"$(touch X)"', "'$(touch X)'", ";touch X", "a&touch X"]
+SHELL += [">X", "<(touch X)", "!touch", "$", "$$", "\\", "~", "*", "{a,b}", "# a", "a b", "$x", "${x}", "é²"]
+
+
+WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters="$")) | st.sampled_from(SHELL)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(WORDS, min_size=1))
+def test_any_word_stays_one_word_in_which_only_variables_are_expanded(words: list[str]) -> None:
+    typed = f"printf '%s\\n' {' '.join(map(quoted, words))}"
+    environ = {"PATH": os.environ["PATH"], "x": "a$(touch X)"}
+    read = subprocess.run(["bash", "-c", typed], env=environ, capture_output=True, text=True, check=True)
+    expanded = [text.replace("${x}", "$x").replace("$x", environ["x"]) for text in words]
+    assert read.stdout == "".join(f"{text}\n" for text in expanded)
+
+
+STUB = """#!/bin/bash
+for word; do printf '%s\\0' "$word"; done >>"$RECORD"
+case "$*" in *pretrain_gpt.py*) exit 2 ;; *" after "*) exit 1 ;; esac
+"""
+
+
+def job_arguments(folder: Path, script: str) -> list[list[str]]:
+    """Run a job with stubs for srun and scontrol; return the arguments of the program in each of its three steps."""
+    for name in ("srun", "scontrol"):
+        (folder / name).write_text(STUB)
+        (folder / name).chmod(0o755)
+    (folder / "job.sbatch").write_text(script)
+    record = folder / "record"
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(record), "HOME": "/me", "SLURM_JOB_ID": "1"}
+    environ |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "8"}
+    done = subprocess.run(["bash", "job.sbatch"], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    words = record.read_text().split("\0")
+    begins = [index for index, word in enumerate(words) if word == "--config"]
+    return [words[begin:] for begin in begins]
+
+
+@pytest.mark.parametrize("text", SHELL)
+def test_no_name_runs_a_command_in_a_job(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "configs" / f"{text.replace('/', '')}.yaml"
+    config.parent.mkdir()
+    config.write_text((ROOT / "configs/gpt2-124m.yaml").read_text())
+    override = f"logging.wandb_name=run {text}"
+    typed = ["--config", str(config), "--cluster", "selene", "--nodes", "1", "--sbatch", "job-name=a", override]
+    typed += ["logging.wandb_project=p", "--container", "apptainer", "--image", f"{text}.sif", "--mount", f"/{text}"]
+    code = make_slurm.main([*typed, "--dry-run"])
+    said = capsys.readouterr()
+    if code == 2:  # the override is not YAML
+        assert "logging.wandb_name" in said.err
+        return
+    steps = job_arguments(tmp_path, said.out)
+    assert len(steps) == 3 and not list(tmp_path.rglob("X"))
+    for words in steps:
+        assert words[0] == "--config"
+        if "x" not in text:
+            assert words[:3] == ["--config", str(config), override]
+
+
+@pytest.mark.parametrize("mark", ["\n", "\r", "\x1b", "\x85", "\u2028"])
+@pytest.mark.parametrize("place", ["--config", "--image", "--mount", "--sbatch", "--setup", "--cluster", "override"])
+def test_a_control_character_is_refused_anywhere(
+    mark: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = f"a{mark}touch X"
+    config, cluster = tmp_path / f"{bad if place == '--config' else 'a'}.yaml", tmp_path / "mine.yaml"
+    config.write_text((ROOT / "configs/gpt2-124m.yaml").read_text())
+    name = json.dumps(bad) if place == "--cluster" else "Selene"
+    cluster.write_text((CLUSTERS / "selene.yaml").read_text().replace("name: Selene", f"name: {name}"))
+    typed = ["--config", str(config), "--cluster", str(cluster), "--nodes", "1", "--dry-run", "--container", "pyxis"]
+    values = {"--sbatch": f"comment={bad}", "--image": bad, "--mount": bad, "--setup": bad}
+    typed += ["--image", "a", *([place, values[place]] if place in values else [])]
+    typed += ["logging.wandb_project=p", f'logging.wandb_name="{bad}"'] if place == "override" else []
+    assert make_slurm.main(typed) == 2
+    said = capsys.readouterr()
+    assert not said.out and len(said.err) < 1000
+
+
+@pytest.mark.parametrize(
+    ("option", "written"),
+    [
+        ("comment=a b", '#SBATCH --comment="a b"'),
+        ('comment="a b"', '#SBATCH --comment="a b"'),
+        ("comment=#1", '#SBATCH --comment="#1"'),
+        ("exclusive", "#SBATCH --exclusive"),
+    ],
+)
+def test_a_value_of_sbatch_is_one_word(option: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert written in shown(capsys, *BASE, "--sbatch", option).splitlines()
+
+
+@pytest.mark.parametrize("option", ['a"b', 'comment=a"b', "comment=a\\", "a b=c", "", "=x", "é"])
+def test_what_is_no_option_of_sbatch_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_slurm.main([*BASE, "--sbatch", option]) == 2
+    assert "--sbatch" in capsys.readouterr().err
+
+
+def test_overrides_and_options_come_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "train.seed=3", *BASE, "train.train_iters=5")
+    assert "arguments=(--config configs/gpt3-175b.yaml train.seed=3 train.train_iters=5)" in text
+    with pytest.raises(SystemExit):
+        make_slurm.main([*BASE, "--lr", "1e-3"])
+    assert "--lr: no option of this program; use optimizer.lr=1e-3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shards", ["a[$(touch X)]", "08", "0", "-1", "1.5", "", "9" * 30])
+def test_preprocessing_counts_its_shards_only_in_digits(shards: str, tmp_path: Path) -> None:
+    typed = ["bash", str(ROOT / "scripts/slurm/preprocess.sbatch"), shards, "prefix"]
+    done = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "SHARDS is a whole number" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
