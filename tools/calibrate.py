@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.analysis.cost_model.hardware import FOLDER, load_accelerator, load_cluster
+from megatron3d.runtime.arguments import ToolParser, real
 from megatron3d.runtime.tool_main import run_tool
 
 
@@ -29,11 +30,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="calibrate", description=(__doc__ or "").partition("\n")[0])
+    parser = ToolParser(prog="calibrate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--output-dir", type=Path, default=FOLDER, metavar="DIR", help="default: the package's hardware/"
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement (default: 1)")
+    parser.add_argument("--seconds", type=real(0.001, 3600), default=1.0, help="for each measurement (default: 1)")
     return run_tool(run, parser, argv)
 
 

@@ -32,6 +32,7 @@ from megatron3d.errors import UserError
 from megatron3d.foreign_text import one_line
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
+from megatron3d.runtime.arguments import ToolParser, whole
 from megatron3d.runtime.exit_codes import ExitCode
 
 EXIT_DIFFERENT = 1
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command and its folders."""
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         "checkpoint.py", description="Inspect, verify, compare and average checkpoints.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -55,16 +56,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("--tensors", action="store_true", help="list every tensor")
     every = commands.add_parser("verify", help="verify every byte with its checksum")
     every.add_argument("load", type=Path, nargs="+")
-    every.add_argument("--workers", type=int, default=4, help="number of files read in parallel")
+    every.add_argument("--workers", type=whole(1, 1000), default=4, help="number of files read in parallel")
     two = commands.add_parser("diff", help="print the differences between two checkpoints")
     two.add_argument("load", type=Path, nargs=2)
     many = commands.add_parser("average", help="save the mean of the weights of several checkpoints")
     many.add_argument("load", type=Path, nargs="+")
     many.add_argument("--save", type=Path, required=True, help="folder of the new run")
-    args = parser.parse_args(argv)
-    if args.command == "verify" and args.workers < 1:
-        parser.error("--workers must be at least 1")
-    return args
+    return parser.parse_args(argv)
 
 
 def show(args: argparse.Namespace) -> int:

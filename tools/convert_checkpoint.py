@@ -19,6 +19,8 @@ from megatron3d.convert.conversion import ConversionRequest, LogitsDiffer, from_
 from megatron3d.convert.hub_weights import DTYPES
 from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
+from megatron3d.runtime.arguments import ToolParser, whole
+from megatron3d.runtime.limits import shorten
 from megatron3d.runtime.tool_main import run_tool
 
 _DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub}
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser: two directions with one set of options."""
-    parser = argparse.ArgumentParser("convert_checkpoint.py", description=__doc__.split(":")[0], allow_abbrev=False)
+    parser = ToolParser("convert_checkpoint.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("direction", choices=_DIRECTIONS)
     parser.add_argument("--input", type=Path, required=True, help="a Hugging Face folder; or a run, or its checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
@@ -45,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-shard-size", type=_size, default="5GB", help="of a safetensors file, such as 500MB; with to-hf"
     )
-    parser.add_argument("--seq-length", type=int, help="of later training; with from-hf; default: the model's longest")
+    parser.add_argument(
+        "--seq-length", type=whole(1, 10**7), help="of later training; with from-hf; default: the model's longest"
+    )
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the input's")
     parser.add_argument("--tokenizer-model", help="file of the tokenizer named by --tokenizer-type")
     parser.add_argument(
@@ -60,9 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"([0-9]+) ?(KB|MB|GB)", text.upper())
+    found = re.fullmatch(r"([0-9]{1,9}) ?(KB|MB|GB)", text.upper())
     if found is None or int(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{shorten(text)!r} is not a size such as 500MB or 5GB")
     return int(found[1]) * _UNITS[found[2]]
 
 

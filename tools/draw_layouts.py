@@ -16,8 +16,10 @@ from pathlib import Path
 
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.runtime.arguments import ToolParser, whole
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.runtime.limits import MAX_RANKS
+from megatron3d.runtime.tool_main import run_tool
 from megatron3d.viz.data_flows import data_flows_picture
 from megatron3d.viz.layouts import layout_picture
 from megatron3d.viz.schedules import schedules_picture
@@ -79,11 +81,13 @@ def draw(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="draw_layouts", description=(__doc__ or "").partition("\n")[0])
+    parser = ToolParser(prog="draw_layouts", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mode", choices=MODES, help="default: every picture of the documentation")
     parser.add_argument("--form", help="default: the mode's first")
-    parser.add_argument("--shape", type=positive, nargs="+", metavar="N", help=f"default: {NUM_RANKS} ranks")
-    parser.add_argument("--rank", type=int, default=RANK, help="the coloured rank; default: %(default)s")
+    parser.add_argument("--shape", type=whole(1, MAX_RANKS), nargs="+", metavar="N", help=f"default: {NUM_RANKS} ranks")
+    parser.add_argument(
+        "--rank", type=whole(0, MAX_RANKS), default=RANK, help="the coloured rank; default: %(default)s"
+    )
     parser.add_argument("--output", type=Path, required=True, help="a file; without --mode a folder")
     return run_tool(draw, parser, argv)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.blended import EvaluationWindows
@@ -27,6 +28,7 @@ from megatron3d.errors import UserError
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.runtime import process
+from megatron3d.runtime.arguments import positive, whole
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.step import StepSettings
@@ -52,21 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `--load RUN [--split NAME] ... [section.key=value ...]`."""
-    parser = argparse.ArgumentParser("evaluate.py", description=__doc__.split(":")[0], allow_abbrev=False)
+    parser = ConfigParser("evaluate.py", __doc__.split(":")[0])
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
     parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
-    parser.add_argument("--samples", type=int, help="only this many windows from the start; default: all")
+    parser.add_argument("--samples", type=positive, help="only this many windows from the start; default: all")
     parser.add_argument(
-        "--micro-batch-size", type=int, help="sequences at a time; default: as few as the layout allows"
+        "--micro-batch-size", type=whole(1, 10**6), help="sequences at a time; default: as few as the layout allows"
     )
     parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="such as data.data_path=PREFIX for another corpus"
-    )
-    args = parser.parse_intermixed_args(argv)
-    if min(args.samples or 1, args.micro_batch_size or 1) < 1 or 0 in (args.samples, args.micro_batch_size):
-        parser.error("--samples and --micro-batch-size must be at least 1")
-    return args
+    parser.add_overrides("such as data.data_path=PREFIX for another corpus")
+    return parser.parse_args(argv)
 
 
 def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | None) -> EvaluationWindows:

@@ -17,13 +17,16 @@ from typing import TextIO
 
 import torch
 
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.inference.sampling import Choice, Sampler, Text, sample
 from megatron3d.runtime import process
+from megatron3d.runtime.arguments import real, whole
 from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.runtime.limits import MAX_SEED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,21 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `--load RUN [--prompt TEXT] ... [section.key=value ...]`."""
-    parser = argparse.ArgumentParser("generate.py", description="Sample text from a checkpoint.", allow_abbrev=False)
+    parser = ConfigParser("generate.py", "Sample text from a checkpoint.")
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="several make a line of JSON each; default: a new line")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line; a line of JSON for each")
     source.add_argument("--interactive", action="store_true", help="go on after each line; an empty one starts over")
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all")
-    parser.add_argument("--seed", type=int, default=1234, help="of the first prompt; the next one has the next")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on the run's configuration")
-    args = parser.parse_intermixed_args(argv)
-    if args.max_new_tokens < 0 or args.temperature < 0 or args.top_k < 0:
-        parser.error("--max-new-tokens, --temperature and --top-k must be at least 0")
-    return args
+    parser.add_argument("--max-new-tokens", type=whole(0, 10**7), default=100)
+    parser.add_argument("--temperature", type=real(0, 1000), default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=whole(), default=0, help="sample from the k likeliest tokens; 0: from all")
+    parser.add_argument(
+        "--seed", type=whole(0, MAX_SEED), default=1234, help="of the first prompt; the next one has the next"
+    )
+    parser.add_overrides("on the run's configuration")
+    return parser.parse_args(argv)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

@@ -26,7 +26,9 @@ from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.foreign_text import one_line
-from megatron3d.runtime.tool_main import positive, run_tool, spinner
+from megatron3d.runtime.arguments import ToolParser, positive, whole
+from megatron3d.runtime.limits import MAX_NUMBER
+from megatron3d.runtime.tool_main import run_tool, spinner
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
@@ -127,10 +129,12 @@ def decoded(data: IndexedDataset, tokenizer: Tokenizer, ids: Sequence[int]) -> s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="inspect_dataset", description=__doc__.partition("\n")[0])
+    parser = ToolParser(prog="inspect_dataset", description=__doc__.partition("\n")[0])
     parser.add_argument("prefix", nargs="+", type=Path, help="prefix of .bin and .idx")
     parser.add_argument("--verify", action="store_true", help="check every entry of the index, and the checksums")
-    parser.add_argument("--documents", nargs="+", type=int, help="numbers of documents to show; -1 is the last")
+    parser.add_argument(
+        "--documents", nargs="+", type=whole(-MAX_NUMBER), help="numbers of documents to show; -1 is the last"
+    )
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="to show text; default: token ids")
     parser.add_argument("--tokenizer-model")
     parser.add_argument("--max-tokens", type=positive, default=1000, help="of each sequence")

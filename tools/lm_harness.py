@@ -16,11 +16,13 @@ from pathlib import Path
 
 import torch
 
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference.lm_eval_adapter import Harness, as_lm
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.runtime import process
+from megatron3d.runtime.arguments import positive, whole
 from megatron3d.runtime.exit_codes import ExitCode
 
 
@@ -51,18 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `--load RUN --tasks NAME [NAME ...] ... [section.key=value ...]`."""
-    parser = argparse.ArgumentParser("lm_harness.py", description=__doc__.split(":")[0], allow_abbrev=False)
+    parser = ConfigParser("lm_harness.py", __doc__.split(":")[0])
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
     parser.add_argument("--tasks", type=lambda text: text.split(","), required=True, help="names, between commas")
     parser.add_argument("--include-path", type=Path, help="a folder with tasks of your own")
-    parser.add_argument("--num-fewshot", type=int)
-    parser.add_argument("--limit", type=int, help="questions of each task; default: all")
-    parser.add_argument("--batch-size", type=int, default=8, help="texts at a time")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on the run's configuration")
-    args = parser.parse_intermixed_args(argv)
-    if args.batch_size < 1:
-        parser.error("--batch-size must be at least 1")
-    return args
+    parser.add_argument("--num-fewshot", type=whole(0, 1000))
+    parser.add_argument("--limit", type=positive, help="questions of each task; default: all")
+    parser.add_argument("--batch-size", type=whole(1, 10**6), default=8, help="texts at a time")
+    parser.add_overrides("on the run's configuration")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

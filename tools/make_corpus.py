@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron3d.data.token_files.files import replace_output
 from megatron3d.errors import UserError
+from megatron3d.runtime.arguments import ToolParser, real
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 
 INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -69,9 +70,9 @@ def make_corpus(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="make_corpus", description=__doc__.partition("\n")[0])
+    parser = ToolParser(prog="make_corpus", description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to make")
-    parser.add_argument("--max-mb", type=float, help="stop before the file is larger; default: everything")
+    parser.add_argument("--max-mb", type=real(), help="stop before the file is larger; default: everything")
     parser.add_argument(
         "--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="default: the running Python's library"
     )

@@ -18,6 +18,7 @@ from megatron3d.data.token_files.files import with_suffix
 from megatron3d.data.token_files.indexed import IndexedDataset, Manifest, read_manifest
 from megatron3d.data.token_files.writer import IndexedWriter, publish
 from megatron3d.errors import UserError
+from megatron3d.runtime.arguments import ToolParser
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 
 
@@ -88,7 +89,7 @@ def manifest_problems(prefixes: Sequence[Path], made: Sequence[Manifest | None])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="merge_datasets", description=__doc__.partition("\n")[0])
+    parser = ToolParser(prog="merge_datasets", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--input", nargs="+", required=True, help="prefixes of .bin and .idx, globs of them, or folders"
     )

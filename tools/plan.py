@@ -23,6 +23,7 @@ from megatron3d.analysis.planner.plan_report import (
     scaling_table,
 )
 from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, search
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.cli import resolve
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
@@ -30,8 +31,10 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
+from megatron3d.runtime.arguments import real, whole
 from megatron3d.runtime.files import write_figure
-from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.runtime.limits import MAX_RANKS
+from megatron3d.runtime.tool_main import run_tool
 
 
 def layout_of(config: Config) -> LayoutChoice:
@@ -181,17 +184,17 @@ def draw(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="plan", description=(__doc__ or "").partition("\n")[0])
+    parser = ConfigParser("plan", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="model, batch and precision; its layout is replaced"
     )
     parser.add_argument(
         "--cluster", required=True, metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path"
     )
-    parser.add_argument("--num-gpus", type=positive, required=True, metavar="N", help="ranks")
-    parser.add_argument("--vocab-size", type=positive, help="where the configuration leaves it to the tokenizer")
-    parser.add_argument("--tokens", type=float, help="of the run; default: those of train_iters")
-    parser.add_argument("--top", type=positive, default=10, help="layouts that are printed (default: 10)")
+    parser.add_argument("--num-gpus", type=whole(1, MAX_RANKS), required=True, metavar="N", help="ranks")
+    parser.add_argument("--vocab-size", type=whole(1, 10**8), help="where the configuration leaves it to the tokenizer")
+    parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: those of train_iters")
+    parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
     parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")
     parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
@@ -199,12 +202,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars (.png, .svg, .pdf)")
     parser.add_argument(
         "--scale",
-        type=positive,
+        type=whole(1, MAX_RANKS),
         nargs="+",
         metavar="N",
         help="also the best speed on N ranks; the batch grows with them",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_overrides("values that replace those in the file")
     return run_tool(run, parser, argv)
 
 

@@ -19,8 +19,9 @@ import matplotlib
 matplotlib.use("Agg")
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.arguments import ToolParser, whole
 from megatron3d.runtime.files import replace_file
-from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.runtime.tool_main import run_tool
 from megatron3d.viz.curves import draw, read_run
 from megatron3d.viz.report import is_finished, report
 
@@ -59,12 +60,14 @@ def write(folders: Sequence[Path], output: Path, refresh_s: int | None) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="plot_run", description=__doc__.partition("\n")[0])
+    parser = ToolParser(prog="plot_run", description=__doc__.partition("\n")[0])
     parser.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="checkpoint.save of a run")
     parser.add_argument(
         "--output", type=Path, default=Path("curves.png"), help="picture or .html to write; default: %(default)s"
     )
-    parser.add_argument("--refresh", type=positive, metavar="SECONDS", help="draw again, until the runs have ended")
+    parser.add_argument(
+        "--refresh", type=whole(1, 86_400), metavar="SECONDS", help="draw again, until the runs have ended"
+    )
     return run_tool(plot, parser, argv)
 
 

@@ -23,7 +23,9 @@ from megatron3d.pipeline.plot import figure, text_picture, trace
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
 from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.pipeline.validate import write_schedule
+from megatron3d.runtime.arguments import ToolParser, whole
 from megatron3d.runtime.files import write_figure, write_text
+from megatron3d.runtime.limits import MAX_RANKS
 from megatron3d.runtime.tool_main import run_tool
 
 TRACE_UNIT_US = 1000.0
@@ -116,11 +118,13 @@ def writer(output: Path) -> Writer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="plot_schedule", description=(__doc__ or "").partition("\n")[0])
+    parser = ToolParser(prog="plot_schedule", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--schedule", required=True, metavar="NAME", help=f"{', '.join((*SCHEDULES, FROM_FILE))}")
-    parser.add_argument("-p", type=int, help="number of pipeline ranks")
-    parser.add_argument("-m", type=int, help="number of microbatches")
-    parser.add_argument("-v", type=int, help="virtual stages per rank; default: the fewest that the schedule supports")
+    parser.add_argument("-p", type=whole(0, MAX_RANKS), help="number of pipeline ranks")
+    parser.add_argument("-m", type=whole(), help="number of microbatches")
+    parser.add_argument(
+        "-v", type=whole(0, MAX_RANKS), help="virtual stages per rank; default: the fewest that the schedule supports"
+    )
     parser.add_argument(
         "--costs",
         help="times of the actions of a microbatch on a rank, as in F=1,B=2,I=1,W=1,comm=0.1; default: these, comm=0",

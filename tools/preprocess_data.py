@@ -14,7 +14,6 @@ import megatron3d.runtime.interrupt  # noqa: F401
 
 import argparse
 import hashlib
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +39,8 @@ from megatron3d.data.preprocess.resume_log import ResumePoint
 from megatron3d.data.preprocess.split_text import exact_split
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime.arguments import ToolParser
+from megatron3d.runtime.limits import MAX_NUMBER
 from megatron3d.runtime.process import num_cores
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 
@@ -67,15 +68,15 @@ def preprocess(arguments: argparse.Namespace) -> None:
 def make_job(arguments: argparse.Namespace) -> PreprocessJob:
     """Return the job that the arguments describe; raises UserError."""
     UserError.collect(
-        f"{flag} {value:g}: must be {least:g} or more"
-        for flag, value, least in (
-            ("--workers", arguments.workers, 1),
-            ("--piece-mb", arguments.piece_mb, 1e-6),
-            ("--max-record-mb", arguments.max_record_mb, 1e-6),
-            ("--ledger-interval", arguments.ledger_interval, 0),
-            ("--log-interval", arguments.log_interval, 1),
+        f"{flag} {value:g}: must be {least:g} or more, and at most {most:g}"
+        for flag, value, least, most in (
+            ("--workers", arguments.workers, 1, 10_000),
+            ("--piece-mb", arguments.piece_mb, 1e-6, 1e6),
+            ("--max-record-mb", arguments.max_record_mb, 1e-6, 1e6),
+            ("--ledger-interval", arguments.ledger_interval, 0, 1e6),
+            ("--log-interval", arguments.log_interval, 1, MAX_NUMBER),
         )
-        if not least <= value < math.inf
+        if not least <= value <= most
     )
     tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
     if arguments.append_eod and tokenizer.eod is None:
@@ -186,7 +187,7 @@ def progress_report(num_bytes: int, log_interval: int) -> Iterator[OnProgress]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="preprocess_data", description=__doc__.partition("\n")[0])
+    parser = ToolParser(prog="preprocess_data", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add(
         "--input",

@@ -23,7 +23,9 @@ from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun, Recompute
 from megatron3d.parallel.modes import MODES
-from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.runtime.arguments import ToolParser, whole
+from megatron3d.runtime.limits import MAX_RANKS
+from megatron3d.runtime.tool_main import run_tool
 
 BF16_BYTES = 2
 CHOICES: Mapping[str, Recompute] = {
@@ -76,13 +78,13 @@ def show(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
+    parser = ToolParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
-    parser.add_argument("--hidden-size", type=positive, required=True)
-    parser.add_argument("--num-attention-heads", type=positive, required=True)
-    parser.add_argument("--seq-length", type=positive, required=True)
-    parser.add_argument("--micro-batch-size", type=positive, default=16, help="sequences; default: %(default)s")
-    parser.add_argument("--num-ranks", type=positive, nargs="+", required=True, help="tensor-parallel sizes")
+    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True)
+    parser.add_argument("--num-attention-heads", type=whole(1, 10**7), required=True)
+    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True)
+    parser.add_argument("--micro-batch-size", type=whole(1, 10**7), default=16, help="sequences; default: %(default)s")
+    parser.add_argument("--num-ranks", type=whole(1, MAX_RANKS), nargs="+", required=True, help="tensor-parallel sizes")
     return run_tool(show, parser, argv)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
@@ -28,7 +29,9 @@ from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import IGNORED, Packing
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.runtime.tool_main import positive, run_tool
+from megatron3d.runtime.arguments import positive, whole
+from megatron3d.runtime.limits import MAX_NUMBER, MAX_RANKS, shorten, whole_number
+from megatron3d.runtime.tool_main import run_tool
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -57,10 +60,11 @@ def show(arguments: argparse.Namespace) -> None:
 def parse_iterations(text: str) -> tuple[int, int]:
     """Parse `N` or `FIRST-LAST` to the first and last iteration; raises UserError."""
     first, dash, last = text.partition("-")
-    bounds = first, last if dash else first
-    if not all(bound.isdecimal() for bound in bounds) or not 1 <= int(bounds[0]) <= int(bounds[1]):
-        raise UserError(f"--iterations {text}: neither an iteration from 1 on nor a range; use for example 5 or 1-10")
-    return int(bounds[0]), int(bounds[1])
+    begin, end = whole_number(first), whole_number(last if dash else first)
+    if begin is None or end is None or not 1 <= begin <= end <= MAX_NUMBER:
+        where = f"--iterations {shorten(text)}"
+        raise UserError(f"{where}: neither an iteration from 1 on nor a range; use for example 5 or 1-10")
+    return begin, end
 
 
 def positions(
@@ -96,13 +100,15 @@ def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="show_samples", description=__doc__.partition("\n")[0])
+    parser = ConfigParser("show_samples", __doc__.partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True, help="of the run")
     parser.add_argument("--iterations", default="1", metavar="N", help="one, or FIRST-LAST")
-    parser.add_argument("--world-size", type=positive, default=1)
-    parser.add_argument("--rank", type=int, help="what this rank reads; default: the whole global batch")
+    parser.add_argument("--world-size", type=whole(1, MAX_RANKS), default=1)
+    parser.add_argument(
+        "--rank", type=whole(0, MAX_RANKS), help="what this rank reads; default: the whole global batch"
+    )
     parser.add_argument("--max-characters", type=positive, default=100_000, help="of each sample")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on the configuration")
+    parser.add_overrides("on the configuration")
     return run_tool(show, parser, argv)
 
 

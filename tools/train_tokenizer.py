@@ -31,7 +31,8 @@ from megatron3d.data.preprocess.tokenizer_training import (
 from megatron3d.data.token_files.files import replace_output, with_suffix
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.runtime.tool_main import positive, run_tool, spinner
+from megatron3d.runtime.arguments import ToolParser, real, whole
+from megatron3d.runtime.tool_main import run_tool, spinner
 
 # By --type, the tokenizer that reads the model and the suffix of its file.
 OUTPUTS = {
@@ -80,15 +81,15 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(prog="train_tokenizer", description=__doc__.partition("\n")[0])
+    parser = ToolParser(prog="train_tokenizer", description=__doc__.partition("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, help="files, folders or globs")
     parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a .jsonl line that hold text")
     parser.add_argument("--output-prefix", "--model-prefix", type=Path, required=True, help="the model without suffix")
     parser.add_argument("--type", choices=OUTPUTS, default="bpe")
     parser.add_argument(
-        "--vocab-size", type=positive, help="number of tokens, with the end of a document and the bytes"
+        "--vocab-size", type=whole(1, 10**8), help="number of tokens, with the end of a document and the bytes"
     )
-    parser.add_argument("--max-mb", type=float, default=20.0, help="train on this much, evenly spread; char reads all")
+    parser.add_argument("--max-mb", type=real(), default=20.0, help="train on this much, evenly spread; char reads all")
     return run_tool(train_tokenizer, parser, argv)
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.run_spec import RunSpec
@@ -27,6 +28,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime import process
+from megatron3d.runtime.arguments import real, whole
 
 VOCAB_SIZE = 61
 HEAD_SIZE = 8
@@ -76,16 +78,15 @@ def too_large(small: Config, num_ranks: int) -> Iterator[str]:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
-    parser = argparse.ArgumentParser("verify_layout.py", description=__doc__.split(":")[0], allow_abbrev=False)
+    parser = ConfigParser("verify_layout.py", __doc__.split(":")[0])
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--world-size", type=int, help="processes of the real run; default: 2 x TP x PP, or TP x PP")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--tolerance", type=float, default=1e-10, help="relative")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args(argv)
-    if min(args.steps, 1 if args.world_size is None else args.world_size) < 1:
-        parser.error("--steps and --world-size must be at least 1")
-    return args
+    parser.add_argument(
+        "--world-size", type=whole(1, 10**6), help="processes of the real run; default: 2 x TP x PP, or TP x PP"
+    )
+    parser.add_argument("--steps", type=whole(1, 1000), default=3)
+    parser.add_argument("--tolerance", type=real(0, 1), default=1e-10, help="relative")
+    parser.add_overrides("values that replace those in the file")
+    return parser.parse_args(argv)
 
 
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:

@@ -43,13 +43,6 @@ def run_tool(
     return exit_code_of(run, tell, "stopped; nothing was written")
 
 
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1; for argparse."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
 def byte_progress(*more: str) -> Progress:
     """Return a bar of bytes with speed, time left and further columns; on standard error, drawn only on a terminal."""
     return Progress(

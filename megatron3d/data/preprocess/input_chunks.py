@@ -23,6 +23,7 @@ import numpy as np
 from megatron3d.data.permutation import permute
 from megatron3d.data.token_files.files import BLOCK_BYTES
 from megatron3d.errors import UserError
+from megatron3d.runtime.limits import MAX_SHARDS, shorten, whole_number
 
 DEFAULT_CHUNK_BYTES = 64 << 20
 
@@ -185,10 +186,12 @@ def shuffle(chunks: Sequence[InputChunk], seed: int | None) -> list[InputChunk]:
 
 def parse_shard(text: str) -> tuple[int, int]:
     """Parse `--shard i/n`, with i from 0 to n - 1 as SLURM counts its tasks; raises UserError."""
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise UserError(f"--shard {text}: not i/n with i from 0 to n - 1; use for example 0/8, 1/8 ... 7/8")
-    return int(number), int(count)
+    first, _, second = text.partition("/")
+    number, count = whole_number(first), whole_number(second)
+    if number is None or count is None or not 0 <= number < count <= MAX_SHARDS:
+        rule = f"not i/n with i from 0 to n - 1 and n up to {MAX_SHARDS}; use for example 0/8, 1/8 ... 7/8"
+        raise UserError(f"--shard {shorten(text)}: {rule}")
+    return number, count
 
 
 def select_shard(chunks: Sequence[InputChunk], shard: tuple[int, int]) -> list[InputChunk]:

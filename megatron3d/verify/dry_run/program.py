@@ -17,6 +17,7 @@ from megatron3d.errors import UserError
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.lower import lower
 from megatron3d.runtime.files import write_figure
+from megatron3d.runtime.limits import shorten, whole_number
 from megatron3d.runtime.process import num_cores
 from megatron3d.verify.dry_run.agree import disagreements
 from megatron3d.verify.dry_run.plot import figure
@@ -43,10 +44,12 @@ def chosen_ranks(text: str, state: ParallelState) -> list[int]:
     named = {"all": range(world_size), "pipeline": state.pipeline_parallel_group}
     if text in named:
         return list(named[text])
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) < world_size for part in parts):
-        raise UserError(f"--ranks {text}: must be pipeline, all, or ranks of 0 to {world_size - 1}; use --ranks 0")
-    return sorted({int(part) for part in parts})
+    ranks = {whole_number(part.strip()) for part in text.split(",")}
+    chosen = sorted(rank for rank in ranks if rank is not None and 0 <= rank < world_size)
+    if len(chosen) < len(ranks):
+        rule = f"must be pipeline, all, or ranks of 0 to {world_size - 1}; use --ranks 0"
+        raise UserError(f"--ranks {shorten(text)}: {rule}")
+    return chosen
 
 
 def run_dry(arguments: Arguments, environ_world_size: int) -> int:
