@@ -8,25 +8,29 @@ An accelerator has rates of GEMMs and of memory-bound kernels, a cluster has a b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from megatron3d.config.yaml_origins import read_yaml
 from megatron3d.errors import UserError
+from megatron3d.runtime.limits import MAX_NUMBER, MAX_RANKS, shorten
 
 FOLDER = Path(__file__).parents[2] / "hardware"
 CLUSTERS = FOLDER / "clusters"
 
-Above0 = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Above0 = Annotated[float, Field(ge=1e-9, le=MAX_NUMBER)]
+AtLeast0 = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Share = Annotated[float, Field(ge=1e-9, le=1)]
 
 
 class HardwareFile(BaseModel):
     """Base of the models of YAML files: no unknown keys, immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class KernelRates(HardwareFile):
@@ -49,13 +53,15 @@ class KernelRates(HardwareFile):
     stream_gb_s: Above0
     stream_fraction: Share
     matmul_fraction: Share
-    tile_fractions: Mapping[Annotated[str, Field(pattern=r"^\d+x\d+$")], Share] = Field(min_length=1)
-    num_units: int = Field(ge=1)
-    ramp_k: float = Field(ge=0)
+    tile_fractions: Mapping[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")], Share] = Field(
+        min_length=1
+    )
+    num_units: Ranks
+    ramp_k: AtLeast0
     attention_fractions: tuple[Share, Share]
-    launch_us: float = Field(ge=0)
+    launch_us: AtLeast0
     adds_launch: bool = False
-    comm_units: int = Field(0, ge=0)
+    comm_units: int = Field(0, ge=0, le=MAX_RANKS)
 
     @property
     def bytes_per_s(self) -> float:
@@ -89,10 +95,10 @@ class NetworkLevel(HardwareFile):
     """
 
     name: str
-    ranks: int = Field(ge=1)
+    ranks: Ranks
     gb_s: Above0
     is_pairwise: bool = False
-    latency_us: float = Field(ge=0)
+    latency_us: AtLeast0
 
 
 class SlurmDefaults(HardwareFile):
@@ -117,11 +123,19 @@ class Cluster(HardwareFile):
     accelerator: str
     levels: tuple[NetworkLevel, ...] = Field(min_length=1)
     source: str
-    call_us: float = Field(0, ge=0)
+    call_us: AtLeast0 = 0
     slurm: SlurmDefaults = SlurmDefaults()
-    cores: int | None = Field(None, ge=1)
+    cores: Ranks | None = None
     call_busy: float = Field(1, ge=0, le=1)
     bytes_busy: float = Field(1, ge=0, le=1)
+
+    @field_validator("levels")
+    @classmethod
+    def _grow(cls, levels: tuple[NetworkLevel, ...]) -> tuple[NetworkLevel, ...]:
+        """Return the levels; raises ValueError where one is not larger than the level below."""
+        if any(outer.ranks <= inner.ranks for inner, outer in pairwise(levels)):
+            raise ValueError("each level must have more ranks than the one before it")
+        return levels
 
     def slowdown(self, num_ranks: int) -> float:
         """Return the factor by which ranks that share cores are slower than one rank alone."""
@@ -158,12 +172,21 @@ def file_names(folder: Path) -> list[str]:
 
 def _load(name: str, folder: Path, kind: type[T], what: str) -> T:
     path = folder / f"{name}.yaml"
-    if not path.is_file():
+    if not _is_file(path):
         hint = "; run tools/calibrate.py to write local.yaml" if name == "local" else ""
-        raise UserError(f"{what} {name}: there is none; use {', '.join(file_names(folder)) or 'a file'}{hint}")
+        known = ", ".join(file_names(folder)[:20]) or "a file"
+        raise UserError(f"{what} {shorten(name)}: there is none; use {known}{hint}")
     try:
-        return kind.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return kind.model_validate(read_yaml(path))
     except ValidationError as error:
         raise UserError(
-            *(f"{path.name}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            *(f"{path.name}: {shorten('.'.join(map(str, each['loc'])))}: {each['msg']}" for each in error.errors()[:10])
         ) from error
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is a file of this name, which may be too long for one."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

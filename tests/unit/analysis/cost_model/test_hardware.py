@@ -1,0 +1,52 @@
+"""Fact: any description of a cluster is read, or refused with short messages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron3d.analysis.cost_model.hardware import CLUSTERS, file_names, load_accelerator, load_cluster
+from megatron3d.errors import UserError
+
+SELENE = (CLUSTERS / "selene.yaml").read_text()
+BAD = {
+    "nothing": ("", "valid dictionary"),
+    "a list": ("[]", "valid dictionary"),
+    "not YAML": ("levels: [", "not YAML"),
+    "brackets": ("[" * 100_000, "more than 20 levels of lists and mappings"),
+    "an alias in its own anchor": ("a: &a [*a]", "every alias written out"),
+    "a Python object": ("!!python/object:x {}", "not YAML"),
+    "too many ranks": (SELENE.replace("ranks: 8", "ranks: 10000000000000"), "levels.0.ranks"),
+    "no ranks": (SELENE.replace("ranks: 8", "ranks: 0"), "levels.0.ranks"),
+    "levels in another order": (SELENE.replace("ranks: 8", "ranks: 8000"), "more ranks than the one before"),
+    "no bandwidth": (SELENE.replace("gb_s: 230", "gb_s: 0"), "levels.0.gb_s"),
+    "infinite bandwidth": (SELENE.replace("gb_s: 230", "gb_s: .inf"), "levels.0.gb_s"),
+    "a latency of nan": (SELENE.replace("latency_us: 3", "latency_us: .nan"), "levels.0.latency_us"),
+    "options of lists": (SELENE + "slurm: {options: {" + ",".join(f"k{n}: [1]" for n in range(3000)) + "}}\n", "slurm"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_description_is_refused(name: str, tmp_path: Path) -> None:
+    text, message = BAD[name]
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_cluster(str(tmp_path / "mine.yaml"))
+    assert message in str(caught.value)
+    assert len(caught.value.problems) <= 10 and max(map(len, caught.value.problems)) < 1000
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    names = [f"{tmp_path}/fifo.yaml", f"{tmp_path}/bytes.yaml", f"{tmp_path}/absent.yaml", "x" * 300, "a\0", "", "../x"]
+    for name in names:
+        with pytest.raises(UserError):
+            load_cluster(name)
+
+
+@pytest.mark.parametrize("name", file_names(CLUSTERS))
+def test_the_clusters_of_the_package_are_read(name: str) -> None:
+    assert load_accelerator(load_cluster(name).accelerator).kernels
