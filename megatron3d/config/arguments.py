@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from megatron3d.config.suggest import nearest, nearest_key, value_of
 from megatron3d.runtime.arguments import ToolParser
@@ -22,7 +22,9 @@ class ConfigParser(ToolParser):
         """Add `overrides`, a list of `section.key=value`."""
         self.add_argument("overrides", nargs="*", metavar="section.key=value", help=about)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]  # argparse also takes objects of other classes
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parse options and overrides in any order; exit with code 2 and one message for all unknown options."""
         words = sys.argv[1:] if args is None else list(args)
         typed, unknown = self.parse_known_intermixed_args(words, namespace)

@@ -64,8 +64,8 @@ class Loader(yaml.SafeLoader):
         self._depth += 1
         node = super().compose_node(parent, index)  # type: ignore[arg-type]
         self._depth -= 1
-        kind = node.tag.removeprefix(TAG) if isinstance(node, yaml.ScalarNode) else ""
-        if kind in SCALARS and not (len(node.value) < MAX_DIGITS and re.fullmatch(SCALARS[kind], node.value)):
+        kind = node.tag.removeprefix(TAG) if node else ""
+        if isinstance(node, yaml.ScalarNode) and kind in SCALARS and not _is_scalar(kind, node.value):
             raise yaml.MarkedYAMLError(problem=f'not of type {kind}: "{node.value}"', problem_mark=mark)
         return node
 
@@ -75,7 +75,11 @@ class Loader(yaml.SafeLoader):
         if root is not None and _num_nodes(root, {}) > MAX_NODES:
             problem = f"more than {MAX_NODES} values with every alias written out"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=root.start_mark)
-        return root  # type: ignore[no-any-return]
+        return root
+
+
+def _is_scalar(kind: str, text: str) -> bool:
+    return len(text) < MAX_DIGITS and re.fullmatch(SCALARS[kind], text) is not None
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.run_spec import RunSpec
@@ -61,6 +64,23 @@ def describe_mode(spec: RunSpec) -> str:
 def describe_tensor(spec: RunSpec) -> str:
     """Return the tensor-parallel size as `TP 8 (2d: r 2 x c 4)`, or `TP 1`."""
     return f"TP {spec.tensor_size} ({describe_mode(spec)})" if spec.tensor_size > 1 else "TP 1"
+
+
+def unreadable(path: Path, may_be_folder: bool = False, may_be_empty: bool = False) -> str | None:
+    """Return why a file cannot be used, or None."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} does not exist"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if stat.S_ISDIR(status.st_mode) and may_be_folder:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is not a file"
+    if not os.access(path, os.R_OK):
+        return f"{path} cannot be read"
+    return None if status.st_size or may_be_empty else f"{path} is empty"
 
 
 def near_divisors(number: int, wrong: int) -> Sequence[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.data import PATH_KEYS
-from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.facts import Facts, unreadable
 from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.data.corpus.blend import parse_paths
 from megatron3d.data.preprocess.hub_datasets import HF_PREFIX
@@ -45,7 +45,7 @@ def _token_files(prefix: str, where: str) -> Iterator[str]:
         yield f"{where}: a file, but the common prefix of .bin and .idx is needed; use {prefix[:-4]}"
         return
     for suffix in (".bin", ".idx"):
-        if problem := _unreadable(Path(prefix + suffix)):
+        if problem := unreadable(Path(prefix + suffix)):
             yield f"{where}: {problem}; use a prefix that tools/preprocess_data.py wrote"
 
 
@@ -55,7 +55,7 @@ def _tokenizer(facts: Facts) -> Iterator[str]:
         return
     if data.tokenizer_model is None:
         yield f"{where}: {data.tokenizer_type} needs a file; name one that tools/train_tokenizer.py wrote"
-    elif not Path(data.tokenizer_model).is_dir() and (problem := _unreadable(Path(data.tokenizer_model))):
+    elif problem := unreadable(Path(data.tokenizer_model), may_be_folder=True):
         yield f"{where}: {problem}; use a file that tools/train_tokenizer.py wrote"
 
 
@@ -65,7 +65,11 @@ def _outputs(facts: Facts) -> Iterator[str]:
     for key, folder in outputs.items():
         if folder is None:
             continue
-        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+        try:
+            there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+        except OSError as error:
+            yield f"{facts.named(key)}: {error.strerror}; use another folder"
+            continue
         if not there.is_dir():
             yield f"{facts.named(key)}: {there} is not a folder; use a folder, or a path where one can be made"
         elif not os.access(there, os.W_OK | os.X_OK):
@@ -73,6 +77,13 @@ def _outputs(facts: Facts) -> Iterator[str]:
 
 
 def _load(facts: Facts) -> Iterator[str]:
+    try:
+        yield from _load_problems(facts)
+    except OSError as error:
+        yield f"{facts.named('checkpoint.load')}: {error.filename}: {error.strerror}; use another folder"
+
+
+def _load_problems(facts: Facts) -> Iterator[str]:
     load, save = facts.config.checkpoint.load, facts.config.checkpoint.save
     where = facts.named("checkpoint.load")
     if load is not None and save is not None and Path(load).absolute() == Path(save).absolute():
@@ -88,14 +99,3 @@ def _load(facts: Facts) -> Iterator[str]:
         yield f"{where}: there is no such folder; use one with a checkpoint, or null to start from scratch"
     elif not os.access(load, os.R_OK | os.X_OK):
         yield f"{where}: the folder cannot be read; change its permissions, or load from another one"
-
-
-def _unreadable(path: Path) -> str | None:
-    """Return why a file cannot be used, or None."""
-    if not path.exists():
-        return f"{path} does not exist"
-    if not path.is_file():
-        return f"{path} is not a file"
-    if not os.access(path, os.R_OK):
-        return f"{path} cannot be read"
-    return None if path.stat().st_size else f"{path} is empty"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron3d.config.section import LARGEST
 from megatron3d.config.suggest import one_of
-from megatron3d.config.validate.facts import Facts, plain
+from megatron3d.config.validate.facts import Facts, plain, unreadable
 from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
 from megatron3d.model.stages import divide
@@ -118,8 +118,8 @@ def file_problems(facts: Facts) -> Iterator[str]:
     if parallel.pipeline_schedule != FROM_FILE or parallel.pipeline_schedule_file is None:
         return
     path = Path(parallel.pipeline_schedule_file)
-    if not path.is_file():
-        yield f"{where}: {path} {'is not a file' if path.exists() else 'does not exist'}; use {MAKE_ONE}"
+    if problem := unreadable(path, may_be_empty=True):
+        yield f"{where}: {problem}; use {MAKE_ONE}"
         return
     try:
         schedule = read_schedule(path)
