@@ -256,6 +256,26 @@ def loads_torch(module: str) -> bool:
     return LOADS_TORCH.get(max(prefixes, key=len, default=""), True)
 
 
+def repeated_classes(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Return the modules of every public class name that occurs more than once."""
+    found: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_a_class_name_exists_once() -> None:
+    trees = {name: parse(path) for name, path in SOURCES.items() if name.startswith("megatron3d")}
+    assert repeated_classes(trees) == {}
+
+
+def test_a_repeated_class_name_is_noticed() -> None:
+    trees = {"a": ast.parse("class Entry: ..."), "b": ast.parse("class Entry: ...\nclass Other: ...")}
+    assert repeated_classes(trees) == {"Entry": ["a", "b"]}
+
+
 # Attributes of other libraries' objects that those libraries mean to be assigned, by module.
 LIBRARY_ATTRIBUTES = {
     "megatron3d.analysis.calibrate": {"grad"},

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron3d.errors import UserError
+from megatron3d.model.linears import linear_sizes
 from megatron3d.parallel.layout import Layout
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, traffic
 from megatron3d.parallel.mesh import Mesh
@@ -41,11 +42,9 @@ class Layer:
 
     def matmuls(self, mode: Mode) -> Iterator[tuple[str, MatmulPlan, int, int]]:
         """Yield name, plan, N and K of the four linears."""
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        yield "qkv", mode.expand, 3 * hidden, hidden
-        yield "proj", mode.contract, hidden, hidden
-        yield "up", mode.expand, ffn, hidden
-        yield "down", mode.contract, hidden, ffn
+        hidden = self.hidden_size
+        for path, linear in linear_sizes(hidden, self.ffn_hidden_size, hidden, hidden, is_gated=False).items():
+            yield path.rpartition(".")[2], linear.plan(mode), linear.num_outputs, linear.num_inputs
 
     def traffic(self, mode: Mode) -> list[Traffic]:
         """Return every collective of forward and backward."""

@@ -12,7 +12,7 @@ from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
 
 
-class Entry(NamedTuple):
+class RecordedCall(NamedTuple):
     """Recorded operation of a rank, its axes or link, and the shape and dtype of its tensor."""
 
     what: str
@@ -32,7 +32,7 @@ class Recorder:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.calls: list[Traffic] = []
-        self.entries: list[Entry] = []
+        self.entries: list[RecordedCall] = []
 
     @property
     def mesh(self) -> Mesh:
@@ -47,7 +47,7 @@ class Recorder:
             self._note(collective, self.mesh.in_order(live), x)
 
     def _note(self, what: str, where: Axes | Link, x: Tensor) -> None:
-        self.entries.append(Entry(what, where, tuple(x.shape), str(x.dtype).removeprefix("torch.")))
+        self.entries.append(RecordedCall(what, where, tuple(x.shape), str(x.dtype).removeprefix("torch.")))
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         self._record("all_gather", axes, x, x.nbytes * self.mesh.size(axes))

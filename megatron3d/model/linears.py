@@ -44,9 +44,13 @@ class LinearSize(NamedTuple):
 
 def layer_linears(arch: Architecture) -> dict[str, LinearSize]:
     """Return the linears of a layer by their path in it, in the order of the forward pass."""
-    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
     queries, keys = arch.num_attention_heads * arch.kv_channels, arch.num_query_groups * arch.kv_channels
-    up = {"gate": ffn, "up": ffn} if arch.activation in GATED else {"up": ffn}
+    return linear_sizes(arch.hidden_size, arch.ffn_hidden_size, queries, keys, arch.activation in GATED)
+
+
+def linear_sizes(hidden: int, ffn: int, queries: int, keys: int, is_gated: bool) -> dict[str, LinearSize]:
+    """Return the linears of a layer with `queries` features of all query heads and `keys` of all key heads."""
+    up = {"gate": ffn, "up": ffn} if is_gated else {"up": ffn}
     return {
         QKV: LinearSize(True, hidden, {"q": queries, "k": keys, "v": keys}),
         PROJ: LinearSize(False, queries, {"proj": hidden}),

@@ -26,10 +26,9 @@ from megatron3d.analysis.cost_model.concat_copies import ConcatCopies, concat_co
 from megatron3d.analysis.cost_model.execution_profile import TWO_COPIES, ExecutionProfile, MemoryAccesses
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
-from megatron3d.analysis.memory_model.local_sizes import LocalSizes
-from megatron3d.model.linears import layer_linears
+from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
-from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, flows
+from megatron3d.parallel.matmul_plan import Flows, Traffic, flows
 from megatron3d.parallel.mesh import Mesh
 
 
@@ -61,23 +60,6 @@ class LayerTimes(NamedTuple):
     backward: TimeBreakdown
 
 
-class Linear(NamedTuple):
-    """Linear of a layer: its local sizes, global sizes, and matmul plan."""
-
-    plan: MatmulPlan
-    m: int
-    n: int
-    k: int
-
-
-def linears(local: LocalSizes) -> dict[str, Linear]:
-    """Return a layer's linears by name, with plans and global sizes."""
-    return {
-        path.rpartition(".")[2]: Linear(size.plan(local.mode), local.num_tokens, size.num_outputs, size.num_inputs)
-        for path, size in layer_linears(local.arch).items()
-    }
-
-
 class LinearTime(NamedTuple):
     """Time of a linear's GEMM, its collectives, and the sizes of its weight and output."""
 
@@ -88,9 +70,9 @@ class LinearTime(NamedTuple):
     joins: ConcatCopies
 
     @staticmethod
-    def of(linear: Linear, mesh: Mesh, machine: Machine) -> LinearTime:
+    def of(matmul: LocalMatmul, mesh: Mesh, machine: Machine) -> LinearTime:
         """Return the time of a linear with the sizes that this rank multiplies."""
-        plan, (m, n, k) = linear.plan, linear[1:]
+        plan, m, n, k, *_ = matmul
         m_here, n_here = m / mesh.size(plan.m), n / mesh.size(plan.n)
         k_here = k / mesh.size(plan.k)
         sent = flows(plan, mesh, m, n, k, machine.device.itemsize)
@@ -142,7 +124,7 @@ class OverlapModel:
 
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
     """Return the times of one layer for one microbatch."""
-    planned = {name: LinearTime.of(linear, local.mesh, machine) for name, linear in linears(local).items()}
+    planned = {name: LinearTime.of(matmul, local.mesh, machine) for name, matmul in local.matmuls.items()}
     over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
     forward = [_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
     back_i, back_w, whole = _backward(planned, over, local, machine)

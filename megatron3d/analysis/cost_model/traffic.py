@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron3d.analysis.cost_model.layer import linears
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.rank import flat_buffer_sizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.analysis.memory_model.transient_peaks import chunk_rows
 from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.model.stages import Stage
-from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, crossing, flows
+from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
@@ -50,8 +49,8 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
         for call in _stage(step, stage):
             yield step.num_microbatches, call
         if step.local.overlap.keep_gathered_weights:
-            for plan, m, n, k in len(stage.layers) * list(linears(step.local).values()):
-                for call in flows(plan, step.local.mesh, m, n, k, step.local.itemsize).gather_w:
+            for sent in len(stage.layers) * _linear_flows(step.local):
+                for call in sent.gather_w:
                     yield kept_weight_gathers(step, stage), call
     local, pipeline = step.local, step.pipeline
     once, *joined = crossing(
@@ -95,8 +94,7 @@ def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
 
 def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
     keeps = local.overlap.keep_gathered_weights
-    for plan, m, n, k in linears(local).values():
-        sent = flows(plan, local.mesh, m, n, k, local.itemsize)
+    for sent in _linear_flows(local):
         yield from forwards * (sent.gather_x + sent.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
         yield from sent.gather_dy + sent.gather_x + sent.reduce_dx + sent.reduce_dw
     for _ in range(2):
@@ -107,6 +105,11 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
         num_bytes = local.inner(local.keys_width) * (local.mesh.size(axes) - 1)
         yield from 2 * repeats * [Traffic("all_gather", axes, num_bytes)]
         yield from 2 * [Traffic("reduce_scatter", axes, num_bytes)]
+
+
+def _linear_flows(local: LocalSizes) -> list[Flows]:
+    """Return the collectives of a layer's linears."""
+    return [flows(plan, local.mesh, m, n, k, local.itemsize) for plan, m, n, k, *_ in local.matmuls.values()]
 
 
 def _norm(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
@@ -194,7 +197,7 @@ def step_flops(step: StepSpec) -> int:
 
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
     """Return the FLOPs of one layer on this rank for one microbatch."""
-    products = sum(_gemm_flops(local, *each) for each in linears(local).values())
+    products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
     seq = local.arch.seq_length
     attention = 4 * local.sequences * local.num_queries * seq * seq * local.arch.kv_channels
     recomputes_core = not again and local.recompute.recomputes(CORE_ATTN)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.model.linears import FC1, FC2, PROJ, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun
 
 _INDEX = 8
@@ -92,12 +93,8 @@ def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
 
 def deferred_wgrad_activations(local: LocalSizes) -> int:
     """Return the bytes that a layer keeps from dgrad to its deferred wgrad: X and dY of each matmul."""
-    up, down = (plan.on(local.mesh) for plan in (local.mode.expand, local.mode.contract))
-    gates = 2 if local.is_gated else 1
-    queries = local.num_queries * local.arch.kv_channels
-    outputs = local.inner(queries + 2 * local.keys_width + gates * local.ffn) * local.mesh.size(up.dy)
-    inputs = local.inner(queries + local.ffn)
-    return 2 * local.residual + outputs + inputs + 2 * local.residual * local.mesh.size(down.dy)
+    kept = sum(matmul.x + matmul.y * local.mesh.size(matmul.plan.dy) for matmul in local.matmuls.values())
+    return kept * local.itemsize
 
 
 def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
@@ -106,12 +103,12 @@ def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
     core = _recomputed_core if local.recompute.recomputes(CORE_ATTN) else _core
     activation = _recomputed_activation if local.recompute.recomputes(MLP_ACT) else _ACTIVATIONS[local.arch.activation]
     yield from _norm(local, "input_norm", rows, width, split)
-    yield KeptTensor("attention.qkv", "input", local.residual)
+    yield KeptTensor(QKV, "input", local.residual)
     yield from core(local)
-    yield KeptTensor("attention.proj", "input", local.inner(local.num_queries * local.arch.kv_channels))
+    yield KeptTensor(PROJ, "input", local.inner(local.num_queries * local.arch.kv_channels))
     yield from _mask(local, "attention_dropout")
     yield from _norm(local, "post_attention_norm", rows, width, split)
-    yield KeptTensor("mlp.fc1", "input", local.residual)
+    yield KeptTensor(FC1, "input", local.residual)
     yield from activation(local)
     yield from _mask(local, "mlp_dropout")
 
@@ -162,7 +159,7 @@ def _recomputed_core(local: LocalSizes) -> Iterator[KeptTensor]:
 
 def _qkv_output(local: LocalSizes) -> KeptTensor:
     queries = local.num_queries * local.arch.kv_channels
-    return KeptTensor("attention.qkv", "output", local.inner(queries + 2 * local.keys_width))
+    return KeptTensor(QKV, "output", local.inner(queries + 2 * local.keys_width))
 
 
 def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptTensor]:
@@ -209,7 +206,7 @@ def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator
 
 def _input_and_output(local: LocalSizes) -> Iterator[KeptTensor]:
     yield KeptTensor("mlp.activation", "input", local.inner(local.ffn))
-    yield KeptTensor("mlp.fc2", "input", local.inner(local.ffn))
+    yield KeptTensor(FC2, "input", local.inner(local.ffn))
 
 
 def _output_only(local: LocalSizes) -> Iterator[KeptTensor]:
@@ -220,12 +217,12 @@ def _output_only(local: LocalSizes) -> Iterator[KeptTensor]:
 def _gated(local: LocalSizes) -> Iterator[KeptTensor]:
     yield KeptTensor("mlp.activation", "gate and up", local.inner(2 * local.ffn))
     yield KeptTensor("mlp.activation", "gate activated", local.inner(local.ffn))
-    yield KeptTensor("mlp.fc2", "input", local.inner(local.ffn))
+    yield KeptTensor(FC2, "input", local.inner(local.ffn))
 
 
 def _recomputed_activation(local: LocalSizes) -> Iterator[KeptTensor]:
     """Yield the activation's input, and what its own gradient needs."""
-    yield KeptTensor("mlp.fc1", "output", local.inner((2 if local.is_gated else 1) * local.ffn))
+    yield KeptTensor(FC1, "output", local.inner((2 if local.is_gated else 1) * local.ffn))
     yield from (item for item in _ACTIVATIONS[local.arch.activation](local) if item.what in _RECOMPUTED_KEEPS)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron3d.model.architecture import GATED, Architecture
+from megatron3d.model.linears import LinearSize, layer_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.layout import span
+from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
@@ -44,6 +47,22 @@ KERNELS: Mapping[str, KernelMemory] = {
 }
 
 
+class LocalMatmul(NamedTuple):
+    """Matmul of one linear: plan, global sizes m, n, k, and the elements of X, W and Y that this rank stores.
+
+    `whole_w` are the elements of W after its all-gather.
+    """
+
+    plan: MatmulPlan
+    m: int
+    n: int
+    k: int
+    x: int
+    w: int
+    y: int
+    whole_w: int
+
+
 @dataclass(frozen=True)
 class LocalSizes:
     """A microbatch of `micro_batch_size` sequences over all ranks that shard it, seen from one rank of the mesh.
@@ -67,6 +86,19 @@ class LocalSizes:
         """Return this rank's part of a dimension that `axes` split."""
         low, high = span(size, axes, self.mesh)
         return high - low
+
+    @cached_property
+    def matmuls(self) -> Mapping[str, LocalMatmul]:
+        """Matmuls of a layer's linears by path, in the order of the forward pass."""
+        return {path: self._matmul(linear) for path, linear in layer_linears(self.arch).items()}
+
+    def _matmul(self, linear: LinearSize) -> LocalMatmul:
+        plan, m, k = linear.plan(self.mode).on(self.mesh), self.num_tokens, linear.num_inputs
+        (x_rows, x_columns), (w_rows, w_columns), (y_rows, y_columns) = plan.x_layout, plan.w_layout, plan.y_layout
+        x = self.part(m, x_rows) * self.part(k, x_columns)
+        w = self.part(linear.num_outputs, w_rows) * self.part(k, w_columns)
+        y = self.part(m, y_rows) * sum(self.part(size, y_columns) for size in linear.outputs.values())
+        return LocalMatmul(plan, m, linear.num_outputs, k, x, w, y, w * self.mesh.size(plan.w))
 
     @property
     def sequences_read(self) -> int:

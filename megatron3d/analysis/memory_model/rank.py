@@ -26,7 +26,7 @@ from megatron3d.analysis.memory_model.activations import (
 )
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
-from megatron3d.analysis.memory_model.transient_peaks import embedding_peak, head_peaks, layer_peaks, matmuls
+from megatron3d.analysis.memory_model.transient_peaks import embedding_peak, head_peaks, layer_peaks
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
@@ -202,7 +202,7 @@ def gathered_weights(step: StepSpec) -> int:
     """Return the bytes of gathered weights that are kept from forward to backward."""
     if not step.local.overlap.keep_gathered_weights:
         return 0
-    layer = sum(matmul.whole_w for matmul in matmuls(step.local).values() if matmul.plan.w)
+    layer = sum(matmul.whole_w for matmul in step.local.matmuls.values() if matmul.plan.w)
     return layer * sum(len(stage.layers) for stage in step.stages) * step.local.itemsize
 
 

@@ -8,73 +8,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
-from megatron3d.model.linears import FC1, FC2, PROJ, QKV, LinearSize, layer_linears
+from megatron3d.model.linears import FC1, FC2, LINEARS, PROJ, QKV
 from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
 # `ops/dropout.py` hashes indices in int64; three of them are live per element.
 _HASH_BYTES = 24
-# A norm that is no single kernel cases in fp32: input, gradient, their products and sums.
+# A norm that is not one kernel casts to fp32: input, gradient, their products and sums.
 _NORM_COPIES = 6
-
-
-class LocalMatmul(NamedTuple):
-    """A planned matmul's operands as this rank stores them, in elements; `whole_w` is W after its all-gather."""
-
-    plan: MatmulPlan
-    x: int
-    w: int
-    y: int
-    whole_w: int
-
-
-def matmuls(local: LocalSizes) -> dict[str, LocalMatmul]:
-    """Return a layer's matmuls by path, with the sizes of this rank's shards."""
-    residual, tokens = local.tokens * local.hidden, local.inner_tokens
-    head_size = local.arch.kv_channels
-    queries, keys = local.num_queries * head_size, 2 * local.keys_width
-    stored_x_y = {
-        QKV: (residual, tokens * (queries + keys)),
-        PROJ: (tokens * queries, residual),
-        FC1: (residual, tokens * local.ffn * (1 + local.is_gated)),
-        FC2: (tokens * local.ffn, residual),
-    }
-
-    def stored(size: LinearSize, x: int, y: int) -> LocalMatmul:
-        plan = size.plan(local.mode).on(local.mesh)
-        rows, columns = plan.w_layout
-        w = local.part(size.num_outputs, rows) * local.part(size.num_inputs, columns)
-        return LocalMatmul(plan, x, w, y, w * local.mesh.size(plan.w))
-
-    return {path: stored(size, *stored_x_y[path]) for path, size in layer_linears(local.arch).items()}
-
-
-# The linear before in the order of the forward pass: its W is gathered while this one's backward computes.
-_BEFORE = {
-    "mlp.fc2": "mlp.fc1",
-    "mlp.fc1": "attention.proj",
-    "attention.proj": "attention.qkv",
-    "attention.qkv": "mlp.fc2",
-}
 
 
 def matmul_backward(local: LocalSizes, site: str) -> int:
     """Return the bytes of dY, of the gathered dY, X and W, of dX and dW before reduction; plus the W being gathered
     for the linear before, and the dW being reduced for the linear after."""
-    mesh, linears = local.mesh, matmuls(local)
-    after = next(name for name, before in _BEFORE.items() if before == site)
-    matmul = linears[site]
-    plan, overlap = matmul.plan, local.overlap
+    mesh, matmuls, overlap = local.mesh, local.matmuls, local.overlap
+    matmul, place = matmuls[site], LINEARS.index(site)
+    plan, before, after = matmul.plan, LINEARS[place - 1], LINEARS[(place + 1) % len(LINEARS)]
     whole_x, whole_w = matmul.x * mesh.size(plan.x), matmul.whole_w
     whole_dy = matmul.y * mesh.size(plan.dy)
     gathered, reordered = _gathered(plan, whole_x, whole_w, whole_dy)
-    ahead = linears[_BEFORE[site]].whole_w * (overlap.weight_gather and not overlap.keep_gathered_weights)
-    late = linears[after].whole_w * overlap.weight_grad
+    ahead = matmuls[before].whole_w * (overlap.weight_gather and not overlap.keep_gathered_weights)
+    late = matmuls[after].whole_w * overlap.weight_grad
     overlapped = ahead + late if plan.w else 0
     return (matmul.y + gathered + reordered + whole_x + whole_w + overlapped) * local.itemsize
 
@@ -93,14 +51,14 @@ def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
 # order kept; when forward reaches one, these have not kept anything yet.
 _BACKWARD = (
     "mlp_dropout",
-    "mlp.fc2",
+    FC2,
     "mlp.activation",
-    "mlp.fc1",
+    FC1,
     "post_attention_norm",
     "attention_dropout",
-    "attention.proj",
+    PROJ,
     "attention.core",
-    "attention.qkv",
+    QKV,
 )
 
 
@@ -110,7 +68,7 @@ def layer_peaks(local: LocalSizes) -> dict[str, int]:
     kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
     again = recomputed_activations(local)
     queries = local.num_queries * local.arch.kv_channels
-    inside = {site: matmul_backward(local, site) for site in _BEFORE}
+    inside = {site: matmul_backward(local, site) for site in reversed(LINEARS)}
     inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width)
     inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron3d.comm.recording import Entry, Recorder
+from megatron3d.comm.recording import RecordedCall, Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import Microbatch
 from megatron3d.optim.optimizer import MOMENTS
@@ -64,7 +64,7 @@ class RankDryRun:
     held: int = 0
     actions: list[tuple[Action | None, ActionCounts]] = field(default_factory=list)
     peak_update: int = 0
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[RecordedCall] = field(default_factory=list)
 
 
 def with_few_microbatches(spec: RunSpec) -> RunSpec:
