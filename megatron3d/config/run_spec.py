@@ -215,6 +215,16 @@ class RunSpec:
         return packing
 
     @property
+    def packing_identity(self) -> str | None:
+        """The options of packing that change the meaning of a sample; None if all have their defaults."""
+        data = self.config.data
+        defaults = type(data)()
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "pad_token_id")
+        values = {name: getattr(data, name) for name in (*names, "goldfish_k", "goldfish_h")}
+        given = (f"{name}={value}" for name, value in values.items() if value != getattr(defaults, name))
+        return ", ".join(given) or None
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of a step at full batch size: global batch / (microbatch x data-parallel size)."""
         return self.config.train.global_batch_size // (self.config.train.micro_batch_size * self.sizes.data)

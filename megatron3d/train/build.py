@@ -51,10 +51,10 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
     timers = Timers(runtime.device, is_off=config.logging.timing_log_level == 0)
     baseline_bytes = peak_memory_bytes(runtime.device)
     state, comm = build_model(spec, corpus, runtime, timers, phases)
-    identity = identity_of(config, tokenizer, corpus)
+    identity = identity_of(spec, tokenizer, corpus)
     with phases("checkpoint"):
-        saver = make_saver(config, comm)
-        resume(config, state, identity, comm, saver)
+        saver = make_saver(spec, comm)
+        resume(state, identity, comm, saver)
     if state.iteration == 0 and any(dataset.manifest is None for dataset in corpus.datasets):
         with phases("token ids of the corpus, which has no manifest"):
             check_token_ids(corpus, state)
@@ -122,28 +122,20 @@ def make_loader(samples: BlendedSamples | StreamedSamples, spec: RunSpec, runtim
     return BatchLoader(samples, spec.mesh, batch_axes, *sizes, runtime.device)
 
 
-def identity_of(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, JsonValue]:
+def identity_of(spec: RunSpec, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, JsonValue]:
     """Return the values that must not change when a run is continued, since other samples would follow."""
     return {
         "tokenizer": tokenizer.fingerprint,
         "corpus": corpus.fingerprint,
-        "packing of data": packing_identity(config),
-        "data.split": config.data.split,
-        "train.seed": config.train.seed,
+        "packing of data": spec.packing_identity,
+        "data.split": spec.corpus.split,
+        "train.seed": spec.corpus.seed,
     }
 
 
-def packing_identity(config: Config) -> str | None:
-    """Return the options that change the meaning of a sample; None if all have their defaults."""
-    defaults = type(config.data)()
-    keys = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "pad_token_id", "goldfish_k", "goldfish_h")
-    values = {key: getattr(config.data, key) for key in keys}
-    return ", ".join(f"{key}={value}" for key, value in values.items() if value != getattr(defaults, key)) or None
-
-
-def make_saver(config: Config, comm: Comm) -> CheckpointSaver | None:
+def make_saver(spec: RunSpec, comm: Comm) -> CheckpointSaver | None:
     """Return the writer of checkpoints, None without a folder; in the background it has a process group of its own."""
-    checkpoint = config.checkpoint
+    checkpoint = spec.config.checkpoint
     if checkpoint.save is None:
         return None
 
@@ -157,32 +149,40 @@ def make_saver(config: Config, comm: Comm) -> CheckpointSaver | None:
     )
 
 
-def resume(
-    config: Config, state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: CheckpointSaver | None = None
-) -> None:
+def load_options(spec: RunSpec) -> LoadOptions:
+    """Return which parts of a checkpoint the run continues with."""
+    checkpoint = spec.config.checkpoint
+    continues = not checkpoint.finetune
+    return LoadOptions(continues, continues and not checkpoint.no_load_optim, frozenset(checkpoint.accept_changed))
+
+
+def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: CheckpointSaver | None) -> None:
     """Load the checkpoint that `checkpoint.load` names; it may be missing only in the folder of this run itself."""
+    config, options = state.spec.config, load_options(state.spec)
     load = config.checkpoint.load
     if load is None:
         return
-    folder, damaged = newest_intact(Path(load), comm) if is_own(config) else (named_checkpoint(config, comm), [])
+    folder, damaged = (
+        newest_intact(Path(load), comm) if is_own(config) else (named_checkpoint(Path(load), options, comm), [])
+    )
     if folder is None:
         run_on_all_ranks(comm, lambda: check_nothing_lost(Path(load), damaged))
     else:
-        load_state(folder, state, identity, LoadOptions.of(config.checkpoint))
+        load_state(folder, state, identity, options)
         if saver is not None and not is_non_persistent(folder):
             saver.saved_at = state.iteration
     if comm.mesh.rank == 0:
         for refused, reason in damaged:
             print(f"> skipping checkpoint {refused}: {reason}", flush=True)
-        how = "continuing from" if not config.checkpoint.finetune else "starting with the weights of"
+        how = "continuing from" if options.progress else "starting with the weights of"
         print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting from scratch", flush=True)
 
 
-def named_checkpoint(config: Config, comm: Comm) -> Path:
-    """Return the checkpoint that `checkpoint.load` names, found by rank 0; raises UserError if it is damaged."""
-    found = run_on_all_ranks(comm, lambda: resolve(Path(str(config.checkpoint.load))))
+def named_checkpoint(load: Path, options: LoadOptions, comm: Comm) -> Path:
+    """Return the checkpoint that `load` names, found by rank 0; raises UserError if it is damaged."""
+    found = run_on_all_ranks(comm, lambda: resolve(load))
     folder: Path = comm.broadcast_object(found and found[0])
-    verify_on_all_ranks(folder, comm, "" if LoadOptions.of(config.checkpoint).optimizer else "model.")
+    verify_on_all_ranks(folder, comm, "" if options.optimizer else "model.")
     return folder
 
 

@@ -16,7 +16,6 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.async_saver import PieceSource
 from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
 from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
-from megatron3d.config.io_schema import CheckpointConfig
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.optim.optimizer import MOMENTS
@@ -53,12 +52,6 @@ class LoadOptions:
     progress: bool = True
     optimizer: bool = True
     accept: frozenset[str] = frozenset()
-
-    @staticmethod
-    def of(config: CheckpointConfig) -> LoadOptions:
-        """Return the options of a configuration."""
-        continues = not config.finetune
-        return LoadOptions(continues, continues and not config.no_load_optim, frozenset(config.accept_changed))
 
 
 EVERYTHING, WEIGHTS = LoadOptions(), LoadOptions(progress=False, optimizer=False)
