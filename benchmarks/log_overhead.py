@@ -94,11 +94,11 @@ class Contest:
         self._waited: list[Axes] = []
         self._result = self._step(self._note)
 
-    def _step(self, watch: Callable[[Action | str], contextlib.AbstractContextManager[None]]) -> StepResult:
+    def _step(self, observer: Callable[[Action | str], contextlib.AbstractContextManager[None]]) -> StepResult:
         run = self.run
-        with watch("batch-generator"):
+        with observer("batch-generator"):
             batch = run.train_data.step(run.state.consumed_samples)
-        return train_step(run.state, batch, LR, run.step_settings(run.batches.last), watch=watch)
+        return train_step(run.state, batch, LR, run.step_settings(run.batches.last), observer=observer)
 
     @contextlib.contextmanager
     def _note(self, what: Action | str) -> Iterator[None]:
@@ -133,9 +133,9 @@ class Contest:
         """Do all logging of a step without the step."""
         timers = self.run.timers
         for _ in range(INTERVAL):
-            watch = self._monitor.begin_step()
+            observer = self._monitor.begin_step()
             for what in self._entered:
-                with watch(what):
+                with observer(what):
                     pass
             for axes in self._waited:
                 with timers.waiting(axes):

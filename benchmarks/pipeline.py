@@ -109,7 +109,7 @@ def bubbles(ours: list[Contestant], tokens: Tensor, options: argparse.Namespace)
 
     def step(each: Contestant) -> None:
         recording = TraceRecorder(each.run.recorder, CPU)
-        each.run.step(tokens, recording.watch)
+        each.run.step(tokens, recording.observe)
         measured = gather_timeline(recording, each.run.recorder)
         if measured is not None:
             found[each.name].append((measured.idle_rate, simulate_mean_durations(each.order, measured).idle_rate))

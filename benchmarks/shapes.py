@@ -14,9 +14,9 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
 from megatron3d.parallel.layout import span
-from megatron3d.pipeline.engine import no_observer
+from megatron3d.pipeline.engine import Observer, no_observer
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import StepSettings, Watch, train_step
+from megatron3d.train.step import StepSettings, train_step
 
 CPU = torch.device("cpu")
 LR, SEED = 1e-4, 1234
@@ -85,10 +85,10 @@ class Ours:
             for first in range(0, size.batch_size, config.train.micro_batch_size)
         ]
 
-    def step(self, tokens: Tensor, watch: Watch = no_observer) -> Tensor:
+    def step(self, tokens: Tensor, observer: Observer = no_observer) -> Tensor:
         """Make a step on `tokens` of the global batch; return the loss before the update."""
         batch = [Microbatch(tokens[rows], first) for rows, first in self.parts]
-        return train_step(self.state, batch, LR, self.settings, watch=watch).loss
+        return train_step(self.state, batch, LR, self.settings, observer=observer).loss
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full parameters by path, in a world of one process."""

@@ -61,9 +61,9 @@ class TorchExecutor:
         num_stages = len(self.pipeline.stages)
         return PipelineStage(StageModule(self, stage), stage.index, num_stages, param.device, x, y)
 
-    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], watch: Observer = no_observer) -> Tensor:
+    def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], observer: Observer = no_observer) -> Tensor:
         """Run a step like `PipelineExecutor.train`; torch's engine has no observer."""
-        assert watch is no_observer, "the peer's engine cannot be watched"
+        assert observer is no_observer, "the peer's engine cannot be watched"
         self.passes = list(passes)
         numbers, losses = torch.arange(self._microbatches), list[Tensor]()
         inputs = (numbers,) if self._stages[0].is_first else ()

@@ -193,7 +193,16 @@ def write_files(folder: Path, n: Measured) -> tuple[Path, Path]:
     """Write the files of the accelerator and of the cluster, and return their paths."""
     when = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     where = f"measured by tools/calibrate.py on {platform.machine()} with one thread, {when}"
-    sheet = f"""device_names: 'local'
+    paths = folder / "local.yaml", folder / "clusters" / "local.yaml"
+    for path, text in zip(paths, (accelerator_sheet(n, where), cluster_sheet(n, where)), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    return paths
+
+
+def accelerator_sheet(n: Measured, where: str) -> str:
+    """Return the YAML of the accelerator; `where` says how its numbers were measured."""
+    return f"""device_names: 'local'
 peak_tflops: {{fp32: {n["peak_tflops"]:.6f}}}
 source: {where}
 kernels:
@@ -220,7 +229,11 @@ kernels:
   # A core that sends does not compute.
   comm_units: 1
 """
-    cluster = f"""name: local
+
+
+def cluster_sheet(n: Measured, where: str) -> str:
+    """Return the YAML of the cluster of one machine."""
+    return f"""name: local
 accelerator: local
 levels:
   # An all-reduce of 64 bytes between two ranks over gloo, and the extra time of 2 MiB, {where}.
@@ -234,8 +247,3 @@ bytes_busy: {n["bytes_busy"]:.3f}
 # Cores that this process may use, of which each rank needs one.
 cores: {process.num_cores()}
 """
-    paths = folder / "local.yaml", folder / "clusters" / "local.yaml"
-    for path, text in zip(paths, (sheet, cluster), strict=True):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
-    return paths

@@ -87,7 +87,7 @@ class Timers:
         self._is_off, self._is_paused = is_off, is_off
         self._total: dict[str, float] = {}
 
-    def watch(self, what: Action | str) -> AbstractContextManager[None]:
+    def observe(self, what: Action | str) -> AbstractContextManager[None]:
         """Time the body if it is a phase or a computation of the pipeline."""
         name = what if isinstance(what, str) else _COMPUTES_OF.get(what.kind)
         return _NO_TIMER if name is None or self._is_paused else _Interval(name, self._clock.stamp, self._intervals)

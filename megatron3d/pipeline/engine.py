@@ -27,7 +27,8 @@ from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind
 from megatron3d.pipeline.lower import peer_rank, send_recv_after
 
 Compute = Callable[[int, Tensor | None, int], Tensor]
-Observer = Callable[[Action], contextlib.AbstractContextManager[None]]
+# Returns the context manager that is entered around an action or, by a training step, around a phase by its name.
+Observer = Callable[[Action | str], contextlib.AbstractContextManager[None]]
 
 
 def no_observer(_: object) -> contextlib.AbstractContextManager[None]:

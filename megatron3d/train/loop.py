@@ -16,7 +16,7 @@ from megatron3d.train.evaluate import evaluate
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.oom_report import job_of, oom_report
 from megatron3d.train.replica_check import check_replicas
-from megatron3d.train.rollback import SpikeDetector, roll_back
+from megatron3d.train.rollback import Rollbacks
 from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult, train_step
 
@@ -28,11 +28,9 @@ def train(run: Run, stop: StopSignal) -> int:
     config, state = run.config.train, run.state
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
-    limits = ExitLimits(run.config)
-    detector = SpikeDetector(config)
-    num_rollbacks = 0
-    previous: StepResult | None = None
+    limits, rollbacks = ExitLimits(run.config), Rollbacks(run)
     stopping = False
+    previous: StepResult | None = None
 
     while state.iteration < config.train_iters and not stopping:
         if state.iteration + 1 in config.iterations_to_skip:
@@ -40,13 +38,13 @@ def train(run: Run, stop: StopSignal) -> int:
             continue
 
         batch = run.batches.at(state.consumed_samples)
-        with run.timers.watch(BATCH):
+        with run.timers.observe(BATCH):
             microbatches = run.train_data.step(state.consumed_samples)
         lr = learning_rate(run.config.optimizer, state.iteration + 1, config.train_iters)
         stop_requested = stop.requested is not None or limits.is_time_up or consume_stop_file(run)
         with oom_report(job):
-            settings, watch = run.step_settings(batch), monitor.begin_step()
-            result = train_step(state, microbatches, lr, settings, stop_requested, watch)
+            settings, observer = run.step_settings(batch), monitor.begin_step()
+            result = train_step(state, microbatches, lr, settings, stop_requested, observer)
         monitor.end_step(result, lr, batch)
 
         if is_due(state.iteration, config.eval_interval):
@@ -56,25 +54,18 @@ def train(run: Run, stop: StopSignal) -> int:
             check_replicas(state)
 
         # A step's numbers are read one step later, so that the host never waits for the device.
-        stopping = limits.is_exit_iteration(state.iteration) or (
-            previous is not None and bool(previous.stop_requests > 0)
-        )
-        if previous is not None and detector.is_enabled:
-            spike = detector.check(previous.loss.item(), bool(previous.skipped))
-            if spike is not None:
-                num_rollbacks += 1
-                roll_back(run, replace(spike, num_steps=spike.num_steps + 1), num_rollbacks)
-                monitor.restart()
-                previous = None
-                continue
+        stopping = limits.end_after(state.iteration, previous)
+        if rollbacks.roll_back_after(previous):
+            monitor.restart()
+            previous = None
+            continue
         previous = result
 
         if is_save_due(run):
             with monitor.between_steps(SAVE):
                 save(run)
 
-    if run.saver:
-        run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, run.config))
+    save_last(run)
     return ExitCode.STOPPED if state.iteration < config.train_iters else ExitCode.DONE
 
 
@@ -130,6 +121,13 @@ def save(run: Run) -> None:
         run.saver.save(state.iteration, source_of(state), describe(state, run.identity, run.config), is_persistent)
 
 
+def save_last(run: Run) -> None:
+    """Save the state that training ended with, unless it is saved, and wait until it is complete."""
+    state = run.state
+    if run.saver:
+        run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, run.config))
+
+
 def is_due(iteration: int, interval: int | None) -> bool:
     """Return whether `iteration` is a multiple of `interval`; never without an interval."""
     return interval is not None and iteration % interval == 0
@@ -148,6 +146,6 @@ class ExitLimits:
         """Whether the time limit has passed on this rank's clock."""
         return time.monotonic() > self._end_s
 
-    def is_exit_iteration(self, iteration: int) -> bool:
-        """Return whether to stop after this iteration; the same on every rank."""
-        return is_due(iteration, self._exit_interval)
+    def end_after(self, iteration: int, previous: StepResult | None) -> bool:
+        """Return whether to stop after this iteration, as its number or a rank of the step before asks."""
+        return is_due(iteration, self._exit_interval) or (previous is not None and bool(previous.stop_requests > 0))

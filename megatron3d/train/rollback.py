@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron3d.checkpoint.publish import finished_checkpoints, move_tracker_back
@@ -23,6 +23,7 @@ from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.config.schema import TrainConfig
 from megatron3d.train.checkpointing import load_state
 from megatron3d.train.run import Run
+from megatron3d.train.step import StepResult
 
 MIN_LOSSES = 16
 """Losses that are seen before one can be a spike."""
@@ -78,6 +79,28 @@ class SpikeDetector:
         median = statistics.median(self._losses)
         deviation = DEVIATIONS_PER_MAD * statistics.median(abs(each - median) for each in self._losses)
         return (loss - median) / deviation if deviation else 0.0
+
+
+class Rollbacks:
+    """Rolls a run back after each spike; a step's loss is read one step later, when the next one has run as well."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._detector = run, SpikeDetector(run.config.train)
+        self._num_rollbacks = 0
+
+    def roll_back_after(self, previous: StepResult | None) -> bool:
+        """Roll back if the step before the last one ended in a spike; return whether it did.
+
+        Raises RuntimeError as `roll_back`.
+        """
+        if previous is None or not self._detector.is_enabled:
+            return False
+        spike = self._detector.check(previous.loss.item(), bool(previous.skipped))
+        if spike is None:
+            return False
+        self._num_rollbacks += 1
+        roll_back(self._run, replace(spike, num_steps=spike.num_steps + 1), self._num_rollbacks)
+        return True
 
 
 def roll_back(run: Run, spike: Spike, num_rollbacks: int) -> None:

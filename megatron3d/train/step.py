@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,8 @@ from megatron3d.metrics.timers import BATCH, GRADS, SCHEDULE, UPDATE
 from megatron3d.model.gpt import GPT
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.mesh import DATA
-from megatron3d.pipeline.actions import Action
-from megatron3d.pipeline.engine import no_observer
+from megatron3d.pipeline.engine import Observer, no_observer
 from megatron3d.train.state import TrainState
-
-# Entered with each phase of a step by its name, and in the schedule with each action.
-Watch = Callable[[Action | str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -56,26 +51,26 @@ def train_step(
     lr: float,
     settings: StepSettings,
     stop_requested: bool = False,
-    watch: Watch = no_observer,
+    observer: Observer = no_observer,
 ) -> StepResult:
     """Run forward and backward over the microbatches, reduce the gradients, clip and update; advance the state."""
     model, buffers = state.model, state.buffers
     packing, scale = settings.packing, state.loss_scale
     key = (settings.seed, state.iteration)
-    with watch(BATCH):
+    with observer(BATCH):
         num_tokens = valid_tokens(model, microbatches, settings)
     passes = [
         model.begin(batch.tokens, num_tokens, batch.first_sample, key, scale.factor, packing) for batch in microbatches
     ]
     buffers.begin_step(len(passes))
-    with watch(SCHEDULE):
-        local_loss = state.executor.train(passes, buffers.check_stage, watch) / loss_copies(model)
-    with watch(GRADS):
+    with observer(SCHEDULE):
+        local_loss = state.executor.train(passes, buffers.check_stage, observer) / loss_copies(model)
+    with observer(GRADS):
         buffers.reduce_grads()
         local = torch.stack((local_loss, buffers.square_norm(), torch.full_like(local_loss, stop_requested)))
         loss, square, stop_requests = model.comm.all_reduce(local, model.comm.mesh.names).wait()
     grad_norm = scale.unscale(square.sqrt())
-    with watch(UPDATE):
+    with observer(UPDATE):
         skipped = state.optimizer.step(grad_norm, lr)
     state.iteration += 1
     state.consumed_samples += settings.num_samples

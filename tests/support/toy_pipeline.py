@@ -74,8 +74,8 @@ class ToyPipeline:
     def compute(self, stage: int, x: Tensor | None, mb: int) -> Tensor:
         return compute(self.stages[stage], x, mb, self.tokens, stage == len(self.where) - 1)
 
-    def run(self, watch: Observer = no_observer) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-        losses = self.engine.run(watch)
+    def run(self, observer: Observer = no_observer) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+        losses = self.engine.run(observer)
         assert sorted(self.reduced) == sorted(self.stages), f"reduced {self.reduced} of stages {list(self.stages)}"
         return dict(losses), gradients(self.stages)
 

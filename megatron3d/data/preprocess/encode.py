@@ -24,6 +24,7 @@ from megatron3d.data.token_files.indexed import Tokens, token_dtype
 from megatron3d.data.token_files.writer import CONTINUES, ENDS_DOCUMENT, ENDS_SEQUENCE
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime.exit_codes import ExitCode
 
 BATCH_BYTES = 1 << 18
 """Text per task: large against the cost of sending it, small against memory."""
@@ -110,7 +111,7 @@ def _exit_with_parent() -> None:
 
     def wait() -> None:
         parent.join()
-        os._exit(1)
+        os._exit(ExitCode.CRASH)
 
     Thread(target=wait, daemon=True).start()
 

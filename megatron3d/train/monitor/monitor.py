@@ -24,6 +24,7 @@ from megatron3d.metrics.timers import Spread, own_ms, pipeline_bubble
 from megatron3d.model.flops import flops_per_token
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action
+from megatron3d.pipeline.engine import Observer
 from megatron3d.train.monitor.oom_report import max_by_pipeline_rank
 from megatron3d.train.monitor.pipeline_trace import TraceRecorder, write_trace
 from megatron3d.train.monitor.prediction_check import PredictionCheck
@@ -32,7 +33,7 @@ from megatron3d.train.monitor.rank_stats import TIMERS, RankStatistics
 from megatron3d.train.monitor.run_metadata import run_metadata
 from megatron3d.train.monitor.tensor_stats import StepTensorStatistics
 from megatron3d.train.run import Run
-from megatron3d.train.step import StepResult, Watch
+from megatron3d.train.step import StepResult
 
 
 class Monitor:
@@ -70,16 +71,16 @@ class Monitor:
             yield
         self.restart()
 
-    def begin_step(self) -> Watch:
+    def begin_step(self) -> Observer:
         """Return the context manager factory that the next step enters around its phases and pipeline actions."""
         run, logging = self._run, self._run.config.logging
         iteration, interval = run.state.iteration + 1, logging.log_moments_interval
         has_stats = interval is not None and iteration % interval == 0
         self._tensor_stats = StepTensorStatistics(run.state, run.runtime.device) if has_stats else None
         self._trace = TraceRecorder(run.comm, run.runtime.device) if iteration in logging.trace_iterations else None
-        watch = nested(run.timers.watch, self._trace.watch) if self._trace else run.timers.watch
-        watch = self._tensor_stats.watch(watch) if self._tensor_stats else watch
-        return self._profiler.begin_step(iteration, watch)
+        observer = nested(run.timers.observe, self._trace.observe) if self._trace else run.timers.observe
+        observer = self._tensor_stats.observe(observer) if self._tensor_stats else observer
+        return self._profiler.begin_step(iteration, observer)
 
     def end_step(self, result: StepResult, lr: float, batch: Batch) -> None:
         """Count a step, and write the reports that are due after it."""
@@ -174,15 +175,15 @@ class Monitor:
         write_trace(trace, run.comm, schedule, Path(run.config.checkpoint.save), run.state.iteration)
 
 
-def nested(outer: Watch, inner: Watch) -> Watch:
-    """Return a watch that enters both."""
+def nested(outer: Observer, inner: Observer) -> Observer:
+    """Return an observer that enters both."""
 
     @contextlib.contextmanager
-    def watch(what: Action | str) -> Iterator[None]:
+    def observe(what: Action | str) -> Iterator[None]:
         with outer(what), inner(what):
             yield
 
-    return watch
+    return observe
 
 
 def rounded(spread: Spread) -> dict[str, float]:

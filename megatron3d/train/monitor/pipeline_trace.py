@@ -41,7 +41,7 @@ class TraceRecorder:
         self._origin = self._clock.stamp()
 
     @contextlib.contextmanager
-    def watch(self, what: Action | str) -> Iterator[None]:
+    def observe(self, what: Action | str) -> Iterator[None]:
         """Record start and end of the body if it is a computation."""
         if isinstance(what, str) or what.kind not in COMPUTATIONS:
             yield

@@ -17,7 +17,7 @@ from megatron3d.config.io_schema import LoggingConfig
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Action
-from megatron3d.train.step import Watch
+from megatron3d.pipeline.engine import Observer
 
 FOLDER = "profiles"
 
@@ -48,13 +48,13 @@ class Profiler:
         self._iterations = range(logging.profile_step_start, logging.profile_step_end)
         self._profile: profile | None = None
 
-    def begin_step(self, iteration: int, watch: Watch) -> Watch:
-        """Return `watch`, which also names phases and actions in the profile if this iteration is profiled."""
+    def begin_step(self, iteration: int, observer: Observer) -> Observer:
+        """Return `observer`, which also names phases and actions in the profile if this iteration is profiled."""
         if self._folder is None or iteration not in self._iterations:
-            return watch
+            return observer
         if self._profile is None:
             self._start()
-        return _with_names(watch)
+        return _with_names(observer)
 
     def end_step(self, iteration: int) -> None:
         """Write the profile if this was the last profiled iteration."""
@@ -86,12 +86,12 @@ class Profiler:
             print(f"> WARNING: rank {self._rank}: {path} cannot be written: {error}", flush=True)
 
 
-def _with_names(inner: Watch) -> Watch:
+def _with_names(inner: Observer) -> Observer:
     """Return `inner`, which also records the name of each phase and action in the profile."""
 
     @contextlib.contextmanager
-    def watch(what: Action | str) -> Iterator[None]:
+    def observe(what: Action | str) -> Iterator[None]:
         with record_function(str(what)), inner(what):
             yield
 
-    return watch
+    return observe

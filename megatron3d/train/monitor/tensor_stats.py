@@ -20,8 +20,9 @@ from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action, ActionKind
+from megatron3d.pipeline.engine import Observer
 from megatron3d.train.state import TrainState
-from megatron3d.train.step import StepResult, Watch
+from megatron3d.train.step import StepResult
 
 Table = Mapping[str, Mapping[str, float]]
 
@@ -86,17 +87,17 @@ class StepTensorStatistics:
         if self._is_forward:
             self._activations.add(layer, x_MH.detach(), self._copies)
 
-    def watch(self, inner: Watch) -> Watch:
+    def observe(self, inner: Observer) -> Observer:
         """Return `inner`, which also keeps track of whether a forward runs."""
 
         @contextlib.contextmanager
-        def watch(what: Action | str) -> Iterator[None]:
+        def observe(what: Action | str) -> Iterator[None]:
             self._is_forward = isinstance(what, Action) and what.kind is ActionKind.F
             with inner(what):
                 yield
             self._is_forward = False
 
-        return watch
+        return observe
 
     def finish(self, result: StepResult, clip_grad: float) -> Mapping[str, Any]:
         """Return statistics of parameters after the step, gradients and activations, the same on every rank."""

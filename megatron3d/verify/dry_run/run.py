@@ -114,7 +114,7 @@ def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbat
     train = state.spec.config.train
     settings = StepSettings(train.seed, train.global_batch_size * state.model.arch.seq_length, train.global_batch_size)
     with meter:
-        train_step(state, batch, 1e-4, settings, watch=notes.watch)
+        train_step(state, batch, 1e-4, settings, observer=notes.observe)
     notes.close(None)
     run.peak_update, run.entries = run.actions[-1][1].peak, recorder.entries
     return run
@@ -152,7 +152,7 @@ class _ActionRecorder:
         self._meter.reset_peak()
 
     @contextlib.contextmanager
-    def watch(self, what: Action | str) -> Iterator[None]:
+    def observe(self, what: Action | str) -> Iterator[None]:
         """Record an action with the wait before it; phases are not actions."""
         if not self._run.actions and not isinstance(what, str):
             self.close(None)

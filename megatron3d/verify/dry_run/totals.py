@@ -37,28 +37,8 @@ def step_totals(run: RankDryRun, actions: Sequence[Action]) -> StepTotals:
 
     Raises RuntimeError where microbatches between the first and the last differ.
     """
-    known = {action: done for action, done in run.actions if action is not None}
+    every = _all_counts({action: done for action, done in run.actions if action is not None}, actions)
     rest = [done for action, done in run.actions if action is None]
-    last = max(action.mb for action in known if action.mb is not None)
-    num = max(action.mb for action in actions if action.mb is not None)
-
-    def done(action: Action) -> ActionCounts:
-        if action.mb is None or action.mb == 0 or num == last:
-            return known[action]
-        if action.mb == num:
-            return known[action._replace(mb=last)]
-        found = known[action._replace(mb=1)]
-        is_over = action.kind in (ActionKind.B, ActionKind.W)
-        return found._replace(kept=found.kept - left[action.stage]) if is_over else found
-
-    # A microbatch leaves nothing behind; what the second one seems to, others take away with their own.
-    left: Counter[int] = Counter()
-    for action, found in known.items():
-        left[action.stage] += found.kept * (action.mb == 1)
-    for action, found in known.items() if num != last else ():
-        if action.mb == 2 and last > 2 and (found.flops, found.calls) != (second := known[action._replace(mb=1)])[:2]:
-            raise RuntimeError(f"{action} does {found[:2]}, the microbatch before {second[:2]}")
-    every = [done(action) for action in actions]
     calls, sent = Counter[tuple[str, Axes]](), Counter[tuple[str, Axes]]()
     for each in [*rest, *every]:
         calls.update(each.calls)
@@ -74,3 +54,27 @@ def step_totals(run: RankDryRun, actions: Sequence[Action]) -> StepTotals:
     flops = sum(each.flops for each in [*rest, *every])
     tops = [each[0] for each in peaks]
     return StepTotals(flops, calls, sent, peak, name, at - sum(run.between.values()), moment, timeline, tops)
+
+
+def _all_counts(known: Mapping[Action, ActionCounts], actions: Sequence[Action]) -> list[ActionCounts]:
+    """Return the counts of every action, given those of the first microbatches and of the last one."""
+    last = max(action.mb for action in known if action.mb is not None)
+    num = max(action.mb for action in actions if action.mb is not None)
+    # A microbatch leaves nothing behind; what the second one seems to, others take away with their own.
+    left: Counter[int] = Counter()
+    for action, found in known.items():
+        left[action.stage] += found.kept * (action.mb == 1)
+    for action, found in known.items() if num != last else ():
+        if action.mb == 2 and last > 2 and (found.flops, found.calls) != (second := known[action._replace(mb=1)])[:2]:
+            raise RuntimeError(f"{action} does {found[:2]}, the microbatch before {second[:2]}")
+
+    def counts(action: Action) -> ActionCounts:
+        if action.mb is None or action.mb == 0 or num == last:
+            return known[action]
+        if action.mb == num:
+            return known[action._replace(mb=last)]
+        found = known[action._replace(mb=1)]
+        is_over = action.kind in (ActionKind.B, ActionKind.W)
+        return found._replace(kept=found.kept - left[action.stage]) if is_over else found
+
+    return [counts(action) for action in actions]

@@ -32,11 +32,11 @@ class Hands:
 
 
 def one_step(timed: Timers, hands: Hands) -> None:
-    with timed.watch(BATCH):
+    with timed.observe(BATCH):
         hands.move(2)
-    with timed.watch(SCHEDULE):
+    with timed.observe(SCHEDULE):
         for what, ms in ((F0, 3), (SEND, 100), (B0, 5), (W0, 7)):
-            with timed.watch(what):
+            with timed.observe(what):
                 hands.move(ms)
         with timed.waiting(("x", "y")):
             hands.move(11)
@@ -50,7 +50,7 @@ def test_phases_of_steps_and_what_comes_between(monkeypatch: pytest.MonkeyPatch)
     timed.discard_steps()
     for _ in range(2):
         one_step(timed, hands)
-        with timed.between_steps(EVALUATE), timed.watch(BATCH), timed.waiting(("x",)):
+        with timed.between_steps(EVALUATE), timed.observe(BATCH), timed.waiting(("x",)):
             hands.move(20)
     expected = {BATCH: 2, SCHEDULE: 126, FORWARD: 3, BACKWARD: 12, "along x·y": 11, EVALUATE: 40}
     times = timed.take(num_steps=2)
@@ -87,7 +87,7 @@ def test_a_device_is_asked_about_a_step_after_the_next_one(monkeypatch: pytest.M
     Event.log = []
     timed = Timers(torch.device("meta"))
     for _ in range(3):
-        with timed.watch(BATCH):
+        with timed.observe(BATCH):
             pass
         timed.end_step()
     assert Event.log == ["record"] * 4 + ["read"] + ["record"] * 2 + ["read"]

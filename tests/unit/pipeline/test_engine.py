@@ -132,12 +132,12 @@ def held_in_one(rank: int, world_size: int, schedule: Schedule, depth: int) -> t
         before = live.now
 
         @contextlib.contextmanager
-        def watch(action: Action) -> Iterator[None]:
+        def observe(action: Action) -> Iterator[None]:
             yield
             if action.kind in COMPUTATIONS:
                 after.append(live.now - before)
 
-        pipeline.run(watch)
+        pipeline.run(observe)
     return after, live.peak - before
 
 
@@ -166,12 +166,12 @@ def test_transfers_begin_where_they_stand_and_only_what_is_needed_is_waited_for(
 
     def rank(comm: ThreadComm) -> list[str]:
         @contextlib.contextmanager
-        def watch(action: Action) -> Iterator[None]:
+        def observe(action: Action) -> Iterator[None]:
             comm.events.append(str(action))
             yield
             assert comm.unwaited["send"] <= MAX_SENDS_IN_FLIGHT + 1, f"{comm.unwaited} transfers under way"
 
-        ToyPipeline(schedule, comm).run(watch)
+        ToyPipeline(schedule, comm).run(observe)
         return [event for event in comm.events if event != "wait for send"]
 
     for actions, events in zip(lowered, as_threads(3, rank), strict=True):

@@ -101,7 +101,7 @@ def test_waiting_for_a_receive_is_not_computing() -> None:
     actions = [parse_action(text) for text in ["1RECV_F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "1SEND_B0"]]
     Engine(actions, (0, 1, 2), compute, transfer).run()  # torch's imports at the first call take long as well
     recording = TraceRecorder(comm, CPU)
-    Engine(actions, (0, 1, 2), compute, transfer).run(recording.watch)
+    Engine(actions, (0, 1, 2), compute, transfer).run(recording.observe)
     forward, backward = recording.spans()
     assert [str(forward.action), str(backward.action)] == ["1F0", "1B0"]
     assert forward.start >= 1e3 * WAIT_S and backward.start - forward.end >= 1e3 * WAIT_S
@@ -112,7 +112,7 @@ def test_only_one_rank_of_those_that_do_the_same_counts() -> None:
     counted = []
     for rank in range(8):
         recording = TraceRecorder(NoBarrier(Mesh((("pipeline", 2), ("data", 2), ("t", 2)), rank), ()), CPU)
-        with recording.watch(Action(ActionKind.F, rank // 4, 0)):
+        with recording.observe(Action(ActionKind.F, rank // 4, 0)):
             pass
         counted += [(rank, span.rank) for span in recording.spans()]
     assert counted == [(0, 0), (4, 1)]
@@ -144,7 +144,7 @@ def test_on_a_device_events_are_read_after_the_step(monkeypatch: pytest.MonkeyPa
     recording = TraceRecorder(ALONE, torch.device("meta"))
     actions = [Action(ActionKind.F, 0, 0), Action(ActionKind.B, 0, 0)]
     for action in actions:
-        with recording.watch(action):
+        with recording.observe(action):
             pass
     assert Event.calls == ["record"] * 5
     assert recording.spans() == [(0, actions[0], 1000, 2000), (0, actions[1], 3000, 4000)]
