@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from megatron3d.parallel.mesh import Mesh
 from tests.support.pool import Pool
 from tests.support.processes import kept_handlers
+from tests.support.thread_ranks import ObjectThreadComm, run_on_threads
 
 UNIT = Path(__file__).parent / "unit"
 FAST_FILES = ("test_architecture.py", "test_words.py")
@@ -48,6 +51,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     pool = Pool(tmp_path_factory.mktemp("pool"))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[[Mesh, Callable[[ObjectThreadComm], Any]], list[Any]]:
+    """Return the function that runs `action(comm)` as the ranks of a mesh, in threads of this process."""
+    return run_on_threads
 
 
 @pytest.fixture(scope="session", autouse=True)
