@@ -24,6 +24,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.data.corpus.blended import BlendedSamples
 from megatron3d.data.corpus.corpus import Corpus, open_corpus
+from megatron3d.data.corpus.spec import check_token_ids
 from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
@@ -57,7 +58,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
         resume(state, identity, comm, saver)
     if state.iteration == 0 and any(dataset.manifest is None for dataset in corpus.datasets):
         with phases("token ids of the corpus, which has no manifest"):
-            check_token_ids(corpus, state)
+            check_without_manifest(corpus, state)
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
     if runtime.rank == 0:
@@ -196,27 +197,23 @@ def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:
     latest(root)
 
 
-def check_token_ids(corpus: Corpus, state: TrainState) -> None:
+def check_without_manifest(corpus: Corpus, state: TrainState) -> None:
     """Read every token of the files without a manifest (made by Megatron), partitioned over the ranks.
 
     Raises UserError if a token is outside the vocabulary.
     """
     for data in (dataset for dataset in corpus.datasets if dataset.manifest is None):
-        _check_token_ids(data, state)
+        _check_file(data, state)
 
 
-def _check_token_ids(data: IndexedDataset, state: TrainState) -> None:
+def _check_file(data: IndexedDataset, state: TrainState) -> None:
     comm, vocab_size = state.model.comm, state.model.arch.vocab_size
     starts = range(comm.mesh.rank * BLOCK, data.num_tokens, comm.mesh.world_size * BLOCK)
     blocks = (data.tokens(start, min(start + BLOCK, data.num_tokens)) for start in starts)
     gathered = comm.gather_object([(int(block.min()), int(block.max())) for block in blocks])
     bounds = comm.broadcast_object(gathered and [bound for part in gathered for bound in part])
     low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
-    if low < 0 or high >= vocab_size:
-        raise UserError(
-            f"data.data_path={data.prefix}: its token ids are {low} to {high}, outside the vocabulary of {vocab_size}; "
-            "set data.tokenizer_type and data.tokenizer_model to the tokenizer that made the corpus"
-        )
+    check_token_ids(data.prefix, low, high, vocab_size)
 
 
 def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[FolderLock | None, MetricsWriter | None]:

@@ -19,6 +19,7 @@ from megatron3d.config.validate.tensor_parallel import (
     form_problems,
     token_problems,
 )
+from megatron3d.data.corpus.spec import vocabulary_problem
 from megatron3d.model.flops import num_parameters
 from megatron3d.pipeline.schedules import size_problems as pipeline_sizes
 
@@ -98,11 +99,9 @@ def model_problems(facts: Facts) -> Iterator[str]:
             f"{facts.named('model.max_position_embeddings')}: less than model.seq_length={model.seq_length}; "
             f"use {model.seq_length} or more, or leave it out"
         )
-    if facts.vocab_size and model.vocab_size and model.vocab_size < facts.vocab_size:
-        yield (
-            f"{facts.named('model.vocab_size')}: less than the tokenizer's {facts.vocab_size} tokens; "
-            f"use {facts.vocab_size} or more, or leave it out"
-        )
+    if facts.vocab_size and model.vocab_size:
+        problem = vocabulary_problem(facts.named("model.vocab_size"), model.vocab_size, facts.vocab_size)
+        yield from [problem] if problem else []
 
 
 def schedule_problems(facts: Facts) -> Iterator[str]:

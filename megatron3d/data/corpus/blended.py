@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from megatron3d.data.corpus.blend import Blend
 from megatron3d.data.corpus.samples import Split, sample_offsets
+from megatron3d.data.corpus.spec import check_token_ids
 from megatron3d.data.permutation import Indices
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
-from megatron3d.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,9 @@ class TokenFileSamples:
         unsigned = tokens.view(f"<u{tokens.itemsize}")  # a negative id becomes a large one
         if unsigned.max(initial=0) >= self.vocab_size:
             row, column = np.argwhere(unsigned >= self.vocab_size)[0]
-            raise UserError(
-                f"data.data_path={self.dataset.prefix}: token {offsets[row] + column} has id {tokens[row, column]}, "
-                f"outside the vocabulary of {self.vocab_size}; use the tokenizer that made the corpus"
-            )
+            wrong = int(tokens[row, column])
+            found = f"token {offsets[row] + column} has id {wrong}"
+            check_token_ids(self.dataset.prefix, wrong, wrong, self.vocab_size, found)
         return tokens.astype(np.int64)
 
 
@@ -87,7 +86,8 @@ class EvaluationWindows:
             last = min(first + self.seq_length + 1, self.span[1])
             if last - first > 1:
                 tokens = self.dataset.tokens(first, last)
-                self._check(tokens)
+                low, high = int(tokens.min()), int(tokens.max())
+                check_token_ids(self.dataset.prefix, low, high, self.vocab_size)
                 row[: len(tokens)] = tokens
         return rows
 
@@ -96,14 +96,6 @@ class EvaluationWindows:
         first, last = self.span
         blocks = (self.dataset.tokens(start, min(start + BLOCK, last)) for start in range(first, last, BLOCK))
         return sum(int(bytes_of_token[block].sum()) for block in blocks)
-
-    def _check(self, tokens: npt.NDArray[np.generic]) -> None:
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            raise UserError(
-                f"data.data_path={self.dataset.prefix}: its token ids are {low} to {high}, outside the vocabulary of "
-                f"{self.vocab_size}; use a corpus that was made with this model's tokenizer"
-            )
 
 
 @dataclass(frozen=True)

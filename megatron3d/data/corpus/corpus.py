@@ -16,7 +16,7 @@ from fractions import Fraction
 from megatron3d.data.corpus.blend import Blend, Paths, parse_paths, whole_parts
 from megatron3d.data.corpus.blended import BlendedSamples, TokenFileSamples
 from megatron3d.data.corpus.samples import Split, split_tokens
-from megatron3d.data.corpus.spec import CorpusSpec
+from megatron3d.data.corpus.spec import CorpusSpec, check_token_ids, vocabulary_problem
 from megatron3d.data.corpus.stream import StreamedDataset, StreamedSamples
 from megatron3d.data.packing import Packing
 from megatron3d.data.preprocess.encode import EncoderSpec
@@ -68,11 +68,8 @@ def open_corpus(spec: CorpusSpec, tokenizer: Tokenizer, packing: Packing) -> Cor
             "data.data_path: none given; name the prefix of a .bin/.idx pair that tools/preprocess_data.py made"
         )
     vocab_size = spec.vocab_size or tokenizer.vocab_size
-    if vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"model.vocab_size={vocab_size}: below the tokenizer's {tokenizer.vocab_size} tokens; "
-            f"use {tokenizer.vocab_size} or leave it out"
-        )
+    if problem := vocabulary_problem(f"model.vocab_size={vocab_size}", vocab_size, tokenizer.vocab_size):
+        raise UserError(problem)
     opener = _Opener(spec, tokenizer, vocab_size, packing)
     if spec.data_path is not None:
         opened = opener.paths("data.data_path", spec.data_path)
@@ -166,11 +163,7 @@ def _check_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, vocab_size: 
             f"({tokenizer.vocab_size} tokens); set data.tokenizer_type and data.tokenizer_model to its own, "
             "or make the corpus again with tools/preprocess_data.py"
         )
-    if made.max_token_id >= vocab_size:
-        raise UserError(
-            f"data.data_path={dataset.prefix}: largest token id {made.max_token_id} is outside the vocabulary "
-            f"of {vocab_size}; make the corpus again with tools/preprocess_data.py"
-        )
+    check_token_ids(dataset.prefix, 0, made.max_token_id, vocab_size, f"its largest token id is {made.max_token_id}")
 
 
 def _check_documents(dataset: IndexedDataset, packing: Packing) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron3d.data.corpus.blend import Paths
+from megatron3d.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,20 @@ class CorpusSpec:
     stream_lanes: int
     stream_shuffle_rows: int
     skips_bad_records: bool
+
+
+def vocabulary_problem(named: str, model_size: int, tokenizer_size: int) -> str | None:
+    """Return what is wrong with `model.vocab_size`, as `named`, for a tokenizer; None if the model has its tokens."""
+    if model_size >= tokenizer_size:
+        return None
+    return f"{named}: less than the tokenizer's {tokenizer_size} tokens; use {tokenizer_size} or more, or leave it out"
+
+
+def check_token_ids(prefix: Path, low: int, high: int, vocab_size: int, found: str | None = None) -> None:
+    """Raise UserError, with `found` in words, unless token ids from `low` to `high` are in the vocabulary."""
+    if low < 0 or high >= vocab_size:
+        found = found or f"its token ids are {low} to {high}"
+        raise UserError(
+            f"data.data_path={prefix}: {found}, outside the vocabulary of {vocab_size}; "
+            "set data.tokenizer_type and data.tokenizer_model to the tokenizer that made the corpus"
+        )

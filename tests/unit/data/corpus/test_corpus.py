@@ -78,14 +78,14 @@ def test_another_tokenizer_is_refused(prefix: Path) -> None:
 
 
 def test_a_model_with_a_smaller_vocabulary_is_refused(prefix: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.vocab_size=256: below the tokenizer's 257"):
+    with pytest.raises(UserError, match=r"model\.vocab_size=256: less than the tokenizer's 257"):
         opened(config(prefix, model__vocab_size=256), ByteTokenizer(None))
     assert opened(config(prefix, model__vocab_size=300), ByteTokenizer(None)).train.sources[0].vocab_size == 300
 
 
 def test_ids_beyond_the_vocabulary_are_refused_with_a_manifest(prefix: Path) -> None:
     make(prefix, [300] * NUM_TOKENS)
-    with pytest.raises(UserError, match="largest token id 300"):
+    with pytest.raises(UserError, match="largest token id is 300, outside the vocabulary of 257"):
         opened(config(prefix), ByteTokenizer(None))
 
 
