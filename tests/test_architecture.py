@@ -185,12 +185,12 @@ def test_rule_holds_everywhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rule_notices(name: str) -> None:
+def test_every_rule_finds_its_example(name: str) -> None:
     rule, _, example = RULES[name]
     assert rule(ast.parse(example))
 
 
-def test_no_file_wants_to_be_two() -> None:
+def test_no_file_is_too_long() -> None:
     lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in SOURCES.items()}
     assert {module: lines for module, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
@@ -271,7 +271,7 @@ def test_a_class_name_exists_once() -> None:
     assert repeated_classes(trees) == {}
 
 
-def test_a_repeated_class_name_is_noticed() -> None:
+def test_a_repeated_class_name_is_found() -> None:
     trees = {"a": ast.parse("class Entry: ..."), "b": ast.parse("class Entry: ...\nclass Other: ...")}
     assert repeated_classes(trees) == {"Entry": ["a", "b"]}
 
@@ -313,7 +313,7 @@ def undeclared_attributes(tree: ast.Module, declared: Set[str]) -> list[str]:
     return [f"{node.lineno}: {ast.unparse(node)}" for node in assigned if node.attr not in declared]
 
 
-def test_nothing_is_hung_on_foreign_objects() -> None:
+def test_no_attribute_is_set_on_foreign_objects() -> None:
     trees = {name: parse(path) for name, path in SOURCES.items() if name.startswith("megatron3d")}
     declared = set().union(*map(declared_attributes, trees.values()))
     found = {
@@ -323,7 +323,7 @@ def test_nothing_is_hung_on_foreign_objects() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_a_foreign_attribute_is_noticed() -> None:
+def test_a_foreign_attribute_is_found() -> None:
     assert undeclared_attributes(ast.parse("def f(leaf):\n    leaf.grad_sink = 1"), set()) == ["2: leaf.grad_sink"]
 
 

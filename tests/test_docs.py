@@ -121,7 +121,7 @@ def furnish(pool: Pool) -> None:
     shutil.copy("data/web.tokenizer.json", "data/gpt2/tokenizer.json")
 
 
-def test_the_walk_arrives(walked: Path) -> None:
+def test_the_walk_through_the_documents_leaves_a_run(walked: Path) -> None:
     assert (walked / "runs/first/run/latest_checkpointed_iteration.txt").read_text() == "40\n"
     assert (walked / "runs/first/curves.png").is_file()
 
@@ -139,7 +139,7 @@ def test_every_command_works(
         do(words, pool)
 
 
-def test_what_is_not_done_is_understood() -> None:
+def test_commands_that_are_not_run_are_parsed() -> None:
     left = [words for page in PAGES for words in commands(page) if reason(words) is not None]
     for words in left:
         try:
@@ -161,7 +161,7 @@ def test_no_command_is_overlooked(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_programs_and_options_that_are_mentioned_are_there(page: Path) -> None:
+def test_programs_and_options_that_are_mentioned_exist(page: Path) -> None:
     for program, rest in re.findall(rf"`(?:python )?({PROGRAM}|scripts/[\w/]+\.\w+)( [^`\n]*)?`", code(page)[1]):
         reader = "megatron3d/config/cli.py" if program == "pretrain_gpt.py" else program
         source = (ROOT / reader).read_text(encoding="utf-8")
@@ -185,7 +185,7 @@ def test_architecture_follows_its_picture() -> None:
         assert -1 not in places and places == sorted(places), (title, places)
 
 
-def test_explained_messages_are_said() -> None:
+def test_explained_messages_exist_in_the_code() -> None:
     """The fixed parts of each quoted message occur in a string of the code."""
     files = [*(ROOT / "megatron3d").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
     said = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text(encoding="utf-8") for path in files))

@@ -46,5 +46,5 @@ def test_words_are_those_of_the_glossary(path: Path) -> None:
     assert [text.splitlines()[0] for text in texts if OPENING.match(text)] == []
 
 
-def test_the_patterns_notice() -> None:
+def test_the_patterns_find_their_examples() -> None:
     assert REFUSED.search("what ranks share\n  out") and OPENING.match("Of a rank.") and not OPENING.match("Offsets.")

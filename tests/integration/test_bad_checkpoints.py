@@ -142,7 +142,7 @@ NEW_RUNS = ("absent", "empty", "a file")
     ("name", "own"),
     [(name, own) for name in LOADS for own in (False, True) if not (own and name in (*NEW_RUNS, *NO_TRACKER))],
 )
-def test_load(config: Path, trained: Path, name: str, own: bool) -> None:
+def test_damaged_checkpoints_are_refused(config: Path, trained: Path, name: str, own: bool) -> None:
     """A run starts from scratch only if it saves to the folder that it loads from and the folder has no checkpoint."""
     damage, overrides, problems = LOADS[name]
     there = config.parent / "run"
@@ -156,7 +156,7 @@ OF_RUNS = ("another model", "another order of samples", "checkpoint gone")
 
 
 @pytest.mark.parametrize("name", [name for name in LOADS if name not in (*NEW_RUNS, *OF_RUNS)])
-def test_a_run_continues_from_the_newest_good_one(config: Path, trained: Path, name: str) -> None:
+def test_a_run_continues_from_the_newest_undamaged_checkpoint(config: Path, trained: Path, name: str) -> None:
     """A run resumes from the newest good checkpoint, in that checkpoint's layout, even without a tracker file."""
     damage, _, problems = LOADS[name]
     there = config.parent / "run"
@@ -184,7 +184,7 @@ TWO_RANKS: dict[str, tuple[Damage, Words]] = {
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks_say_it_once(config: Path, trained: Path, name: str) -> None:
+def test_two_ranks_report_an_error_once(config: Path, trained: Path, name: str) -> None:
     """The ranks print the message once; torchrun adds its own report and exits with 1."""
     damage, words = TWO_RANKS[name]
     shutil.copytree(trained, config.parent / "run")
@@ -217,7 +217,7 @@ def fails_once(patch: pytest.MonkeyPatch, error: OSError) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("in_background", ["false", "true"])
-def test_a_disk_that_fails_in_a_save(config: Path, trained: Path, code: int, in_background: str) -> None:
+def test_a_failing_disk_ends_a_save_with_an_error(config: Path, trained: Path, code: int, in_background: str) -> None:
     """Earlier checkpoints stay unchanged; a failed foreground save ends the run, a background one is reported."""
     there = config.parent / "run"
     shutil.copytree(trained, there)
@@ -241,7 +241,7 @@ def test_a_disk_that_fails_in_a_save(config: Path, trained: Path, code: int, in_
     assert newest_intact(there) == (there / "iter_0000010", [])
 
 
-def test_a_disk_that_is_really_full(config: Path, trained: Path) -> None:
+def test_a_full_file_system_ends_a_save_with_an_error(config: Path, trained: Path) -> None:
     """A real error of the operating system: the file size limit is below the size of one rank's file."""
     there = config.parent / "run"
     shutil.copytree(trained, there)

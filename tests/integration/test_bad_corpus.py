@@ -111,7 +111,7 @@ CORPUS: dict[str, tuple[Damage, list[str], list[Words]]] = {
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_corpus_and_tokenizer(config: Path, name: str) -> None:
+def test_bad_corpora_and_tokenizers_are_refused(config: Path, name: str) -> None:
     damage, overrides, problems = CORPUS[name]
     damage(config.parent)
     refuse(config, overrides, *problems)
@@ -142,7 +142,7 @@ SCHEDULES: dict[str, tuple[str | None, list[Words]]] = {
 
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule(config: Path, name: str, check: bool) -> None:
+def test_bad_schedule_files_are_refused(config: Path, name: str, check: bool) -> None:
     text, problems = SCHEDULES[name]
     file = config.parent / "mine.csv"
     if text is not None:
@@ -152,7 +152,7 @@ def test_schedule(config: Path, name: str, check: bool) -> None:
     refuse(config, typed, *((where, *words) for words in problems))
 
 
-def test_a_schedule_elsewhere_is_only_mentioned(config: Path) -> None:
+def test_a_missing_schedule_file_of_another_machine_is_only_reported(config: Path) -> None:
     typed = ["parallel.pipeline_schedule=file", "parallel.pipeline_schedule_file=/there/mine.csv"]
     outcome = run(config, "--check", "--world-size", "2", "parallel.pipeline_model_parallel_size=2", *typed)
     assert outcome.code == ExitCode.DONE and not outcome.err
@@ -162,6 +162,6 @@ def test_a_schedule_elsewhere_is_only_mentioned(config: Path) -> None:
 
 @pytest.mark.parametrize("key", ["checkpoint.save", "logging.tensorboard_dir"])
 @pytest.mark.parametrize("folder", ["{here}/tiny.yaml", "{here}/tiny.yaml/run", "/proc/run", "/dev/null/run"])
-def test_folders_that_cannot_be_written(config: Path, key: str, folder: str) -> None:
+def test_folders_that_cannot_be_written_are_refused(config: Path, key: str, folder: str) -> None:
     place = folder.format(here=config.parent)
     refuse(config, ["checkpoint.load=null", f"{key}={place}"], (f"{key}={place}", "use "))

@@ -111,7 +111,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[Words]]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGURATION)
-def test_configuration(config: Path, name: str) -> None:
+def test_bad_configurations_are_refused(config: Path, name: str) -> None:
     overrides, problems = CONFIGURATION[name]
     refuse(config, overrides, *problems)
 
@@ -128,7 +128,7 @@ FILES: dict[str, tuple[bytes | None, Words]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_configuration_file(config: Path, name: str) -> None:
+def test_bad_configuration_files_are_refused(config: Path, name: str) -> None:
     content, words = FILES[name]
     data = [f"data.data_path={config.parent}/corpus", "data.tokenizer_type=ByteTokenizer"]
     config.unlink()
@@ -153,7 +153,7 @@ def impossible_layouts() -> Iterator[tuple[list[str], Words]]:
 
 
 @pytest.mark.parametrize(("overrides", "words"), list(impossible_layouts()))
-def test_every_mode_refuses_what_it_cannot_split(config: Path, overrides: list[str], words: Words) -> None:
+def test_every_mode_refuses_sizes_that_it_cannot_split(config: Path, overrides: list[str], words: Words) -> None:
     before = tree(config.parent)
     outcome = run(config, "--check", "--world-size", "3", "train.global_batch_size=12", *overrides)
     assert tree(config.parent) == before

@@ -39,7 +39,7 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_in_the_background_the_same_bits_are_saved(config: Path, whole: Path, pool: Pool, tmp_path: Path) -> None:
+def test_an_async_save_writes_the_same_bits(config: Path, whole: Path, pool: Pool, tmp_path: Path) -> None:
     """Background saves write the same bits on one process, and on four that partition the replicated tensors."""
     asked = [*FP64, "checkpoint.save_interval=2", "checkpoint.async_save=true"]
     alone = run(config, *in_run(f"{tmp_path}/alone"), *asked)
@@ -56,7 +56,7 @@ def test_in_the_background_the_same_bits_are_saved(config: Path, whole: Path, po
         assert len(sizes) == 4 and max(sizes) < 1.1 * min(sizes), "four ranks with equal weights write equally much"
 
 
-def test_what_a_checkpoint_says(whole: Path) -> None:
+def test_the_metadata_of_a_checkpoint(whole: Path) -> None:
     meta = read_meta(whole / "iter_0000008")
     assert (meta.iteration, meta.consumed_samples, meta.optimizer_steps) == (8, 128, 8)
     assert meta.config["train"]["precision"] == "fp64" and meta.identity["train.seed"] == 1234  # type: ignore[call-overload, index]
@@ -64,7 +64,7 @@ def test_what_a_checkpoint_says(whole: Path) -> None:
     assert len(str(meta.identity["corpus"])) == len(str(meta.identity["tokenizer"])) == 64
 
 
-def test_kept_and_short_lived(config: Path, whole: Path, tmp_path: Path) -> None:
+def test_permanent_and_non_persistent_checkpoints(config: Path, whole: Path, tmp_path: Path) -> None:
     """A run killed between two permanent checkpoints resumes from the short-lived one."""
     asked = ["checkpoint.save_interval=3", "checkpoint.keep_latest_k=1", "checkpoint.non_persistent_save_interval=1"]
     settings = [*in_run(f"{tmp_path}/run"), *FP64, *asked]
@@ -99,7 +99,7 @@ def test_another_corpus_is_refused_unless_it_is_accepted(config: Path, whole: Pa
     assert outcome.code == ExitCode.DONE and "iteration        9/       9" in outcome.out
 
 
-def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) -> None:
+def test_finetune_loads_only_weights(config: Path, whole: Path, other: Path, tmp_path: Path) -> None:
     """Fine-tuning loads only the weights and starts at iteration 0, on any corpus with the same tokenizer."""
     asked = [f"checkpoint.save={tmp_path}/tuned", f"checkpoint.load={whole}", "checkpoint.finetune=true", *FP64]
     outcome = run(config, *asked, f"data.data_path={other}", "train.train_iters=2", "optimizer.lr=1e-300")
@@ -113,7 +113,7 @@ def test_weights_only(config: Path, whole: Path, other: Path, tmp_path: Path) ->
     assert (meta.optimizer_steps, meta.consumed_samples) == (2, 32)
 
 
-def test_without_the_optimizer(config: Path, whole: Path, tmp_path: Path) -> None:
+def test_no_load_optim_leaves_the_optimizer_out(config: Path, whole: Path, tmp_path: Path) -> None:
     """Iteration and data position are restored; moments and their bias correction start from scratch."""
     asked = [f"checkpoint.save={tmp_path}/bare", f"checkpoint.load={whole}", "checkpoint.no_load_optim=true", *FP64]
     assert run(config, *asked, "train.train_iters=9", "optimizer.adam_beta1=0").code == ExitCode.DONE
@@ -155,12 +155,12 @@ KEYS: dict[str, tuple[list[str], list[Words]]] = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_keys_that_make_no_sense(config: Path, name: str) -> None:
+def test_contradicting_checkpoint_keys_are_refused(config: Path, name: str) -> None:
     asked, problems = KEYS[name]
     refuse(config, asked, *problems)
 
 
-def test_two_runs_in_one_folder(config: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_are_refused(config: Path, whole: Path, tmp_path: Path) -> None:
     """The second run is refused while the first one runs, and the message names the first."""
     shutil.copytree(whole, tmp_path / "run")
     lock = FolderLock(tmp_path / "run")
@@ -171,6 +171,6 @@ def test_two_runs_in_one_folder(config: Path, whole: Path, tmp_path: Path) -> No
     assert run(config, *in_run(f"{tmp_path}/run"), *FP64).code == ExitCode.DONE
 
 
-def test_the_index_is_the_only_thing_beside_safetensors(whole: Path) -> None:
+def test_a_checkpoint_holds_an_index_and_safetensors_files_only(whole: Path) -> None:
     names = {path.name for path in (whole / "iter_0000008").iterdir()}
     assert names == {"index.json", "rank_00000.safetensors"} and read_index(whole / "iter_0000008").checksum

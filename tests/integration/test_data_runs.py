@@ -54,7 +54,7 @@ def test_a_blend_is_planned_logged_and_continued(config: Path, tmp_path: Path) -
     assert evaluations(tmp_path / "parts") == evaluations(tmp_path / "whole")
 
 
-def test_what_samples_mean_may_not_change_in_a_run(config: Path, tmp_path: Path) -> None:
+def test_a_run_with_another_meaning_of_samples_is_refused(config: Path, tmp_path: Path) -> None:
     own = in_run(f"{tmp_path}/run")
     assert run(config, *blend(config, *own), "train.exit_interval=1").code == ExitCode.STOPPED
     outcome = run(
@@ -65,7 +65,7 @@ def test_what_samples_mean_may_not_change_in_a_run(config: Path, tmp_path: Path)
     assert outcome.code == 2 and "saved with packing of data=reset_position_ids=True" in outcome.err, outcome.err
 
 
-def test_skipped_iterations_use_up_their_samples(config: Path, tmp_path: Path) -> None:
+def test_skipped_iterations_consume_their_samples(config: Path, tmp_path: Path) -> None:
     assert run(config, "train.iterations_to_skip=[1,3]", *in_run(f"{tmp_path}/run")).code == ExitCode.DONE
     rows = [row for row in read_journal(tmp_path / "run" / "metrics.jsonl") if "lm_loss" in row]
     assert [row["iteration"] for row in rows] == [2, 4, 5, 6, 7, 8]
@@ -83,7 +83,7 @@ def test_a_corpus_without_ends_of_documents_is_refused(config: Path) -> None:
 RAMPS = ["train.rampup_batch_size=[4,4,40]", "train.seq_length_warmup=[4,4,60]"]
 
 
-def test_batches_that_grow_are_the_same_with_and_without_a_stop(config: Path, tmp_path: Path, pool: Pool) -> None:
+def test_ramped_batches_are_the_same_with_and_without_a_restart(config: Path, tmp_path: Path, pool: Pool) -> None:
     wide = ["train.precision=fp64", *RAMPS]
     assert run(config, *in_run(f"{tmp_path}/whole"), *wide).code == ExitCode.DONE
     parts = [*in_run(f"{tmp_path}/parts"), *wide]
@@ -103,7 +103,7 @@ def test_batches_that_grow_are_the_same_with_and_without_a_stop(config: Path, tm
         assert one == pytest.approx(other, rel=1e-10)
 
 
-def test_a_streamed_dataset_is_gone_on_with_on_other_ranks(config: Path, tmp_path: Path, pool: Pool) -> None:
+def test_a_streamed_dataset_continues_on_other_ranks(config: Path, tmp_path: Path, pool: Pool) -> None:
     lines = [json.dumps({"body": line}) + "\n" for line in inspect.getsource(textwrap).splitlines()]
     (tmp_path / "data").mkdir()
     for part in range(3):
@@ -120,7 +120,7 @@ def test_a_streamed_dataset_is_gone_on_with_on_other_ranks(config: Path, tmp_pat
     refuse(config, [*keys, "data.stream_key=text"], ("no key 'text'; it has 'body'",))
 
 
-def test_bad_records_of_a_stream_are_counted_on_any_ranks_and_over_a_stop(
+def test_bad_records_of_a_stream_are_counted_on_any_ranks_and_over_a_restart(
     config: Path, tmp_path: Path, pool: Pool
 ) -> None:
     rows = [None if number % 7 == 6 else line for number, line in enumerate(inspect.getsource(textwrap).splitlines())]

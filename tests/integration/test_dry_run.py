@@ -132,7 +132,7 @@ def runs_of(world_size: int) -> tuple[RunSpec, list[RankDryRun]]:
     return spec, [run_rank(with_few_microbatches(spec).on_rank(rank)) for rank in range(world_size)]
 
 
-def test_all_ranks_agree_until_one_asks_for_something_else() -> None:
+def test_a_rank_that_calls_another_collective_is_reported() -> None:
     """A different shape, a missing collective, and two swapped transfers are each reported."""
     spec, runs = runs_of(8)
     assert disagreements(runs, spec.parallel_state) == []
@@ -150,7 +150,7 @@ def test_all_ranks_agree_until_one_asks_for_something_else() -> None:
     assert any("ranks 1 and 5 would hang" in problem for problem in disagreements(runs, spec.parallel_state))
 
 
-def test_memory_and_operations_are_those_of_a_step_with_values() -> None:
+def test_memory_and_flops_equal_those_of_a_step_with_values() -> None:
     """On one process: parameters, gradients and optimizer agree to the byte, the peak within 2 %."""
     for model in MODELS:
         for extra in ({}, {"recompute_granularity": "full"}):
@@ -166,7 +166,7 @@ def test_memory_and_operations_are_those_of_a_step_with_values() -> None:
             assert one.peak == pytest.approx(other.peak, rel=0.02)
 
 
-def test_many_microbatches_are_filled_in() -> None:
+def test_microbatches_in_the_middle_are_extrapolated() -> None:
     """Four simulated microbatches predict the totals, and the bytes after every action, of running all of them."""
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"}
     config = configure("gpt2", parallel, 4, global_batch_size=72)
@@ -180,7 +180,7 @@ def test_many_microbatches_are_filled_in() -> None:
         assert few.peak == pytest.approx(all_of_them.peak, rel=0.02)
 
 
-def test_the_picture_has_what_is_held() -> None:
+def test_the_plot_shows_the_memory_by_kind() -> None:
     """Persistent memory and activations add up to the timeline; the line on top ends at the peak."""
     spec, runs = runs_of(4)
     lists = lower(spec.schedule)
@@ -194,7 +194,7 @@ def test_the_picture_has_what_is_held() -> None:
     assert highest == pytest.approx(max(sums[0].timeline) / size, rel=1e-6)
 
 
-def test_all_ranks_by_command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_simulates_all_ranks(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Each of 8 ranks is run and agrees with the others; ranks with equal pipeline coordinates are alike."""
     overrides = ["parallel.tensor_parallel_mode=2d", "parallel.tensor_model_parallel_size=4"]
     overrides += ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=2"]

@@ -41,7 +41,7 @@ def rows(folder: Path, key: str) -> list[dict[str, Any]]:
     return [row for row in read_journal(folder / "metrics.jsonl") if key in row]
 
 
-def test_phases_are_within_the_step(config: Path, pool: Pool) -> None:
+def test_phase_times_add_up_to_at_most_the_step_time(config: Path, pool: Pool) -> None:
     """Check on two data-parallel ranks of two stages each, with the time between steps."""
     folder = config.parent / "phases"
     asked = [*in_run(str(folder)), "parallel.pipeline_model_parallel_size=2", "train.train_iters=6"]
@@ -73,7 +73,7 @@ def run_slowed(rank: int, world_size: int, config: Path, asked: list[list[str]])
         return run_as_rank(rank, world_size, config, asked)
 
 
-def test_a_slowed_rank_is_named(config: Path, pool: Pool) -> None:
+def test_a_slow_rank_is_named(config: Path, pool: Pool) -> None:
     folder = config.parent / "slowed"
     asked = [*in_run(str(folder)), "train.global_batch_size=12", "train.micro_batch_size=2", "train.train_iters=5"]
     asked += ["logging.straggler_factor=4", "logging.straggler_steps=3"]
@@ -83,9 +83,7 @@ def test_a_slowed_rank_is_named(config: Path, pool: Pool) -> None:
     assert row["straggler"].startswith(f"rank 1 (host {socket.gethostname()}, CPU) is slow: ")
 
 
-def test_what_is_not_a_number_is_visible_everywhere(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_is_visible_in_every_output(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Non-finite loss, gradient and validation loss appear on the terminal, in metrics.jsonl and in tensorboard."""
     step = loop.train_step  # type: ignore[attr-defined]
 
@@ -133,7 +131,7 @@ def flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]
         yield from flat(value, f"{path}/{name}") if isinstance(value, Mapping) else [(f"{path}/{name}", value)]
 
 
-def test_moments_are_the_same_in_every_layout(config: Path, pool: Pool) -> None:
+def test_tensor_statistics_are_the_same_in_every_layout(config: Path, pool: Pool) -> None:
     """Check with tied embeddings and padded vocabulary; the layers' gradients give the logged norm before clipping."""
     alone = config.parent / "moments alone"
     assert run(config, *in_run(str(alone)), *MOMENTS, "optimizer.clip_grad=0.01").code == ExitCode.DONE
@@ -177,7 +175,7 @@ def run_told(rank: int, world_size: int, config: Path, asked: list[list[str]]) -
     return [line for line in out.getvalue().splitlines() if "iteration " in line and "lm loss" in line]
 
 
-def test_every_layout_reports_the_same(config: Path, pool: Pool) -> None:
+def test_every_layout_reports_the_same_numbers(config: Path, pool: Pool) -> None:
     """Loss, gradient norm and throughput agree in metrics.jsonl and on the console, where only rank 0 prints."""
     asked = ["train.precision=fp64", "train.train_iters=1", "optimizer.lr_warmup_iters=0"]
     asked += ["train.micro_batch_size=2", "model.num_layers=4"]
@@ -197,7 +195,7 @@ def test_every_layout_reports_the_same(config: Path, pool: Pool) -> None:
         assert all(words in line for words in (*said, f"tokens per second: {row['tokens_per_s']:.0f} |")), line
 
 
-def test_a_profile_has_the_steps_phases(config: Path) -> None:
+def test_a_profile_has_the_phases_of_a_step(config: Path) -> None:
     """Profiles are written for the requested iterations, on rank 0 alone."""
     folder = config.parent / "profiled"
     asked = [
@@ -216,7 +214,7 @@ def test_a_profile_has_the_steps_phases(config: Path) -> None:
     assert names.count("0F3") == names.count("0B0") == 2
 
 
-def test_a_history_of_memory_needs_a_device(config: Path, tmp_path: Path) -> None:
+def test_a_memory_history_needs_a_gpu(config: Path, tmp_path: Path) -> None:
     asked = ["logging.profile=true", "logging.record_memory_history=true", "logging.profile_step_start=1"]
     outcome = run(config, *in_run(f"{tmp_path}/run"), *asked, "logging.profile_step_end=2")
     assert outcome.code == ExitCode.USER_ERROR and "record_memory_history=true: this run computes" in outcome.err

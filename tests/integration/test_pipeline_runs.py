@@ -115,7 +115,7 @@ def save_again(rank: int, world_size: int, config: Path, asked: list[list[str]],
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_reading_and_writing_in_any_pipeline_keeps_every_bit(
+def test_loading_and_saving_in_any_pipeline_keeps_every_bit(
     config: Path, pool: Pool, tmp_path: Path, tied: str
 ) -> None:
     """Weights and moments of bf16 runs pass through three pipelines bit for bit, embeddings on one rank or two."""

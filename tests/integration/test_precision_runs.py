@@ -34,7 +34,7 @@ def reference(config: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("typed", [["bf16"], ["fp16", "train.initial_loss_scale=4096.0"]])
-def test_narrow_types_train_like_fp32(config: Path, reference: np.ndarray, typed: list[str]) -> None:
+def test_low_precisions_train_like_fp32(config: Path, reference: np.ndarray, typed: list[str]) -> None:
     found = losses(config, *typed)
     assert reference[-1] < 0.8 * reference[0], "fp32 itself learns nothing"
     assert np.abs(found / reference - 1).max() < BAND

@@ -61,7 +61,7 @@ def trained(config: Path, overrides: list[str]) -> Path:
     return config.parent / "run"
 
 
-def test_it_learns(trained: Path) -> None:
+def test_the_loss_falls(trained: Path) -> None:
     losses = [loss for _, loss, _ in steps(trained)]
     first, last = losses[0], sum(losses[-5:]) / 5
     assert abs(first - math.log(257)) < 0.1, "an untrained model knows nothing"
@@ -70,7 +70,7 @@ def test_it_learns(trained: Path) -> None:
     assert validation == sorted(validation, reverse=True) and validation[-1] < first - 2
 
 
-def test_the_folder_holds_what_is_promised(trained: Path) -> None:
+def test_the_folder_holds_the_documented_files(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     checkpoints = {"iter_0000025", "iter_0000050", "iter_0000060"}
     files = {"config.yaml", "metrics.jsonl", "latest_checkpointed_iteration.txt", ".lock"}
@@ -93,7 +93,7 @@ def test_the_written_configuration_is_the_configuration(config: Path, overrides:
     assert read_config(trained / "config.yaml").config == resolve(config, overrides, 1).config
 
 
-def test_sinks_are_filled(config: Path, trained: Path) -> None:
+def test_every_sink_receives_the_metrics(config: Path, trained: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(config.parent / "tensorboard"))
@@ -106,7 +106,7 @@ def test_sinks_are_filled(config: Path, trained: Path) -> None:
     assert offline.stat().st_size > 1000
 
 
-def test_the_report_at_the_start_and_the_lines_after(config: Path) -> None:
+def test_the_startup_report_and_the_console_lines(config: Path) -> None:
     out = run(config, *in_run(str(config.parent / "report")), "train.train_iters=2").out
     for part in (
         "> world_size 1 = TP 1 x PP 1 x DP 1",
@@ -119,7 +119,7 @@ def test_the_report_at_the_start_and_the_lines_after(config: Path) -> None:
         assert part in out, out
 
 
-def test_a_run_may_keep_nothing(config: Path) -> None:
+def test_a_run_without_a_folder_writes_nothing(config: Path) -> None:
     before = sorted(config.parent.iterdir())
     outcome = run(config, *in_run("null"), "train.train_iters=2")
     assert (outcome.code, sorted(config.parent.iterdir())) == (0, before)
@@ -127,7 +127,7 @@ def test_a_run_may_keep_nothing(config: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "band"), [("bf16", 0.01), ("fp32", 1e-5)])
-def test_precisions_stay_near_float64(config: Path, precision: str, band: float) -> None:
+def test_every_precision_is_close_to_float64(config: Path, precision: str, band: float) -> None:
     """Each of 24 losses is near that of float64, relative to it."""
     found: dict[str, list[float]] = {}
     for name in (precision, "fp64"):

@@ -164,7 +164,7 @@ def test_a_layout_continues_every_other(pool: Pool, root: Path, target: str) -> 
     assert {source: error for source, error in worst.items() if not error <= TOLERANCE} == {}
 
 
-def test_checkpoints_are_whole_and_shared_out(root: Path) -> None:
+def test_checkpoints_are_complete_and_sharded(root: Path) -> None:
     """All ranks write; where all hold equally much, no rank writes twice as much as another."""
     for name in SPREAD:
         folder = root / name / f"iter_{NUM_STEPS:07d}"
@@ -178,7 +178,7 @@ def test_checkpoints_are_whole_and_shared_out(root: Path) -> None:
             assert max(written.values()) < 1.5 * min(written.values()), f"{name}: {written}"
 
 
-def test_the_layouts_are_wide() -> None:
+def test_the_layouts_use_every_kind_of_axis() -> None:
     """The layouts include every mode and ZeRO stage, data parallelism, and pipelines that hold embeddings twice."""
     configs = [configure(name) for name in SPREAD]
     assert {config.parallel.tensor_parallel_mode for config in configs} == set(MODES)

@@ -103,7 +103,7 @@ def test_a_finished_run_has_nothing_to_do(config: Path, whole: Path) -> None:
     assert tree(whole) == before
 
 
-def test_another_run_goes_on_in_a_folder_of_its_own(config: Path, whole: Path, tmp_path: Path) -> None:
+def test_another_run_continues_in_its_own_folder(config: Path, whole: Path, tmp_path: Path) -> None:
     before = tree(whole)
     places = [f"checkpoint.save={tmp_path}/more", f"checkpoint.load={whole}", "train.train_iters=9"]
     assert run(config, *FP64, *places).code == ExitCode.DONE
@@ -111,7 +111,7 @@ def test_another_run_goes_on_in_a_folder_of_its_own(config: Path, whole: Path, t
     assert tree(whole) == before
 
 
-def test_what_was_logged_after_the_checkpoint_is_logged_once(config: Path, whole: Path, tmp_path: Path) -> None:
+def test_iterations_after_the_checkpoint_are_logged_once(config: Path, whole: Path, tmp_path: Path) -> None:
     """The run crashes at iteration 6, after the checkpoint of iteration 4."""
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]
 
@@ -162,7 +162,7 @@ def test_a_folder_in_the_way_is_one_message(config: Path, tmp_path: Path) -> Non
     assert f"{tmp_path}/run/" in outcome.err and "Is a directory" in outcome.err
 
 
-def test_time_that_is_up_saves_and_the_next_run_continues(config: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_reached_time_limit_saves_and_the_next_run_continues(config: Path, whole: Path, tmp_path: Path) -> None:
     settings = [*in_run(f"{tmp_path}/run"), *FP64]
     assert run(config, *settings, "train.exit_duration_in_mins=1e-9").code == ExitCode.STOPPED
     assert 0 < len(steps(tmp_path / "run")) <= 2

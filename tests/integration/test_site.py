@@ -39,6 +39,6 @@ def test_links_into_the_code_lead_to_its_reference(site: Path) -> None:
     assert "../megatron3d" not in page
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_pages_load_nothing_from_other_sites(site: Path) -> None:
     found = {path.name: EXTERNAL.findall(path.read_text(encoding="utf-8")) for path in site.glob("**/*.html")}
     assert {name: tags for name, tags in found.items() if tags} == {}

@@ -119,7 +119,7 @@ def submit_array(slurm: Slurm, folder: Path) -> str:
     return slurm.run(*script, SBATCH_OUTPUT=f"{folder}/array-%a.log", PYTHON=sys.executable).split()[-1]
 
 
-def test_a_run_that_meets_its_limit_ends_with_the_numbers_of_one_that_never_stopped(
+def test_a_requeued_run_ends_with_the_numbers_of_an_uninterrupted_one(
     slurm: Slurm, config: Path, jobs: Jobs, pool: Pool
 ) -> None:
     """Once the run trains, its time limit is lowered, so that SLURM's warning signal comes within half a minute."""
@@ -143,7 +143,7 @@ def num_steps(folder: Path) -> int:
     return len(steps(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
-def test_a_wrong_configuration_is_not_queued_again(slurm: Slurm, config: Path, jobs: Jobs) -> None:
+def test_an_invalid_configuration_is_not_requeued(slurm: Slurm, config: Path, jobs: Jobs) -> None:
     """The error is one that only the ranks can find."""
     assert slurm.wait(jobs.wrong) == Job("FAILED", ExitCode.USER_ERROR, 0), said(config, "wrong")
     assert re.search(
@@ -152,7 +152,7 @@ def test_a_wrong_configuration_is_not_queued_again(slurm: Slurm, config: Path, j
     assert not list((config.parent / "wrong").glob("iter_*"))
 
 
-def test_two_starts_without_progress_are_enough(slurm: Slurm, config: Path, jobs: Jobs) -> None:
+def test_two_launches_without_progress_end_the_job(slurm: Slurm, config: Path, jobs: Jobs) -> None:
     assert slurm.wait(jobs.crashing) == Job("FAILED", ExitCode.CRASH, 1), said(config, "crashing")
     verdicts = re.findall("> (.*requeued: .*)", said(config, "crashing"))
     assert [line.partition(":")[0] for line in verdicts] == ["requeued", "not requeued"]
@@ -165,7 +165,7 @@ def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs
     assert "importing torch" not in said(config, "unfit")
 
 
-def test_the_committed_job_is_one_that_slurm_takes(slurm: Slurm) -> None:
+def test_slurm_accepts_the_committed_job(slurm: Slurm) -> None:
     """SLURM accepts the job, which requests as many GPUs as the node has."""
     sizes = ["--ntasks-per-node=2", "--gpus-per-node=2"]
     slurm.run("sbatch", "--test-only", *sizes, "scripts/slurm/pretrain.sbatch", "--config", "configs/quickstart.yaml")

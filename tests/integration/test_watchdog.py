@@ -62,13 +62,13 @@ def test_the_rank_with_fewest_collectives_is_at_fault() -> None:
     assert len(lines) == 20 and "waits, as all do" in lines[0]
 
 
-def test_many_at_one_place_are_one_line() -> None:
+def test_ranks_at_one_place_are_one_line() -> None:
     after = {rank: later(FIRST, stack=BUSY if rank == 3 else FIRST.stack) for rank in range(20)}
     lines = list(diagnose(dict.fromkeys(after, FIRST), after))
     assert lines[1].startswith("ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more: after iteration 5")
 
 
-def test_frames_of_the_package_only() -> None:
+def test_only_frames_of_the_package_are_shown() -> None:
     assert package_stack(inspect.currentframe()) == ()
     found: list[tuple[str, ...]] = []
     Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[return-value]

@@ -118,7 +118,7 @@ def test_every_pipeline_equals_one_process(pool: Pool, tmp_path: Path, turn: int
     assert not (lines := wrong(cases, traces)), lines
 
 
-def test_the_matrix_is_wide() -> None:
+def test_the_matrix_has_every_mode_and_shape() -> None:
     """The layouts have, for each mode and form, all axes above 1 at once, unequal axes and data parallelism."""
     configs = [config for name in MODELS for config in matrix(name)]
     for mode, entry in MODES.items():
@@ -147,7 +147,7 @@ def facts(config: Config) -> Iterator[str]:
     yield f"micro-batch {config.train.micro_batch_size}"
 
 
-def test_the_pipelines_are_wide(tmp_path: Path) -> None:
+def test_the_pipelines_have_every_schedule(tmp_path: Path) -> None:
     """On 2 and 4 ranks: every schedule with tied and untied embeddings, every form of a mode, and rare features."""
     configs = [config for turn in range(NUM_PIPELINE_TURNS) for _, config in pipeline_matrix(turn, tmp_path)]
     forms = {f"{mode} {form}" for mode, form in layouts()}

@@ -104,7 +104,7 @@ def configurations() -> list[tuple[str, Config]]:
 
 
 @pytest.mark.parametrize("turn", range(NUM_TURNS))
-def test_every_way_to_save_memory_equals_one_process(pool: Pool, turn: int) -> None:
+def test_every_memory_saving_option_equals_one_process(pool: Pool, turn: int) -> None:
     cases = configurations()[turn::NUM_TURNS]
     results = [pool.run(run_trace_and_skip, NUM_RANKS, config) for _, config in cases]
     problems = [
@@ -117,7 +117,7 @@ def test_every_way_to_save_memory_equals_one_process(pool: Pool, turn: int) -> N
     assert not (lines := wrong(cases, [ranks[0][0] for ranks in results])), lines
 
 
-def test_the_pairs_are_many() -> None:
+def test_the_matrix_has_every_pair_of_options() -> None:
     """Each value of each factor occurs, and HSDP with and without a pipeline."""
     configs = [config for _, config in configurations()]
     tried = [config.parallel.model_dump() | config.train.model_dump() for config in configs]

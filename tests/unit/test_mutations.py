@@ -14,12 +14,12 @@ def test_a_mutant_compiles(mutation: Mutation) -> None:
     compile(mutated(mutation), mutation.module, "exec")
 
 
-def test_there_are_many_with_names_of_their_own() -> None:
+def test_mutants_have_unique_names() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 20
     assert all((ROOT / name).exists() for name in COPIED)
 
 
-def test_a_snippet_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_missing_snippet_is_reported(tmp_path: Path) -> None:
     (tmp_path / "megatron3d").mkdir()
     (tmp_path / "megatron3d" / "a.py").write_text("x = 1\nx = 1\n")
     with pytest.raises(ValueError, match=r"megatron3d/a\.py has 2 times"):

@@ -106,7 +106,7 @@ def test_average(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert tree(tmp_path / "mean") == before
 
 
-def test_what_cannot_be_averaged(runs: Path, tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_averaged_are_refused(runs: Path, tmp_path: Path) -> None:
     config = runs / "tiny.yaml"
     assert run(config, *in_run(f"{tmp_path}/wide"), *FP64, "model.hidden_size=64").code == ExitCode.DONE
     with pytest.raises(UserError) as caught:
@@ -117,7 +117,9 @@ def test_what_cannot_be_averaged(runs: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "mean").exists()
 
 
-def test_what_a_hostile_index_says_reaches_no_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_an_index_do_not_reach_the_terminal(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Values are shown as JSON, which has no control characters; names with control characters are refused."""
     assert checkpoint.main(["inspect", str(runs / "one")]) == ExitCode.DONE
     said = capsys.readouterr().out

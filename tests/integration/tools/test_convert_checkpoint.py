@@ -116,7 +116,7 @@ BAD: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_folders(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bad_folders_are_refused(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     damage, words = BAD[name]
     hub = shutil.copytree(whole, tmp_path / "hub")
     damage(hub)
@@ -126,7 +126,9 @@ def test_bad_folders(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {path.name for path in tmp_path.iterdir()} <= {"hub"}
 
 
-def test_a_tokenizer_that_is_too_large(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert convert("from-hf", whole, tmp_path / "run", "--tokenizer-type", "ByteTokenizer") == 2
     assert "the tokenizer has 257 tokens, the model vocab_size=37" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -145,14 +147,14 @@ def test_a_folder_is_never_overwritten(
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_leftover_is_cleared(whole: Path, tmp_path: Path) -> None:
+def test_files_of_a_killed_conversion_are_removed(whole: Path, tmp_path: Path) -> None:
     (tmp_path / ".run.tmp").mkdir()
     (tmp_path / ".run.tmp" / "half").write_text("x")
     assert convert("from-hf", whole, tmp_path / "run") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run"] and not (tmp_path / "run" / "half").exists()
 
 
-def test_other_logits_are_told(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differing_logits_are_reported(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "PLAIN_TOLERANCE", 1e-30)
         assert convert("from-hf", whole, tmp_path / "run") == convert_checkpoint.DIFFERENT
@@ -160,7 +162,7 @@ def test_other_logits_are_told(whole: Path, tmp_path: Path, capsys: pytest.Captu
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_said(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_conversion(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert("from-hf", whole, tmp_path / "run") == 0
     said = capsys.readouterr().out
     assert "a plain forward of the files' tensors in float64: largest difference" in said
@@ -174,7 +176,7 @@ def test_what_is_said(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "back" / "model.safetensors.index.json").is_file()
 
 
-def test_a_run_of_the_wrong_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert("to-hf", tmp_path / "nowhere", tmp_path / "hub") == 2
     assert "there is no such folder" in capsys.readouterr().err
 
@@ -186,9 +188,7 @@ def test_bad_options(typed: list[str]) -> None:
     assert stopped.value.code == 2
 
 
-def test_a_trained_run_goes_there_and_is_used_when_it_is_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trained_run_survives_export_and_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(write_config(tmp_path), "train.train_iters=3").code == 0
     capsys.readouterr()
     assert convert("to-hf", tmp_path / "run", tmp_path / "hub") == 0
@@ -206,6 +206,6 @@ def test_a_trained_run_goes_there_and_is_used_when_it_is_back(
     assert (tuned.code, tuned.err) == (0, "")
 
 
-def test_gpt2_too(tmp_path: Path) -> None:
+def test_a_gpt2_run_survives_export_and_import(tmp_path: Path) -> None:
     assert convert("from-hf", write_hub(tmp_path / "hub", GPT2), tmp_path / "run", "--dtype", "bf16") == 0
     assert convert("to-hf", tmp_path / "run", tmp_path / "back") == 0

@@ -83,7 +83,7 @@ def test_bytes_do_not_depend_on_the_workers(folder: Path, tmp_path: Path) -> Non
     assert contents(tmp_path, "one") == contents(tmp_path, "two")
 
 
-def test_several_keys_and_kinds_of_files(tmp_path: Path) -> None:
+def test_several_keys_and_file_formats_give_their_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab", "title": "t"}\n\n{"text": "", "title": "u"}\n')
     (tmp_path / "b.txt").write_text("c\nd")
     common = ["--tokenizer-type", "ByteTokenizer", "--workers", "1"]
@@ -97,7 +97,7 @@ def test_several_keys_and_kinds_of_files(tmp_path: Path) -> None:
         assert data.num_documents == documents
 
 
-def test_characters_are_nanogpts(tmp_path: Path) -> None:
+def test_a_character_corpus_equals_nanogpts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello\nworld")
     prefix = str(tmp_path / "chars")
     assert train_tokenizer.main(["--input", str(tmp_path / "a.txt"), "--type", "char", "--model-prefix", prefix]) == 0
@@ -129,7 +129,7 @@ def test_a_bad_record_is_named_and_nothing_is_written(
     assert names(tmp_path) == ["a.jsonl"]
 
 
-def test_a_bad_record_is_named_while_pieces_are_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_record_is_named_while_a_tokenizer_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{\n')
     common = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--vocab-size", "300"]
     assert train_tokenizer.main(common) == 2
@@ -197,7 +197,7 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
         (["--vocab-size", "300", "--json-keys", "body"], "no key 'body'"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_learnt_is_refused(
+def test_a_vocabulary_size_that_the_text_cannot_fill_is_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("some words, some other words\n" * 10)

@@ -59,7 +59,7 @@ def plain_loss(folder: Path) -> tuple[float, int]:
     return total, len(tokens) - 1
 
 
-def test_every_token_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_token_is_predicted_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = result(capsys, "--load", str(folder))
     total, count = plain_loss(folder)
     assert found["tokens"] == count
@@ -69,7 +69,7 @@ def test_every_token_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["bytes"] < count  # the end of a document has no label
 
 
-def test_it_is_what_training_reports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_equals_the_one_that_training_reports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ((_, reported),) = evaluations(folder)
     found = result(capsys, "--load", str(folder), "--split", "valid", "--samples", "32", "--micro-batch-size", "3")
     assert math.isclose(found["loss"], reported, rel_tol=1e-12)
@@ -105,7 +105,7 @@ def test_every_layout(folder: Path, pool: Pool, capsys: pytest.CaptureFixture[st
         assert [loss for loss in found if not math.isclose(loss, alone, rel_tol=1e-10)] == []
 
 
-def test_another_corpus(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_corpus_is_evaluated(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_corpus(tmp_path / "other", "A text of its own.\n\n" * 9)
     typed = ["--load", str(folder), f"data.data_path={tmp_path / 'other'}"]
     assert evaluate.main(typed) == 0

@@ -69,7 +69,7 @@ def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: l
 
 
 @pytest.mark.parametrize(("typed", "size"), [(GREEDY, 8), (SAMPLED, 4)], ids=["greedy", "sampled"])
-def test_every_layout_says_the_same(
+def test_every_layout_generates_the_same_text(
     folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str], typed: list[str], size: int
 ) -> None:
     layouts = [
@@ -94,7 +94,7 @@ def assert_the_same(
         assert [layout for layout, said in zip(layouts, found, strict=True) if said != alone] == []
 
 
-def test_every_pipeline_says_the_same(pool: Pool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_pipeline_generates_the_same_text(pool: Pool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Pipelines of 2 and 4 ranks run with tensor and data parallelism; the schedule file has three microbatches."""
     mine = tmp_path / "mine.csv"
     write_schedule(any_schedule(random.Random(0), [0, 1, 1, 0], 3), mine)
@@ -110,13 +110,13 @@ def test_every_pipeline_says_the_same(pool: Pool, capsys: pytest.CaptureFixture[
     assert_the_same(trained(tmp_path, "model.num_layers=5"), pool, capsys, GREEDY, layouts)
 
 
-def test_the_seed_decides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_seed_determines_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, other = (text(folder, capsys, [*SAMPLED, "--seed", seed]) for seed in ("1", "1", "2"))
     assert first == second != other
     assert text(folder, capsys, ["--max-new-tokens", "0"]) == PROMPT + "\n"
 
 
-def test_several_prompts_are_said_as_each_alone(
+def test_several_prompts_are_continued_as_each_alone(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Prompt n uses seed n and gives one line of JSON, typed or read from a file."""
@@ -135,7 +135,7 @@ def test_several_prompts_are_said_as_each_alone(
     assert capsys.readouterr().out == said
 
 
-def test_a_conversation_goes_on_until_an_empty_line(
+def test_an_empty_line_starts_a_new_conversation(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each prompt is appended to the conversation so far; an empty line starts a new one."""
@@ -163,7 +163,7 @@ def test_the_end_of_a_document_ends_the_text() -> None:
     top_k=st.integers(0, 12),
     temperature=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
 )
-def test_a_token_is_among_the_likeliest(logits: list[int], top_k: int, temperature: float) -> None:
+def test_a_sampled_token_is_among_the_top_k(logits: list[int], top_k: int, temperature: float) -> None:
     token = Choice(temperature, top_k)(torch.tensor(logits, dtype=torch.float32), torch.Generator())
     rank = sorted(logits, reverse=True).index(logits[token])
     assert rank < (1 if temperature == 0 else top_k or len(logits))

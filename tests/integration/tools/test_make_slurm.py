@@ -57,7 +57,7 @@ def test_options_of_the_cluster_and_the_command_line(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("kind", ["pyxis", "apptainer"])
-def test_arguments_and_containers_are_what_bash_reads(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_parses_arguments_and_containers_as_given(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, *BASE, "--container", kind, "--image", "$HOME/a b.sif", "--mount", "/data", OVERRIDE)
     settings = text[text.index("python=(") : text.index(END)]
     read = subprocess.run(
@@ -210,7 +210,9 @@ def test_preprocessing_counts_its_shards_only_in_digits(shards: str, tmp_path: P
         (["--cluster", "nowhere"], "cluster nowhere: there is none"),
     ],
 )
-def test_what_could_not_run_is_refused(typed: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_that_could_not_run_are_refused(
+    typed: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert make_slurm.main([*BASE, *typed]) == 2
     assert message in capsys.readouterr().err
 

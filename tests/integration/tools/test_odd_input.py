@@ -82,7 +82,7 @@ def test_documents_are_the_texts_in_order(
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 8), st.integers(0, 2**70))
-def test_parts_are_all_pieces_once_in_order(sizes: list[int], count: int, seed: int) -> None:
+def test_shards_hold_every_chunk_once_in_order(sizes: list[int], count: int, seed: int) -> None:
     pieces = [InputChunk("dataset", "hf:x", number, len(sizes), size) for number, size in enumerate(sizes)]
     mixed = shuffle(pieces, seed)
     assert sorted(mixed, key=lambda piece: piece.start) == pieces
@@ -92,7 +92,7 @@ def test_parts_are_all_pieces_once_in_order(sizes: list[int], count: int, seed: 
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, mark: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_order_mark_is_not_text(tmp_path: Path, mark: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MAX_TEXT", 100), ("SECTION", 30), ("SEARCH", 10), ("CONTEXT", 4)):
         monkeypatch.setattr(f"megatron3d.data.preprocess.split_text.{name}", value)
     monkeypatch.setattr("megatron3d.data.preprocess.readers.MAX_TEXT", 100)
@@ -104,14 +104,14 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, mark: bytes, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["with space [1]*?.jsonl", "{a},b;c$d.jsonl", "tab\tnewline\n.jsonl", "漢字-é.jsonl"])
-def test_a_name_is_a_name_before_it_is_a_pattern(tmp_path: Path, name: str) -> None:
+def test_an_existing_file_name_is_not_read_as_a_pattern(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"text": "a"}\n')
     (tmp_path / "with space 1xx.jsonl").write_text('{"text": "other"}\n')
     assert run(tmp_path / name, tmp_path / f"to {name}") == 0
     assert texts_of(tmp_path / f"to {name}") == ["a"]
 
 
-def test_what_a_tool_has_left_beside_the_input_is_no_input(tmp_path: Path) -> None:
+def test_output_files_next_to_the_input_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "a"}\n')
     for name in ("x.ledger.jsonl", "x_text_document.manifest.json", "notes.md"):
@@ -179,7 +179,7 @@ ODD: Mapping[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_cannot_be_read_is_said_and_nothing_is_left(
+def test_unreadable_input_is_reported_and_nothing_is_left(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make, words = ODD[name]
@@ -217,9 +217,7 @@ def test_odd_arguments_are_refused(
     assert names(tmp_path) == ["a.jsonl"]
 
 
-def test_tokens_that_no_tokenizer_of_this_size_has_are_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_outside_the_vocabulary_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Megatron token file does not record which tokenizer made it."""
     with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
         writer.add(np.array([1, 70], "<u2"), np.array([2]))
@@ -231,7 +229,7 @@ def test_tokens_that_no_tokenizer_of_this_size_has_are_not_shown(
     assert "holds token 70, outside the vocabulary of 2" in capsys.readouterr().err
 
 
-def test_nobody_reads_on(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_ends_quietly(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "words\n" * 100_000}) + "\n")
     assert run(tmp_path / "a.jsonl", tmp_path / "x") == 0
     words = [f"{tmp_path}/x_text_document", "--documents", "0", "--max-tokens", "600000", "--tokenizer-type"]

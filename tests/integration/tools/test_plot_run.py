@@ -43,7 +43,7 @@ def test_one_and_several_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
     assert "a page is of one run, and these are 2" in capsys.readouterr().err
 
 
-def test_curves_of_several_runs_are_drawn_again_until_all_have_ended(tmp_path: Path) -> None:
+def test_curves_of_several_runs_are_redrawn_until_all_have_ended(tmp_path: Path) -> None:
     """The first run has ended; the second, which wants seven steps, has one more step on each poll."""
     runs, output = [write_run(tmp_path / "ended"), write_run(tmp_path / "goes on")], tmp_path / "curves.png"
     pictures = list[bytes]()
@@ -62,7 +62,7 @@ def test_curves_of_several_runs_are_drawn_again_until_all_have_ended(tmp_path: P
     assert len(set(pictures)) == 3 and all(picture.startswith(PNG) for picture in pictures)
 
 
-def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 6, "lm_')
@@ -80,7 +80,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
         ("[1, 2]\n", "metrics.jsonl:1: not a record of a run"),
     ],
 )
-def test_what_is_no_run_is_refused(
+def test_a_folder_without_a_run_is_refused(
     content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
@@ -97,7 +97,7 @@ def test_an_unknown_picture_format_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "--output" in capsys.readouterr().err
 
 
-def test_a_run_of_nothing_but_nan_is_drawn_without_warnings(tmp_path: Path) -> None:
+def test_a_run_of_only_nan_is_drawn_without_warnings(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": NaN}\n')
     with warnings.catch_warnings():
         warnings.simplefilter("error")

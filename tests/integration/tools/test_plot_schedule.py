@@ -53,7 +53,7 @@ def test_trace(tmp_path: Path) -> None:
     assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(13000)
 
 
-def test_a_schedule_goes_through_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_survives_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "schedule.csv"
     assert plot_schedule.main([*ZB_V, "--output", str(output)]) == 0
     assert read_schedule(output) == build_schedule("zb-v", 3, 4)

@@ -28,7 +28,7 @@ def test_tokens_are_those_of_the_texts(source: Path, expected: dict[str, bytes])
     data.verify()
 
 
-def test_bytes_do_not_depend_on_workers_shards_and_pieces(
+def test_bytes_do_not_depend_on_workers_shards_and_chunks(
     source: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     for workers in ("2", "4"):
@@ -42,7 +42,7 @@ def test_bytes_do_not_depend_on_workers_shards_and_pieces(
     assert corpus(tmp_path / "whole") == expected
 
 
-def test_more_parts_than_pieces_leave_some_empty(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+def test_more_shards_than_chunks_leave_some_empty(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     for part in range(4):
         assert run(source, tmp_path / "x", "--shard", f"{part}/4") == 0
     inputs = str(tmp_path / "x_shard-*")
@@ -50,7 +50,7 @@ def test_more_parts_than_pieces_leave_some_empty(source: Path, expected: dict[st
     assert corpus(tmp_path / "y") == expected
 
 
-def test_a_missing_part_and_another_job_are_refused(
+def test_a_missing_shard_and_one_of_another_job_are_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for part in (0, 2):
@@ -64,7 +64,7 @@ def test_a_missing_part_and_another_job_are_refused(
     assert not list(tmp_path.glob("y*"))
 
 
-def test_a_finished_part_is_not_done_again(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_shard_is_not_repeated(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(source, tmp_path / "x", "--shard", "0/1") == 0
     assert run(source, tmp_path / "x", "--shard", "0/1") == 0
     assert "done already" in capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_a_folder_is_a_streamed_dataset(tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
-def test_long_texts_are_cut_into_parts_of_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_split_within_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MAX_TEXT", 1000), ("SECTION", 300), ("SEARCH", 50), ("CONTEXT", 20)):
         monkeypatch.setattr(split_text, name, value)
         monkeypatch.setattr("megatron3d.data.preprocess.readers.MAX_TEXT", 1000)
@@ -123,7 +123,7 @@ def test_sentences_are_sequences_of_their_document(tmp_path: Path) -> None:
     assert [int(n) for block in data.document_lengths() for n in block] == [35, 6]
 
 
-def test_shuffling_moves_pieces_and_keeps_documents(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+def test_shuffling_moves_chunks_and_keeps_documents(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     outputs = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert run(source, tmp_path / name, "--piece-mb", "0.005", "--shuffle-seed", seed) == 0
@@ -137,7 +137,7 @@ def test_shuffling_moves_pieces_and_keeps_documents(source: Path, expected: dict
     assert split(outputs[0]) == split(outputs[2]) == split(expected[".bin"])
 
 
-def test_bad_records_are_left_out_on_request(
+def test_bad_records_are_skipped_on_request(
     source: Path, expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = source.read_bytes().splitlines(keepends=True)
@@ -152,7 +152,7 @@ def test_bad_records_are_left_out_on_request(
     assert corpus(tmp_path / "x") == expected
 
 
-def test_a_long_row_is_left_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_row_is_skipped_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"row {number}" for number in range(5)]
     rows = [{"text": "x" * 20_000 if number == 3 else text} for number, text in enumerate(texts)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -165,7 +165,7 @@ def test_a_long_row_is_left_out_on_request(tmp_path: Path, capsys: pytest.Captur
     assert found == texts[:3] + texts[4:]
 
 
-def test_a_compressed_file_that_was_cut_short_is_refused(
+def test_a_truncated_compressed_file_is_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-200])

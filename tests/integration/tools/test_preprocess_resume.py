@@ -78,7 +78,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
             time.sleep(0.05)
 
 
-def test_a_full_disk_is_said_and_gone_on_from(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_job_resumes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", documents(20_000))
     assert run(source, tmp_path / "expected") == 0
 
@@ -100,7 +100,7 @@ def test_a_full_disk_is_said_and_gone_on_from(tmp_path: Path) -> None:
     assert corpus(tmp_path / "x") == corpus(tmp_path / "expected")
 
 
-def test_another_job_does_not_go_on_from_a_ledger(
+def test_another_job_does_not_resume_from_a_log(
     source: Path, expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "x.ledger.jsonl").write_text('{"--json-keys": ["body"]}\n')
@@ -111,7 +111,7 @@ def test_another_job_does_not_go_on_from_a_ledger(
 
 
 @pytest.mark.parametrize("moment", ["sha256", "write_manifest", "_write_index"])
-def test_a_kill_between_two_names_is_gone_on_from(
+def test_a_job_killed_between_two_renames_resumes(
     moment: str, source: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: object) -> None:
@@ -126,7 +126,7 @@ def test_a_kill_between_two_names_is_gone_on_from(
     assert corpus(tmp_path / "x") == expected
 
 
-def test_a_disk_that_fills_while_parts_are_joined_leaves_nothing(
+def test_a_disk_that_fills_during_a_merge_leaves_nothing(
     source: Path, expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--input", f"{source.parent}/expected_text_document", "--output-prefix", str(tmp_path / "x")]
@@ -159,7 +159,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_whatever_of_ledger_and_files_reached_the_disk_the_bytes_are_the_same(
+def test_any_prefix_of_log_and_files_resumes_to_the_same_bytes(
     killed: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Truncate each file at any byte, or append garbage to it."""

@@ -26,7 +26,7 @@ def test_every_key_is_on_it() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))
-def test_every_key_says_what_it_takes(key: str) -> None:
+def test_every_key_has_a_description_of_its_values(key: str) -> None:
     """The message for a wrong type names the accepted values, also where they are numbers."""
     section, _, name = key.partition(".")
     assert expected(section, name, "something")
@@ -34,7 +34,7 @@ def test_every_key_says_what_it_takes(key: str) -> None:
     assert any(problem.startswith(f"{key}={{a: 1}}") or key in problem for problem in reading.problems)
 
 
-def test_a_number_that_is_not_among_a_few() -> None:
+def test_numbers_outside_a_choice_are_refused() -> None:
     reading = read(ROOT / "configs" / "quickstart.yaml", ["parallel.zero_stage=7"])
     assert reading.problems == ("parallel.zero_stage=7 (command line): not allowed; use 0, 1, 2 or 3",)
 

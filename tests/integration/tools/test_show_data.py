@@ -50,7 +50,7 @@ def test_documents_are_shown_as_text(prefix: Path, capsys: pytest.CaptureFixture
     assert "use 0 to 39" in capsys.readouterr().err
 
 
-def test_damage_that_opening_does_not_see_is_found(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_that_opening_does_not_detect_is_found(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = bytearray(Path(f"{prefix}.bin").read_bytes())
     tokens[10] ^= 1
     Path(f"{prefix}.bin").write_bytes(bytes(tokens))
@@ -59,7 +59,7 @@ def test_damage_that_opening_does_not_see_is_found(prefix: Path, capsys: pytest.
     assert "but its manifest says" in capsys.readouterr().err
 
 
-def test_sequences_of_a_document_are_shown_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_sequence_of_a_document_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with IndexedWriter(tmp_path / "s", np.dtype("<u2")) as writer:
         writer.add(
             np.arange(6, dtype="<u2"), np.array([2, 3, 1]), np.array([ENDS_SEQUENCE, ENDS_DOCUMENT, ENDS_DOCUMENT])
@@ -91,7 +91,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return re.split(r"(?m)^(?=== iteration)", capsys.readouterr().out)[1:]
 
 
-def test_ranks_together_read_every_sample_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ranks_read_every_sample_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--config", str(config), "--iterations", "2-3", "--world-size", "4"]
     whole = shown(capsys, *command)
     ranks = [shown(capsys, *command, "--rank", str(rank)) for rank in range(4)]
@@ -117,7 +117,7 @@ def test_bad_arguments_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_byte_level_pieces_are_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_byte_level_tokenizer_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("the cat and the dog and the cat\n" * 20)
     words = ["--input", str(tmp_path / "a.txt"), "--type", "byte-bpe", "--output-prefix", str(tmp_path / "t")]
     assert train_tokenizer.main([*words, "--vocab-size", "265"]) == 0

@@ -27,7 +27,7 @@ def test_the_documents_table_is_the_tools_output(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
-def test_1d_is_as_published(t: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_1d_memory_is_as_published(t: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Dropout masks are 2 of the 10 + 24/t and of the 34/t bytes; norm and score statistics are negligible."""
     assert show_memory.main([*SIZES, "--num-ranks", str(t)]) == 0
     cells = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in capsys.readouterr().out.splitlines()]
@@ -43,7 +43,9 @@ def test_1d_is_as_published(t: int, capsys: pytest.CaptureFixture[str]) -> None:
         (["--num-ranks", "8", "--micro-batch-size", "1"], "train.micro_batch_size=1: not a multiple of"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert show_memory.main([*SIZES, *arguments]) == 2
     output = capsys.readouterr()
     assert message in output.err and not output.out

@@ -60,7 +60,7 @@ def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows and all("| 1 | 1 | 0 | 0.00 | - |  |" in row for row in rows)
 
 
-def test_a_shape_is_shown_beside_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_given_shape_is_shown_next_to_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_traffic.main([*SIZES, "--num-ranks", "4", "--shape", "3d=1x4x1", "grid=1x4x1"]) == 0
     out = capsys.readouterr().out
     assert "| 4 | 3d | heads | 1·2·2 |" in out and "| 4 | 3d | heads | 1·4·1 |" in out

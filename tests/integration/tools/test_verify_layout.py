@@ -26,7 +26,7 @@ MODES_FOLDER = ROOT / "configs" / "modes"
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_what_is_verified_is_small_and_has_every_axis(path: Path) -> None:
+def test_the_verified_layout_is_small_and_has_every_axis(path: Path) -> None:
     asked = read_config(path).config
     for data in (1, 3):
         world_size = RunSpec(asked).sizes.model * data
@@ -51,7 +51,7 @@ def pipelines(**parallel: object) -> Config:
 
 @pytest.mark.parametrize("has_layout", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_pipeline_stays_one_with_uneven_stages(name: str, has_layout: bool) -> None:
+def test_a_shrunk_pipeline_keeps_two_ranks(name: str, has_layout: bool) -> None:
     for virtual in (None, SCHEDULES[name].min_virtual, SCHEDULES[name].max_virtual or 5):
         given = {"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": virtual}
         stages = 4 * (virtual or SCHEDULES[name].min_virtual)
@@ -66,7 +66,7 @@ def test_a_pipeline_stays_one_with_uneven_stages(name: str, has_layout: bool) ->
         assert len({len(stage.layers) for stage in pipeline.stages}) == 2
 
 
-def test_a_schedule_from_a_file_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_schedule_from_a_file_is_not_shrunk(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     write_schedule(build_schedule("interleaved", 4, 8, 3), file)
     parallel = {"pipeline_schedule": "file", "pipeline_schedule_file": str(file), "pipeline_model_parallel_size": 4}
@@ -88,13 +88,13 @@ def verify(*typed: str) -> str:
     return out
 
 
-def test_a_right_layout_is_equal() -> None:
+def test_a_correct_layout_equals_one_process() -> None:
     out = verify(str(MODES_FOLDER / "2d.yaml"), "--world-size", "4")
     assert "verified: world_size 4 = TP 4 (2d: r 2 x c 2) x PP 1 x DP 1" in out
     assert "EQUAL: 3 steps in float64 on 4 ranks and on one agree within 1e-10" in out
 
 
-def test_a_right_pipeline_is_equal(tmp_path: Path) -> None:
+def test_a_correct_pipeline_equals_one_process(tmp_path: Path) -> None:
     """A preset's interleaving runs as a schedule from a file that gives one rank three stages and the other one."""
     file = tmp_path / "mine.csv"
     file.write_text("0F0,1F0,0F1,1F1,3F0,3B0,3F1,3B1,1B0,0B0,1B1,0B1\n2F0,2F1,2I0,2W0,2B1\n")

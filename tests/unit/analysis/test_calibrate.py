@@ -34,7 +34,7 @@ def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert shared.gemm_s(1024, 256, 1024) == pytest.approx(2 * one.gemm_s(1024, 256, 1024))
 
 
-def test_ranks_that_share_cores_work_while_others_wait() -> None:
+def test_ranks_that_share_cores_compute_while_others_wait() -> None:
     """A collective whose bytes keep a core busy half of the time takes 1 s with a core per rank.
 
     With fewer cores the waiting half grows for a group of all ranks, and less for a group of half of them.
@@ -49,7 +49,7 @@ def test_ranks_that_share_cores_work_while_others_wait() -> None:
     assert [seconds(2, 2), seconds(4, 4), seconds(2, 4), seconds(2, 8)] == [1, 1.5, 1.25, 2.125]
 
 
-def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
+def test_ranks_that_share_cores_wait_for_each_others_computation() -> None:
     """The collective is pure latency, half of it CPU work.
 
     A group of all ranks also waits for slower work; with a group of half of them the others use the cores meanwhile.
@@ -64,7 +64,7 @@ def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
     assert [seconds(2, 2), seconds(4, 4), seconds(8, 8), seconds(2, 4), seconds(4, 8)] == [1, 2, 4, 1.25, 2.5]
 
 
-def test_a_call_takes_what_most_calls_take() -> None:
+def test_the_time_of_a_call_is_a_median() -> None:
     """The first collective is not counted, since it may include setup, and one late collective has no influence."""
     cases = iter([10**6, 10**4, 10**6, *[10**4] * 10**6])
     most, late = (

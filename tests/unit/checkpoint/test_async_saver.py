@@ -57,7 +57,7 @@ def gate(monkeypatch):
     return Gate(monkeypatch)
 
 
-def test_training_goes_on_under_it(tmp_path, run_ranks, gate):
+def test_training_continues_during_an_async_save(tmp_path, run_ranks, gate):
     def train(comm):
         weights, saver = Weights(comm), CheckpointSaver(tmp_path, comm, in_background=True)
         weights.values.fill_(1)
@@ -82,7 +82,7 @@ def test_training_goes_on_under_it(tmp_path, run_ranks, gate):
     assert read(tmp_path / "iter_0000001") == [1] * 4 and read(tmp_path / "iter_0000002") == [3] * 4
 
 
-def test_a_failure_is_told_at_once_and_the_next_save_is_the_next_try(tmp_path, run_ranks, gate):
+def test_a_failure_is_logged_at_once_and_the_next_save_retries(tmp_path, run_ranks, gate):
     gate.opened.set()
     gate.failures.append(OSError(28, "No space left on device"))
     told = []  # type: ignore[var-annotated]
@@ -108,7 +108,7 @@ def test_a_failure_is_told_at_once_and_the_next_save_is_the_next_try(tmp_path, r
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
-def test_the_previous_one_stays_until_the_new_one_is_complete(tmp_path, run_ranks, gate):
+def test_the_previous_checkpoint_stays_until_the_new_one_is_complete(tmp_path, run_ranks, gate):
     """This also holds where only one checkpoint is retained."""
 
     def train(comm):
@@ -136,7 +136,7 @@ def test_the_previous_one_stays_until_the_new_one_is_complete(tmp_path, run_rank
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_leaving(tmp_path, run_ranks, gate, in_background):
+def test_the_last_iteration_is_saved_once(tmp_path, run_ranks, gate, in_background):
     """The last iteration is saved once, and an error in that save is raised."""
     gate.opened.set()
     gate.failures.append(OSError(28, "No space left on device"))
@@ -159,7 +159,7 @@ def test_leaving(tmp_path, run_ranks, gate, in_background):
     assert verify(tmp_path / "iter_0000001") == () and latest(tmp_path) == tmp_path / "iter_0000001"
 
 
-def test_a_crash_in_the_background_is_raised_at_the_next_turn(tmp_path, run_ranks, gate):
+def test_a_crash_in_the_background_is_raised_by_the_next_save(tmp_path, run_ranks, gate):
     gate.opened.set()
     gate.failures.append(KeyError("w"))
 
@@ -172,7 +172,7 @@ def test_a_crash_in_the_background_is_raised_at_the_next_turn(tmp_path, run_rank
         assert isinstance(error, RuntimeError) and str(error) == "rank 1: KeyError('w')"
 
 
-def test_a_snapshot_uses_its_memory_again():
+def test_a_snapshot_reuses_its_memory():
     snapshot, first, second = Snapshot(), torch.arange(4.0), torch.arange(3)
     for _ in range(3):
         snapshot.reset()

@@ -102,7 +102,7 @@ def test_hostile_files(checkpoint, tmp_path, name):
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize("name", [FILE, "index.json"])
-def test_what_is_no_file_is_not_waited_for(checkpoint, name, make):
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(checkpoint, name, make):
     (checkpoint / name).unlink()
     make(checkpoint / name)
     assert all(name in problem for problem in refusals(checkpoint))
@@ -161,7 +161,7 @@ def test_hostile_indexes(checkpoint, name):
 
 
 @pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5, "1" * 10**6, '"' + "a" * 10**6, "{}", "null", ""])
-def test_json_that_is_no_index(checkpoint, text):
+def test_json_that_is_not_an_index_is_refused(checkpoint, text):
     (checkpoint / "index.json").write_text(text)
     with pytest.raises(UserError, match=r"index\.json is damaged"):
         read_index(checkpoint)

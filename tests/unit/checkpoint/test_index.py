@@ -101,7 +101,7 @@ def test_truncated_and_foreign_index(saved):
     assert "does not exist" in problems_of(read_meta, saved / "absent")[0]
 
 
-def test_every_byte_of_the_index_counts(saved):
+def test_every_damaged_byte_of_the_index_is_found(saved):
     """After any changed byte the index is refused or has equal contents."""
     path = saved / "index.json"
     content = path.read_bytes()

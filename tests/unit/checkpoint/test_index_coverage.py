@@ -41,7 +41,7 @@ def test_a_tiling_has_no_flaw(pieces):
 
 
 @given(st.lists(boxes, max_size=4))
-def test_any_boxes(found):
+def test_random_boxes_have_a_flaw_or_tile(found):
     assert (coverage_error(SHAPE, found) is None) == bool((count(found) == 1).all())
 
 
@@ -57,7 +57,7 @@ def test_overlap(a, b):
         assert torch.equal(held[slices_within(common, a)], numbers[tuple(slice(*ends) for ends in common)])
 
 
-def test_words():
+def test_the_text_of_a_coverage_error():
     assert coverage_error((), [()]) is None
     assert coverage_error((), []) == "elements [] are in 0 boxes instead of one"
     assert coverage_error((4, 2), [((0, 2), (0, 2))]) == "elements [2:4,0:2] are in 0 boxes instead of one"

@@ -37,7 +37,7 @@ def test_another_process_is_named_and_its_lock_dies_with_it(tmp_path):
     FolderLock(tmp_path).release()
 
 
-def test_released(tmp_path):
+def test_a_released_folder_can_be_locked_again(tmp_path):
     lock = FolderLock(tmp_path)
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     with pytest.raises(UserError, match=f"process {os.getpid()} on"):
@@ -48,7 +48,7 @@ def test_released(tmp_path):
     FolderLock(tmp_path).release()
 
 
-def test_a_folder_that_cannot_be_locked(tmp_path):
+def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(UserError, match=r"\.lock cannot be locked \(Is a directory\); save to a folder that you own"):
         FolderLock(tmp_path)

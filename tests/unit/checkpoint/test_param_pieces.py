@@ -119,7 +119,7 @@ def test_every_element_has_one_writer_and_the_holders_write_equally_much(holders
         assert max(written) - min(written) <= 12 * 2 * 5, f"a row at each edge and holder of each group: {written}"
 
 
-def test_who_writes_less_than_a_row():
+def test_no_rank_writes_part_of_a_row():
     """Some ranks write nothing if there are more ranks than rows, and none writes part of a row."""
     mesh = Mesh((("pipeline", 1), ("data", 5)))
     spec = ParamSpec((Part("w", (3, 4), (3, 4)),), ((), ()), token_axes=())

@@ -27,7 +27,7 @@ def whole(tensor):
     return Piece("w", tuple(tensor.shape), ((0, len(tensor)),), tensor)
 
 
-def test_what_to_load(saved, tmp_path):
+def test_the_checkpoint_to_load(saved, tmp_path):
     run = saved.parent
     tracker = run / "latest_checkpointed_iteration.txt"
     assert latest(tmp_path / "absent") is None
@@ -62,7 +62,7 @@ def _kill_at(monkeypatch, last):
 
 
 @pytest.mark.parametrize("iteration", [3, 4])
-def test_killed_at_any_moment(tmp_path, monkeypatch, run_ranks, iteration):
+def test_a_save_killed_at_any_moment_leaves_a_checkpoint(tmp_path, monkeypatch, run_ranks, iteration):
     """A run that saved iteration 3 dies at each call of its next save, of the same iteration or of another one."""
 
     def save_value(run, iteration, value):

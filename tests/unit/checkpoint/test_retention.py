@@ -49,7 +49,7 @@ def run_saves(run_ranks, root, keep, *saves):
         ({"save_retain_interval": 30, "keep_latest_k": 3}, {30, 40, 50, 60}),
     ],
 )
-def test_what_stays(tmp_path, run_ranks, checkpoint, left):
+def test_retained_checkpoints(tmp_path, run_ranks, checkpoint, left):
     run_saves(run_ranks, tmp_path, RetentionPolicy.of(CheckpointConfig(save="here", **checkpoint)), *range(10, 70, 10))
     assert finished_checkpoints(tmp_path).keys() == left
     assert newest_intact(tmp_path) == (tmp_path / "iter_0000060", [])
@@ -59,7 +59,7 @@ def test_what_stays(tmp_path, run_ranks, checkpoint, left):
 @given(
     st.sets(st.integers(1, 40), min_size=1, max_size=12), st.none() | st.integers(1, 5), st.none() | st.integers(1, 9)
 )
-def test_pruning(tmp_path_factory, iterations, k, n):
+def test_pruning_removes_only_what_the_policy_allows(tmp_path_factory, iterations, k, n):
     """The tracker's checkpoint is retained, and later ones are left alone."""
     root = tmp_path_factory.mktemp("run")
     last = sorted(iterations)[len(iterations) // 2]
@@ -73,7 +73,7 @@ def test_pruning(tmp_path_factory, iterations, k, n):
     assert last in stays and not list(root.glob(".*"))
 
 
-def test_short_lived_ones(tmp_path, run_ranks):
+def test_the_newest_non_persistent_checkpoint_stays(tmp_path, run_ranks):
     run_saves(run_ranks, tmp_path, RetentionPolicy(), 10, -12, -14)
     short = tmp_path / "non_persistent"
     assert finished_checkpoints(short).keys() == {14} and finished_checkpoints(tmp_path).keys() == {10}
@@ -85,7 +85,7 @@ def test_short_lived_ones(tmp_path, run_ranks):
     assert latest(tmp_path) == short / "iter_0000023", "it is newer than iteration 22"
 
 
-def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, run_ranks, monkeypatch):
+def test_an_interrupted_removal_is_finished_by_the_next_save(tmp_path, run_ranks, monkeypatch):
     real = shutil.rmtree
 
     def fail(path, *rest, **options):

@@ -36,7 +36,7 @@ def problems_of(action, *arguments):
     return caught.value.problems
 
 
-def test_files(saved):
+def test_the_files_of_a_checkpoint(saved):
     assert sorted(path.name for path in saved.parent.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
     names = ["index.json", "rank_00000.safetensors", "rank_00001.safetensors"]
     assert sorted(path.name for path in saved.iterdir()) == names
@@ -57,7 +57,7 @@ def test_dtypes_scalars_views_and_empty_pieces(tmp_path, run_ranks, dtype):
     assert step.item() == 5
 
 
-def test_all_differences_are_told_before_anything_is_filled(saved):
+def test_all_differences_are_reported_before_anything_is_loaded(saved):
     w = torch.zeros(3, 2)
     other = [whole("w", w), whole("v", torch.zeros(2)), whole("u", torch.zeros(3)), whole("w", torch.zeros(4, 2))]
     assert problems_of(load, saved, other) == (
@@ -68,7 +68,7 @@ def test_all_differences_are_told_before_anything_is_filled(saved):
     assert not w.any()
 
 
-def test_all_damaged_files_are_told(saved):
+def test_all_damaged_files_are_reported(saved):
     first, second = (saved / f"rank_0000{rank}.safetensors" for rank in range(2))
     first.write_bytes(first.read_bytes()[:-1])
     second.unlink()
@@ -87,14 +87,14 @@ def test_only_the_files_that_hold_the_piece_are_read(saved):
     assert torch.equal(rows, W[1:])
 
 
-def test_a_file_that_holds_something_else(saved):
+def test_a_file_with_other_content_is_refused(saved):
     first, second = (saved / f"rank_0000{rank}.safetensors" for rank in range(2))
     second.write_bytes(first.read_bytes())
     (problem,) = problems_of(load, saved, [whole("w", torch.zeros(3, 2))])
     assert "rank_00001.safetensors is missing or damaged: File does not contain tensor w[1:3,0:2]" in problem
 
 
-def test_folder_that_cannot_be_made(tmp_path, run_ranks):
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path, run_ranks):
     (tmp_path / "file").write_text("")
     root = tmp_path / "file" / "run"
     errors = run_ranks(TWO, lambda comm: save(root, 3, [rows_of(comm.mesh.rank, W)], {}, comm))
@@ -120,7 +120,7 @@ def test_full_disk_fails_on_all_ranks_and_leaves_the_previous_checkpoint(saved, 
     assert latest(saved.parent) == saved
 
 
-def test_pieces_that_do_not_make_whole_tensors(tmp_path, run_ranks):
+def test_pieces_that_do_not_tile_a_tensor_are_refused(tmp_path, run_ranks):
     def save_twice(comm):
         return save(tmp_path, 3, [whole("w", W)], {}, comm)
 

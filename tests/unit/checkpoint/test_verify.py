@@ -70,7 +70,7 @@ def test_ranks_share_the_reading(saved):
     assert verify(saved, (0, 2)) == () and len(verify(saved, (1, 2))) == 1
 
 
-def test_ranks_refuse_together_what_they_would_load(saved, run_ranks):
+def test_all_ranks_refuse_a_damaged_checkpoint(saved, run_ranks):
     """The bit lies in the file that the second rank reads."""
     flip(saved / "rank_00001.safetensors", -1)
 
@@ -92,7 +92,7 @@ def run(tmp_path, run_ranks):
     return tmp_path / "run"
 
 
-def test_the_newest_good_one(run, run_ranks):
+def test_the_newest_undamaged_checkpoint_is_found(run, run_ranks):
     folders = [run / f"iter_000000{i}" for i in range(1, 5)]
     flip(folders[3] / "rank_00000.safetensors", -3)
     (folders[2] / "index.json").unlink()
@@ -104,7 +104,7 @@ def test_the_newest_good_one(run, run_ranks):
     assert run_ranks(TWO, lambda comm: newest_intact(run, comm)) == [(good, passed)] * 2
 
 
-def test_what_the_tracker_has_not_reached_is_passed_over(run):
+def test_checkpoints_later_than_the_tracker_are_ignored(run):
     (run / TRACKER).write_text("3")
     good, passed = newest_intact(run)
     assert good == run / "iter_0000003"
@@ -113,12 +113,12 @@ def test_what_the_tracker_has_not_reached_is_passed_over(run):
 
 
 @pytest.mark.parametrize("tracker", ["", "release", None])
-def test_without_a_tracker_every_checkpoint_may_be_good(run, tracker):
+def test_without_a_tracker_every_checkpoint_is_considered(run, tracker):
     (run / TRACKER).unlink() if tracker is None else (run / TRACKER).write_text(tracker)
     assert newest_intact(run) == (run / "iter_0000004", [])
 
 
-def test_nothing_good(run, tmp_path):
+def test_no_undamaged_checkpoint_is_found(run, tmp_path):
     assert newest_intact(tmp_path / "absent") == (None, [])
     assert newest_intact(run / TRACKER) == (None, [])
     for folder in run.glob("iter_*"):
@@ -127,7 +127,7 @@ def test_nothing_good(run, tmp_path):
     assert good is None and len(passed) == 4
 
 
-def test_what_a_killed_save_was_replacing(run):
+def test_a_checkpoint_that_a_killed_save_was_replacing_is_found(run):
     """A run that saves an iteration again is killed between two renames."""
     (run / "iter_0000004").rename(run / ".iter_0000004.old")
     assert newest_intact(run) == (run / ".iter_0000004.old", [])
@@ -135,7 +135,7 @@ def test_what_a_killed_save_was_replacing(run):
     assert newest_intact(run) == (run / "iter_0000004", [])
 
 
-def test_the_newer_of_permanent_and_short_lived(run, run_ranks):
+def test_the_newer_of_permanent_and_non_persistent_is_found(run, run_ranks):
     save_rows(run_ranks, run / "non_persistent", 6)
     assert newest_intact(run) == (run / "non_persistent" / "iter_0000006", [])
     save_rows(run_ranks, run, 6)
@@ -144,7 +144,7 @@ def test_the_newer_of_permanent_and_short_lived(run, run_ranks):
     assert newest_intact(run)[0] == run / "non_persistent" / "iter_0000006"
 
 
-def test_a_run_that_goes_back(run, run_ranks):
+def test_a_rolled_back_run_ignores_later_checkpoints(run, run_ranks):
     """Later checkpoints are ignored until they are saved again."""
     save_rows(run_ranks, run / "non_persistent", 5)
     move_tracker_back(run, 2)

@@ -116,7 +116,7 @@ def test_memory_for_half_a_box_is_too_little(tmp_path):
     assert re.search(rf"^RuntimeError: rank 0: .*you tried to allocate {2**23} bytes", done.stderr, re.MULTILINE)
 
 
-def test_a_box_twice_or_a_file_twice(tmp_path):
+def test_a_repeated_box_and_an_existing_file_are_refused(tmp_path):
     path = tmp_path / "rank_00000.safetensors"
     w = whole("w", torch.ones(2))
     with pytest.raises(AssertionError, match="was given twice"):

@@ -74,7 +74,7 @@ def objects(rank: int, world_size: int) -> tuple[list[Any] | None, Any]:
     return comm.gather_object({"rank": rank}), comm.broadcast_object(f"from {rank}")
 
 
-def test_objects_meet_on_rank_0(pool: Pool) -> None:
+def test_objects_are_gathered_on_rank_0(pool: Pool) -> None:
     gathered, *others = pool.run(objects, 3)
     assert gathered == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], "from 0")
     assert others == [(None, "from 0")] * 2
@@ -145,7 +145,7 @@ def wrong_transfers(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def test_links_carry_everything_in_order(pool: Pool) -> None:
+def test_links_deliver_tensors_in_order(pool: Pool) -> None:
     assert pool.run(wrong_transfers, 8) == [[]] * 8
 
 
@@ -162,7 +162,7 @@ def link_refusals(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-def test_missing_links_and_scattered_memory_are_refused(pool: Pool) -> None:
+def test_missing_links_and_non_contiguous_memory_are_refused(pool: Pool) -> None:
     missing, scattered = pool.run(link_refusals, 3)[0]
     assert missing.startswith("no group was made for Link(axis='pipeline', low=1, high=2); there are [Link(")
     assert scattered == "a tensor of strides (1, 2) cannot be received into"

@@ -97,7 +97,7 @@ def test_closed_form_on_a_rank_of_64(rank: int) -> None:
         assert moved_otherwise(rank, 64) == []
 
 
-def test_frozen_operands_move_less() -> None:
+def test_frozen_operands_send_less() -> None:
     """Without a gradient of W its reduction is omitted; the recorder returns results unchanged."""
     plan, mesh = FUSED["gather over two axes at once"], Mesh((("a", 2), ("b", 2), ("c", 2)))
     with pretended_world(0, 8):
@@ -157,7 +157,7 @@ def sent_in_a_step(config: Config, rank: int) -> tuple[list[Traffic], TrainState
 
 
 @pytest.mark.parametrize(("place", "mode", "form"), [(place, *form) for place, form in enumerate(EVERY_FORM)])
-def test_a_shard_is_all_that_crosses_from_stage_to_stage(place: int, mode: str, form: str) -> None:
+def test_only_a_shard_crosses_a_stage_boundary(place: int, mode: str, form: str) -> None:
     """Each rank sends its shard of the activations for each boundary between stages on different ranks.
 
     Evaluation sends forward only.  Megatron without scatter/gather sends every rank's whole shard, replicated or not.
@@ -179,7 +179,7 @@ def test_a_shard_is_all_that_crosses_from_stage_to_stage(place: int, mode: str, 
 
 
 @given(schedule=schedules())
-def test_crossings_are_borders_between_ranks_there_and_back(schedule: Schedule) -> None:
+def test_every_stage_boundary_between_ranks_is_crossed_twice(schedule: Schedule) -> None:
     where = list(stage_to_rank(schedule).values())
     borders = sum(here != there for here, there in pairwise(where))
     m = len({action.mb for action in schedule[0]})
@@ -200,7 +200,7 @@ def toy_traffic(rank: int, world_size: int, p: int, schedule: Schedule, tokens: 
 
 
 @pytest.mark.parametrize("tokens", [4, 1])
-def test_parts_of_equal_shards_are_joined_at_the_other_end(pool: Pool, tokens: int) -> None:
+def test_parts_of_replicated_shards_are_gathered_by_the_receivers(pool: Pool, tokens: int) -> None:
     """Replicas on four ranks, of 20 elements, and of 5, which are padded to 8."""
     schedule = build_schedule("zb-v", 2, 3)
     ranks = pool.run(toy_traffic, 8, 2, schedule, tokens)

@@ -21,7 +21,7 @@ def test_results_in_rank_order(run_ranks):
 
 
 @pytest.mark.parametrize("failing", [0, 3])
-def test_problems_are_told_once_on_every_rank(run_ranks, failing):
+def test_problems_are_reported_once_on_every_rank(run_ranks, failing):
     def action(rank):
         if rank >= failing:
             raise UserError("disk full", f"rank {failing} is sad")

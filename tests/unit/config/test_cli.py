@@ -28,7 +28,7 @@ def config_of(**sections: Any) -> Config:
     return Config.model_validate(sections)
 
 
-def test_files_and_folders_are_looked_at_before_a_run(tmp_path: Path) -> None:
+def test_files_and_folders_are_checked_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "c.bin").write_bytes(b"\0")
     (tmp_path / "c.idx").touch()
     prefix, absent = tmp_path / "c", tmp_path / "absent"
@@ -65,7 +65,7 @@ def test_a_run_is_only_continued_in_its_own_folder(tmp_path: Path) -> None:
     assert set(check_files(config_of(data=data, checkpoint=continued), 1)) <= set(before["None"])
 
 
-def test_rules_on_values_that_could_not_be_read_are_left_out(tmp_path: Path) -> None:
+def test_rules_on_unreadable_values_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "model: {n_head: 16, seq_length: 12}\nparallel: {tensor_parallel_mode: 4d}\noptimizer: {min_lr: 1}\n"
@@ -84,7 +84,7 @@ def test_rules_on_values_that_could_not_be_read_are_left_out(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("changes", "world_size", "message"), BROKEN, ids=[message[:50] for _, _, message in BROKEN])
-def test_a_run_refuses_what_a_rule_finds(tmp_path: Path, changes: Any, world_size: int, message: str) -> None:
+def test_a_run_that_breaks_a_rule_is_refused(tmp_path: Path, changes: Any, world_size: int, message: str) -> None:
     found = [problem.partition("=")[0] for problem in check(with_changes(changes), world_size, vocab_size=None)]
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(sections(changes)))))

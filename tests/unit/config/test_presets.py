@@ -24,7 +24,7 @@ def preset_id(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=preset_id)
-def test_a_preset_is_valid_where_it_says_so(path: Path) -> None:
+def test_a_preset_is_valid_on_its_documented_ranks(path: Path) -> None:
     config = read_config(path).config
     comment = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
     world_size = next(int(found[1]) for line in comment if (found := re.match(r"world_size (\d+) = ", line)))

@@ -43,7 +43,7 @@ def test_every_value_has_its_origin(file: Path) -> None:
     assert set(resolved.origins) == {f"{section}.{name}" for section, names in SECTIONS.items() for name in names}
 
 
-def test_numbers_and_lists_are_read_as_meant(file: Path) -> None:
+def test_numbers_and_lists_are_parsed(file: Path) -> None:
     file.write_text(
         "optimizer: {lr: 1e-3, min_lr: 0, weight_decay: .5, clip_grad: 1}\n"
         "parallel: {tensor_parallel_shape: [2, 1, 4], tensor_parallel_mode: 2.5d}\n"
@@ -57,7 +57,7 @@ def test_numbers_and_lists_are_read_as_meant(file: Path) -> None:
     assert (config.logging.wandb_name, config.logging.wandb_project) == ("on", "1e-3")
 
 
-def test_all_problems_come_at_once_with_key_value_place_and_rule(file: Path) -> None:
+def test_all_problems_are_reported_with_key_value_origin_and_rule(file: Path) -> None:
     text = """model:
   num_layer: 4
   hidden_size: "256"
@@ -112,7 +112,7 @@ block_size: 64
         ("train: {seed: " + "9" * 5000 + "}\n", "not YAML"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_one_message(file: Path, text: str | bytes, message: str) -> None:
+def test_a_file_that_is_not_a_configuration_is_one_message(file: Path, text: str | bytes, message: str) -> None:
     problems = problems_of(file, text)
     assert len(problems) == 1
     assert message in problems[0]
@@ -147,7 +147,7 @@ def test_any_text_is_a_configuration_or_a_user_error(
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_key_is_found_from_every_section_and_with_a_letter_missing(section: str) -> None:
+def test_every_key_is_suggested_from_every_section_and_for_a_missing_letter(section: str) -> None:
     for name in SECTIONS[section]:
         assert nearest_key("nowhere", name) == f"{section}.{name}"
         if len(name) > 4:

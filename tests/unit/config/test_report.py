@@ -50,7 +50,7 @@ def test_an_even_pipeline_has_the_bubble_of_the_books() -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_the_head_counts(given: bool) -> None:
+def test_the_head_is_counted_in_the_bubble(given: bool) -> None:
     """1F1B with stages of 3 units and a last one of 4: the step takes 3 x 3 of warm-up and cool-down, and 24 x 4."""
     config = config_of(LAYER if given else None, pipeline_model_parallel_size=4)
     bubble = 1 - 24 * 13 / 4 / (9 + 24 * 4)
@@ -64,7 +64,7 @@ def test_a_division_that_is_given_is_shown() -> None:
     assert join_runs([3, 3, 3, 3, 3, 2, 2]) == "5x3+2+2"
 
 
-def test_a_schedule_that_is_not_here_is_named(tmp_path: Path) -> None:
+def test_a_missing_schedule_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     parallel = {"pipeline_schedule": "file", "pipeline_schedule_file": str(file), "pipeline_model_parallel_size": 4}
     config = config_of(LAYER, **parallel)
@@ -74,7 +74,7 @@ def test_a_schedule_that_is_not_here_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_stages_operations_are_the_models(name: str) -> None:
+def test_the_flops_of_the_stages_are_those_of_the_model(name: str) -> None:
     config = config_of(LAYER, pipeline_model_parallel_size=2, pipeline_schedule=name)
     spec = RunSpec(config, 2)
     arch, pipeline = spec.arch, spec.pipeline
@@ -83,7 +83,7 @@ def test_the_stages_operations_are_the_models(name: str) -> None:
     assert all(part[ActionKind.B] == part[ActionKind.I] + part[ActionKind.W] for part in flops)
 
 
-def test_the_resolved_file_shows_what_was_left_open() -> None:
+def test_the_resolved_file_shows_derived_values() -> None:
     origins = {f"{section}.{name}": DEFAULT for section, names in SECTIONS.items() for name in names}
     parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"}
 

@@ -21,7 +21,7 @@ from tests.support.hub_models import GPT2, LLAMA, MISTRAL, QWEN3, gpt2_settings,
 
 
 @given(hub=gpt2_settings() | llama_settings() | other_settings())
-def test_there_and_back(hub: dict[str, Any]) -> None:
+def test_settings_survive_reading_and_writing(hub: dict[str, Any]) -> None:
     model = read_settings(hub)
     arch = resolve_architecture(model, model.vocab_size or 0)
     model_type, written, notes = write_settings(arch, hub["model_type"])
@@ -31,7 +31,7 @@ def test_there_and_back(hub: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_field_of_transformers_has_its_place(model_type: str) -> None:
+def test_every_field_of_transformers_is_mapped(model_type: str) -> None:
     """The installed configuration class has no field that would be neither read nor refused."""
     hub_type = MODEL_TYPES[model_type]
     known = {name for key in hub_type.fields.values() for name in key.names} | METADATA | set(hub_type.rules)
@@ -51,7 +51,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_property_of_ours_has_its_place(model_type: str) -> None:
+def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     """Changing any of them changes the output, is refused, or is reported."""
     family = "gpt2" if model_type == "gpt2" else "llama"
     arch = resolve_architecture(ModelConfig(family=family, num_attention_heads=4, hidden_size=32, vocab_size=40), 40)
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_unsupported_settings_are_refused(name: str) -> None:
     settings, change, words = REFUSED[name]
     with pytest.raises(UserError) as raised:
         read_settings({**settings, **change})
@@ -186,7 +186,7 @@ def test_all_problems_at_once() -> None:
     assert len(raised.value.problems) == 4
 
 
-def test_the_length_of_later_training() -> None:
+def test_seq_length_may_be_shorter_than_the_positions() -> None:
     model = read_settings(GPT2, seq_length=5)
     assert (model.seq_length, model.max_position_embeddings) == (5, 16)
     _, written, notes = write_settings(resolve_architecture(model, 37))
@@ -208,7 +208,7 @@ NOT_WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_WRITTEN)
-def test_not_written(name: str) -> None:
+def test_architectures_without_a_model_type_are_refused(name: str) -> None:
     change, words = NOT_WRITTEN[name]
     base = {"family": "llama", "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 40}
     with pytest.raises(UserError) as raised:
@@ -217,7 +217,7 @@ def test_not_written(name: str) -> None:
     assert words in problem and "train a model without it" in problem
 
 
-def test_what_only_training_knows_is_said() -> None:
+def test_settings_without_a_field_are_noted() -> None:
     arch = resolve_architecture(ModelConfig(family="llama", hidden_dropout=0.1, vocab_size=40), 40)
     (note,) = write_settings(arch)[2]
     assert note.startswith("model.hidden_dropout=0.1 has no field in config.json")

@@ -178,7 +178,7 @@ def test_gpt2_without_biases(tmp_path: Path) -> None:
     assert all(agreement.holds for agreement in back.agreements)
 
 
-def test_a_body_without_its_prefix(tmp_path: Path) -> None:
+def test_names_without_the_models_prefix_are_read(tmp_path: Path) -> None:
     """The first GPT-2 files lack the prefix `transformer.`, and contain constants next to the weights."""
     from safetensors.torch import save_file
 
@@ -204,14 +204,14 @@ def test_a_padded_vocabulary_is_cut(tmp_path: Path) -> None:
     assert hub_tensors(tmp_path / "back")["lm_head.weight"].shape == (37, 24)
 
 
-def test_what_was_compared_is_stored(tmp_path: Path) -> None:
+def test_the_compared_logits_are_stored(tmp_path: Path) -> None:
     from_hub(ConversionRequest(write_hub(tmp_path / "hub", GPT2), tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "conversion.json").read_text())
     assert torch.equal(torch.tensor(found["tokens"]), stored_inputs(37, 16))
     assert [entry["largest_difference"] < 1e-5 for entry in found["logits"]] == [True, True]
 
 
-def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_tensor_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name table that swapped two tensors of equal size would fail."""
     from megatron3d.convert import conversion as module
     from megatron3d.convert import tensor_names as names
@@ -227,7 +227,7 @@ def test_one_tensor_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.name for path in tmp_path.iterdir()] == ["hub"]
 
 
-def test_only_some_tensors_are_in_memory(tmp_path: Path) -> None:
+def test_only_a_few_tensors_are_in_memory(tmp_path: Path) -> None:
     """Writing a file reads runs of tensors no larger than the largest tensor."""
     from megatron3d.convert import conversion as module
     from megatron3d.convert.tensor_names import file_tensors

@@ -53,7 +53,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tokenizer, folder
 
 
-def test_transformers_loads_it(both: tuple[Tokenizer, Path]) -> None:
+def test_transformers_loads_the_exported_tokenizer(both: tuple[Tokenizer, Path]) -> None:
     ours, folder = both
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     text = "a few words, 12 of them\n"
@@ -64,14 +64,16 @@ def test_transformers_loads_it(both: tuple[Tokenizer, Path]) -> None:
 
 @settings(max_examples=60)
 @given(text=st.text(st.sampled_from(sorted(set(SAMPLE) - set("▁"))), max_size=60))
-def test_every_text_is_encoded_alike(both: tuple[Tokenizer, Path], text: str) -> None:
+def test_the_exported_tokenizer_encodes_every_text_alike(both: tuple[Tokenizer, Path], text: str) -> None:
     ours, folder = both
     theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
     assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
 
 
-def test_what_would_encode_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_would_encode_differently_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sentencepiece_pieces, "_merges", lambda scored: [])
     data = made(tmp_path, "bpe")
     (tmp_path / "out").mkdir()
@@ -222,7 +224,7 @@ def test_a_hugging_face_tokenizer_keeps_its_files(tmp_path: Path) -> None:
     assert all((back / file).read_bytes() == (source / file).read_bytes() for file in copied)
 
 
-def test_pieces_are_found(tmp_path: Path) -> None:
+def test_a_sentencepiece_model_is_found(tmp_path: Path) -> None:
     data = made(tmp_path, "unigram")
     (tmp_path / "hub").mkdir()
     (tmp_path / "run").mkdir()

@@ -38,7 +38,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     most=st.none() | st.integers(1, 9),
     beyond=st.integers(0, 5),
 )
-def test_once(corpus: IndexedDataset, first: int, size: int, seq_length: int, most: int | None, beyond: int) -> None:
+def test_every_token_of_a_range_is_predicted_once(
+    corpus: IndexedDataset, first: int, size: int, seq_length: int, most: int | None, beyond: int
+) -> None:
     samples = EvaluationWindows(corpus, Split(first, size), seq_length, 257, most)
     rows = samples.read(np.arange(samples.num_samples + beyond))
     inputs, labels = rows[:, :-1], rows[:, 1:]
@@ -50,7 +52,7 @@ def test_once(corpus: IndexedDataset, first: int, size: int, seq_length: int, mo
     assert (rows[samples.num_samples :] == -1).all()
 
 
-def test_an_id_beyond_the_vocabulary(corpus: IndexedDataset) -> None:
+def test_an_id_outside_the_vocabulary_is_refused(corpus: IndexedDataset) -> None:
     samples = EvaluationWindows(corpus, Split(0, 30), 8, 90)
     with pytest.raises(UserError, match="token ids are 97 to 105, outside the vocabulary of 90"):
         samples.read(np.arange(2))
@@ -89,7 +91,7 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @given(text=st.text(st.sampled_from(sorted(set(SAMPLE) - {"▁"})), max_size=80))
-def test_bytes_add_up(kind: tuple[str, str | None], text: str) -> None:
+def test_bytes_of_the_tokens_add_up(kind: tuple[str, str | None], text: str) -> None:
     tokenizer = build_tokenizer(*kind)
     counts = tokenizer.token_bytes()
     assert counts is not None and len(counts) == tokenizer.vocab_size
@@ -97,7 +99,7 @@ def test_bytes_add_up(kind: tuple[str, str | None], text: str) -> None:
     assert tokenizer.eod is not None and counts[tokenizer.eod] == 0
 
 
-def test_words_have_no_bytes(tmp_path: Path) -> None:
+def test_tokens_of_a_word_level_tokenizer_have_no_bytes(tmp_path: Path) -> None:
     """Where a decoder inserts spaces between words, a token has no bytes of its own."""
     path = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path))

@@ -40,7 +40,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> TokenFileSamples:
     consumed=st.integers(0, 10**9),
     batch_axes=st.sampled_from([(), ("x",), ("y", "x")]),
 )
-def test_every_sequence_is_read_at_its_place(
+def test_every_sequence_is_read_at_its_index(
     samples: TokenFileSamples,
     data_ranks: int,
     x: int,
@@ -73,12 +73,12 @@ def test_first_samples_interleave_the_data_ranks(samples: TokenFileSamples) -> N
     assert [tuple(microbatch.tokens.shape) for microbatch in steps] == [(2, SEQ_LENGTH + 1)] * 2
 
 
-def test_a_batch_that_does_not_divide_is_a_bug(samples: TokenFileSamples) -> None:
+def test_a_batch_that_does_not_divide_is_an_assertion(samples: TokenFileSamples) -> None:
     with pytest.raises(AssertionError, match="no multiple"):
         BatchLoader(samples, Mesh((("data", 2),)), (), 3, 8, torch.device("cpu"))
 
 
-def test_reading_ahead_gives_the_same(samples: TokenFileSamples) -> None:
+def test_prefetching_reads_the_same_batches(samples: TokenFileSamples) -> None:
     mesh = Mesh((("pipeline", 1), ("data", 2)), rank=1)
     plain = BatchLoader(samples, mesh, (), 2, 8, torch.device("cpu"))
     ahead = PrefetchingLoader(plain, Batches(make_ramp(None, 8), make_ramp(None, SEQ_LENGTH)))
@@ -87,7 +87,7 @@ def test_reading_ahead_gives_the_same(samples: TokenFileSamples) -> None:
             assert torch.equal(one.tokens, other.tokens) and one.first_sample == other.first_sample
 
 
-def test_what_goes_wrong_while_reading_ahead_is_raised_when_it_is_due() -> None:
+def test_errors_of_prefetching_are_raised_with_their_batch() -> None:
     class Short:
         def read(self, samples: np.ndarray) -> np.ndarray:
             if samples[-1] >= 8:

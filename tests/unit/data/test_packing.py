@@ -50,7 +50,7 @@ def reference(tokens: list[int]) -> tuple[list[list[bool]], list[int]]:
 
 
 @given(rows=TOKENS)
-def test_documents_are_found_as_one_by_one(rows: list[list[int]]) -> None:
+def test_documents_equal_those_found_one_by_one(rows: list[list[int]]) -> None:
     documents = Packing(EOD, **RESET).documents(torch.tensor(rows))
     assert documents is not None and documents.segments_BS is not None and documents.positions_BS is not None
     mask = document_mask(documents.segments_BS, torch.float32) == 0
@@ -60,14 +60,14 @@ def test_documents_are_found_as_one_by_one(rows: list[list[int]]) -> None:
 
 
 @given(rows=TOKENS)
-def test_labels_leave_out_what_follows_an_end_and_padding(rows: list[list[int]]) -> None:
+def test_labels_mask_padding_and_tokens_after_an_end(rows: list[list[int]]) -> None:
     labels = Packing(EOD, eod_mask_loss=True, pad=4).labels(torch.tensor(rows))
     for row, tokens in enumerate(rows):
         wanted = [IGNORED if before == EOD or after == 4 else after for before, after in pairwise(tokens)]
         assert labels[row].tolist() == wanted
 
 
-def test_goldfish_leaves_out_one_of_k_by_what_comes_before() -> None:
+def test_goldfish_masks_one_of_k_tokens_by_their_context() -> None:
     tokens = torch.randint(1000, (64, 257), generator=torch.Generator().manual_seed(0))
     dropped = Packing(goldfish=(4, 5)).labels(tokens) == IGNORED
     assert not dropped[:, :4].any() and abs(dropped[:, 4:].double().mean().item() - 1 / 4) < 0.01
@@ -93,7 +93,7 @@ def logits(model: str, tokens: list[int], packing: Packing) -> Tensor:
 
 @pytest.mark.parametrize("model", MODELS)
 @given(seed=st.integers(0, 10**6))
-def test_changing_a_document_moves_no_other_ones_logits(model: str, seed: int) -> None:
+def test_changing_a_document_changes_no_other_documents_logits(model: str, seed: int) -> None:
     draw = random.Random(seed)
     tokens = [1, 2, EOD, *(draw.randrange(1, VOCAB_SIZE) for _ in range(2)), EOD, 3, 4]
     changed = [1, 2, EOD, *(draw.randrange(1, VOCAB_SIZE) for _ in range(2)), EOD, 3, 4]
@@ -107,7 +107,7 @@ def test_changing_a_document_moves_no_other_ones_logits(model: str, seed: int) -
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_packed_document_is_as_if_alone(model: str) -> None:
+def test_a_packed_document_has_the_logits_of_one_alone(model: str) -> None:
     documents = [[5, 6, EOD], [7, EOD], [8, 9, 3]]
     packed = logits(model, [token for document in documents for token in document], Packing(EOD, **RESET))
     alone = torch.cat([logits(model, document, Packing()) for document in documents])
@@ -151,7 +151,7 @@ def layouts() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "parallel", layouts(), ids=lambda p: f"{p['tensor_parallel_mode']}-{p['tensor_parallel_form']}"
 )
-def test_every_layout_computes_what_one_process_does(parallel: dict[str, Any], pool: Pool) -> None:
+def test_every_layout_equals_one_process_with_packing(parallel: dict[str, Any], pool: Pool) -> None:
     world = 8
     for model in MODELS:
         config = configure(model, DATA, parallel, micro_batch_size=4)

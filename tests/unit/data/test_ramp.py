@@ -34,14 +34,12 @@ def megatron(ramp: Ramp, consumed: int) -> int:
 
 
 @given(ramp=ramps(), consumed=st.integers(0, 400))
-def test_a_ramp_is_megatrons(ramp: Ramp, consumed: int) -> None:
+def test_a_ramp_equals_megatrons(ramp: Ramp, consumed: int) -> None:
     assert ramp.at(consumed) == megatron(ramp, consumed)
 
 
 @given(size=ramps(), length=ramps(), num_iterations=st.integers(0, 120))
-def test_what_is_said_of_many_iterations_is_what_comes_of_one_after_another(
-    size: Ramp, length: Ramp, num_iterations: int
-) -> None:
+def test_closed_forms_of_a_ramp_equal_its_iterations(size: Ramp, length: Ramp, num_iterations: int) -> None:
     batches, consumed, tokens = Batches(size, length), 0, 0
     for _ in range(num_iterations):
         batch = batches.at(consumed)
@@ -93,7 +91,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("key,value,words", [(key, *case) for key, cases in BROKEN.items() for case in cases])
-def test_a_ramp_that_does_not_come_out_is_refused_and_told_what_would(key: str, value: list[int], words: str) -> None:
+def test_a_ramp_that_does_not_divide_is_refused_with_one_that_does(key: str, value: list[int], words: str) -> None:
     parallel = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
     config = Config.model_validate({**VALID, "parallel": parallel, "train": {**VALID["train"], key: value}})
     (problem,) = check(config, 8)

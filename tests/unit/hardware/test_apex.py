@@ -104,7 +104,7 @@ def install(folder: Path, installed: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_what_is_installed_is_told_without_importing_it(folder: Path, name: str) -> None:
+def test_the_installed_apex_is_described_without_importing_it(folder: Path, name: str) -> None:
     install(folder, INSTALLED[name])
     assert find_apex().state == STATES.get(name, name)
     assert not [module for module in sys.modules if module.partition(".")[0] in FAKES]
@@ -117,7 +117,7 @@ def test_the_line_of_the_report(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in INSTALLED if not name.startswith("ready")])
-def test_asking_for_what_is_not_there_says_what_is_and_what_to_do(folder: Path, name: str) -> None:
+def test_a_missing_kernel_is_refused_with_instructions(folder: Path, name: str) -> None:
     install(folder, INSTALLED[name])
     with pytest.raises(UserError) as caught:
         adam_kernel([GPU])
@@ -130,13 +130,13 @@ def test_asking_for_what_is_not_there_says_what_is_and_what_to_do(folder: Path, 
         fused_norms([GPU], "model.some_key")
 
 
-def test_the_kernel_of_a_compiled_one(folder: Path) -> None:
+def test_a_compiled_apex_provides_its_kernel(folder: Path) -> None:
     install(folder, INSTALLED["ready"])
     assert adam_kernel([GPU]) is print
     assert adam_kernel([]) is print
 
 
-def test_a_cpu_has_none_of_its_kernels(folder: Path) -> None:
+def test_a_cpu_has_no_apex_kernels(folder: Path) -> None:
     install(folder, INSTALLED["ready"])
     with pytest.raises(UserError, match=r"run on NVIDIA GPUs, and this run is on a CPU; use .* torch$"):
         adam_kernel([CPU])
@@ -150,20 +150,20 @@ def test_extensions_of_another_torch_are_refused_with_the_reason(folder: Path, t
             ask()
 
 
-def test_an_old_one_without_the_kernel_is_refused(folder: Path) -> None:
+def test_an_old_apex_without_the_kernel_is_refused(folder: Path) -> None:
     install(folder, INSTALLED["ready"] | {"amp_C.py": ""})
     with pytest.raises(UserError, match="has no multi_tensor_adam_capturable; install a newer one, or use"):
         adam_kernel([GPU])
 
 
-def test_norms_are_apexs_functions_over_the_last_dimension(folder: Path) -> None:
+def test_norms_call_apexs_functions_over_the_last_dimension(folder: Path) -> None:
     install(folder, INSTALLED["ready"])
     norms, x, weight, bias = fused_norms([GPU], "model.some_key"), torch.ones(2, 3), torch.ones(3), torch.zeros(3)
     assert norms.layer_norm(x, weight, bias, 1e-5) == ("layer", x, weight, bias, (3,), 1e-5)
     assert norms.rms_norm(x, weight, 1e-6) == ("rms", x, weight, (3,), 1e-6)
 
 
-def test_norms_of_whole_rows_are_the_chosen_ones() -> None:
+def test_norms_of_whole_rows_use_the_chosen_kernels() -> None:
     chosen = NormKernels(lambda x, weight, bias, eps: x * weight + bias, lambda x, weight, eps: x * weight)
     alone, x, weight, bias = ProcessComm(Mesh(()), []), torch.randn(2, 3), torch.full((3,), 2.0), torch.ones(3)
     assert torch.equal(norm(x, weight, bias, 1e-5, (), alone, chosen), 2 * x + 1)

@@ -47,7 +47,7 @@ def test_peaks_by_the_whole_device_name(name: str, precision: str, tflops: float
     assert (peak and peak.flops) == (tflops and pytest.approx(tflops * 1e12))
 
 
-def test_what_the_user_states_comes_first() -> None:
+def test_a_configured_peak_comes_first() -> None:
     peak = peaks.device_peak(torch.device("cpu"), "fp32", peak_tflops=2.5)
     assert peak == peaks.Peak(2.5e12, "logging.peak_tflops")
 
@@ -60,7 +60,7 @@ def test_a_cpu_is_measured_in_the_precision_of_the_run(precision: str) -> None:
     assert f"{torch.get_num_threads()} thread" in peak.source
 
 
-def test_an_unknown_peak_says_how_to_state_it() -> None:
+def test_an_unknown_peak_is_reported_with_instructions() -> None:
     device = torch.device("cpu")
     assert "set logging.peak_tflops" in peaks.describe_peak(None, device, "fp32")
     assert "2.5 TFLOP/s per device (me)" in peaks.describe_peak(peaks.Peak(2.5e12, "me"), device, "fp32")

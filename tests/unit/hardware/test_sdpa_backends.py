@@ -34,11 +34,11 @@ def test_the_named_kernel_is_the_one_that_runs(
     assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in called) == (name == "flash")
 
 
-def test_on_a_cpu_there_are_two() -> None:
+def test_a_cpu_has_two_attention_kernels() -> None:
     assert usable(*build(torch.float32)) == ("flash", "math")
 
 
-def test_elsewhere_torch_is_asked_about_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_says_which_kernels_a_gpu_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = torch.backends.cuda
     for name, answer in (("flash", True), ("efficient", False), ("cudnn", True)):
         monkeypatch.setattr(flags, f"can_use_{name}_attention", lambda params, answer=answer: answer)

@@ -87,7 +87,7 @@ def test_every_mode(pool: Pool) -> None:
     assert_equal(pool, [(model, parallel) for parallel in tensor_layouts(8) for model in models])
 
 
-def test_every_schedule_beside_every_mode(pool: Pool) -> None:
+def test_every_schedule_with_every_mode(pool: Pool) -> None:
     names, models = list(SCHEDULES), list(MODELS.values())
     cases = []
     for place, layout in enumerate(tensor_layouts(2)):
@@ -104,7 +104,7 @@ def executor(request: pytest.FixtureRequest) -> PipelineExecutor:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_contexts_of_any_history(executor: PipelineExecutor, seed: int) -> None:
+def test_the_cache_equals_a_full_forward_for_any_context(executor: PipelineExecutor, seed: int) -> None:
     """Contexts grow, shrink, change somewhere, exceed the model's length, in batches of any size."""
     draw = random.Random(seed)
     sampler, contexts = Sampler(executor, CPU), [[0]]
@@ -118,7 +118,7 @@ def test_contexts_of_any_history(executor: PipelineExecutor, seed: int) -> None:
         assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
 
 
-def test_a_new_token_costs_one_position(executor: PipelineExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_a_token_computes_one_position(executor: PipelineExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill computes all but the last prompt token without logits; each decode pass has one position."""
     widths: list[tuple[int, bool]] = []
     begin = executor.model.begin_extending

@@ -70,7 +70,7 @@ def test_sums_of_log_probabilities(executor: PipelineExecutor, pairs: list[Pair]
     assert all(close(got, plain_score(executor, *pair)) for got, pair in zip(found, pairs, strict=True))
 
 
-def test_what_greedy_decoding_says(executor: PipelineExecutor) -> None:
+def test_greedy_decoding_is_scored_as_greedy(executor: PipelineExecutor) -> None:
     context = [3, 1]
     likeliest = int(whole_logits(executor, context).argmax())
     greedy, other = score(executor, [(context, [likeliest]), (context, [(likeliest + 1) % VOCAB_SIZE])], CPU)
@@ -207,7 +207,7 @@ def test_refused(harness: Harness, tmp_path: Any) -> None:
         endless.rolling(["ab"])
 
 
-def test_as_the_harness_knows_it(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_answers_requests_in_order(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests give answers in order; without lm_eval a message says what to install."""
     modules = {name: ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model")}
     modules["lm_eval.api.model"].LM = object  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from megatron3d.launch.health import Gpu, fault_of, find_gpus, node_problems
 GOOD = Gpu("H100", 79 * 2**30, 80 * 2**30)
 
 
-def test_a_fit_node_has_no_problem() -> None:
+def test_a_healthy_node_has_no_problem() -> None:
     assert list(node_problems(2, [GOOD, GOOD])) == list(node_problems(0, [])) == []
 
 
@@ -25,12 +25,12 @@ def test_what_is_wrong_is_named() -> None:
     assert "holds 40.0 of 80.0 GiB" in found[1]
 
 
-def test_torch_is_not_asked_where_no_gpu_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_not_imported_where_no_gpu_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "accelerator")
     assert find_gpus(0) == []
 
 
-def test_one_wrong_entry_of_a_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_entry_of_a_gemm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     assert fault_of(device) is None
     multiply = torch.Tensor.__matmul__

@@ -17,7 +17,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_what_is_copied_is_enough(tmp_path: Path) -> None:
+def test_the_image_copies_every_needed_file(tmp_path: Path) -> None:
     """All Python files of the image parse, and a run and its job are checked, from the copied files alone."""
     for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.M):
         *sources, target = line.split()
@@ -37,7 +37,7 @@ def test_what_is_copied_is_enough(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_what_is_installed_exists() -> None:
+def test_packages_of_the_image_exist() -> None:
     (extras,) = re.findall(r'pip install .*"\.\[(.*)\]"', DOCKERFILE)
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert [name for name in extras.split(",") if f'"{name}": ' not in setup] == []

@@ -35,7 +35,7 @@ def ask(patch: pytest.MonkeyPatch, node: int, *typed: str, **environ: str) -> in
         return around.main()
 
 
-def test_a_start_is_noted_once_and_judged(
+def test_a_launch_is_recorded_once_and_decided_on(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for requeues, again in (("0", 0), ("1", 1)):
@@ -49,7 +49,7 @@ def test_a_start_is_noted_once_and_judged(
     assert "> launch 2 of job 31005, on n[7-8], from iteration 0" in capsys.readouterr().out
 
 
-def test_what_all_nodes_refuse_is_the_users_and_what_one_does_its_own(
+def test_an_error_on_all_nodes_is_the_users_and_on_one_node_its_own(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = ["before", "--config", str(config), "data.data_path=absent"]

@@ -38,7 +38,7 @@ KILLED = 137
         (1, True, True, "the time limit is near"),
     ],
 )
-def test_after_progress(code: int, before_limit: bool, again: bool, words: str) -> None:
+def test_a_launch_with_progress_is_requeued(code: int, before_limit: bool, again: bool, words: str) -> None:
     decided, why = decide_requeue(LaunchEnd(code, before_limit), [0, 4], newest=8)
     assert decided == again and words in why
 
@@ -59,7 +59,7 @@ def test_a_job_is_requeued_until_two_launches_save_nothing(code: int, steps: lis
             return
 
 
-def test_a_start_that_was_not_noted_is_the_last() -> None:
+def test_a_launch_that_was_not_recorded_is_the_last() -> None:
     assert decide_requeue(LaunchEnd(1, False), [], 8) == (
         False,
         "not requeued: it ended with code 1 before its launch could be recorded",
@@ -70,7 +70,7 @@ def slurm_job(job: int, num_requeues: int) -> SlurmJob:
     return SlurmJob(job, num_requeues, 0, "n1", "n[1-2]")
 
 
-def test_a_job_remembers_its_own_starts(tmp_path: Path) -> None:
+def test_a_job_counts_only_its_own_launches(tmp_path: Path) -> None:
     """The log is in the run's folder, which is created; a line cut off by a kill does not count as a launch."""
     root = tmp_path / "runs" / "a"
     assert record_launch(root, slurm_job(7, 0)).iteration == 0

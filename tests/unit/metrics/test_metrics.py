@@ -70,7 +70,7 @@ def test_the_console_line_has_megatrons_order_and_words() -> None:
     )
 
 
-def test_the_loss_scale_stands_beside_the_loss() -> None:
+def test_the_loss_scale_is_printed_next_to_the_loss() -> None:
     line = step_line(replace(RECORD, loss_scale=65536.0), 10, datetime(2026, 1, 1))
     assert "| lm loss: 1.234568E+00 | loss scale: 65536.0 | grad norm" in line
 
@@ -82,7 +82,7 @@ def test_an_unknown_peak_leaves_mfu_out_and_nan_stays_visible() -> None:
     assert evaluation_line(3, math.inf).startswith(" validation loss at iteration 3 | lm loss value: inf |")
 
 
-def test_the_perplexity_is_bounded_as_megatrons() -> None:
+def test_the_perplexity_is_bounded_as_in_megatron() -> None:
     assert evaluation_line(100, 1.0) == (
         " validation loss at iteration 100 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |"
     )
@@ -90,7 +90,7 @@ def test_the_perplexity_is_bounded_as_megatrons() -> None:
 
 
 @given(value=st.floats(width=64))
-def test_every_float_returns_bit_for_bit(value: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_float_is_read_back_bit_for_bit(value: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("run")
     journal = Journal(folder, start_iteration=0)
     journal.append({"iteration": 1, "lm_loss": value})
@@ -108,7 +108,7 @@ def test_rows_hold_what_the_record_holds(tmp_path: Path) -> None:
     ]
 
 
-def test_not_a_number_is_written_as_nan(tmp_path: Path) -> None:
+def test_nan_is_written_as_nan(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, Config())
     writer.step(replace(RECORD, lm_loss=math.nan, mfu=None, hfu=None))
     writer.close()
@@ -132,7 +132,7 @@ def test_a_resumed_run_never_repeats_an_iteration(
     assert {path.name for path in folder.iterdir()} == {FILE_NAME}
 
 
-def test_starts_are_kept_as_long_as_their_steps(tmp_path: Path) -> None:
+def test_launches_are_kept_as_long_as_their_steps(tmp_path: Path) -> None:
     """A launch without steps leaves no record."""
     for start, count in ((0, 3), (2, 2), (4, 0), (4, 1)):
         writer = MetricsWriter(tmp_path, Config(), start)
@@ -146,12 +146,12 @@ def test_starts_are_kept_as_long_as_their_steps(tmp_path: Path) -> None:
     assert len(read_journal(tmp_path / FILE_NAME)) == 2
 
 
-def test_numbers_have_the_names_of_their_tables() -> None:
+def test_nested_numbers_have_joined_names() -> None:
     row = {"a": 1.5, "b": None, "timers": {"x·y": {"max": 2.0, "rank": 3}}, "what": "words"}
     assert dict(numbers(row)) == {"a": 1.5, "timers/x·y/max": 2.0, "timers/x·y/rank": 3}
 
 
-def test_times_of_phases_are_printed_as_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phase_times_are_printed_as_in_megatron(capsys: pytest.CaptureFixture[str]) -> None:
     writer = MetricsWriter(None, Config(logging=LoggingConfig(timing_log_level=2)))
     writer.step(RECORD, {"timers": {"optimizer": {"min": 1.0, "max": 2.5, "max_rank": 7, "mean": 1.5}}})
     assert capsys.readouterr().out.endswith(
@@ -180,7 +180,7 @@ def test_without_a_folder_only_the_console_is_written(tmp_path: Path, capsys: py
     assert "iteration       10/      77 |" in capsys.readouterr().out
 
 
-def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
+def test_tensorboard_receives_every_number_once(tmp_path: Path) -> None:
     config = Config(logging=LoggingConfig(tensorboard_dir=str(tmp_path / "events")))
     write(tmp_path / "run", range(1, 5), config)
     write(tmp_path / "run", range(3, 5), config, start_iteration=2)
@@ -191,7 +191,7 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4]
 
 
-def test_tensorboard_shows_what_was_done_last(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_last_value_of_an_iteration(tmp_path: Path) -> None:
     """Checked after a rollback within a run, and after a restart from before the end."""
     config = Config(logging=LoggingConfig(tensorboard_dir=str(tmp_path / "events")))
     log_twice(tmp_path / "run", config)
@@ -241,7 +241,7 @@ def test_wandb_offline_needs_no_network(offline: Config, tmp_path: Path) -> None
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_wandb_drops_nothing_that_is_done_again(offline: Config, tmp_path: Path) -> None:
+def test_wandb_keeps_repeated_iterations(offline: Config, tmp_path: Path) -> None:
     """wandb's step counts rows, curves are over iterations, and the last row of an iteration is the latest attempt."""
     log_twice(tmp_path / "run", offline)
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
@@ -298,7 +298,7 @@ def test_absent_wandb_is_refused_before_anything_is_written(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_peak_memory_grows_with_what_was_held() -> None:
+def test_peak_memory_grows_with_allocations() -> None:
     device = torch.device("cpu")
     before = peak_memory_bytes(device)
     held = torch.ones(before // 4 + 2**24, dtype=torch.float32)

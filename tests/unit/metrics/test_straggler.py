@@ -11,7 +11,7 @@ def state(pipeline: int, data: int) -> ParallelState:
     return ParallelState(Mesh((("pipeline", pipeline), ("replica", 1), ("data", data))))
 
 
-def test_a_rank_is_compared_with_those_of_its_part_of_the_pipeline() -> None:
+def test_a_rank_is_compared_with_ranks_of_its_pipeline_rank() -> None:
     """Peers share a pipeline coordinate; those of the second pipeline rank have four times the work."""
     slow = StragglerDetector(PeerGroups.of(state(2, 3), [10, 40]), factor=1.5, num_steps=3)
     as_ever, late = [10.0, 11, 12, 40, 41, 42], [10.0, 11, 12, 40, 80, 42]
@@ -21,12 +21,12 @@ def test_a_rank_is_compared_with_those_of_its_part_of_the_pipeline() -> None:
     assert seen[5] == seen[10] == named
 
 
-def test_of_two_the_slower_one_is_named() -> None:
+def test_the_slower_of_two_ranks_is_named() -> None:
     slow = StragglerDetector(PeerGroups.of(state(1, 2), [10]), factor=1.5, num_steps=1)
     assert slow.check([10.0, 14.9]) == [] and slow.check([30.0, 10.0]) == [Straggler(0, 3.0)]
 
 
-def test_single_ranks_of_a_pipeline_are_compared_by_operations() -> None:
+def test_single_pipeline_ranks_are_compared_by_flops() -> None:
     """The third pipeline rank has no FLOPs, and is never named."""
     slow = StragglerDetector(PeerGroups.of(state(4, 1), [100, 200, 0, 100]), factor=1.5, num_steps=1)
     assert slow.check([10.0, 20.0, 5.0, 10.0]) == []

@@ -60,7 +60,7 @@ def test_mfu_of_palm() -> None:
     assert work.throughput(work.num_tokens / 238.3e3).mfu == pytest.approx(0.462, abs=5e-4)
 
 
-def test_what_is_computed_again_counts_for_hfu_alone() -> None:
+def test_recomputation_counts_only_for_hfu() -> None:
     work = StepWork(num_tokens=1000, num_ranks=4, flops_per_token=6.0, rank_flops=2000.0, peak_flops=4000.0)
     speed = work.throughput(0.5)
     assert (speed.tokens_per_s, speed.tokens_per_s_per_rank) == (2000.0, 500.0)

@@ -43,7 +43,7 @@ def one_step(timed: Timers, hands: Hands) -> None:
     timed.end_step()
 
 
-def test_phases_of_steps_and_what_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_of_steps_and_times_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     hands = Hands(monkeypatch)
     timed = Timers(CPU)
     one_step(timed, hands)
@@ -82,7 +82,7 @@ class Event:
         return 1.0
 
 
-def test_a_device_is_asked_about_a_step_after_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_events_are_read_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", Event)
     Event.log = []
     timed = Timers(torch.device("meta"))
@@ -95,7 +95,7 @@ def test_a_device_is_asked_about_a_step_after_the_next_one(monkeypatch: pytest.M
 
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 8), forward=st.floats(0.1, 10))
-def test_the_bubble_is_the_timelines(name: str, p: int, m: int, forward: float) -> None:
+def test_the_bubble_equals_the_timelines(name: str, p: int, m: int, forward: float) -> None:
     """Ranks start and end together, since the all-reduce after the schedule synchronizes them."""
     line = simulate(build_schedule(name, p, m), Costs(F=forward, I=1.5, W=1, B=2.5))
     ranks = [

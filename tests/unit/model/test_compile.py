@@ -102,7 +102,7 @@ def failing(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
 
 
 @pytest.mark.slow
-def test_torchs_compiler_gives_the_same_with_one_graph_for_all_blocks() -> None:
+def test_compiled_layers_equal_eager_ones_with_one_graph() -> None:
     compiler = Compiler()
     blocks, eager = build(compiler, nn.Identity)
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_torchs_compiler_gives_the_same_with_one_graph_for_all_blocks() -> None:
     assert compiler.num_graphs == 1 and compiler.failures == []
 
 
-def test_recomputation_repeats_what_was_compiled() -> None:
+def test_recomputation_runs_the_compiled_graph() -> None:
     """The first call must be compiled too: an uncompiled forward saves other tensors than the recomputation."""
     blocks, eager = build(Compiler(backend=as_it_is), nn.Identity)
     repeated = [partial(checkpoint, block, use_reentrant=False) for block in blocks]
@@ -123,7 +123,7 @@ def test_recomputation_repeats_what_was_compiled() -> None:
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_a_part_that_is_kept_out_breaks_one_graph_in_two_for_all_blocks() -> None:
+def test_an_opaque_module_splits_the_graph_in_two_for_all_layers() -> None:
     compiler = Compiler(is_opaque=is_inner, backend=as_it_is)
     blocks, eager = build(compiler)
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_a_part_that_is_kept_out_breaks_one_graph_in_two_for_all_blocks() -> Non
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_graph_that_the_compiler_fails_on_runs_as_it_is_and_that_is_said_once(
+def test_a_graph_that_fails_to_compile_runs_eagerly_with_one_message(
     rank: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiler = Compiler(rank, is_inner, failing)
@@ -148,7 +148,7 @@ def test_a_graph_that_the_compiler_fails_on_runs_as_it_is_and_that_is_said_once(
     )
 
 
-def test_without_a_cpp_compiler_the_reason_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_cpp_compiler_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     from torch._inductor import config
 
     compiler = Compiler()
@@ -159,7 +159,7 @@ def test_without_a_cpp_compiler_the_reason_is_said(capsys: pytest.CaptureFixture
     assert "no-such-compiler" in capsys.readouterr().out
 
 
-def test_a_block_that_asks_for_ever_new_graphs_goes_on_uncompiled_and_says_so(
+def test_a_layer_that_recompiles_endlessly_continues_uncompiled_with_a_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     compiler = Compiler(is_opaque=is_inner, backend=as_it_is)
@@ -212,7 +212,7 @@ def communicating(rank: int, world_size: int, tokens: Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_sequences_and_batches_that_grow_ask_for_graphs_once_more(family: str) -> None:
+def test_growing_sequences_and_batches_recompile_once(family: str) -> None:
     """The second length compiles graphs for any length, which other lengths and full-length evaluations share."""
     plain, compiled, compiler = states(0, 1, as_it_is, family=family, seq_length=64)
     tokens = torch.randint(0, 61, (2, 65), generator=torch.Generator().manual_seed(1))
@@ -223,11 +223,11 @@ def test_sequences_and_batches_that_grow_ask_for_graphs_once_more(family: str) -
     assert num_graphs[1] == num_graphs[-1] <= 2 * num_graphs[0] and compiler.failures == []
 
 
-def test_what_communicates_stays_out_of_the_graphs(pool: Pool) -> None:
+def test_modules_that_communicate_stay_out_of_the_graphs(pool: Pool) -> None:
     pool.run(communicating, 2, torch.randint(0, 61, (1, 9), generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_backward_that_the_compiler_fails_on_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_that_fails_to_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure occurs while forward is compiled, not during a training step."""
     from torch._inductor import compile_fx as module
     from torch._inductor import config

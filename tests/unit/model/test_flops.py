@@ -56,7 +56,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
 
 @settings(deadline=None)
 @given(arch=architectures(), name=st.sampled_from(list(MODES)))
-def test_closed_form_is_the_tables_sum_in_every_mode(arch: Architecture, name: str) -> None:
+def test_the_closed_form_equals_the_sum_of_the_table_in_every_mode(arch: Architecture, name: str) -> None:
     mode = build_mode(name, None, MODES[name].default_shape(8))
     shapes = [part.shape for spec in param_specs(arch, mode).values() for part in spec.parts]
     assert num_parameters(arch) == sum(math.prod(shape) for shape in shapes)

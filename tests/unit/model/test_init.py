@@ -29,7 +29,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 
 @settings(deadline=None, max_examples=40)
 @given(case=boxes(), seed=st.integers(0, 2**40))
-def test_a_box_drawn_alone_is_its_part_of_the_whole(case: tuple[tuple[int, ...], Box], seed: int) -> None:
+def test_a_box_initialized_alone_equals_its_part_of_the_whole(case: tuple[tuple[int, ...], Box], seed: int) -> None:
     shape, held = case
     whole = normal_box(seed, "w", shape, whole_box(shape))
     part = normal_box(seed, "w", shape, held)
@@ -86,7 +86,7 @@ def test_seeds_names_and_tiles_differ() -> None:
     assert len({corner.item() for corner in corners}) == len(corners)
 
 
-def test_the_length_of_a_tensor_moves_nothing() -> None:
+def test_values_do_not_depend_on_the_length_of_the_tensor() -> None:
     """A larger padded vocabulary starts from the same rows, up to the last whole tile."""
     short, long = (normal_box(5, "w", (rows, 40), ((0, 64), (0, 40))) for rows in (64, 1000))
     assert torch.equal(short, long)

@@ -54,7 +54,7 @@ def test_gradients_are_summed_where_tokens_are_split_and_copies_are_equal_otherw
             assert summed == (tokens | {"data"}) - split
 
 
-def test_norms_of_queries_and_keys_see_whatever_splits_sequences_or_heads() -> None:
+def test_gradients_of_qk_norms_are_summed_over_sequence_and_head_axes() -> None:
     for name, mode, mesh, _, specs in tables("llama"):
         for path in ("layers.0.attention.q_norm.weight", "layers.0.attention.k_norm.weight"):
             assert specs[path].layout == ((),)
@@ -70,7 +70,7 @@ def test_matrices_of_modes_without_copies_are_stored_once() -> None:
                 assert unsplit == set(spec.reduce_axes(mesh)), f"{name} {path} is copied over {unsplit}"
 
 
-def test_every_ranks_share_of_a_fused_matrix_holds_the_same_share_of_each_part() -> None:
+def test_a_shard_of_a_fused_matrix_is_the_same_shard_of_each_part() -> None:
     for name, mode, mesh, arch, specs in tables("llama", num_query_groups=2, kv_channels=8, ffn_hidden_size=96):
         for path, sizes in {"qkv": (64, 16, 16), "fc1": (96, 96)}.items():
             owner = "attention" if path == "qkv" else "mlp"
@@ -84,7 +84,7 @@ def test_every_ranks_share_of_a_fused_matrix_holds_the_same_share_of_each_part()
 
 
 @pytest.mark.parametrize("family,tied", list(product(["gpt2", "llama"], [True, False])))
-def test_only_matrices_decay(family: str, tied: bool) -> None:
+def test_weight_decay_applies_to_matrices_only(family: str, tied: bool) -> None:
     for _, _, _, _, specs in tables(family, tie_embeddings=tied):
         assert ("head.weight" in specs) != tied
         for path, spec in specs.items():

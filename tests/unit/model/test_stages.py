@@ -53,7 +53,7 @@ def loads(arch: Architecture, counts: Sequence[int], owners: Sequence[int]) -> l
 
 
 @given(stages=st.integers(1, 4), extra=st.integers(0, 6), vocab_size=st.integers(0, 500))
-def test_the_dearest_stage_is_as_cheap_as_can_be(stages: int, extra: int, vocab_size: int) -> None:
+def test_the_most_expensive_stage_is_minimal(stages: int, extra: int, vocab_size: int) -> None:
     arch = arch_of(stages + extra, vocab_size)
     counts = divide(arch, stages)
     assert sum(counts) == arch.num_layers and min(counts) >= 1 and len(counts) == stages
@@ -67,7 +67,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(stages: int, extra: int, vocab_
     vocab_size=st.integers(0, 500),
     place=st.sampled_from([rank_in_loop, rank_in_v]),
 )
-def test_the_busiest_rank_has_as_little_as_can_be(
+def test_the_most_expensive_rank_is_minimal(
     ranks: int, virtual: int, extra: int, vocab_size: int, place: RankOfStage
 ) -> None:
     stages = ranks * virtual
@@ -119,14 +119,14 @@ def test_every_schedule_makes_a_pipeline(name: str, size: int) -> None:
     assert pipeline.splits_backward == name.startswith("zb-")
 
 
-def test_one_rank_goes_forward_and_backward_in_turn() -> None:
+def test_one_rank_alternates_forward_and_backward() -> None:
     config = config_of()
     pipeline = RunSpec(config).pipeline
     kinds = ActionKind.F, ActionKind.B
     assert pipeline.schedule == (tuple(Action(kind, 0, mb) for mb in range(6) for kind in kinds),)
 
 
-def test_a_layout_and_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_a_given_layout_and_file_are_used_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     for size in (1, 3):
         schedule = build_schedule("interleaved", size, 6, 2)

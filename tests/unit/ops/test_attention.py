@@ -116,7 +116,7 @@ def test_split_heads_are_whole_heads(pool: Pool) -> None:
     divisor=st.integers(1, 12),
 )
 @settings(deadline=None)
-def test_what_is_gathered_covers_my_groups_and_no_fewer_axes_would(
+def test_gathered_keys_cover_the_ranks_groups_over_the_fewest_axes(
     sizes: tuple[int, int, int], heads_per_rank: int, divisor: int
 ) -> None:
     mesh, axes = Mesh(tuple(zip("xyz", sizes, strict=True))), ("x", "y", "z")

@@ -34,7 +34,7 @@ def within_chance(mean: float, count: int, spread: float = 1.0) -> bool:
     columns=st.tuples(st.integers(0, 39), st.integers(1, 40)),
     rate=st.floats(0.01, 0.99),
 )
-def test_any_box_is_its_part_of_the_whole_mask(
+def test_a_mask_of_a_box_equals_its_part_of_the_whole_mask(
     seed: int, first: int, rows: list[int], columns: tuple[int, int], rate: float
 ) -> None:
     key = derive_seed(seed)
@@ -46,7 +46,7 @@ def test_any_box_is_its_part_of_the_whole_mask(
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
-def test_the_rate_is_right(key: int, rate: float) -> None:
+def test_the_drop_rate_is_the_configured_one(key: int, rate: float) -> None:
     dropped = 1 - keep_mask(key, ROWS, COLUMNS, rate).double()
     spread = (rate * (1 - rate)) ** 0.5
     assert within_chance(dropped.mean().item() - rate, dropped.numel(), spread)
@@ -57,12 +57,12 @@ def test_the_rate_is_right(key: int, rate: float) -> None:
 
 
 @pytest.mark.parametrize("first,second", list(combinations(KEYS, 2)))
-def test_keys_give_unrelated_masks(first: int, second: int) -> None:
+def test_keys_give_independent_masks(first: int, second: int) -> None:
     assert within_chance((bits(first) * bits(second)).mean().item(), ROWS.numel() * COLUMNS.numel())
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_neighbours_are_unrelated(key: int) -> None:
+def test_neighbouring_elements_are_independent(key: int) -> None:
     """Row and column are hashed separately and added: neither shifts nor rectangles may be correlated."""
     mask = bits(key)
     for down, right in [(0, 1), (1, 0), (1, 1), (1, 2), (8, 8), (64, 64), (128, 256)]:
@@ -81,13 +81,13 @@ def test_far_rows_do_not_repeat_near_ones() -> None:
     assert within_chance((near * far).mean().item(), near.numel())
 
 
-def test_each_part_of_the_key_counts() -> None:
+def test_each_component_of_the_key_changes_the_mask() -> None:
     parts = [(1, 2, "a"), (2, 1, "a"), (1, 2, "b"), (12, "a"), (1, "2", "a"), (1, 2, "a", 0)]
     assert len({derive_seed(*part) for part in parts}) == len(parts)
     assert all(0 <= derive_seed(*part) < 2**63 for part in parts)
 
 
-def test_what_is_kept_is_scaled_in_value_and_gradient() -> None:
+def test_kept_elements_are_scaled_in_value_and_gradient() -> None:
     x = torch.randn(600, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     keep = keep_mask(KEYS[0], ROWS, COLUMNS, 0.2)
     y = dropout(x, keep, 0.2)
@@ -99,7 +99,7 @@ def test_what_is_kept_is_scaled_in_value_and_gradient() -> None:
     assert within_chance(expected.mean().item() - 1, expected.numel(), 0.5)
 
 
-def test_precision_is_kept() -> None:
+def test_the_dtype_is_kept() -> None:
     x = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     y = dropout(x, torch.ones(2, 3, dtype=torch.bool), 0.1)
     y.sum().backward()

@@ -71,7 +71,7 @@ def test_lookup_and_gradient_in_every_form(pool: Pool, world_size: int) -> None:
     assert pool.run(wrong, world_size) == [[]] * world_size
 
 
-def test_on_one_rank_it_is_torchs() -> None:
+def test_on_one_rank_it_equals_torch() -> None:
     got = embedding(
         token_ids(), normal(PADDED_VOCAB, HIDDEN, seed=1).requires_grad_(), PADDED_VOCAB, MatmulPlan(), None
     )

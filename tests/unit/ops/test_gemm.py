@@ -22,7 +22,7 @@ def normal(*shape: int) -> Tensor:
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 13, 5), (96, 160, 300), (64, 1, 33)])
-def test_products_agree_with_float64(dtype: torch.dtype, tolerance: float, m: int, n: int, k: int) -> None:
+def test_gemms_agree_with_float64(dtype: torch.dtype, tolerance: float, m: int, n: int, k: int) -> None:
     a, b, bias = normal(m, k), normal(n, k), normal(n)
     expected = F.linear(a, b, bias)
     turned = (a.T.contiguous().T, b.T.contiguous().T)
@@ -46,14 +46,14 @@ def test_a_linear_layer_has_torchs_gradients_in_fp32() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-2)
 
 
-def test_only_fp32_on_a_processor_leaves_torchs_path() -> None:
+def test_only_fp32_on_a_cpu_uses_onednn() -> None:
     assert not uses_onednn(torch.device("cpu"), torch.float64)
     assert not uses_onednn(torch.device("cpu"), torch.bfloat16)
     assert not uses_onednn(torch.device("meta"), torch.float32)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_sums_of_products_of_slices_are_the_product(dtype: torch.dtype, tolerance: float) -> None:
+def test_accumulated_gemms_of_slices_equal_the_whole_gemm(dtype: torch.dtype, tolerance: float) -> None:
     """bf16 accumulation is as accurate as one GEMM, since the sum is fp32.  Column slices are not contiguous."""
     a, b = (torch.randn(size, 640, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (9, 5))
     total = product(a[:, :10], b[:, :10])

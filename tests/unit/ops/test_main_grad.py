@@ -59,7 +59,7 @@ def matrix(rows: int, columns: int, device: str = "cpu", dtype: torch.dtype = to
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), ("cpu", torch.float32), CUDA])
 @pytest.mark.parametrize("num_panels", [1, 2])
 @pytest.mark.parametrize("defers", [False, True])
-def test_gradients_of_microbatches_are_summed_in_main_grad(
+def test_gradients_of_microbatches_accumulate_in_main_grad(
     device: str, dtype: torch.dtype, num_panels: int, defers: bool
 ) -> None:
     w = matrix(6, 4, device, dtype)
@@ -83,7 +83,7 @@ def test_gradients_of_microbatches_are_summed_in_main_grad(
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 100])
-def test_the_heads_gradient_is_summed_in_main_grad(chunk_tokens: int) -> None:
+def test_the_heads_gradient_accumulates_in_main_grad(chunk_tokens: int) -> None:
     x, w, labels = matrix(8, 4), matrix(6, 4), torch.arange(8) % 6
     main_grads, buffer = registered(w)
     for _ in range(2):

@@ -90,7 +90,7 @@ def test_every_plan_multiplies(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_on_one_rank_it_is_torchs_linear_and_nothing_else(bias: bool) -> None:
+def test_on_one_rank_only_torchs_linear_is_called(bias: bool) -> None:
     mesh = Mesh((("a", 1), ("b", 1), ("c", 1)))
     x, w = normal(3, 4, seed=1).requires_grad_(), normal(5, 4, seed=2).requires_grad_()
     b = normal(5, seed=3).requires_grad_() if bias else None
@@ -140,7 +140,7 @@ class Diary(TorchDispatchMode):
         return self._note(f"sum {'x'.join(axes)}", self.comm.all_reduce(x, axes, op))
 
 
-def test_backward_communicates_beside_both_products() -> None:
+def test_backward_communicates_next_to_both_gemms() -> None:
     """3-D all-gathers X over b, W over a and dY over c."""
     with pretended_world(0, 8):
         diary: Any = Diary(plan_comm(MESH, CUBE))

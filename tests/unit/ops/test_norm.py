@@ -72,7 +72,7 @@ def bf16_error(rank: int, world_size: int) -> float:
     return ((got.double() - cut(expected, ((), axes), mesh)).abs() / expected.abs().amax()).max().item()
 
 
-def test_split_norms_are_whole_norms(pool: Pool) -> None:
+def test_sharded_norms_equal_whole_norms(pool: Pool) -> None:
     for found in pool.run(split_errors, 8):
         assert max(found.values()) < 1e-13, found
 
@@ -86,13 +86,13 @@ def test_a_small_spread_on_a_large_mean_survives_fp32(pool: Pool) -> None:
         assert itemsize == 4 and found < 0.1
 
 
-def test_statistics_of_bf16_are_taken_in_fp32(pool: Pool) -> None:
+def test_statistics_of_bf16_are_computed_in_fp32(pool: Pool) -> None:
     """The error is at most half a unit in the last place of the result."""
     assert max(pool.run(bf16_error, 8)) < 2**-8
 
 
 @pytest.mark.parametrize("centred", [True, False])
-def test_on_one_rank_it_is_torchs(centred: bool) -> None:
+def test_on_one_rank_it_equals_torch(centred: bool) -> None:
     nobody: Any = None
     bias: list[Tensor | None] = [None] * (not centred)
     inputs = [t.requires_grad_() for t in (normal(6, 24, seed=1), *parameters(centred))]

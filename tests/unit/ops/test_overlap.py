@@ -116,7 +116,7 @@ def test_deferred_gradients_are_reduced_during_the_next_gemms(chain: Chain) -> N
 
 
 @pytest.mark.parametrize("chain", [TPOverlap(1, False, False, False)], indirect=True)
-def test_without_overlaps_everything_ends_before_the_next_product(chain: Chain) -> None:
+def test_without_overlaps_communication_ends_before_the_next_gemm(chain: Chain) -> None:
     with chain.noted() as events:
         y = chain.forward(chain.x())
         y.sum().backward()

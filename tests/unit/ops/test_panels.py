@@ -112,7 +112,7 @@ def departs(rank: int, world_size: int) -> list[str]:
     return out
 
 
-def test_panels_give_the_wholes_numbers_with_the_wholes_bytes(pool: Pool) -> None:
+def test_panels_equal_the_whole_matmul_in_values_and_bytes(pool: Pool) -> None:
     assert pool.run(departs, 8) == [[]] * 8
 
 
@@ -158,7 +158,7 @@ def open_at_products(events: list[str]) -> list[Counter[str]]:
 
 
 @pytest.mark.parametrize("num_panels", [2, 4])
-def test_panels_move_under_the_products_of_their_neighbours(num_panels: int) -> None:
+def test_panels_overlap_with_the_gemms_of_their_neighbours(num_panels: int) -> None:
     with pretended_world(0, 8):
         for name, mesh, plan in registry():
             diary: Any = Diary(plan_comm(mesh, plan))
@@ -175,7 +175,7 @@ def test_panels_move_under_the_products_of_their_neighbours(num_panels: int) -> 
                 assert all(each["reduce"] for each in open_at[1:]), f"{name}: nothing leaves under a product"
 
 
-def test_a_backward_in_panels_moves_under_every_product() -> None:
+def test_a_panelled_backward_overlaps_with_every_gemm() -> None:
     """3-D along N: dY and W arrive and dW leaves in panels; X arrives once, dX is accumulated before it is reduced."""
     with pretended_world(0, 8):
         diary: Any = Diary(plan_comm(MESH, CUBE))

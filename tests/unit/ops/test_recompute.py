@@ -46,12 +46,12 @@ def gradients(function: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("function", [repeated_whole, repeated_activation, kept_elsewhere])
-def test_the_same_bits(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_recomputation_gives_the_same_bits(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     for got, expected in zip(gradients(function), gradients(plain), strict=True):
         assert torch.equal(got, expected)
 
 
-def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_activations_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return which outputs of gelu are alive between forward and backward."""
     made: list[StorageWeakRef] = []
     gelu = F.gelu
@@ -77,7 +77,7 @@ def test_nothing_is_kept_without_gradients() -> None:
 
 
 @pytest.mark.parametrize("is_offloaded", [True, False])
-def test_parameters_stay_where_they_are(is_offloaded: bool) -> None:
+def test_offloading_leaves_parameters_in_place(is_offloaded: bool) -> None:
     """A weight whose memory ZeRO frees and restores keeps its place."""
     w = torch.nn.Parameter(torch.randn(SIZE, SIZE))
     x = torch.randn(SIZE, SIZE, requires_grad=True)

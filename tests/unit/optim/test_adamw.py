@@ -98,17 +98,17 @@ def steps_agree(update: Update, main: torch.dtype, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 2**18])
-def test_pieces_are_the_fused_update(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_in_pieces_equals_the_fused_update(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "CPU_CHUNK", piece)
     steps_agree(update_chunked, torch.float64, 1e-12)
     steps_agree(update_chunked, torch.float32, 2e-6)
 
 
-def test_apexs_kernel_is_the_fused_update() -> None:
+def test_apexs_kernel_equals_the_fused_update() -> None:
     steps_agree(update_with_apex(apex_kernel), torch.float32, 2e-6)
 
 
-def test_apexs_kernel_gets_pieces_that_it_can_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apexs_kernel_receives_pieces_that_it_can_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """apex counts the elements of a tensor in 32 bits."""
     monkeypatch.setattr(adamw, "_MAX_KERNEL_SIZE", 8)
     steps_agree(update_with_apex(apex_kernel), torch.float32, 2e-6)
@@ -129,7 +129,7 @@ def test_a_skipped_update_changes_nothing(name: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_nothing_to_update_is_no_error(name: str) -> None:
+def test_an_empty_update_is_not_an_error(name: str) -> None:
     update, main, moments = UPDATES[name]
     for sizes in ((), (0,)):
         update(build(main, moments, sizes), CONFIG, 0.1, torch.zeros(()), MADE)
@@ -161,7 +161,7 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
     return bits.view(torch.float32), (bits + 0x10000).view(torch.float32)
 
 
-def test_rounding_at_random_takes_a_neighbour_and_is_right_on_average() -> None:
+def test_stochastic_rounding_takes_a_neighbour_and_is_unbiased() -> None:
     x = random(2000, 1, torch.float32)
     near, far = neighbours(x)
     draws = torch.stack([adamw._round_stochastically(x, random_bits(2000, seed)).float() for seed in range(400)])
@@ -176,13 +176,13 @@ def random_bits(size: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5, 2.0**-126, math.inf, -math.inf])
-def test_what_bf16_can_say_is_kept(value: float) -> None:
+def test_values_of_bf16_are_rounded_to_themselves(value: float) -> None:
     x = torch.full((100,), value)
     assert torch.equal(adamw._round_stochastically(x, random_bits(100, 1)), x.bfloat16())
 
 
 @pytest.mark.parametrize("other_step", [False, True])
-def test_the_hash_is_even_and_independent(other_step: bool) -> None:
+def test_the_bits_of_the_hash_are_even_and_independent(other_step: bool) -> None:
     """Every bit is set half the time, alone and jointly with every other bit of the next element or of the next step.
 
     Weights and gradients have a few neighbouring values.
@@ -198,7 +198,7 @@ def test_the_hash_is_even_and_independent(other_step: bool) -> None:
     assert (equal - 0.5).abs().max() < band
 
 
-def test_bf16_moments_do_not_depend_on_where_elements_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_moments_do_not_depend_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor, or its permuted elements in several tensors, give the same bits."""
     whole = build(torch.float32, torch.bfloat16, (50,))
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
@@ -216,7 +216,7 @@ def test_bf16_moments_do_not_depend_on_where_elements_lie(monkeypatch: pytest.Mo
         assert torch.equal(torch.cat(mine), theirs[0][order])
 
 
-def test_bf16_squares_fall_where_the_nearest_would_stand_still() -> None:
+def test_bf16_second_moments_decay_where_rounding_to_nearest_would_not() -> None:
     """After 1000 steps with a beta2 of 0.999 and no gradient, 0.999^1000 = 0.368 of the squares is left."""
     config = OptimizerConfig(adam_beta2=0.999)
     group, nearest = ParamGroup(0.0), torch.ones(4096).bfloat16()
@@ -232,7 +232,7 @@ def test_bf16_squares_fall_where_the_nearest_would_stand_still() -> None:
 
 
 @pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_each_moment_has_its_own_type(types: tuple[torch.dtype, torch.dtype]) -> None:
+def test_each_moment_has_its_own_dtype(types: tuple[torch.dtype, torch.dtype]) -> None:
     """An fp32 moment keeps the values of the fused update."""
     mixed, fused = build(torch.float32), build(torch.float32)
     for tensors, dtype in zip(mixed.lists[2:], types, strict=True):
@@ -262,7 +262,7 @@ def regression(update: Update, moments: torch.dtype) -> float:
     return sum(losses[-100:]) / 100
 
 
-def test_bf16_moments_train_as_well() -> None:
+def test_bf16_moments_train_as_well_as_fp32() -> None:
     """The loss is within 5 % of fp32's last loss, of which 0.01 is noise of the data."""
     wide, narrow = regression(update_fused, torch.float32), regression(update_chunked, torch.bfloat16)
     assert wide < 0.02

@@ -64,7 +64,7 @@ def snapshot(buffers: Buffers, optimizer: Optimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 1.5])
-def test_it_is_torchs_adamw_per_parameter(clip_grad: float) -> None:
+def test_the_update_equals_torchs_adamw_per_parameter(clip_grad: float) -> None:
     config = OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, clip_grad=clip_grad)
     _, buffers, optimizer = build(config)
     copies = {name: nn.Parameter(view.clone()) for name, _, view in buffers.shards("main")}
@@ -113,14 +113,14 @@ def test_a_non_finite_gradient_changes_nothing(bad: float, clip_grad: float, dty
     assert optimizer.num_steps == 2
 
 
-def test_the_network_sees_the_update() -> None:
+def test_the_model_uses_the_updated_weights() -> None:
     model, buffers, optimizer = build(OptimizerConfig(), torch.bfloat16)
     optimizer.step(give_gradients(buffers, 1), 0.1)
     for name, _, view in buffers.shards("main"):
         assert torch.equal(model.get_parameter(name).detach().flatten(), view.bfloat16())
 
 
-def test_continuing_from_moments_and_steps_is_going_on() -> None:
+def test_restored_moments_and_steps_continue_exactly() -> None:
     config = OptimizerConfig()
     _, buffers, optimizer = build(config)
     optimizer.step(give_gradients(buffers, 1), 0.1)
@@ -142,7 +142,7 @@ def scaled_by(**values: Any) -> LossScale:
 
 @pytest.mark.parametrize("clip_grad", [0.0, 1.5])
 @pytest.mark.parametrize("scale", [2.0**20, 1000.0])
-def test_scaled_gradients_give_the_update_of_the_unscaled(clip_grad: float, scale: float) -> None:
+def test_scaled_gradients_give_the_update_of_unscaled_ones(clip_grad: float, scale: float) -> None:
     """The norm is passed unscaled; clipping and unscaling are one multiplication."""
     config = OptimizerConfig(clip_grad=clip_grad)
     _, plain, optimizer = build(config)
@@ -189,7 +189,7 @@ def test_the_loss_scale_halves_with_skipped_updates_until_one_is_made() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_moments_have_the_type_that_is_asked_for(dtype: torch.dtype) -> None:
+def test_moments_have_the_configured_dtype(dtype: torch.dtype) -> None:
     _, buffers, optimizer = build(OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"), dtype)
     optimizer.step(give_gradients(buffers, 1), 0.1)
     for flat in buffers.flat_buffers:
@@ -197,7 +197,7 @@ def test_moments_have_the_type_that_is_asked_for(dtype: torch.dtype) -> None:
     assert optimizer.num_bytes == sum(6 * flat.main.numel() for flat in buffers.flat_buffers)
 
 
-def test_bf16_moments_are_the_fused_ones_up_to_rounding() -> None:
+def test_bf16_moments_equal_the_fused_ones_up_to_rounding() -> None:
     config = OptimizerConfig(clip_grad=1.5)
     _, wide, optimizer = build(config)
     _, narrow, other = build(config.model_copy(update={"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}))
@@ -212,7 +212,7 @@ def test_bf16_moments_are_the_fused_ones_up_to_rounding() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": "bf16"}])
-def test_flats_may_be_shards_of_any_length_with_new_gradients_each_step(options: dict[str, Any]) -> None:
+def test_flat_buffers_of_any_shard_length_are_updated(options: dict[str, Any]) -> None:
     """Buffers split in two, one half possibly empty, with gradients in new memory, give the same update."""
     config = OptimizerConfig(clip_grad=0.0, **options)
     _, whole, optimizer = build(config)
@@ -237,7 +237,7 @@ def test_flats_may_be_shards_of_any_length_with_new_gradients_each_step(options:
         torch.testing.assert_close(joined, flat.main, rtol=1e-12, atol=1e-14)
 
 
-def test_a_rank_without_parameters_counts_as_the_others() -> None:
+def test_a_rank_without_parameters_counts_steps_like_the_others() -> None:
     _, buffers, _ = build(OptimizerConfig())
     buffers.flat_buffers = []
     optimizer = Optimizer(buffers, OptimizerConfig())
@@ -246,7 +246,7 @@ def test_a_rank_without_parameters_counts_as_the_others() -> None:
     assert optimizer.num_steps == 1
 
 
-def test_apex_is_refused_where_it_is_not() -> None:
+def test_apex_is_refused_where_it_is_not_installed() -> None:
     with pytest.raises(UserError, match=r"^optimizer.adam_implementation=apex: .*or use .*adam_implementation torch$"):
         build(OptimizerConfig(adam_implementation="apex"), torch.float32)
 
@@ -316,7 +316,7 @@ def test_wsd_decays_over_its_last_phase() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_decay_lasts_for_the_training_unless_told(style: Any) -> None:
+def test_the_decay_lasts_for_the_whole_training_by_default(style: Any) -> None:
     given_end = rates(style, [1, 250, 499, 500], lr_decay_iters=500)
     assert rates(style, [1, 250, 499, 500], lr_decay_iters=None) == given_end
 

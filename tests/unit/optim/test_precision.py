@@ -52,7 +52,7 @@ class Megatron:
     initial=st.sampled_from([1.0, 3.0, 2.0**16, 2.0**32]),
     minimum=st.sampled_from([0.25, 1.0]),
 )
-def test_the_dynamic_scale_is_megatrons(
+def test_the_dynamic_scale_equals_megatrons(
     steps: list[bool], window: int, hysteresis: int, initial: float, minimum: float
 ) -> None:
     config = TrainConfig(
@@ -74,7 +74,7 @@ def test_the_dynamic_scale_is_megatrons(
     }
 
 
-def test_the_defaults_are_megatrons() -> None:
+def test_the_defaults_equal_megatrons() -> None:
     scale = build()
     assert factor_of(scale) == 2.0**32
     scale.update(torch.tensor(1.0))
@@ -107,7 +107,7 @@ def test_a_fixed_scale_stays() -> None:
     assert factor_of(scale) == 128 and scale.state() == {}
 
 
-def test_continuing_is_going_on() -> None:
+def test_a_restored_loss_scale_continues_exactly() -> None:
     one, other = build(loss_scale_window=3), build(loss_scale_window=3)
     for found in (1, 1, 0, 0):
         one.update(torch.tensor(found))
@@ -118,13 +118,13 @@ def test_continuing_is_going_on() -> None:
         assert factor_of(one) == factor_of(other)
 
 
-def test_a_run_of_another_precision_gives_no_scale_to_continue() -> None:
+def test_a_checkpoint_of_another_precision_leaves_the_initial_scale() -> None:
     scale = build(initial_loss_scale=64.0)
     scale.load({})
     assert factor_of(scale) == 64
 
 
-def test_nothing_is_read_on_the_host() -> None:
+def test_the_loss_scale_is_never_read_on_the_host() -> None:
     """A fake tensor has no value: reading one raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -143,6 +143,6 @@ def test_the_factor_is_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_sums_are_fp32_or_better(precision: str) -> None:
+def test_main_grads_are_fp32_or_wider(precision: str) -> None:
     chosen = PRECISIONS[precision]
     assert chosen.main == torch.promote_types(chosen.model, torch.float32)

@@ -63,7 +63,7 @@ def test_spans_follow_each_other_in_the_order_of_the_fused_index(size: int, size
 
 
 @given(pieces=st.integers(1, 5), sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)))
-def test_what_divides_is_cut_evenly(pieces: int, sizes: tuple[int, int]) -> None:
+def test_divisible_dimensions_are_split_evenly(pieces: int, sizes: tuple[int, int]) -> None:
     mesh = Mesh((("x", sizes[0]), ("y", sizes[1])))
     for rank in range(mesh.world_size):
         low, high = span(pieces * mesh.world_size, ("x", "y"), mesh.at(rank))
@@ -76,7 +76,7 @@ def test_uneven_pieces_are_short_at_the_end_of_each_axis() -> None:
     assert [span(5, ("x", "y"), mesh.at(rank)) for rank in range(4)] == [(0, 2), (2, 3), (3, 4), (4, 5)]
 
 
-def test_copies_are_counted_over_the_asked_axes_only() -> None:
+def test_copies_are_counted_over_the_given_axes_only() -> None:
     mesh = Mesh((("data", 5), ("x", 2), ("y", 3)))
     assert num_copies((("x",), ()), mesh, ("data", "x", "y")) == 15
     assert num_copies((("x",), ()), mesh, ("x", "y")) == 3

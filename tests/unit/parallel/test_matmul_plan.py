@@ -38,7 +38,7 @@ def test_swapping_twice_changes_nothing(plan: MatmulPlan) -> None:
 
 
 @given(plan=plans())
-def test_the_swapped_plan_fits_behind_and_before(plan: MatmulPlan) -> None:
+def test_the_swapped_plan_chains_on_both_sides(plan: MatmulPlan) -> None:
     swapped = plan.swapped()
     assert swapped.x_layout == plan.y_layout
     assert swapped.y_layout == plan.x_layout
@@ -80,13 +80,13 @@ def test_traffic_is_proportional_and_counts_only_live_axes(plan: MatmulPlan, mes
     assert all(mesh.size(t.axes) > 1 and t.wire_bytes > 0 for t in once)
 
 
-def test_neighbours_that_move_one_dimension_are_fused() -> None:
+def test_neighbouring_axes_of_one_dimension_are_fused() -> None:
     table = {"a": "M", "b": "M", "c": "K", "d": "M"}
     assert moves(table) == (Move(("a", "b"), "M"), Move(("c",), "K"), Move(("d",), "M"))
     assert moves({"a": None, "b": None}) == (Move(("a", "b"), None),)
 
 
-def test_the_cube_by_hand() -> None:
+def test_3d_traffic_by_hand() -> None:
     """2 x 3 x 5 ranks, M=60, N=90, K=150, two bytes; numbers from the picture in the mode's file."""
     mesh = Mesh((("x", 2), ("y", 3), ("z", 5)))
     x, w, y = 2 * 60 * 150 // (2 * 5), 2 * 90 * 150 // (3 * 5), 2 * 60 * 90 // (2 * 3)
@@ -105,7 +105,7 @@ def test_the_cube_by_hand() -> None:
     assert traffic(CUBE, mesh, 60, 90, 150, 2) == forward + backward
 
 
-def test_an_all_reduce_costs_a_scatter_and_a_gather() -> None:
+def test_an_all_reduce_costs_a_reduce_scatter_and_an_all_gather() -> None:
     mesh = Mesh((("t", 4),))
     reduced, scattered = (MatmulPlan(k=("t",), y={"t": dim}) for dim in (None, "M"))
     all_reduce = traffic(reduced, mesh, 8, 8, 8, 1)

@@ -28,7 +28,7 @@ def numbers(panels: PanelPlan, size: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_panels", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("dim", "MNK")
-def test_every_shard_brings_as_much_into_a_panel(dim: str, num_panels: int) -> None:
+def test_every_shard_contributes_equally_to_a_panel(dim: str, num_panels: int) -> None:
     """K=42 is stored in 3 shards by X and in 2 by W: six cells of seven."""
     panels = split_into_panels(UNEVEN, dim, 42, num_panels, UNEVEN_MESH)
     assert sorted(index for panel in numbers(panels, 42) for index in panel) == list(range(42))
@@ -52,7 +52,7 @@ def test_every_shard_brings_as_much_into_a_panel(dim: str, num_panels: int) -> N
         ("3d", "heads", {"M": 4, "N": 32, "K": 256}, "K", "K"),
     ],
 )
-def test_panels_go_where_most_bytes_move(
+def test_panels_split_the_dimension_with_the_most_bytes(
     mode: str, form: str, sizes: dict[str, int], forward: str, backward: str
 ) -> None:
     built = build_mode(mode, form, MODES[mode].default_shape(8))
@@ -62,7 +62,7 @@ def test_panels_go_where_most_bytes_move(
     assert all(plan_panels(built.expand.on(mesh), at, sizes, OVERLAP_ALL, mesh) == WHOLE for at in BOTH)
 
 
-def test_kept_weights_are_no_reason_for_panels() -> None:
+def test_kept_weights_do_not_count_for_panels() -> None:
     """Kept weights are gathered whole: with few tokens W moves most bytes, and only X remains to be overlapped."""
     mesh, sizes = Mesh((("r", 2), ("c", 2))), {"M": 4, "N": 64, "K": 64}
     overlaps = TPOverlap(2), TPOverlap(2, keep_gathered_weights=True)
@@ -70,7 +70,7 @@ def test_kept_weights_are_no_reason_for_panels() -> None:
     assert [panels.dim for panels in found] == ["K", "M"]
 
 
-def test_a_configuration_says_how() -> None:
+def test_overlaps_follow_the_configuration() -> None:
     assert RunSpec(Config()).overlap == OVERLAP_ALL
     keys = {"tp_num_panels": 3, "tp_comm_overlap_input_grad": False, "tp_comm_overlap_weight_grad": False}
     keys |= {"tp_comm_overlap_weight_gather": False, "tp_keep_gathered_weights": True}

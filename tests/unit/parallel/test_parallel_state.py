@@ -82,7 +82,7 @@ def test_a_world_that_is_not_tp_x_pp_x_dp_is_refused() -> None:
         ParallelSizes(8, 2, 1, 3).mesh((("t", 2),))
 
 
-def test_a_run_knows_who_holds_the_ends_and_who_sends_to_whom() -> None:
+def test_first_and_last_stage_and_links_of_every_rank() -> None:
     """A V-shaped schedule has both ends of the model on the first pipeline rank; a tied model links its ends."""
     model = {"num_layers": 8, "family": "gpt2", "vocab_size": 64}
     train = {"global_batch_size": 8}

@@ -21,7 +21,7 @@ F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E74
 
 
 @given(kind=st.sampled_from(ActionKind), stage=st.integers(0, 99), mb=st.integers(0, 999))
-def test_torch_reads_what_we_write_and_we_what_torch_writes(kind: ActionKind, stage: int, mb: int) -> None:
+def test_torch_reads_our_actions_and_we_read_torchs(kind: ActionKind, stage: int, mb: int) -> None:
     action = Action(kind, stage, None if kind is ActionKind.REDUCE else mb)
     theirs = _Action.from_str(str(action))
     assert (theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index) == (
@@ -35,7 +35,7 @@ def test_torch_reads_what_we_write_and_we_what_torch_writes(kind: ActionKind, st
 @pytest.mark.parametrize(
     "text", ["", "0", "F0", "0F", "0X1", "0F1x", "-1F0", "0UNSHARD", "(0F1;0B0)OVERLAP_F_B", "0f1"]
 )
-def test_what_is_no_action_is_refused(text: str) -> None:
+def test_text_that_is_not_an_action_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no action such as"):
         parse_action(text)
 

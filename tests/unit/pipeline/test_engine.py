@@ -141,7 +141,7 @@ def held_in_one(rank: int, world_size: int, schedule: Schedule, depth: int) -> t
     return after, live.peak - before
 
 
-def test_what_is_kept_is_what_the_schedule_counts(pool: Pool) -> None:
+def test_kept_graphs_are_those_that_the_schedule_counts(pool: Pool) -> None:
     """Check after every computation, in graphs of microbatches; nothing waits for the garbage collector."""
     p, m, depth = 4, 9, 2
     cases = {name: (build_schedule(name, p, m), 1 if SCHEDULES[name].supports(2) else depth) for name in SCHEDULES}
@@ -159,7 +159,7 @@ def test_what_is_kept_is_what_the_schedule_counts(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_transfers_begin_where_they_stand_and_only_what_is_needed_is_waited_for(name: str) -> None:
+def test_transfers_start_in_list_order_and_only_inputs_are_waited_for(name: str) -> None:
     """Receives are posted early, sends do not block, at most a few are in flight; a trace does not time the waiting."""
     schedule = build_schedule(name, 3, 7)
     lowered, where = lower(schedule), stage_to_rank(schedule)
@@ -186,7 +186,7 @@ def test_transfers_begin_where_they_stand_and_only_what_is_needed_is_waited_for(
 
 
 @pytest.mark.parametrize("text", ["0F0", "0F0 0I0"])
-def test_what_is_left_is_an_error(text: str) -> None:
+def test_an_incomplete_schedule_is_an_error(text: str) -> None:
     """A graph, or deferred weight gradients, that remain unused after the schedule are an error."""
     pipeline = ToyPipeline(build_schedule("1f1b", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
     pipeline.engine._actions = tuple(map(parse_action, text.split()))

@@ -59,7 +59,7 @@ def computations(lowered: Schedule) -> Schedule:
 
 
 @given(schedule=schedules(), prefetch=st.integers(0, 3))
-def test_nothing_but_transfers_and_sums_is_put_in(schedule: Schedule, prefetch: int) -> None:
+def test_lowering_inserts_only_transfers_and_reductions(schedule: Schedule, prefetch: int) -> None:
     lowered, where = lower(schedule, prefetch), stage_to_rank(schedule)
     assert computations(lowered) == schedule
     for rank, actions in enumerate(lowered):
@@ -87,7 +87,7 @@ def test_both_ends_post_the_same_sequence(schedule: Schedule, prefetch: int) -> 
 
 
 @given(schedule=schedules(), prefetch=st.integers(1, 3))
-def test_receives_move_up_over_some_computations_only(schedule: Schedule, prefetch: int) -> None:
+def test_receives_move_before_few_computations(schedule: Schedule, prefetch: int) -> None:
     for early, late in zip(lower(schedule, prefetch), lower(schedule, prefetch=0), strict=True):
         first, second = ([a for a in x if a.kind not in COMPUTATIONS] for x in (early, late))
         assert first == second
@@ -97,7 +97,7 @@ def test_receives_move_up_over_some_computations_only(schedule: Schedule, prefet
 
 
 @given(schedule=schedules())
-def test_sums_follow_the_last_weight_gradient(schedule: Schedule) -> None:
+def test_reductions_follow_the_last_weight_gradient(schedule: Schedule) -> None:
     for actions in lower(schedule):
         for stage in {action.stage for action in actions}:
             mine = [action.kind for action in actions if action.stage == stage]
@@ -195,14 +195,14 @@ def test_no_deadlock_where_transfers_are_posted(schedule: Schedule, prefetch: in
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), [(2, 6), (4, 8), (4, 11), (8, 16)])
 @pytest.mark.parametrize("costs", [Costs(comm=0.1), Costs(I=1.2, W=0.9, comm=0.02), Costs(I=2, comm=0.05)])
-def test_links_are_no_bottleneck(name: str, p: int, m: int, costs: Costs) -> None:
+def test_one_transfer_per_link_is_as_fast_as_no_queue(name: str, p: int, m: int, costs: Costs) -> None:
     """One transfer at a time per pair of ranks, in list order, is as fast as transfers without queues."""
     schedule = build_schedule(name, p, m, costs=costs)
     time = Machine(lower(schedule), stage_to_rank(schedule), costs, one_queue=False).run()
     assert time == pytest.approx(simulate(schedule, costs).makespan, rel=0.002)
 
 
-def test_the_machine_notices() -> None:
+def test_the_machine_detects_mismatched_transfers() -> None:
     """Two ends that post in different orders match the wrong transfer."""
     rows = ("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
     lowered = tuple(tuple(parse_action(text) for text in row.split()) for row in rows)

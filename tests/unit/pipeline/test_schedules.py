@@ -61,7 +61,7 @@ def test_activations_in_flight(p: int, m: int) -> None:
 
 
 @given(p=RANKS, share=st.floats(0, 1))
-def test_activations_of_late_weight_gradients_are_the_papers(p: int, share: float) -> None:
+def test_activations_of_deferred_weight_gradients_equal_the_papers(p: int, share: float) -> None:
     """Qi et al. 2023: worker i = r + 1 holds (p-i+1) M_B + (i-1) M_W, or (2p-2i+1) M_B + (2i-2) M_W."""
     h1 = peak_activations(build_schedule("zb-h1", p, 3 * p), share)
     h2 = peak_activations(build_schedule("zb-h2", p, 3 * p), share)
@@ -70,7 +70,7 @@ def test_activations_of_late_weight_gradients_are_the_papers(p: int, share: floa
 
 
 @given(p=RANKS, v=st.integers(2, 4), rounds=st.integers(2, 3))
-def test_activations_of_interleaving_are_megatrons(p: int, v: int, rounds: int) -> None:
+def test_activations_of_interleaving_equal_megatrons(p: int, v: int, rounds: int) -> None:
     """The count is the warm-up of Megatron's schedule and the forward after it, in stages of 1/v of a rank."""
     peaks = peak_activations(build_schedule("interleaved", p, rounds * p, v))
     assert peaks == tuple(min(2 * (p - r - 1) + (v - 1) * p + 1, rounds * p * v) for r in range(p))
@@ -90,7 +90,7 @@ def test_groups_of_four_ranks() -> None:
     assert [interleave_group_size(4, m) for m in (3, 4, 7, 8, 9, 10, 11, 15, 16)] == [3, 4, 7, 4, 5, 5, 6, 5, 4]
 
 
-def test_orders_of_the_papers_pictures() -> None:
+def test_orders_equal_the_papers_figures() -> None:
     """Four ranks: 1F1B of Megatron's figure 3, ZB-H1 and ZB-H2 of figures 2 and 3, the first rank of ZB-V's figure."""
 
     def text(name: str, rank: int, m: int) -> str:
@@ -117,7 +117,7 @@ def torchs(schedule: type, p: int, m: int, v: int) -> list[str]:
 
 
 @given(p=st.integers(2, 8), m=MICROBATCHES, v=st.integers(2, 4))
-def test_orders_are_those_of_torch(p: int, m: int, v: int) -> None:
+def test_orders_equal_those_of_torch(p: int, m: int, v: int) -> None:
     """Interleaving agrees where m is a multiple of p; elsewhere torch has another rule, or refuses."""
     whole = p * (m // 8 + 1)
     assert texts(build_schedule("zb-v", p, m)) == torchs(ScheduleZBVZeroBubble, p, m, 2)
@@ -135,7 +135,7 @@ def test_orders_are_those_of_torch(p: int, m: int, v: int) -> None:
         (("interleaved", 4, 8, 1), "takes v=2 or more virtual stages per rank, not v=1; use v=2, or gpipe or 1f1b"),
     ],
 )
-def test_what_a_schedule_cannot_take_is_refused(request_: tuple[str, int, int, int | None], message: str) -> None:
+def test_unsupported_sizes_of_a_schedule_are_refused(request_: tuple[str, int, int, int | None], message: str) -> None:
     (problem,) = schedule_problems(*request_)
     assert message in problem and request_[0] in problem
     with pytest.raises(UserError) as error:

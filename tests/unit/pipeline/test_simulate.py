@@ -62,7 +62,7 @@ def test_few_microbatches(p: int, m: int) -> None:
     assert timeline("zb-h1", p, m, Costs()).makespan == pytest.approx((m + p - 1) * 2 + 1)
 
 
-def test_the_order_of_merit_at_8_ranks_and_16_microbatches() -> None:
+def test_the_ranking_at_8_ranks_and_16_microbatches() -> None:
     runs = {name: timeline(name, 8, 16, Costs()) for name in SCHEDULES}
     spans = {"1f1b": 69, "interleaved": 58.5, "zb-h1": 55, "zb-h2": 55, "zb-v": 51.5}
     assert {name: runs[name].makespan for name in spans} == pytest.approx(spans)

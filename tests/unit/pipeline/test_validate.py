@@ -49,7 +49,7 @@ def test_what_is_wrong_is_named(rows: tuple[str, ...], found: list[str]) -> None
 
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 5), m=st.integers(1, 9), seed=st.integers())
-def test_no_damage_goes_unnoticed(name: str, p: int, m: int, seed: int) -> None:
+def test_every_damaged_schedule_is_refused(name: str, p: int, m: int, seed: int) -> None:
     """A missing, duplicated or misplaced action of any schedule is found and named."""
     draw = random.Random(seed)
     schedule = [list(actions) for actions in build_schedule(name, p, m)]
@@ -65,7 +65,7 @@ def test_no_damage_goes_unnoticed(name: str, p: int, m: int, seed: int) -> None:
 
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 5), m=st.integers(1, 9))
-def test_a_file_gives_back_what_was_written(
+def test_a_schedule_file_is_read_as_written(
     name: str, p: int, m: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("csv") / "schedule.csv"
@@ -93,7 +93,7 @@ def test_idle_cells_and_blank_last_lines_are_skipped(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_a_file_that_is_no_schedule_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_schedule_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
     if content is not None:
         path.write_bytes(content)

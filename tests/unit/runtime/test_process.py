@@ -89,7 +89,7 @@ def test_mpirun_inside_a_slurm_job_wins() -> None:
     assert read_launcher_env(slurm() | {"PMI_RANK": "5", "PMI_SIZE": "11"}).launcher == "srun"
 
 
-def test_torchrun_inside_a_slurm_job_wins() -> None:
+def test_torchrun_inside_a_slurm_job_takes_precedence() -> None:
     assert read_launcher_env(slurm() | torchrun()).launcher == "torchrun"
 
 
@@ -175,7 +175,7 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(
         assert chosen == [threads]
 
 
-def test_stop_signals_are_noted_and_a_later_interrupt_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_signals_are_recorded_and_a_later_interrupt_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One Ctrl-C delivered by both the terminal and torchrun counts once."""
     before = signal.getsignal(signal.SIGTERM)
     with process.StopSignal():
@@ -274,7 +274,7 @@ def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.Com
     ]
 
 
-def test_ranks_meet_compute_and_part(tmp_path: Path) -> None:
+def test_ranks_start_communicate_and_end(tmp_path: Path) -> None:
     ranks = _launch(
         """
         assert "torch" not in sys.modules, "torch is imported before start"
@@ -290,7 +290,7 @@ def test_ranks_meet_compute_and_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory is the C library's to manage")
-def test_freed_memory_is_found_again(tmp_path: Path) -> None:
+def test_freed_memory_is_reused(tmp_path: Path) -> None:
     """The last 20 of sixty allocations of 64 MiB, each freed before the next, take no memory from the system."""
     ranks = _launch(
         """

@@ -63,7 +63,7 @@ def test_a_scale_that_is_too_large_falls_until_updates_are_made() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_below_fp16_are_kept_by_the_scale() -> None:
+def test_the_loss_scale_preserves_gradients_below_fp16() -> None:
     """A loss divided by 2^40 tokens has gradients that are 0 in fp16 without a loss scale."""
     lost, kept = (train(build(precision="fp16", loss_scale=scale), 1, TOKENS * 2**34)[0][1] for scale in (1.0, 2.0**40))
     wide = train(build(), 1, TOKENS * 2**34)[0][1]

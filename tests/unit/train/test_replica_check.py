@@ -35,7 +35,7 @@ def checked(rank: int, world_size: int, parallel: dict[str, Any], precision: str
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_one_bit_is_found(pool: Pool, zero_stage: int, precision: str) -> None:
+def test_one_flipped_bit_is_found(pool: Pool, zero_stage: int, precision: str) -> None:
     """Check four replicas of a tensor-parallel pair; with ZeRO 3 two replica groups of two shards."""
     parallel = {"zero_stage": zero_stage, "tensor_model_parallel_size": 2}
     parallel |= {"num_distributed_optimizer_instances": 2} if zero_stage == 3 else {}
@@ -48,7 +48,7 @@ def test_one_bit_is_found(pool: Pool, zero_stage: int, precision: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_digest_notices_a_bit_and_an_exchange(dtype: torch.dtype) -> None:
+def test_a_digest_depends_on_every_bit_and_on_the_order(dtype: torch.dtype) -> None:
     values = torch.randn(2**20 + 5).to(dtype)
     exchanged = values.clone()
     exchanged[[3, 2**20 + 2]] = values[[2**20 + 2, 3]]

@@ -22,7 +22,7 @@ def build(**train: Any) -> TrainState:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_each_layer_is_compiled_where_asked(compiled: bool) -> None:
+def test_each_layer_is_compiled_if_configured(compiled: bool) -> None:
     layers = build(compile=compiled).model.layers.values()
     assert ["forward" in vars(layer) for layer in layers] == [compiled] * 2
 

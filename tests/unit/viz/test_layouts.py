@@ -26,7 +26,7 @@ FORMS = [(name, form) for name, entry in MODES.items() for form in entry.forms]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_committed_pictures_are_drawn(tmp_path: Path) -> None:
+def test_the_committed_pictures_are_current(tmp_path: Path) -> None:
     """To redraw after a change: python tools/draw_layouts.py --output docs/pictures."""
     assert draw_layouts.main(["--output", str(tmp_path)]) == 0
     drawn, committed = ({path.name: path.read_text() for path in folder.iterdir()} for folder in (tmp_path, PICTURES))
@@ -71,7 +71,7 @@ def numbers(words: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-def test_what_is_sent_and_stored_is_the_plans(name: str, form: str) -> None:
+def test_captions_are_those_of_the_plans(name: str, form: str) -> None:
     mode = build_mode(name, form, (2, 3, 4)[-len(MODES[name].axis_names) :])
     mesh = Mesh(mode.axes)
     for plan in (mode.expand, mode.contract):
@@ -112,7 +112,7 @@ def evaluated(cell: str, sizes: Mapping[str, int]) -> float:
     return float(eval(python, {"__builtins__": {}}, dict(sizes)))
 
 
-def test_zero_says_what_the_page_says() -> None:
+def test_captions_of_zero_equal_the_closed_forms_of_the_page() -> None:
     """Compare the closed forms of docs/data_parallel.md for 4 ranks and 2 microbatches."""
     d, m = 4, 2
     once = Fraction(d - 1, d)

@@ -68,7 +68,7 @@ class Reader(HTMLParser):
             self.headings.append(data)
 
 
-def test_the_page_tells_the_run(trained: Path) -> None:
+def test_the_page_shows_the_run(trained: Path) -> None:
     rows = read_journal(trained / FILE_NAME)
     page = Reader(report(trained))
     assert [heading for heading in page.headings if heading in SECTIONS] == list(SECTIONS)
@@ -89,7 +89,7 @@ def test_the_title_is_the_name_of_the_run(trained: Path, tmp_path: Path) -> None
     assert "<title>quickstart: iteration 3</title>" in report(folder) and "<h1>quickstart</h1>" in report(folder)
 
 
-def test_parts_of_a_step_stand_beside_their_prediction(trained: Path, tmp_path: Path) -> None:
+def test_parts_of_a_step_are_next_to_their_prediction(trained: Path, tmp_path: Path) -> None:
     rows = read_journal(trained / FILE_NAME)
     rows[0]["start"]["step_s"] = {"cluster": "elsewhere", "total": 1e6, "parts": {"computation": 60.0, "update": 0.5}}
     (tmp_path / FILE_NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -99,7 +99,7 @@ def test_parts_of_a_step_stand_beside_their_prediction(trained: Path, tmp_path: 
     assert f"update0.5{update:.4g}" in words.replace("\n", "") and "on elsewhere" in words and "-100%" in words
 
 
-def test_what_went_wrong_stands_out(tmp_path: Path) -> None:
+def test_problems_of_a_run_are_highlighted(tmp_path: Path) -> None:
     """The report also handles a run that wrote nothing but steps, as another version may have."""
     steps = [{"iteration": i, "lm_loss": 1.0 if i < 3 else float("nan"), "elapsed_ms": 5.0} for i in (1, 2, 3)]
     rows: list[dict[str, Any]] = [*steps, {"iteration": 3, "straggler": "rank 5 is slow"}]
@@ -110,7 +110,7 @@ def test_what_went_wrong_stands_out(tmp_path: Path) -> None:
     assert '<meta http-equiv="refresh" content="7">' in text
 
 
-def test_a_live_page_is_written_again_until_the_run_ends(trained: Path, tmp_path: Path) -> None:
+def test_a_live_page_is_rewritten_until_the_run_ends(trained: Path, tmp_path: Path) -> None:
     """The final page no longer asks the browser to reload."""
     lines = (trained / FILE_NAME).read_text().splitlines(keepends=True)
     last = max(place for place, line in enumerate(lines) if "lm_loss" in line)
@@ -140,7 +140,7 @@ def browser() -> str | None:
 
 
 @pytest.mark.skipif(browser() is None, reason="neither Chromium nor Chrome is installed, to look at the page with")
-def test_a_browser_shows_it(trained: Path, tmp_path: Path) -> None:
+def test_a_browser_renders_the_page(trained: Path, tmp_path: Path) -> None:
     """Without a network, the picture has many colours, words at the top, and curves."""
     path, shot = tmp_path / "run.html", tmp_path / "run.png"
     path.write_text(report(trained), encoding="utf-8")

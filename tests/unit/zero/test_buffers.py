@@ -38,7 +38,7 @@ def train(model: nn.Module, buffers: Buffers, comm: Echo, *values: float) -> lis
     return comm.events
 
 
-def test_flats_are_summed_under_the_backward_of_earlier_layers() -> None:
+def test_flat_buffers_are_all_reduced_during_the_backward_of_earlier_layers() -> None:
     model, buffers, comm = chain(count=3, size=4)
     events = only(train(model, buffers, comm, 1.0), "backward", *SUM)
     begun = [event for layer in (2, 1, 0) for event in (f"backward of {layer}", "begin sum")]
@@ -46,7 +46,7 @@ def test_flats_are_summed_under_the_backward_of_earlier_layers() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_sums_are_scattered_under_the_backward_of_earlier_layers(zero_stage: int) -> None:
+def test_flat_buffers_are_reduce_scattered_during_the_backward_of_earlier_layers(zero_stage: int) -> None:
     """Each reduce-scatter of sharded gradients ends before the next starts."""
     model, buffers, comm = chain(count=3, size=4, zero_stage=zero_stage)
     events = only(train(model, buffers, comm, 1.0), "backward", *SCATTER)
@@ -56,7 +56,7 @@ def test_sums_are_scattered_under_the_backward_of_earlier_layers(zero_stage: int
     assert events == ["backward of 2", "begin scatter", *others, *late]
 
 
-def test_a_flat_of_several_waits_for_the_last_of_them() -> None:
+def test_a_flat_buffer_waits_for_its_last_gradient() -> None:
     model, buffers, comm = chain(count=4, size=4, bucket_bytes=32)
     events = train(model, buffers, comm, 1.0)
     assert [e for e in events if e[0] == "begin sum"] == [("begin sum", ("data",), 8)] * 2
@@ -64,7 +64,7 @@ def test_a_flat_of_several_waits_for_the_last_of_them() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_microbatches_are_added_and_reduced_once(zero_stage: int) -> None:
+def test_microbatches_are_accumulated_and_reduced_once(zero_stage: int) -> None:
     model, buffers, comm = chain(count=2, size=2, zero_stage=zero_stage)
     fill_main(buffers, 2.0)
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_microbatches_are_added_and_reduced_once(zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_shared_out_gradients_are_reduced_for_each_microbatch(zero_stage: int) -> None:
+def test_sharded_gradients_are_reduced_for_each_microbatch(zero_stage: int) -> None:
     model, buffers, comm = chain(count=2, size=2, zero_stage=zero_stage)
     fill_main(buffers, 2.0)
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_shared_out_gradients_are_reduced_for_each_microbatch(zero_stage: int) -
         assert all(flat.full_grad is None for flat in buffers.flat_buffers)
 
 
-def test_what_did_not_arrive_in_time_counts_nothing() -> None:
+def test_a_late_gradient_is_not_lost() -> None:
     """A gradient that arrives after the count is complete must not be lost.
 
     Split backwards run in another order than microbatches: two gradients of one parameter reach the count before the
@@ -105,7 +105,7 @@ def test_what_did_not_arrive_in_time_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_gradient_that_never_comes_is_an_error(zero_stage: int) -> None:
+def test_a_missing_gradient_is_an_error(zero_stage: int) -> None:
     model, buffers, _ = chain(count=2, size=2, zero_stage=zero_stage)
     buffers.publish()
     buffers.begin_step(1)
@@ -114,7 +114,7 @@ def test_a_gradient_that_never_comes_is_an_error(zero_stage: int) -> None:
         buffers.reduce_grads()
 
 
-def test_a_parameter_used_twice_arrives_once() -> None:
+def test_a_parameter_used_twice_is_counted_once() -> None:
     model, buffers, comm = chain(count=1, size=2)
     fill_main(buffers, 3.0)
     buffers.begin_step(1)
@@ -125,7 +125,7 @@ def test_a_parameter_used_twice_arrives_once() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_groups_scatter_inside_and_sum_between(zero_stage: int) -> None:
+def test_replicas_reduce_scatter_within_and_all_reduce_between(zero_stage: int) -> None:
     """Replicas all-reduce shards; a buffer's all-reduce overlaps the reduce-scatter of the next."""
     model, buffers, comm = chain(count=2, size=4, zero_stage=zero_stage, mesh=HYBRID)
     fill_main(buffers, 1.0)
@@ -139,7 +139,7 @@ def test_groups_scatter_inside_and_sum_between(zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_gradients_on_their_way_may_be_narrow(zero_stage: int) -> None:
+def test_gradients_may_be_reduced_in_bf16(zero_stage: int) -> None:
     """The gradients of each microbatch, or their sum, are rounded to bf16 for communication and accumulated in fp32."""
     model, buffers, comm = chain(count=1, size=2, zero_stage=zero_stage, reduce_dtype=torch.bfloat16)
     fill_main(buffers, 1.0)
@@ -150,7 +150,7 @@ def test_gradients_on_their_way_may_be_narrow(zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_step_that_was_not_finite_leaves_nothing_behind(zero_stage: int) -> None:
+def test_a_non_finite_step_leaves_no_gradients(zero_stage: int) -> None:
     """Padding, which no gradient overwrites, must not keep the NaN by which clipping multiplied it."""
     for rank in range(MESH.world_size):
         model, buffers, comm = chain(count=1, size=3, zero_stage=zero_stage, mesh=MESH.at(rank))
@@ -189,7 +189,7 @@ def test_the_norm_counts_every_logical_element_once(zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
-def test_updated_parts_are_gathered_under_the_forward(zero_stage: int) -> None:
+def test_updated_shards_are_all_gathered_during_the_forward(zero_stage: int) -> None:
     """`publish` starts all all-gathers in the order of use; each is waited for where it is used, once per step."""
     model, buffers, comm = chain(count=2, size=4, zero_stage=zero_stage)
     fill_main(buffers, 1.0)
@@ -216,19 +216,19 @@ def publish_twice(rank: int, world_size: int, zero_stage: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_what_is_written_under_a_gather_is_what_is_seen(pool: Pool, zero_stage: int, dtype: torch.dtype) -> None:
+def test_weights_written_during_an_all_gather_are_used(pool: Pool, zero_stage: int, dtype: torch.dtype) -> None:
     """Loading a checkpoint right after building does this."""
     assert pool.run(publish_twice, 2, zero_stage, dtype) == [[[3.0, 4.0]] * 2] * 2
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 5_000_000])
-def test_a_long_norm_is_as_exact_as_a_short_one(size: int) -> None:
+def test_the_norm_of_a_long_buffer_is_as_exact_as_of_a_short_one(size: int) -> None:
     values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e-3
     expected = values.double().square().sum()
     assert (square_sum(values).double() / expected - 1).abs() < 1e-6
 
 
-def test_one_process_moves_nothing() -> None:
+def test_one_process_communicates_nothing() -> None:
     alone = Mesh((("pipeline", 1), ("replica", 1), ("data", 1), ("x", 1)))
     for zero_stage in range(4):
         model, buffers, comm = chain(count=2, size=4, zero_stage=zero_stage, mesh=alone)

@@ -75,7 +75,7 @@ def test_weight_decay_applies_to_its_parameters(shapes: list[tuple[int, int]], d
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), bucket_bytes=st.floats(1, 800))
-def test_all_but_the_first_flat_fill_a_bucket(sizes: list[int], bucket_bytes: float) -> None:
+def test_all_flat_buffers_but_the_first_fill_a_bucket(sizes: list[int], bucket_bytes: float) -> None:
     specs = {str(i): spec(str(i), size) for i, size in enumerate(sizes)}
     flats = build(specs, MESH, 0, bucket_bytes).flat_buffers
     assert all(4 * flat.size >= bucket_bytes for flat in flats[1:])
@@ -98,14 +98,14 @@ def test_a_rank_may_hold_nothing_of_a_parameter(zero_stage: int) -> None:
     assert held == (shared if zero_stage else [everything] * 2)
 
 
-def test_a_part_may_be_padding_only() -> None:
+def test_a_shard_may_be_only_padding() -> None:
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", 4)), rank=3)
     buffers = build({"w": spec("w", 5)}, mesh, 1)
     assert [len(values) for _, _, values in buffers.shards("main")] == [0]
     assert buffers.flat_buffers[0].main.shape == (2,) and buffers.square_norm() == 0
 
 
-def test_kinds_differ_in_sums_copies_and_links() -> None:
+def test_flat_buffers_differ_in_reduction_copies_and_links() -> None:
     mesh = Mesh((("pipeline", 3), ("replica", 1), ("data", 2), ("x", 2)))
     specs = {
         "matrix": spec("matrix", 4, 4, layout=(("x",), ())),
@@ -125,14 +125,14 @@ def test_kinds_differ_in_sums_copies_and_links() -> None:
     assert len(flats) == 6, "a bucket of one byte is one parameter"
 
 
-def test_shared_out_elements_have_no_copies_along_their_axes() -> None:
+def test_sharded_elements_have_no_copies_along_their_axes() -> None:
     mesh = Mesh((("pipeline", 1), ("replica", 3), ("data", 2), ("x", 2)))
     specs = {"matrix": spec("matrix", 4, 4, layout=(("x",), ())), "norm": spec("norm", 4, decay=False)}
     for zero_stage, copies in ((0, [6, 12]), (1, [3, 6]), (2, [3, 6]), (3, [3, 6])):
         assert [flat.sync.copies for flat in build(specs, mesh, zero_stage, 1e6).flat_buffers] == copies
 
 
-def test_stages_and_blocks_have_their_own_flats() -> None:
+def test_stages_and_fsdp_units_have_their_own_flat_buffers() -> None:
     comm: Any = Echo(MESH)
     for zero_stage, expected in (
         (2, [["0.weight", "1.weight"], ["2.weight"]]),
@@ -150,7 +150,7 @@ def test_stages_and_blocks_have_their_own_flats() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_wide_networks_have_one_copy(dtype: torch.dtype, zero_stage: int) -> None:
+def test_fp32_models_have_one_copy_of_the_weights(dtype: torch.dtype, zero_stage: int) -> None:
     _, buffers, _ = chain(count=1, size=4, zero_stage=zero_stage, dtype=dtype)
     (flat,) = buffers.flat_buffers
     assert flat.is_view and flat.main.untyped_storage().data_ptr() == flat.params.untyped_storage().data_ptr()
@@ -158,7 +158,7 @@ def test_wide_networks_have_one_copy(dtype: torch.dtype, zero_stage: int) -> Non
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_bf16_network_has_fp32_sums_and_an_fp32_copy(zero_stage: int) -> None:
+def test_a_bf16_model_has_fp32_gradients_and_master_weights(zero_stage: int) -> None:
     model, buffers, _ = chain(count=1, size=2, zero_stage=zero_stage, dtype=torch.bfloat16)
     (flat,) = buffers.flat_buffers
     assert (flat.main.dtype, flat.params.dtype, flat.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
@@ -177,12 +177,12 @@ def test_a_bf16_network_has_fp32_sums_and_an_fp32_copy(zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize("zero_stage,weights,gradients", [(0, 40, 40), (1, 40, 40), (2, 40, 20), (3, 20, 20)])
-def test_bytes_that_stay(zero_stage: int, weights: int, gradients: int) -> None:
+def test_bytes_of_weights_and_gradients(zero_stage: int, weights: int, gradients: int) -> None:
     """Nine elements in fp32 over two ranks are ten with padding."""
     _, buffers, _ = chain(count=1, size=9, zero_stage=zero_stage)
     padding = 4 if zero_stage == 0 else 0
     assert buffers.flat_buffers[0].nbytes == {"weights": weights - padding, "gradients": gradients - padding}
 
 
-def test_nothing_is_shared_out_over_no_ranks() -> None:
+def test_one_rank_shards_nothing() -> None:
     assert [Sharding.of_stage(stage, ()) for stage in range(4)] == [Sharding()] * 4

@@ -56,7 +56,7 @@ def whole_bytes(buffers: Buffers) -> list[int]:
     return [n for flat in buffers.flat_buffers if (n := flat.params.untyped_storage().nbytes())]
 
 
-def test_blocks_are_gathered_ahead_and_in_backward_again() -> None:
+def test_units_are_prefetched_in_forward_and_in_backward() -> None:
     model, buffers, comm = uneven_chain(3)
     fill_main(buffers, 1.0)
     loss = run(model, torch.ones((), requires_grad=True))
@@ -76,7 +76,7 @@ def test_blocks_are_gathered_ahead_and_in_backward_again() -> None:
     assert whole_bytes(buffers) == []
 
 
-def test_what_backward_begins_with_is_gathered_under_the_head() -> None:
+def test_the_last_unit_is_gathered_during_the_head() -> None:
     """Neither of the two units before the head is all-gathered again."""
     model, buffers, comm = uneven_chain(4, head=True)
     fill_main(buffers, 1.0)
@@ -89,7 +89,7 @@ def test_what_backward_begins_with_is_gathered_under_the_head() -> None:
     assert gathers == ["end gather 2", "end gather 1", "begin gather 0", "end gather 0"]
 
 
-def test_evaluation_gathers_each_block_once() -> None:
+def test_evaluation_gathers_each_unit_once() -> None:
     model, buffers, comm = uneven_chain(4, head=True)
     fill_main(buffers, 1.0)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_evaluation_gathers_each_block_once() -> None:
     assert whole_bytes(buffers) == []
 
 
-def test_a_forward_that_backward_repeats_gathers_nothing_more() -> None:
+def test_a_recomputed_forward_gathers_nothing_more() -> None:
     model, buffers, comm = uneven_chain(3)
     fill_main(buffers, 1.0)
     x = torch.ones((), requires_grad=True)
@@ -117,7 +117,7 @@ def test_a_forward_that_backward_repeats_gathers_nothing_more() -> None:
     assert whole_bytes(buffers) == []
 
 
-def test_a_run_of_blocks_that_is_repeated_ends_with_all_forgotten() -> None:
+def test_recomputed_units_are_all_resharded_at_the_end() -> None:
     model, buffers, _ = uneven_chain(4)
     fill_main(buffers, 2.0)
     x = torch.ones((), requires_grad=True)
@@ -142,7 +142,7 @@ class Most(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_at_most_two_blocks_are_whole() -> None:
+def test_at_most_two_units_are_whole() -> None:
     model, buffers, _ = uneven_chain(5)
     fill_main(buffers, 1.0)
     with Most(buffers) as most:
@@ -173,7 +173,7 @@ def test_stages_do_not_gather_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_the_network_computes_with_the_latest_shards(zero_stage: int) -> None:
+def test_the_model_computes_with_the_latest_shards(zero_stage: int) -> None:
     """Checked after an update, after an evaluation between steps, and after two updates in a row."""
     model, buffers, _ = chain(count=3, size=4, zero_stage=zero_stage)
     for value in (1.0, 2.0, 3.0, 5.0):
@@ -190,7 +190,7 @@ def test_the_network_computes_with_the_latest_shards(zero_stage: int) -> None:
         assert all(set(grad.tolist()) == {2 * value**2} for _, _, grad in buffers.shards("grad"))
 
 
-def test_weights_may_be_forgotten_and_written_between_forward_and_backward() -> None:
+def test_weights_may_be_resharded_and_written_between_forward_and_backward() -> None:
     """autograd does not treat an all-gather as a change of a saved tensor."""
     model, buffers, _ = chain(count=2, size=4, zero_stage=3)
     fill_main(buffers, 2.0)
@@ -210,7 +210,7 @@ def test_parameters_in_flight_cannot_be_freed() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_shared_out_gradients_are_whole_for_a_moment_only(zero_stage: int) -> None:
+def test_sharded_gradients_are_whole_only_temporarily(zero_stage: int) -> None:
     """No full gradients exist between microbatches; within one, a buffer being filled and one being reduced."""
     model, buffers, comm = chain(count=5, size=4, zero_stage=zero_stage)
     fill_main(buffers, 1.0)

@@ -76,7 +76,7 @@ def ring(ranks: int) -> float:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_step_moves_what_its_stage_says(pool: Pool, zero_stage: int, groups: int, precision: str) -> None:
+def test_a_step_sends_the_bytes_of_its_zero_stage(pool: Pool, zero_stage: int, groups: int, precision: str) -> None:
     config = configure(zero_stage=zero_stage, num_distributed_optimizer_instances=groups, precision=precision)
     for recorded, expected in pool.run(moved, NUM_RANKS, config):
         assert recorded == pytest.approx(expected)

@@ -17,7 +17,7 @@ def joined(plan: MatmulPlan, mesh: Mesh = MESH) -> ConcatCopies:
     return concat_copies(plan, mesh, M, N, K, ITEMSIZE)
 
 
-def test_second_dimensions_are_read_and_written_once_more() -> None:
+def test_the_second_dimension_is_read_and_written_once_more() -> None:
     """X is sharded along K over b and all-gathered, and dX reduce-scattered; Y along N over a, with its gradient."""
     plan = MatmulPlan(m=("a",), k=(), n=("b",), x={"b": "K"}, w={}, y={})
     x = 2 * (M // 2) * K * ITEMSIZE
@@ -27,7 +27,7 @@ def test_second_dimensions_are_read_and_written_once_more() -> None:
     assert joined(scattering) == ConcatCopies(0, 0, y, y, 0)
 
 
-def test_first_dimensions_lie_where_they_belong() -> None:
+def test_the_first_dimension_needs_no_copy() -> None:
     plan = MatmulPlan(m=("a",), k=(), n=("b",), x={"b": "M"}, w={"a": "N"}, y={})
     assert joined(plan) == ConcatCopies(0, 0, 0, 0, 0)
 

@@ -34,7 +34,7 @@ def test_a_known_cluster_is_predicted() -> None:
     assert sum(found.parts.values()) == pytest.approx(found.step.step_s, rel=0.02)
 
 
-def test_an_unknown_one_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_cluster_is_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecasting, "CLUSTERS", tmp_path)
     assert "set logging.cluster" in str(expected(None))
     assert "run tools/calibrate.py" in str(expected(None, is_cpu=True))
@@ -67,7 +67,7 @@ def test_a_slow_link_is_named() -> None:
         assert any(f"along {axis} is +" in line and where in line for line in found.compare(1.0, slow))
 
 
-def test_a_compiler_spares_passes_of_rotary_embeddings() -> None:
+def test_compilation_removes_memory_accesses_of_rotary_embeddings() -> None:
     """Uncompiled, rotary embeddings take ten passes over q and k in forward and backward; compiled, two."""
     model = {**MODEL, "position_embedding_type": "rope"}
     train = {"precision": "bf16", "micro_batch_size": 8, "global_batch_size": 8}

@@ -58,7 +58,7 @@ def test_published_runs_that_set_no_constant(group: str) -> None:
     assert mean(errors) <= BOUNDS[group][0] and max(errors) <= BOUNDS[group][1], results(group)
 
 
-def test_all_of_them_together() -> None:
+def test_the_mean_error_of_all_tables() -> None:
     """Half of all errors are within 6 %."""
     assert set(GROUPS) == set(BOUNDS)
     errors = sorted(abs(each.error) for group in BOUNDS for each in results(group))
@@ -67,7 +67,7 @@ def test_all_of_them_together() -> None:
 
 
 @pytest.mark.parametrize("group", BOUNDS)
-def test_the_page_says_what_the_model_says(group: str) -> None:
+def test_the_page_shows_the_models_predictions(group: str) -> None:
     for each in results(group):
         published, predicted, percent = documented(each.name)
         assert published == pytest.approx(each.published)
@@ -82,7 +82,9 @@ def test_the_page_says_what_the_model_says(group: str) -> None:
         ("megatron_core_h100", "model", "tflops_gpu", core_tflops),
     ],
 )
-def test_the_page_says_what_was_fitted(table: str, model: str, published: str, predict: Callable[[Any], float]) -> None:
+def test_the_page_shows_the_numbers_of_the_fitted_tables(
+    table: str, model: str, published: str, predict: Callable[[Any], float]
+) -> None:
     for row in read(table)["rows"]:
         name = row[model] if model == "model" else f"{row[model]:g} B"
         told, predicted, _ = documented(name, str(row["gpus"]))
@@ -91,7 +93,7 @@ def test_the_page_says_what_was_fitted(table: str, model: str, published: str, p
 
 
 @pytest.mark.parametrize("profile", TABLES["profiles"], ids=lambda profile: str(profile["name"]))
-def test_stages_that_were_profiled(profile: Mapping[str, Any]) -> None:
+def test_profiled_stages_are_predicted(profile: Mapping[str, Any]) -> None:
     """The weight gradient, and the sum of forward, dgrad and wgrad, are within 5 % of the profile."""
     step = step_for(next(row for row in ROWS if row["name"] == profile["name"]))
     phases = layer_times(step.local, step.machine)
@@ -101,7 +103,7 @@ def test_stages_that_were_profiled(profile: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_one_half_of_a_table_gives_the_other(half: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_fitted_to_half_a_table_predict_the_other_half(half: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fraction of A100's peak that fits five rows of the weak scaling best is within 5 % on the other five."""
     rows = read("megatron_sc21")["rows"]
     fitted, others = rows[half::2], rows[1 - half :: 2]

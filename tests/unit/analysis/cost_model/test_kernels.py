@@ -20,7 +20,7 @@ sizes = st.integers(1, 20_000)
 
 
 @given(m=sizes, n=sizes, k=sizes)
-def test_no_product_is_faster_than_the_peak(m: int, n: int, k: int) -> None:
+def test_no_gemm_is_faster_than_the_peak(m: int, n: int, k: int) -> None:
     seconds = A100.gemm_s(m, n, k)
     assert seconds >= 2 * m * n * k / (A100.peak * A100.kernels.matmul_fraction)
     assert seconds >= 2 * (m * k + k * n + m * n) / A100.kernels.bytes_per_s
@@ -28,26 +28,26 @@ def test_no_product_is_faster_than_the_peak(m: int, n: int, k: int) -> None:
 
 
 @given(m=sizes, n=sizes, k=sizes, more=st.integers(0, 5000))
-def test_a_larger_product_takes_no_less(m: int, n: int, k: int, more: int) -> None:
+def test_a_larger_gemm_takes_no_less_time(m: int, n: int, k: int, more: int) -> None:
     seconds = A100.gemm_s(m, n, k)
     for larger in ((m + more, n, k), (m, n + more, k), (m, n, k + more)):
         assert A100.gemm_s(*larger) >= seconds
 
 
-def test_large_products_reach_what_is_sustained() -> None:
+def test_large_gemms_reach_the_sustained_rate() -> None:
     """A GEMM of 16384 cubed is within 3 % of the sustained rate, a thin one of equal FLOPs far below it."""
     flops = 2 * 16384**3
     assert flops / A100.gemm_s(16384, 16384, 16384) == pytest.approx(0.8 * 312e12, rel=0.03)
     assert flops / A100.gemm_s(128, 16384 * 128, 16384) < 0.7 * 312e12
 
 
-def test_waves_are_whole() -> None:
+def test_one_more_row_of_tiles_needs_a_second_wave() -> None:
     """One row of tiles more than the multiprocessors compute concurrently needs a second wave."""
     rows, columns = 12 * 256, 9 * 128  # 108 units
     assert A100.gemm_s(rows + 256, columns, 4096) > 1.3 * A100.gemm_s(rows, columns, 4096)
 
 
-def test_a_processor_adds_what_starting_a_kernel_takes() -> None:
+def test_a_cpu_adds_the_launch_time_of_a_kernel() -> None:
     kernels = A100.kernels.model_copy(update={"adds_launch": True, "launch_us": 100.0})
     slow = DeviceModel(kernels, A100.peak, 2, slowdown=2.0)
     assert slow.memory_bound_s(1e9) == pytest.approx(2 * (100e-6 + A100.memory_bound_s(1e9)))
@@ -78,7 +78,7 @@ def test_every_constant_is_explained(name: str) -> None:
     assert values and all(lines[index - 1].lstrip().startswith("#") for index in values)
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_a_missing_cluster_is_reported() -> None:
     with pytest.raises(UserError, match="there is none; use dgx_h200, eos"):
         load_cluster("nowhere")
     with pytest.raises(UserError, match="l4: only its peak is known"):

@@ -53,7 +53,9 @@ def test_members_of_a_group_by_level() -> None:
 
 
 @given(ranks=st.integers(2, 64), inside=st.integers(1, 16), num_bytes=st.floats(0, 1e10))
-def test_all_reduce_takes_as_long_as_scatter_and_gather_or_less(ranks: int, inside: int, num_bytes: float) -> None:
+def test_an_all_reduce_takes_at_most_a_reduce_scatter_and_an_all_gather(
+    ranks: int, inside: int, num_bytes: float
+) -> None:
     network, here = Network(load_cluster("selene")), mesh(inside, ranks)
     gather, scatter, both = (
         network.seconds(Traffic(name, ("group",), sent), here)
@@ -64,11 +66,11 @@ def test_all_reduce_takes_as_long_as_scatter_and_gather_or_less(ranks: int, insi
 
 
 @given(num_bytes=st.floats(0, 1e10), factor=st.integers(2, 8))
-def test_farther_is_never_faster(num_bytes: float, factor: int) -> None:
+def test_a_transfer_between_nodes_is_never_faster(num_bytes: float, factor: int) -> None:
     network = Network(load_cluster("selene"))
     near, far = (network.transfer_s(num_bytes, mesh(inside, 2), ("group",)) for inside in (1, 8 * factor))
     assert near <= far
 
 
-def test_groups_of_one_rank_move_nothing() -> None:
+def test_groups_of_one_rank_send_nothing() -> None:
     assert Network(load_cluster("selene")).seconds(Traffic("all_reduce", ("group",), 0.0), mesh(4, 1)) == 0

@@ -64,7 +64,7 @@ def test_layer_times_on_a100(experiment: tuple[bool, str | None], row: dict[str,
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("granularity", ["none", "full"])
-def test_bytes_that_a_layer_keeps(sequence_parallel: bool, granularity: str) -> None:
+def test_published_activation_bytes_of_a_layer(sequence_parallel: bool, granularity: str) -> None:
     """Fused attention saves what Megatron-LM saves with selective recomputation: the rows without scores."""
     config = layer_of_22b(sequence_parallel, None)
     config = config.model_copy(update={"model": config.model.model_copy(update={"attention_dropout": 0.0})})
@@ -83,7 +83,7 @@ def row_of_175b(batch: int) -> dict[str, int]:
     return {**sizes, "batch": batch, "micro_batch": 1, "virtual_chunks_v": 1}
 
 
-def test_gain_of_interleaving() -> None:
+def test_published_gain_of_interleaving() -> None:
     """The gain is at least a tenth up to a batch of 60, and shrinks with the batch."""
     gains = [
         step_time(sc21_step(row_of_175b(batch))).step_s / step_time(sc21_step(row_of_175b(batch), num_stages=4)).step_s
@@ -94,7 +94,7 @@ def test_gain_of_interleaving() -> None:
     assert gains[-1] == pytest.approx(SC21["gains"]["interleaved"], abs=0.03)
 
 
-def test_gain_of_scatter_and_gather() -> None:
+def test_published_gain_of_scatter_gather() -> None:
     """The gain is up to 11 % at the batches of the figure, with stages of two layers or one."""
     gains = []
     for stages in (4, 8):

@@ -130,7 +130,7 @@ def settings(name: str) -> list[LocalSizes]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_mode_keeps_what_is_said(name: str) -> None:
+def test_every_mode_keeps_the_predicted_activations(name: str) -> None:
     cases = settings(name)
     for rank in range(NUM_RANKS):
         with pretended_world(rank, NUM_RANKS):
@@ -140,7 +140,7 @@ def test_every_mode_keeps_what_is_said(name: str) -> None:
 
 
 @pytest.mark.parametrize("name,itemsize,micro_batch_size", list(product(MODELS, DTYPES, (1, 3))))
-def test_one_rank_keeps_what_is_said(name: str, itemsize: int, micro_batch_size: int) -> None:
+def test_one_rank_keeps_the_predicted_activations(name: str, itemsize: int, micro_batch_size: int) -> None:
     local = alone(name, micro_batch_size, itemsize)
     ((got, expected),) = compare(0, [local])
     assert got == expected
@@ -173,14 +173,14 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("name,recompute", list(product(MODELS, RECOMPUTED)))
-def test_what_is_left_by_recomputation(name: str, recompute: str) -> None:
+def test_recomputation_keeps_the_predicted_activations(name: str, recompute: str) -> None:
     """Three layers are measured by all tensors alive after forward: no hook sees what recomputation keeps."""
     check_left(replace(alone(name), recompute=RECOMPUTED[recompute]))
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("masks_documents,resets_positions", [(True, True), (True, False), (False, True)])
-def test_what_documents_leave(name: str, masks_documents: bool, resets_positions: bool) -> None:
+def test_document_masks_are_kept_as_predicted(name: str, masks_documents: bool, resets_positions: bool) -> None:
     local = replace(alone(name), masks_documents=masks_documents, resets_positions=resets_positions)
     assert document_activations(local) or not masks_documents or local.arch.attention_dropout
     for recompute in (NO_RECOMPUTE, RECOMPUTED["core"], RECOMPUTED["every layer"]):
@@ -210,7 +210,7 @@ def check_left(local: LocalSizes) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_not_kept_is_there_again_for_a_moment(name: str) -> None:
+def test_recomputed_activations_set_a_transient_peak(name: str) -> None:
     """The longest run of recomputed layers sets the transient peak; a recomputed relu keeps input and output."""
     for local in settings(name):
         local = replace(local, arch=replace(local.arch, num_layers=3))

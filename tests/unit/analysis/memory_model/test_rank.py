@@ -98,7 +98,7 @@ def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int],
 
 
 @pytest.mark.parametrize("turn", range(3))
-def test_what_lasts_is_exact_in_every_mode(pool: Pool, turn: int) -> None:
+def test_persistent_memory_is_exact_in_every_mode(pool: Pool, turn: int) -> None:
     for config in layouts()[turn::3]:
         for rank, (measured, expected) in enumerate(pool.run(lasting, NUM_RANKS, config)):
             assert measured == expected, f"rank {rank}: {config.parallel}"
@@ -162,7 +162,7 @@ STEPS: dict[str, Config] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_needs_what_is_said(pool: Pool, name: str) -> None:
+def test_a_step_needs_the_predicted_memory(pool: Pool, name: str) -> None:
     for rank, (measured, expected) in enumerate(pool.run(step_peak, NUM_RANKS, STEPS[name])):
         assert 0.93 < expected / measured < 1.15, f"rank {rank} needs {measured} bytes, not {expected}"
 
@@ -182,7 +182,7 @@ IN_FLIGHT = {
 
 
 @pytest.mark.parametrize("schedule", IN_FLIGHT)
-def test_most_in_flight_by_hand(schedule: str) -> None:
+def test_microbatches_in_flight_by_hand(schedule: str) -> None:
     """1F1B holds p - r; interleaving 2 (p - r - 1) + p forwards before a backward, and one more, in groups of p.
 
     On rank 0 an eighth microbatch of the stage with the embedding replaces the first one of the other stage.
@@ -203,7 +203,7 @@ def shares(step: StepSpec, zero_stage: int) -> tuple[int, int, int, int]:
     return memory.weights, memory.main_weights, memory.gradients, memory.optimizer
 
 
-def test_zero_shares_out_what_its_stage_says() -> None:
+def test_zero_shards_the_state_of_its_stage() -> None:
     """bf16 with bf16 momentum: 2 bytes of weights, 4 of master weights, 4 of gradients, 2 + 4 of moments.
 
     In ZeRO 3 only the master weights remain between steps.
@@ -227,13 +227,13 @@ def test_in_fp32_main_weights_are_the_weights() -> None:
     assert shares(mine, 3) == (4 * part, 0, 4 * part, 8 * part)
 
 
-def test_each_stage_of_zero_needs_less() -> None:
+def test_each_zero_stage_needs_less_memory() -> None:
     mine = step({"num_layers": 12}, {"tensor_model_parallel_size": 2}, global_batch_size=32, bucket_mb=0.1)
     totals = [rank_memory(replace(mine, zero_stage=stage)).total for stage in range(4)]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
 
 
-def test_pieces_are_closed_from_the_end() -> None:
+def test_flat_buffers_are_filled_from_the_end() -> None:
     """Flat buffers have at least a bucket of 9000 elements; a norm has 48 weights and 48 biases."""
     mine = step({"num_layers": 1}, {}, global_batch_size=32, bucket_mb=4 * 9000 / 2**20)
     norm, fc2, fc1, proj, qkv = 2 * 48, 48 * 192 + 48, 48 * 192 + 192, 48 * 64 + 48, 48 * 192 + 192
@@ -241,12 +241,12 @@ def test_pieces_are_closed_from_the_end() -> None:
     assert flat_numels(mine) == [fc2 + norm, fc1, qkv + proj + norm, words + positions + norm]
 
 
-def test_what_is_counted_is_what_others_do() -> None:
+def test_constants_equal_those_of_the_code_that_they_describe() -> None:
     assert (KERNELS["cpu"].update_piece, KERNELS["gpu"].update_piece) == (CPU_CHUNK, GPU_CHUNK)
     assert KERNELS["cpu"].num_leaving == MAX_SENDS_IN_FLIGHT
 
 
-def test_full_recomputation_keeps_inputs_and_needs_a_layer_for_a_moment() -> None:
+def test_full_recomputation_keeps_inputs_and_one_layer_at_its_peak() -> None:
     mine = step({"num_layers": 8}, {"tensor_model_parallel_size": 8}, precision="bf16")
     full = replace(mine, local=replace(mine.local, recompute=Recompute("full")))
     everything, inputs = rank_memory(mine), rank_memory(full)

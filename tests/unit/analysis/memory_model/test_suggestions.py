@@ -68,7 +68,7 @@ def test_each_change_is_the_closed_form_of_the_changed_configuration(name: str, 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_cheapest_come_first_and_those_that_suffice_before_others(name: str, path: Path) -> None:
+def test_suggestions_are_ordered_by_price_and_sufficient_ones_come_first(name: str, path: Path) -> None:
     step = step_of(read_config(path, CONFIGS[name]).config)
     assert len(suggest(step)) <= 3
     prices = [change.price for change in suggest(step, count=10)]
@@ -97,13 +97,13 @@ def test_every_kind_of_change_is_suggested_somewhere(path: Path) -> None:
     }
 
 
-def test_a_change_in_words(path: Path) -> None:
+def test_the_text_of_a_suggestion(path: Path) -> None:
     (first, *_) = suggest(step_of(read_config(path, CONFIGS["tensor parallel"]).config))
     assert str(first).startswith("parallel.tensor_parallel_form=sequence_parallel: ")
     assert str(first).endswith(" MiB on this rank") and " MiB less, " in str(first)
 
 
-def test_what_does_not_divide_is_not_suggested(path: Path) -> None:
+def test_sizes_that_do_not_divide_are_not_suggested(path: Path) -> None:
     """Three sequences of 7 tokens cannot be split over 4 ranks, nor in half."""
     step = step_of(read_config(path, CONFIGS["tensor parallel"]).config)
     odd = replace(step.local, micro_batch_size=3, arch=replace(step.local.arch, seq_length=7))
@@ -130,7 +130,7 @@ def test_fits_is_the_rule_of_the_check(mode: str, path: Path) -> None:
         assert fits(local) == (check(config, NUM_RANKS, VOCAB_SIZE) == [])
 
 
-def test_a_bubble_is_a_price(path: Path) -> None:
+def test_a_bubble_counts_as_a_price(path: Path) -> None:
     """GPipe takes as long as 1F1B; interleaving with two stages per rank halves the bubble."""
     times = {}
     for name in ("gpipe", "1f1b", "interleaved"):

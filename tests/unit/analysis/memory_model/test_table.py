@@ -75,7 +75,7 @@ def test_stages_are_described() -> None:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_line_per_pipeline_rank_beside_what_was_measured(name: str) -> None:
+def test_a_line_per_pipeline_rank_next_to_the_measurement(name: str) -> None:
     mine = step(**PIPELINES[name])
     ranks = mine.pipeline.num_ranks
     before, after = memory_table(mine), memory_table(mine, [2**10 * (coord + 1) for coord in range(ranks)])

@@ -53,7 +53,7 @@ def test_the_best_is_the_best_of_all() -> None:
             assert seconds >= best
 
 
-def test_what_is_found_fits_and_is_in_order() -> None:
+def test_found_layouts_fit_and_are_in_order() -> None:
     plans = found().plans
     assert len(plans) == 3
     assert [plan.step.step_s for plan in plans] == sorted(plan.step.step_s for plan in plans)
@@ -83,7 +83,7 @@ def test_layouts_that_do_not_fit_do_not_end_the_search(monkeypatch: pytest.Monke
     assert search(problem(), 1).plans[0].step.step_s >= best.step.step_s
 
 
-def test_each_layout_is_tried_by_one_name() -> None:
+def test_each_layout_is_tried_once() -> None:
     """3-D on 1 x n x 1 is 1-D with sequence parallelism; of the ways to split over 8 ranks no two are equal."""
     all_of_them = list(tensor_choices(8))
     signatures = [signature(MODES[each.mode].forms[each.form](each.shape)) for each in all_of_them]
@@ -108,7 +108,7 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_tool_writes_what_can_be_trained(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_writes_a_valid_configuration(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = config_file.with_name("layout.yaml"), config_file.with_name("bars.png")
     words = ["--config", str(config_file), *ARGUMENTS, "--output", str(out), "--picture", str(picture), "--top", "3"]
     assert tool.main(words) == 0
@@ -170,7 +170,7 @@ def test_no_other_order_of_the_mesh_is_faster() -> None:
     assert max(found.values()) > 1.33 * found[step.mesh.axes]
 
 
-def test_the_tool_says_what_is_missing(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_reports_missing_arguments(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--cluster", "nowhere", "--num-gpus", "8", "--config", str(config_file)]) == 2
     assert "cluster nowhere: there is none" in capsys.readouterr().err
     assert tool.main([*ARGUMENTS]) == 2
@@ -179,9 +179,7 @@ def test_the_tool_says_what_is_missing(config_file: Path, capsys: pytest.Capture
     assert "--vocab-size" in capsys.readouterr().err
 
 
-def test_tokens_of_batches_that_grow_are_counted_as_they_are(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_of_ramped_batches_are_counted_exactly(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(config_file), "--explain", *ARGUMENTS, "train.train_iters=10"]
     assert tool.main([*words, "parallel.tensor_model_parallel_size=8"]) == 0
     assert f"\n{10 * 8 * 2048:,} tokens: " in (said := capsys.readouterr().out) and "shorter batches" not in said
@@ -192,7 +190,7 @@ def test_tokens_of_batches_that_grow_are_counted_as_they_are(
     assert f"the first 3 iterations, {8 * 1024 + 4 * 2048:,} tokens, have smaller or shorter batches" in said
 
 
-def test_a_layout_reads_as_it_is_written() -> None:
+def test_a_layout_survives_writing_and_reading() -> None:
     layout = LayoutChoice(TensorChoice("3d", "heads", (1, 2, 2)), 2, "interleaved", 2, 1, 1, "full")
     plan: PredictedLayout = problem().plan(layout)
     assert tool.layout_of(plan.config) == layout

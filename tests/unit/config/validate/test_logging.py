@@ -13,7 +13,7 @@ def problems(save: str | None, **logging: Any) -> list[str]:
     return check(Config.model_validate({"train": train, "checkpoint": {"save": save}, "logging": logging}), 2, 257)
 
 
-def test_a_profile_has_iterations_ranks_and_a_place() -> None:
+def test_a_profile_needs_iterations_ranks_and_a_folder() -> None:
     assert problems(None, profile=True, profile_step_start=9, profile_step_end=9, profile_ranks=[0, 2]) == [
         "logging.profile_step_start=9: 9 is more than train.train_iters=8; use 1 to 8",
         "logging.profile=true: no folder to write profiles to; set checkpoint.save, or leave it out",
@@ -23,7 +23,7 @@ def test_a_profile_has_iterations_ranks_and_a_place() -> None:
     assert problems("run", profile=True, profile_step_start=8, profile_step_end=9, profile_ranks=[1]) == []
 
 
-def test_what_would_not_be_read_is_refused() -> None:
+def test_unused_logging_keys_are_refused() -> None:
     assert problems("run", record_memory_history=True, wandb_name="mine") == [
         "logging.record_memory_history=true: not used without logging.profile; use logging.profile=true, "
         "or leave it out",

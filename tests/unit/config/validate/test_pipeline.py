@@ -123,7 +123,7 @@ def test_a_broken_rule_is_one_message_with_numbers(parallel: dict[str, Any], mes
     assert check(config_of(parallel), parallel.get(P, 1)) == [message]
 
 
-def test_one_rank_with_two_stages_wants_two_layers() -> None:
+def test_one_rank_with_two_stages_needs_two_layers() -> None:
     model = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
     assert check(config_of({SCHEDULE: "zb-v"}, model=model), 1) == [
         "parallel.pipeline_model_parallel_size=1: 1 rank x 2 stages = 2 are more than model.num_layers=1; use "
@@ -144,7 +144,7 @@ def test_ranks_are_tensor_x_pipeline_x_data() -> None:
     ]
 
 
-def test_traces_are_of_iterations_of_the_run_and_have_a_place() -> None:
+def test_traces_need_iterations_of_the_run_and_a_folder() -> None:
     config = config_of({}, train={"global_batch_size": 8, "train_iters": 10}, logging={"trace_iterations": [3, 12]})
     assert check(config, 1) == [
         "logging.trace_iterations=[3,12]: 12 is more than train.train_iters=10; use 1 to 10",
@@ -161,7 +161,7 @@ def test_traces_are_of_iterations_of_the_run_and_have_a_place() -> None:
     layers=st.integers(1, 20),
     data=st.integers(1, 2),
 )
-def test_what_passes_can_be_built_and_what_is_suggested_passes(
+def test_valid_configurations_can_be_built_and_suggestions_are_valid(
     name: str, ranks: int, virtual: int | None, layers: int, data: int
 ) -> None:
     model = {"num_layers": layers, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
@@ -246,7 +246,7 @@ FILES: list[tuple[Callable[[Path], object], int, dict[str, Any], tuple[str, ...]
 
 
 @pytest.mark.parametrize(("write", "batch", "parallel", "words"), FILES, ids=[words[0][-60:] for *_, words in FILES])
-def test_a_schedules_file_is_looked_at(
+def test_the_schedules_file_is_checked(
     tmp_path: Path,
     write: Callable[[Path], object],
     batch: int,
@@ -263,7 +263,7 @@ def test_a_schedules_file_is_looked_at(
         assert problem.startswith(f"parallel.pipeline_schedule_file={path}: ") and part.format(path=path) in problem
 
 
-def test_a_file_decides_the_number_of_stages(tmp_path: Path) -> None:
+def test_a_schedule_file_determines_the_number_of_stages(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     write_schedule(build_schedule("interleaved", 2, 4, 2), path)
 

@@ -54,5 +54,5 @@ def test_a_broken_rule_is_one_message(sections: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("sections", FITTING)
-def test_what_fits_passes(sections: Any) -> None:
+def test_valid_precisions_pass(sections: Any) -> None:
     assert check(Config.model_validate(sections), 1) == []

@@ -54,7 +54,7 @@ def layouts(draw: st.DrawFn) -> tuple[Config, int]:
 
 @settings(deadline=None)
 @given(layouts())
-def test_what_passes_is_cut_into_equal_boxes_with_whole_heads(case: tuple[Config, int]) -> None:
+def test_valid_configurations_have_equal_boxes_with_whole_heads(case: tuple[Config, int]) -> None:
     config, world_size = case
     assume(not check(config, world_size))
     run = RunSpec(config, world_size, 61)
@@ -74,7 +74,7 @@ def test_what_passes_is_cut_into_equal_boxes_with_whole_heads(case: tuple[Config
 
 @settings(deadline=None)
 @given(layouts())
-def test_suggested_sizes_end_the_complaint(case: tuple[Config, int]) -> None:
+def test_suggested_sizes_are_valid(case: tuple[Config, int]) -> None:
     config, world_size = case
     for problem in check(config, world_size):
         key = problem.partition("=")[0]

@@ -24,7 +24,7 @@ def test_every_prefix_is_within_one_sample(parts: tuple[int, ...]) -> None:
 
 
 @given(parts=PARTS, start=st.integers(0, 10**15))
-def test_every_sample_of_a_source_comes_once_and_in_order(parts: tuple[int, ...], start: int) -> None:
+def test_every_sample_of_a_source_occurs_once_and_in_order(parts: tuple[int, ...], start: int) -> None:
     blend = Blend(parts)
     sources, positions = blend.locate(start + np.arange(300))
     before, after = blend.counts(start), blend.counts(start + 300)
@@ -33,7 +33,7 @@ def test_every_sample_of_a_source_comes_once_and_in_order(parts: tuple[int, ...]
     assert sum(before) == start
 
 
-def test_a_blend_of_the_most_parts_keeps_its_bound() -> None:
+def test_a_blend_with_the_largest_weights_keeps_its_bound() -> None:
     parts = whole_parts([Fraction(1, 3), Fraction(314159, 10**6), Fraction(1, 10**5), Fraction(7, 50)])
     assert MAX_TOTAL / 2 < sum(parts) <= MAX_TOTAL
     sources, _ = Blend(parts).locate(np.arange(sum(parts)))
@@ -42,7 +42,7 @@ def test_a_blend_of_the_most_parts_keeps_its_bound() -> None:
     assert np.abs(counts - shares).max() < 1
 
 
-def test_typed_weights_are_exact() -> None:
+def test_decimal_weights_are_exact() -> None:
     assert whole_parts([Fraction("0.3"), Fraction("0.7")]) == (3, 7)
     assert whole_parts([Fraction(2), Fraction(4), Fraction("0.5")]) == (4, 8, 1)
     with pytest.raises(UserError, match="less than one in"):
@@ -59,7 +59,7 @@ def test_typed_weights_are_exact() -> None:
         ((1, "a", 0, "b"), [("a", Fraction(1))]),
     ],
 )
-def test_paths_are_megatrons(value: Paths, expected: list[tuple[str, Fraction | None]]) -> None:
+def test_paths_are_parsed_as_in_megatron(value: Paths, expected: list[tuple[str, Fraction | None]]) -> None:
     assert list(parse_paths("data.data_path", value)) == expected
 
 

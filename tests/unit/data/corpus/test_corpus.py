@@ -64,7 +64,7 @@ def test_the_seed_shuffles_training_only(prefix: Path) -> None:
     assert first.fingerprint == second.fingerprint
 
 
-def test_the_fingerprint_is_the_contents(prefix: Path) -> None:
+def test_the_fingerprint_depends_on_the_contents(prefix: Path) -> None:
     before = opened(config(prefix), ByteTokenizer(None)).fingerprint
     make(prefix, [(index + (index == NUM_TOKENS - 1)) % 256 for index in range(NUM_TOKENS)])
     assert opened(config(prefix), ByteTokenizer(None)).fingerprint != before
@@ -114,7 +114,7 @@ def test_a_sample_that_just_fits_is_accepted(prefix: Path) -> None:
         opened(config(prefix, data__split="1,0,0", model__seq_length=NUM_TOKENS), ByteTokenizer(None))
 
 
-def test_no_path_is_refused() -> None:
+def test_a_missing_path_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.data_path"):
         opened(config(None), ByteTokenizer(None))
 
@@ -149,7 +149,7 @@ def test_a_blend_reads_each_corpus_in_its_own_order(prefix: Path) -> None:
     assert corpus.valid is not None and len(corpus.valid.sources) == 2
 
 
-def test_the_fingerprint_of_a_blend_is_its_weights_too(prefix: Path) -> None:
+def test_the_fingerprint_of_a_blend_depends_on_its_weights(prefix: Path) -> None:
     other = second(prefix)
     blends = [(1, str(prefix), 1, str(other)), (1, str(prefix), 2, str(other)), (str(prefix), str(other))]
     found = {opened(config(None, data__data_path=b), ByteTokenizer(None)).fingerprint for b in blends}
@@ -165,7 +165,7 @@ def test_the_plan_counts_epochs_and_warns(prefix: Path) -> None:
     assert lines[2].startswith(f"WARNING: {other} is read 5 times, more than data.max_epochs=4")
 
 
-def test_separate_paths_are_whole(prefix: Path) -> None:
+def test_splits_with_their_own_paths_are_read_whole(prefix: Path) -> None:
     other = second(prefix)
     values = {"data__split": "969,30,1", "data__train_data_path": str(prefix), "data__valid_data_path": str(other)}
     corpus = opened(config(None, **values), ByteTokenizer(None))
@@ -176,7 +176,7 @@ def test_separate_paths_are_whole(prefix: Path) -> None:
     assert opened(config(None, **values), ByteTokenizer(None)).fingerprint != corpus.fingerprint
 
 
-def test_documents_must_end_where_they_matter(prefix: Path) -> None:
+def test_documents_must_end_with_the_eod_token_for_packing(prefix: Path) -> None:
     values = {"data__reset_attention_mask": True}
     with pytest.raises(UserError, match="document 0 does not end with token 256, by which data"):
         opened(config(prefix, **values), ByteTokenizer(None))
@@ -188,7 +188,7 @@ def test_documents_must_end_where_they_matter(prefix: Path) -> None:
         RunSpec(config(prefix, data__tokenizer_type="CharTokenizer", **values)).packing(tokenizer.eod)
 
 
-def test_a_corpus_that_changes_during_a_run_is_noticed(prefix: Path) -> None:
+def test_a_corpus_that_changes_during_a_run_is_detected(prefix: Path) -> None:
     corpus = opened(config(prefix), ByteTokenizer(None))
     corpus.train.read(np.array([0]))
     make(prefix, [0] * 100)

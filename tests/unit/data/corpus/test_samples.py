@@ -80,7 +80,7 @@ def test_without_a_seed_windows_come_in_order_and_wrap_around() -> None:
 
 @settings(deadline=None)
 @given(tokens=st.integers(0, 10**12), weights=st.tuples(*[st.integers(0, 1000)] * 3).filter(any))
-def test_splits_are_neighbours_that_cover_the_corpus(tokens: int, weights: tuple[int, int, int]) -> None:
+def test_splits_are_adjacent_and_cover_the_corpus(tokens: int, weights: tuple[int, int, int]) -> None:
     splits = split_tokens(tokens, ",".join(map(str, weights)))
     end = 0
     for split, weight in zip(splits, weights, strict=True):
@@ -89,7 +89,7 @@ def test_splits_are_neighbours_that_cover_the_corpus(tokens: int, weights: tuple
     assert end == tokens
 
 
-def test_split_is_nanogpts() -> None:
+def test_a_90_10_split_equals_nanogpts() -> None:
     train, valid, test = split_tokens(1_115_394, "90,10,0")
     assert (train.num_tokens, valid.num_tokens, test.num_tokens) == (1_003_854, 111_540, 0)
     assert split_tokens(1_115_394, " 0.9, 0.1,0") == (train, valid, test)

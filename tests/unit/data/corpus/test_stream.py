@@ -50,7 +50,7 @@ def stream(
     return StreamedSamples(StreamedDataset(name, num_shards(name), lanes, 5, seed, encoder), SEQ_LENGTH)
 
 
-def test_in_order_the_lanes_are_the_rows_by_turns(name: str) -> None:
+def test_lanes_read_the_rows_in_turn(name: str) -> None:
     made = stream(name, lanes=4, seed=None)
     assert made.rows.num_shards in (1, 3)
     texts = [text if number != 5 else "" for number, text in enumerate(TEXTS)]
@@ -111,14 +111,14 @@ def test_any_sample_is_the_same_from_the_start_and_from_a_checkpoint(
     assert np.array_equal(after.read(np.arange(30, 50)), expected[30:50])
 
 
-def test_few_cursors_are_kept(name: str) -> None:
+def test_a_lane_keeps_few_cursors(name: str) -> None:
     made = stream(name)
     for begin in range(0, 400, 20):
         made.read(begin + np.arange(20))
     assert all(len(lane.cursors) < 25 for lane in made._lanes)
 
 
-def test_what_is_wrong_is_said(name: str, tmp_path: Path) -> None:
+def test_errors_of_a_stream_are_reported(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no key 'text'; it has 'body'"):
         stream(name, key="text").read(np.arange(4))
     with pytest.raises(UserError, match=r"lane \d+ of data.stream_lanes=200 has no text"):
@@ -149,7 +149,7 @@ def write_rows(folder: Path, bodies: list[str | None]) -> str:
     return f"hf:{folder}"
 
 
-def test_a_bad_record_stops_or_is_left_out_as_if_it_were_empty(tmp_path: Path) -> None:
+def test_a_bad_record_stops_or_is_skipped_like_an_empty_one(tmp_path: Path) -> None:
     bad = write_rows(tmp_path / "bad", [None if number in BAD else text for number, text in enumerate(TEXTS)])
     empty = write_rows(tmp_path / "empty", ["" if number in BAD else text for number, text in enumerate(TEXTS)])
     with pytest.raises(
@@ -163,7 +163,7 @@ def test_a_bad_record_stops_or_is_left_out_as_if_it_were_empty(tmp_path: Path) -
 
 @settings(deadline=None, max_examples=15)
 @given(st.data())
-def test_how_many_are_left_out_depends_on_the_samples_only(
+def test_the_number_of_skipped_records_depends_only_on_the_samples(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """The count depends neither on how rows are read nor on a restart: one rank that reads all counts the same."""
@@ -189,7 +189,7 @@ def test_how_many_are_left_out_depends_on_the_samples_only(
     assert after.num_bad(stop * size + 40) == alone.num_bad(stop * size + 40)
 
 
-def test_leaving_out_bad_records_does_not_read_a_dataset_without_any_good_one(tmp_path: Path) -> None:
+def test_a_dataset_that_starts_with_bad_records_is_refused(tmp_path: Path) -> None:
     name = write_rows(tmp_path / "data", [None] * 5 + TEXTS[5:])
     with pytest.raises(UserError, match="shard 0, row 0: 'body' holds a NoneType"):
         assert stream(name, skip=True).contents

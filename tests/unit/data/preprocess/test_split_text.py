@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", ["plain", "prefixed", "byte level", "bytes"])
-def test_parts_give_the_tokens_of_the_whole(
+def test_parts_of_a_text_have_the_tokens_of_the_whole(
     models: dict[str, Tokenizer], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for constant, value in (("MAX_TEXT", 900), ("SECTION", 500), ("SEARCH", 200), ("CONTEXT", 100)):
@@ -59,11 +59,11 @@ def test_parts_give_the_tokens_of_the_whole(
 
 
 @given(text=st.text(alphabet="ab. !?\n", max_size=200))
-def test_sentences_joined_are_the_text(text: str) -> None:
+def test_joined_sentences_are_the_text(text: str) -> None:
     assert "".join(sentence_splitter()(text)) == text
 
 
-def test_a_text_without_any_good_place_is_cut_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_a_safe_boundary_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_text, "MAX_TEXT", 2 * split_text.SEARCH)
     monkeypatch.setattr(split_text, "SECTION", split_text.SEARCH)
     text = "x" * (5 * split_text.SEARCH)

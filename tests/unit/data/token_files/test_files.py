@@ -17,7 +17,7 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "x"
     with replace_output(path) as file:
         file.write(b"old")
@@ -42,7 +42,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old" and names(tmp_path) == ["x"]
 
 
-def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     with replace_output(path) as first:
         first.write(b"first")
@@ -64,7 +64,7 @@ def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
     assert path.read_bytes() == b"of another" and (tmp_path / "final").read_bytes() == b"one!"
 
 
-def test_a_writer_that_is_refused_leaves_what_is_there(tmp_path: Path) -> None:
+def test_a_refused_writer_leaves_existing_files(tmp_path: Path) -> None:
     other = AppendOnlyFile(tmp_path / "x.lengths.partial")
     with pytest.raises(UserError, match="another process is at work"):
         IndexedWriter(tmp_path / "x", np.dtype("<u2"))

@@ -35,7 +35,7 @@ def file(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def test_bytes_are_megatrons(prefix: Path) -> None:
+def test_bytes_equal_those_of_megatron(prefix: Path) -> None:
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
     body = struct.pack("<3i", 3, 1, 4) + struct.pack("<3q", 0, 6, 8) + struct.pack("<4q", 0, 1, 2, 3)
     assert file(prefix, ".idx").read_bytes() == header + body
@@ -71,7 +71,7 @@ def test_documents_of_several_sequences_are_read(prefix: Path) -> None:
     assert IndexedDataset(prefix).num_documents == 1
 
 
-def test_the_type_is_megatrons_choice() -> None:
+def test_the_token_dtype_equals_megatrons() -> None:
     assert [token_dtype(vocab).name for vocab in (257, 65499, 65500, 200_000)] == ["uint16", "uint16", "int32", "int32"]
 
 

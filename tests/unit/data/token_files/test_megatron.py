@@ -35,7 +35,7 @@ def documents(dtype: np.dtype[Any]) -> list[list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("vocab_size", [257, 100_000])
-def test_ours_opens_in_theirs(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
+def test_megatron_opens_our_files(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
     dtype = token_dtype(vocab_size)
     with IndexedWriter(tmp_path / "c", dtype) as writer:
         for document in documents(dtype):
@@ -50,7 +50,7 @@ def test_ours_opens_in_theirs(theirs: Any, tmp_path: Path, vocab_size: int) -> N
 
 
 @pytest.mark.parametrize("vocab_size", [257, 100_000])
-def test_theirs_opens_here(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
+def test_megatrons_files_are_read(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
     import torch
 
     dtype = theirs.DType.optimal_dtype(vocab_size)

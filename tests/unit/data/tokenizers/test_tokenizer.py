@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-def test_source_code_survives(models: dict[str, str], tokenizer_type: str) -> None:
+def test_source_code_survives_encoding(models: dict[str, str], tokenizer_type: str) -> None:
     tokenizer = build_tokenizer(tokenizer_type, models.get(tokenizer_type))
     ids = tokenizer.encode(CODE)
     assert tokenizer.decode(ids) == CODE
@@ -62,12 +62,12 @@ def test_source_code_survives(models: dict[str, str], tokenizer_type: str) -> No
 )
 @settings(deadline=None)
 @given(text=NO_SPACE_MARK)
-def test_any_text_survives(models: dict[str, str], tokenizer_type: str, text: str) -> None:
+def test_any_text_survives_encoding(models: dict[str, str], tokenizer_type: str, text: str) -> None:
     tokenizer = build_tokenizer(tokenizer_type, models.get(tokenizer_type))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_pieces_hold_newlines_and_indentation(models: dict[str, str]) -> None:
+def test_sentencepiece_tokens_hold_newlines_and_indentation(models: dict[str, str]) -> None:
     tokenizer = build_tokenizer("SentencePieceTokenizer", models["SentencePieceTokenizer"])
     assert len(tokenizer.encode(":\n        ")) <= 2
 
@@ -76,7 +76,7 @@ def test_pieces_hold_newlines_and_indentation(models: dict[str, str]) -> None:
     ("tokenizer_type", "eod"),
     [("SentencePieceTokenizer", 1), ("HuggingFaceTokenizer", 0), ("ByteTokenizer", 256), ("CharTokenizer", None)],
 )
-def test_the_end_of_a_document_is_known_and_text_cannot_write_it(
+def test_the_eod_token_is_known_and_no_text_encodes_to_it(
     models: dict[str, str], tokenizer_type: str, eod: int | None
 ) -> None:
     tokenizer = build_tokenizer(tokenizer_type, models.get(tokenizer_type))
@@ -87,7 +87,7 @@ def test_the_end_of_a_document_is_known_and_text_cannot_write_it(
         assert eod not in tokenizer.encode("<|endoftext|>")
 
 
-def test_the_fingerprint_is_the_model(models: dict[str, str], tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_model_file(models: dict[str, str], tmp_path: Path) -> None:
     first = build_tokenizer("CharTokenizer", models["CharTokenizer"])
     (tmp_path / "copy.json").write_bytes(Path(models["CharTokenizer"]).read_bytes())
     (tmp_path / "other.json").write_text('["a"]')
@@ -132,7 +132,7 @@ def test_a_model_for_bytes_and_an_unknown_type_are_refused() -> None:
         build_tokenizer("BytesTokenizer", None)
 
 
-def test_what_a_file_asks_to_cut_off_or_to_fill_up_is_not(models: dict[str, str], tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(models: dict[str, str], tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_file(models["HuggingFaceTokenizer"])
     library.enable_truncation(4)
     library.enable_padding(length=9)

@@ -57,7 +57,7 @@ def test_the_embedding_reads_the_heads_matrix(name: str, form: str) -> None:
 
 
 @every_form
-def test_attention_sees_whole_sequences(name: str, form: str) -> None:
+def test_attention_has_whole_sequences(name: str, form: str) -> None:
     """Tokens of the inner activations are split over the batch first, before any other axis splits them."""
     mode = build_mode(name, form, shape_of(name, (2, 3, 2)))
     assert mode.inner[0][: len(mode.batch_axes)] == mode.batch_axes
@@ -66,7 +66,7 @@ def test_attention_sees_whole_sequences(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("name", MODES)
 @given(size=st.integers(1, 512))
-def test_the_default_shape_has_the_asked_size_and_one_number_per_axis(name: str, size: int) -> None:
+def test_the_default_shape_has_the_given_size_and_one_number_per_axis(name: str, size: int) -> None:
     shape = MODES[name].default_shape(size)
     assert math.prod(shape) == size and min(shape) >= 1
     assert len(shape) == len(MODES[name].axis_names)
@@ -109,7 +109,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("name,form", STREAMS)
-def test_what_splits_tokens_and_features_of_both_streams(name: str, form: str) -> None:
+def test_axes_that_split_tokens_and_features_of_both_streams(name: str, form: str) -> None:
     mode = build_mode(name, form, shape_of(name, (2, 3, 2)))
     shown = tuple(" ".join("·".join(axes) or "-" for axes in layout) for layout in (mode.residual, mode.inner))
     assert shown == STREAMS[name, form]
@@ -135,17 +135,17 @@ def live_plans(name: str, form: str, shape: tuple[int, ...]) -> list[MatmulPlan]
         (("1d", "replicated", (4,)), ("grid", "all_reduce", (1, 4, 1))),
     ],
 )
-def test_one_axis_of_three_is_1d(
+def test_3d_with_one_axis_equals_1d(
     special: tuple[str, str, tuple[int, ...]], general: tuple[str, str, tuple[int, ...]]
 ) -> None:
     assert live_plans(*special) == [renamed(plan, {"y": "t"}) for plan in live_plans(*general)]
 
 
 @pytest.mark.parametrize("form", MODES["2.5d"].forms)
-def test_two_and_a_half_dimensions_without_depth_are_two(form: str) -> None:
+def test_2_5d_without_depth_equals_2d(form: str) -> None:
     assert live_plans("2.5d", form, (1, 2, 3)) == live_plans("2d", form, (2, 3))
 
 
 @every_form
-def test_one_rank_moves_nothing(name: str, form: str) -> None:
+def test_one_rank_communicates_nothing(name: str, form: str) -> None:
     assert live_plans(name, form, shape_of(name, (1, 1, 1))) == [MatmulPlan()] * 3

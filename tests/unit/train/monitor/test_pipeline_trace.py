@@ -45,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 8), scale=st.floats(0.1, 10))
-def test_what_runs_as_simulated_is_predicted(name: str, p: int, m: int, scale: float) -> None:
+def test_a_run_as_simulated_has_the_predicted_time(name: str, p: int, m: int, scale: float) -> None:
     schedule = build_schedule(name, p, m)
     measured = simulate(schedule, Costs(F=scale, I=1.5, W=1, B=2.5))
     assert simulate_mean_durations(schedule, measured).makespan == pytest.approx(measured.makespan)
@@ -108,7 +108,7 @@ def test_waiting_for_a_receive_is_not_computing() -> None:
     assert max(span.end - span.start for span in (forward, backward)) < 1e3 * WAIT_S / 2
 
 
-def test_only_one_rank_of_those_that_do_the_same_counts() -> None:
+def test_one_rank_per_pipeline_rank_is_recorded() -> None:
     counted = []
     for rank in range(8):
         recording = TraceRecorder(NoBarrier(Mesh((("pipeline", 2), ("data", 2), ("t", 2)), rank), ()), CPU)
@@ -188,7 +188,7 @@ def check_trace(path: Path, schedule: Schedule) -> None:
 PIPELINES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 
 
-def test_two_ranks_leave_a_trace_of_the_iterations_that_are_asked_for(config: Path, pool: Pool) -> None:
+def test_two_ranks_write_traces_of_the_configured_iterations(config: Path, pool: Pool) -> None:
     common = ["model.num_layers=4", "parallel.pipeline_model_parallel_size=2", "logging.trace_iterations=[2]"]
     runs = [
         [*in_run(str(config.parent / name)), *common, f"parallel.pipeline_schedule={name}", "train.train_iters=3"]
@@ -201,7 +201,7 @@ def test_two_ranks_leave_a_trace_of_the_iterations_that_are_asked_for(config: Pa
         check_trace(folder / "iter_0000002", build_schedule(name, 2, 4, virtual))
 
 
-def test_the_bubbles_are_told_also_without_a_pipeline(config: Path) -> None:
+def test_bubbles_are_reported_without_a_pipeline(config: Path) -> None:
     outcome = run(config, *in_run(str(config.parent / "alone")), "train.train_iters=2", "logging.trace_iterations=[2]")
     assert outcome.code == ExitCode.DONE, outcome.err
     (line,) = (line for line in outcome.out.splitlines() if "trace of" in line)
@@ -224,7 +224,7 @@ IN_THE_WAY: dict[str, tuple[Callable[[Path], object], tuple[str, ...], bool]] = 
 
 
 @pytest.mark.parametrize("name", IN_THE_WAY)
-def test_a_trace_that_cannot_be_written_is_told(config: Path, name: str) -> None:
+def test_a_trace_that_cannot_be_written_is_reported(config: Path, name: str) -> None:
     put, words, trains = IN_THE_WAY[name]
     folder = config.parent / name.replace(" ", "-")
     folder.mkdir()

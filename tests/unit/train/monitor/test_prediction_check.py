@@ -20,7 +20,7 @@ PHASES = {
 }
 
 
-def test_phases_become_parts_of_the_same_sum() -> None:
+def test_phases_and_predicted_parts_have_the_same_sum() -> None:
     parts = parts_of(PHASES)
     assert parts.total == pytest.approx(0.1 + 5.0 + 0.5 + 0.3)
     expected = {
