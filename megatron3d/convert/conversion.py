@@ -125,7 +125,8 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
     dtype = request.dtype or _stored_dtype(checkpoint, table)
     data = _data_section(request, checkpoint)
     with output_folder(request.target) as folder:
-        write_json(folder / "config.json", settings)  # transformers wants it for the tokenizer too
+        no_ids = dict.fromkeys(("bos_token_id", "eos_token_id"))
+        write_json(folder / "config.json", settings | no_ids)  # transformers wants it for the tokenizer too
         tokenizer, notes = export_tokenizer(data, folder, arch.max_position_embeddings, request.with_transformers)
         ids = _token_ids(tokenizer, folder)
         settings |= {**ids, "torch_dtype": str(dtype).removeprefix("torch."), "use_cache": True}

@@ -131,9 +131,8 @@ def test_models_of_other_trainers(name: str, tmp_path: Path) -> None:
 
 
 def test_what_transformers_reads_differently_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: lambda text: SimpleNamespace(input_ids=[0])
-    )
+    other = SimpleNamespace(input_ids=[0])
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: lambda text, verbose: other)
     (tmp_path / "out").mkdir()
     _, notes = export_tokenizer(made(tmp_path, "bpe"), tmp_path / "out", 64)
     assert len(notes) == 1 and [path.name for path in (tmp_path / "out").iterdir()] == ["sentencepiece.model"]
