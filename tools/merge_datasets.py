@@ -21,6 +21,9 @@ from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser
 from megatron3d.runtime.tool_main import byte_progress, run_tool
 
+MAX_NAMED = 8
+"""Missing parts that a message names."""
+
 
 def merge(arguments: argparse.Namespace) -> None:
     """Join the corpora, and print the counts of the result."""
@@ -29,14 +32,22 @@ def merge(arguments: argparse.Namespace) -> None:
         raise UserError(f"--output-prefix {arguments.output_prefix}: also an --input; name another")
     made = [read_manifest(prefix) for prefix in prefixes]
     UserError.collect(manifest_problems(prefixes, made))
-    filled = [prefix for prefix, m in zip(prefixes, made, strict=True) if m is None or m.num_documents]
-    parts = [IndexedDataset(prefix) for prefix in filled]
+    parts = [
+        IndexedDataset(prefix)
+        for prefix, manifest in zip(prefixes, made, strict=True)
+        if manifest is None or manifest.num_documents or with_suffix(prefix, ".bin").stat().st_size
+    ]
     UserError.collect(
         f"--input {part.prefix}: its tokens are {part.dtype.name}, but those of {parts[0].prefix} {parts[0].dtype.name}"
         "; join corpora of one tokenizer only"
         for part in parts
         if part.dtype != parts[0].dtype
     )
+    for part in parts:
+        if part.manifest and not (part.manifest.bin_sha256 and part.manifest.idx_sha256):
+            print(
+                f"WARNING: --input {part.prefix}: its manifest has no checksums, so damage is not seen", file=sys.stderr
+            )
     if not parts:
         raise UserError(f"--input {' '.join(arguments.input)}: no documents in any of them; name others")
     with IndexedWriter(arguments.output_prefix, parts[0].dtype) as writer, byte_progress() as progress:
@@ -74,17 +85,21 @@ def manifest_problems(prefixes: Sequence[Path], made: Sequence[Manifest | None])
     """Yield what prevents joining: different tokenizers, different jobs, parts missing or out of order."""
     first = made[0]
     for prefix, manifest in zip(prefixes, made, strict=True):
-        if (manifest and manifest.fingerprint) != (first and first.fingerprint):
+        if _tokenizer(manifest) != _tokenizer(first):
             yield f"--input {prefix}: made with another tokenizer than {prefixes[0]}; join those of one only"
         elif manifest and first and manifest.job != first.job:
             yield f"--input {prefix}: a part of another job than {prefixes[0]}; join all parts of one job only"
     if first and first.job and first.part:
         found, count = [m.part for m in made if m], int(first.part.partition("/")[2])
-        wanted = [f"{number}/{count}" for number in range(count)]
+        wanted = [f"{number}/{count}" for number in range(min(count, len(found) + MAX_NAMED))]
         if found != wanted:
-            missing = [part for part in wanted if part not in found]
+            missing = [part for part in wanted if part not in found][:MAX_NAMED]
             what = f"part {', '.join(missing)} is missing" if missing else "parts are not in order"
             yield f"--input: {what} of the {count} that {prefixes[0]} is of; name all, in order"
+
+
+def _tokenizer(manifest: Manifest | None) -> tuple[str, int, str] | None:
+    return manifest and (manifest.tokenizer_type, manifest.vocab_size, manifest.fingerprint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

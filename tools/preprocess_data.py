@@ -78,6 +78,11 @@ def make_job(arguments: argparse.Namespace) -> PreprocessJob:
         )
         if not least <= value <= most
     )
+    UserError.collect(
+        f"--json-keys {' '.join(arguments.json_keys)}: {key!r} is there twice; name it once"
+        for number, key in enumerate(arguments.json_keys)
+        if arguments.json_keys.index(key) < number
+    )
     tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
     if arguments.append_eod and tokenizer.eod is None:
         raise UserError(

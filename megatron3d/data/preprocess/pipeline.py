@@ -104,14 +104,20 @@ def run(job: PreprocessJob, num_workers: int, interval_s: float, restart: bool, 
     log = ResumeLog(with_suffix(job.stem, ".ledger.jsonl"), job.identity | {"shard": list(job.shard or ())}, restart)
     try:
         point = _resume_point(log, job)
+        if log.faults:
+            on_progress(point, log.faults)
         if not point.is_done:
             point = _encode_rest(job, log, point, num_workers, interval_s, on_progress)
         _publish(job, point)
-    except BaseException:
-        if log.points:
-            log.close()
-        else:
+    except UserError as error:
+        if not log.points:
             log.remove()
+            raise
+        log.close()
+        kept = "what is done is kept in .partial files, which the same command goes on from and --restart drops"
+        raise UserError(*error.problems[:-1], f"{error.problems[-1]}; {kept}") from error
+    except BaseException:
+        log.close() if log.points else log.remove()
         raise
     log.remove()
     return point
@@ -122,8 +128,8 @@ def _resume_point(log: ResumeLog, job: PreprocessJob) -> ResumePoint:
 
     def is_reached(point: ResumePoint) -> bool:
         is_reached_by = can_publish if point.is_done else is_on_disk
-        pairs = zip(job.prefixes, point.written, strict=True)
-        return all(is_reached_by(prefix, written, job.dtype) for prefix, written in pairs)
+        pairs = zip(job.prefixes, point.written, strict=False)
+        return len(point.written) == len(job.prefixes) and all(is_reached_by(*pair, job.dtype) for pair in pairs)
 
     while log.points and not is_reached(log.points[-1]):
         log.points.pop()
@@ -138,10 +144,11 @@ def _encode_rest(
     interval_s: float,
     on_progress: OnProgress,
 ) -> ResumePoint:
-    pairs = zip(job.prefixes, point.written, strict=True)
-    writers = [IndexedWriter(prefix, job.dtype, written) for prefix, written in pairs]
+    writers: list[IndexedWriter] = []
     logged_at = time.monotonic()
     try:
+        for prefix, written in zip(job.prefixes, point.written, strict=True):
+            writers.append(IndexedWriter(prefix, job.dtype, written))
         with closing(encode(job.encoder, job.records(point), num_workers)) as batches:
             for batch in batches:
                 point = _write(writers, point, batch)
@@ -152,12 +159,9 @@ def _encode_rest(
         _require_text(job, point)
         point = replace(point, is_done=True)
         _log(writers, log, point)
-    except BaseException:
+    finally:
         for writer in writers:
             writer.close() if log.points else writer.discard()
-        raise
-    for writer in writers:
-        writer.close()
     return point
 
 

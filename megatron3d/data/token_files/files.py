@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,9 +21,11 @@ BLOCK_BYTES = 1 << 24
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """Append `suffix` to `prefix`, whose dots are kept; raises UserError where it has no file name."""
+    """Append `suffix` to `prefix`, whose dots are kept; raises UserError where the result is no file name."""
     if not prefix.name:
         raise UserError(f"{prefix}: no name of a file; use for example {prefix / 'corpus'}")
+    if "/" in suffix or "\0" in suffix:
+        raise UserError(f"{prefix}: {suffix!r} cannot be part of a file's name; use another --output-prefix or key")
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -63,7 +65,7 @@ def user_errors(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}); make room, or name another folder, and start again"
+            f"{path}: cannot be written ({error.strerror}); make room and repeat the command, or name another folder"
         ) from error
 
 
@@ -87,8 +89,9 @@ class AppendOnlyFile:
         """Truncate the file to `size` bytes, and append after them."""
         held = os.fstat(self._file.fileno()).st_size
         assert held >= size, f"{self.path} is shorter than the {size} bytes to go on from"
-        self._file.truncate(size)
-        self._file.seek(size)
+        with user_errors(self.path):
+            self._file.truncate(size)
+            self._file.seek(size)
 
     def append(self, data: bytes) -> None:
         """Write all of `data`; raises UserError where the disk is full."""
@@ -120,9 +123,9 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def sha256(path: Path) -> str:
-    """Return the sha256 of a file, as sha256sum prints it."""
+def sha256(blocks: Iterable[bytes]) -> str:
+    """Return the sha256 of a file's blocks, as sha256sum prints it."""
     digest = hashlib.sha256()
-    for block in read_blocks(path):
+    for block in blocks:
         digest.update(block)
     return digest.hexdigest()

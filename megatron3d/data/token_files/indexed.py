@@ -5,21 +5,26 @@
 
 All little endian, as in Megatron-LM's megatron/core/datasets/indexed_dataset.py.  `prefix.manifest.json` is our own and
 says how the corpus was made; token files that Megatron wrote have none.
-Opening takes the same time for any size: of a large index only some runs of entries are checked; `verify` checks all.
+Opening takes the same time for any size: of a large index only some runs of entries are checked, and the checksum only
+of a file of up to WHOLE bytes.  Whatever is read in blocks is checked completely, and `verify` checks everything.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import struct
+from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron3d.data.token_files.files import sha256, with_suffix
+from megatron3d.data.token_files.files import read_blocks, with_suffix
 from megatron3d.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -29,10 +34,14 @@ BLOCK = 1 << 20
 """Entries of the index that are handled together."""
 RUNS, RUN = 64, 1024
 """Number and length of the runs of entries that are checked on opening; a smaller index is checked whole."""
+WHOLE = 1 << 24
+"""Bytes of the largest file whose checksum is verified on opening, which takes some 10 ms."""
 
 SUFFIX = ".manifest.json"
 
 Tokens = npt.NDArray[Any]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Manifest(BaseModel):
@@ -46,16 +55,16 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    tokenizer_type: str
-    vocab_size: int
-    fingerprint: str
-    num_documents: int
-    num_tokens: int
-    max_token_id: int
-    bin_sha256: str | None = None
-    idx_sha256: str | None = None
-    job: str | None = None
-    part: str | None = None
+    tokenizer_type: Annotated[str, Field(pattern="^[A-Za-z0-9]{1,64}$")]
+    vocab_size: Count
+    fingerprint: Sha256
+    num_documents: Count
+    num_tokens: Count
+    max_token_id: Count
+    bin_sha256: Sha256 | None = None
+    idx_sha256: Sha256 | None = None
+    job: Sha256 | None = None
+    part: Annotated[str, Field(pattern="^[0-9]{1,7}/[0-9]{1,7}$")] | None = None
 
 
 def read_manifest(prefix: Path) -> Manifest | None:
@@ -66,7 +75,8 @@ def read_manifest(prefix: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        details = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
+        found = error.errors()[:3]
+        details = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in found)
         raise UserError(f"{path}: damaged ({details}); make the corpus again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); make the corpus again") from error
@@ -90,6 +100,8 @@ class IndexedDataset:
         self._lengths = self._map("<i4", HEADER.size, num_sequences)
         self._offsets = self._map("<i8", HEADER.size + 4 * num_sequences, num_sequences)
         self._documents = self._map("<i8", HEADER.size + 12 * num_sequences, document_entries)
+        modes_begin = HEADER.size + 12 * num_sequences + 8 * document_entries
+        self._modes = self._map("<i1", modes_begin, self._idx.stat().st_size - modes_begin)
         self.num_tokens = self._count_tokens()
         for start in _run_starts(num_sequences):
             self._check_sequences(start, min(start + RUN, num_sequences))
@@ -98,6 +110,9 @@ class IndexedDataset:
         self.manifest: Manifest | None = read_manifest(self.prefix)
         self._check_manifest()
         self._opened_state = self._file_state()
+        for path in (self._bin, self._idx):
+            if path.stat().st_size <= WHOLE:
+                deque(self.blocks(path.suffix), maxlen=0)
         self._tokens: Tokens = np.asarray(np.memmap(self._bin, self.dtype, "r"))
 
     def tokens(self, start: int, stop: int) -> Tokens:
@@ -107,33 +122,40 @@ class IndexedDataset:
 
     def windows(self, offsets: npt.NDArray[np.int64], length: int) -> Tokens:
         """Return [offsets, length], the tokens from each offset on; raises UserError if the file has changed."""
-        if self._file_state() != self._opened_state:
-            raise self._damaged(self._bin, "the file has changed since it was opened")
+        self._require_unchanged()
         size, count = self.dtype.itemsize, self.num_tokens - length + 1
         assert count > 0, f"windows of {length} of {self.num_tokens} tokens"
         every: Tokens = np.ndarray((count, length), self.dtype, self._tokens, strides=(size, size))
         return every[offsets]
 
     def sequences(self, document: int) -> list[Tokens]:
-        """Return the sequences of a document: its sentences, or one."""
+        """Return the sequences of a document: its sentences, or one; raises UserError if its entries are damaged."""
         assert 0 <= document < self.num_documents, f"document {document} of {self.num_documents}"
+        self._check_documents(document, document + 2)
         first, last = int(self._documents[document]), int(self._documents[document + 1])
+        if first < last:
+            self._check_sequences(first, last)
         starts = (int(offset) // self.dtype.itemsize for offset in self._offsets[first:last])
         lengths = (int(length) for length in self._lengths[first:last])
         return [self.tokens(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
     def length_blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield the lengths of all sequences in blocks."""
+        """Yield the lengths of all sequences in blocks, checked; raises UserError."""
         for start in range(0, self.num_sequences, BLOCK):
-            yield self._lengths[start : start + BLOCK].astype(np.int64)
+            stop = min(start + BLOCK, self.num_sequences)
+            self._check_sequences(start, stop)
+            yield self._lengths[start:stop].astype(np.int64)
 
     def document_blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield, in blocks, the number of sequences up to the end of each document."""
-        for start in range(1, self.num_documents + 1, BLOCK):
-            yield self._documents[start : start + BLOCK].astype(np.int64)
+        """Yield, in blocks, the number of sequences up to the end of each document, checked; raises UserError."""
+        for start in range(0, self.num_documents, BLOCK):
+            stop = min(start + BLOCK, self.num_documents)
+            self._check_documents(start, stop + 1)
+            yield self._documents[start + 1 : stop + 1].astype(np.int64)
 
     def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield the number of tokens of all documents in blocks."""
+        """Yield the number of tokens of all documents in blocks; raises UserError where the index is damaged."""
+        deque(self.length_blocks(), maxlen=0)
         size, end = self.dtype.itemsize, self.num_tokens
         before = 0
         for ends in self.document_blocks():
@@ -142,16 +164,26 @@ class IndexedDataset:
             yield np.diff(places, prepend=before)
             before = int(places[-1])
 
+    def blocks(self, suffix: str) -> Iterator[bytes]:
+        """Yield the bytes of the `.bin` or `.idx` file; raises UserError behind them if their sha256 is not the
+        manifest's, or the file has changed."""
+        digest = hashlib.sha256()
+        for block in read_blocks(path := with_suffix(self.prefix, suffix)):
+            digest.update(block)
+            yield block
+        self._require_unchanged()
+        made, found = self.manifest, digest.hexdigest()
+        promised = made and {".bin": made.bin_sha256, ".idx": made.idx_sha256}[suffix]
+        if promised and found != promised:
+            raise self._damaged(path, f"its sha256 is {found[:16]}..., but its manifest says {promised[:16]}...")
+
     def verify(self) -> None:
         """Check every entry of the index, and the checksums where a manifest has them; raises UserError."""
-        for start in range(0, self.num_sequences, BLOCK):
-            self._check_sequences(start, min(start + BLOCK, self.num_sequences))
-        for start in range(0, len(self._documents), BLOCK):
-            self._check_documents(start, min(start + BLOCK, len(self._documents)))
-        made = self.manifest
-        for path, promised in ((self._bin, made and made.bin_sha256), (self._idx, made and made.idx_sha256)):
-            if promised and (found := sha256(path)) != promised:
-                raise self._damaged(path, f"its sha256 is {found[:16]}..., but its manifest says {promised[:16]}...")
+        deque(chain(self.length_blocks(), self.document_blocks(), *map(self.blocks, (".bin", ".idx"))), maxlen=0)
+
+    def _require_unchanged(self) -> None:
+        if self._file_state() != self._opened_state:
+            raise self._damaged(self._bin, "the file has changed since it was opened")
 
     def _file_state(self) -> tuple[int, int] | None:
         """Return the size and modification time of the token file; None if it is missing."""
@@ -166,6 +198,8 @@ class IndexedDataset:
 
     def _require_content(self, path: Path) -> None:
         try:
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "Not a regular file")
             with path.open("rb") as file:
                 content = file.read(1)
         except OSError as error:
@@ -201,6 +235,8 @@ class IndexedDataset:
         return DTYPES[code], num_sequences, document_entries
 
     def _map(self, dtype: str, first_byte: int, count: int) -> Tokens:
+        if not count:
+            return np.empty(0, dtype)
         return np.asarray(np.memmap(self._idx, dtype, "r", offset=first_byte, shape=(count,)))
 
     def _count_tokens(self) -> int:
@@ -214,22 +250,29 @@ class IndexedDataset:
         return end // size
 
     def _check_sequences(self, start: int, stop: int) -> None:
-        """Require that each sequence begins where the one before ends."""
+        """Require that each sequence lies in the file and begins where the one before ends."""
         lengths, places = self._lengths[start:stop].astype(np.int64), self._offsets[start:stop].astype(np.int64)
-        after = np.append(places[1:], self._offsets[stop] if stop < self.num_sequences else self._bin.stat().st_size)
-        wrong = (lengths < 0) | (places + lengths * self.dtype.itemsize != after)
+        size, end = self.dtype.itemsize, self.num_tokens * self.dtype.itemsize
+        after = np.append(places[1:], self._offsets[stop] if stop < self.num_sequences else end)
+        wrong = (lengths < 0) | (places < 0) | (after > end) | (places + lengths * size != after)
         if start == 0 and places[0] != 0:
             wrong[0] = True
         if wrong.any():
             first = start + int(wrong.argmax())
             raise self._damaged(self._idx, f"sequence {first} does not end where the next one, or the file, does")
+        if (modes := self._modes[start:stop]).any():
+            first = int((modes != 0).argmax())
+            raise UserError(
+                f"{self._idx}: a multimodal index of Megatron, whose sequence {start + first} has mode {modes[first]}; "
+                "only text, of mode 0, can be read: make a corpus of the text with tools/preprocess_data.py"
+            )
 
     def _check_documents(self, start: int, stop: int) -> None:
-        """Require that documents are consecutive ranges of sequences."""
+        """Require that documents are consecutive ranges of the sequences."""
         block = self._documents[max(start - 1, 0) : stop].astype(np.int64)
-        if (np.diff(block, prepend=0 if start == 0 else block[0]) < 0).any() or (start == 0 and block[0] != 0):
+        if (np.diff(block) < 0).any() or block[0] < 0 or (start == 0 and block[0] > 0):
             raise self._damaged(self._idx, "the document array decreases, or does not begin at 0")
-        if stop == self.num_documents + 1 and block[-1] != self.num_sequences:
+        if block[-1] > self.num_sequences or (stop > self.num_documents and block[-1] != self.num_sequences):
             raise self._damaged(self._idx, f"the document array ends at sequence {block[-1]} of {self.num_sequences}")
 
     def _check_manifest(self) -> None:

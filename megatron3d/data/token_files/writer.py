@@ -3,12 +3,18 @@
 prefix.bin.partial         tokens, in their final form
 prefix.lengths.partial     i32 per finished sequence
 prefix.documents.partial   i64 per finished document: the number of sequences up to its end
+
+The counts of what is written hold a checksum of each file, which publishing verifies while it reads them.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +31,7 @@ CONTINUES, ENDS_SEQUENCE = 0, 1
 ENDS_DOCUMENT = 2
 """What ends with a run of tokens: nothing, its sequence (a sentence), or its document too."""
 MAX_SEQUENCE = 2**31 - 1
+GROWING = ("bin", "lengths", "documents")
 Ints = npt.NDArray[Any]
 
 
@@ -34,6 +41,7 @@ class WrittenCounts:
 
     Attributes:
         open_tokens: tokens at the end of the file whose sequence is not finished.
+        crc32: of each of the GROWING files.
     """
 
     num_tokens: int = 0
@@ -41,6 +49,7 @@ class WrittenCounts:
     num_documents: int = 0
     open_tokens: int = 0
     max_token_id: int = 0
+    crc32: tuple[int, ...] = (0, 0, 0)
 
 
 class IndexedWriter:
@@ -54,7 +63,7 @@ class IndexedWriter:
             for name, size in file_sizes(self.written, dtype).items():
                 self._files[name] = AppendOnlyFile(part_path(self.prefix, name), size)
         except UserError:
-            self.close() if self.written.num_sequences else self.discard()
+            self.close() if self.written.num_tokens else self.discard()
             raise
 
     def __enter__(self) -> IndexedWriter:
@@ -72,15 +81,21 @@ class IndexedWriter:
         marks = np.full(len(lengths), ENDS_DOCUMENT, np.int8) if marks is None else marks
         sequences, marks, open_tokens = self._sequences(lengths.astype(np.int64), marks)
         documents = self.written.num_sequences + 1 + np.flatnonzero(marks == ENDS_DOCUMENT)
-        self._files["bin"].append(tokens.tobytes())
-        self._files["lengths"].append(sequences.astype("<i4").tobytes())
-        self._files["documents"].append(documents.astype("<i8").tobytes())
+        self._append(tokens, sequences, documents, open_tokens)
+
+    def _append(self, tokens: Ints, sequences: Ints, documents: Ints, open_tokens: int = 0) -> None:
+        """Append tokens, lengths of finished sequences and ends of finished documents, and count them."""
+        data = tokens.tobytes(), sequences.astype("<i4").tobytes(), documents.astype("<i8").tobytes()
+        for name, content in zip(GROWING, data, strict=True):
+            self._files[name].append(content)
+        before = self.written
         self.written = WrittenCounts(
-            self.written.num_tokens + len(tokens),
-            self.written.num_sequences + len(sequences),
-            self.written.num_documents + len(documents),
+            before.num_tokens + len(tokens),
+            before.num_sequences + len(sequences),
+            before.num_documents + len(documents),
             open_tokens,
-            max(self.written.max_token_id, int(tokens.max(initial=0))),
+            max(before.max_token_id, int(tokens.max(initial=0))),
+            tuple(map(zlib.crc32, data, before.crc32)),
         )
 
     def _sequences(self, lengths: Ints, marks: Ints) -> tuple[Ints, Ints, int]:
@@ -97,24 +112,17 @@ class IndexedWriter:
         return sequences, marks, open_tokens
 
     def copy(self, data: IndexedDataset) -> None:
-        """Append all documents of another corpus."""
+        """Append all documents of another corpus, checked while they are read; raises UserError."""
         assert self.written.open_tokens == 0, "a corpus is appended after a whole document"
         assert data.dtype == self._dtype, f"{data.dtype} tokens for a file of {self._dtype}"
-        written, max_token_id = self.written, self.written.max_token_id
-        for block in read_blocks(with_suffix(data.prefix, ".bin")):
-            max_token_id = max(max_token_id, int(np.frombuffer(block, self._dtype).max()))
-            self._files["bin"].append(block)
+        deque(data.blocks(".idx"), maxlen=0)
+        num_sequences, nothing = self.written.num_sequences, np.empty(0, np.int64)
+        for block in data.blocks(".bin"):
+            self._append(np.frombuffer(block, self._dtype), nothing, nothing)
         for lengths in data.length_blocks():
-            self._files["lengths"].append(lengths.astype("<i4").tobytes())
+            self._append(nothing, lengths, nothing)
         for ends in data.document_blocks():
-            self._files["documents"].append((ends + written.num_sequences).astype("<i8").tobytes())
-        self.written = WrittenCounts(
-            written.num_tokens + data.num_tokens,
-            written.num_sequences + data.num_sequences,
-            written.num_documents + data.num_documents,
-            0,
-            max_token_id,
-        )
+            self._append(nothing, nothing, ends + num_sequences)
 
     def sync(self) -> None:
         """Make everything written so far survive a crash of the machine."""
@@ -187,13 +195,9 @@ def make_manifest(written: WrittenCounts, tokenizer: Tokenizer) -> Manifest:
     )
 
 
-def write_manifest(prefix: Path, manifest: Manifest | None) -> None:
-    """Write the manifest of a corpus, or for None delete an older one."""
-    if manifest is None:
-        with_suffix(prefix, SUFFIX).unlink(missing_ok=True)
-        return
-    with replace_output(with_suffix(prefix, SUFFIX)) as file:
-        file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
+def write_manifest(file: BinaryIO, manifest: Manifest) -> None:
+    """Write a manifest to an open file."""
+    file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
 
 
 def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest: Manifest | None) -> None:
@@ -203,37 +207,56 @@ def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest
     corpus that Megatron made.
     """
     assert written.open_tokens == 0, "the last document has no end"
-    idx, tokens = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
+    idx, tokens, described = (with_suffix(prefix, suffix) for suffix in (".idx", ".bin", SUFFIX))
     partial = part_path(prefix, "bin")
     if part_path(prefix, "lengths").exists():  # otherwise an earlier call did this
-        with replace_output(idx) as file:
-            _write_index(file, prefix, dtype, written)
-            file.flush()
-            if partial.exists():
-                idx.unlink(missing_ok=True)
-                partial.replace(tokens)
+        with ExitStack() as stack:
+            index = stack.enter_context(replace_output(idx))
+            bin_sha256 = sha256(_verified_blocks(partial if partial.exists() else tokens, written.crc32[0]))
+            _write_index(index, prefix, dtype, written)
+            _flush(index)
             if manifest is not None:
-                sums = {"bin_sha256": sha256(tokens), "idx_sha256": sha256(with_suffix(idx, PARTIAL))}
-                manifest = manifest.model_copy(update=sums)
-            write_manifest(prefix, manifest)
+                sums = {"bin_sha256": bin_sha256, "idx_sha256": sha256(read_blocks(with_suffix(idx, PARTIAL)))}
+                file = stack.enter_context(replace_output(described))
+                write_manifest(file, manifest.model_copy(update=sums))
+                _flush(file)
+            idx.unlink(missing_ok=True)  # from here on the disk cannot be full
+            described.unlink(missing_ok=True)
+            if partial.exists():
+                partial.replace(tokens)
     for name in ("lengths", "documents"):
         part_path(prefix, name).unlink(missing_ok=True)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _write_index(file: BinaryIO, prefix: Path, dtype: np.dtype[Any], written: WrittenCounts) -> None:
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
     file.write(HEADER.pack(MAGIC, 1, code, written.num_sequences, written.num_documents + 1))
-    for lengths in _entries(part_path(prefix, "lengths"), "<i4"):
-        file.write(lengths.tobytes())
+    lengths_path, documents_path = part_path(prefix, "lengths"), part_path(prefix, "documents")
+    for block in _verified_blocks(lengths_path, written.crc32[1]):
+        file.write(block)
     end = 0
-    for lengths in _entries(part_path(prefix, "lengths"), "<i4"):
+    for block in read_blocks(lengths_path):
+        lengths = np.frombuffer(block, "<i4")
         ends = end + np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
         file.write((ends - lengths.astype(np.int64) * dtype.itemsize).astype("<i8").tobytes())
         end = int(ends[-1])
     file.write(np.zeros(1, "<i8").tobytes())
-    for documents in _entries(part_path(prefix, "documents"), "<i8"):
-        file.write(documents.tobytes())
+    for block in _verified_blocks(documents_path, written.crc32[2]):
+        file.write(block)
 
 
-def _entries(path: Path, dtype: str) -> Iterator[Ints]:
-    return (np.frombuffer(block, dtype) for block in read_blocks(path))
+def _verified_blocks(path: Path, crc32: int) -> Iterator[bytes]:
+    """Yield the blocks of a growing file; raises UserError behind them if their checksum differs."""
+    found = 0
+    for block in read_blocks(path):
+        found = zlib.crc32(block, found)
+        yield block
+    if found != crc32:
+        raise UserError(
+            f"{path}: damaged since it was written (crc32 {found:08x} instead of {crc32:08x}); make the corpus again"
+        )

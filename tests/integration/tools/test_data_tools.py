@@ -188,6 +188,23 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["text", "text"], "--json-keys text text: 'text' is there twice"),
+        (["text", "a/b"], "'_a/b_document' cannot be part of a file's name"),
+        (["text", "x" * 300], "File name too long"),
+    ],
+)
+def test_keys_that_cannot_name_files_are_refused_and_nothing_is_written(
+    keys: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(keys, "words")) + "\n")
+    words = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--json-keys", *keys]
+    assert preprocess_data.main([*words, "--tokenizer-type", "ByteTokenizer", "--workers", "1"]) == 2
+    assert message in capsys.readouterr().err and names(tmp_path) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--type", "char", "--vocab-size", "9"], "remove --vocab-size"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -139,6 +142,17 @@ def test_a_disk_that_fills_during_a_merge_leaves_nothing(
     assert "cannot be written (File too large)" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_a_disk_that_is_full_at_the_manifest_leaves_nothing(
+    source: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megatron3d.data.token_files.writer.write_manifest", fill)
+    words = ["--input", f"{source.parent}/expected_text_document", "--output-prefix", str(tmp_path / "x")]
+    assert merge_datasets.main(words) == 2 and not list(tmp_path.iterdir())
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the files of a job that was killed before the final rename, with a resume log of many lines."""
@@ -173,3 +187,67 @@ def test_any_prefix_of_log_and_files_resumes_to_the_same_bytes(
     assert run(killed / "a.jsonl", folder / "x") == 0
     assert corpus(folder / "x") == corpus(killed / "expected")
     assert len(list(folder.iterdir())) == 3
+
+
+@settings(deadline=None, max_examples=30)
+@given(place=st.integers(0, 10**6), digit=st.sampled_from(b"0123456789"))
+def test_a_changed_digit_of_the_ledger_changes_no_token(
+    killed: Path, tmp_path_factory: pytest.TempPathFactory, place: int, digit: int
+) -> None:
+    """A damaged first line may be refused, which names --restart; the documents of later lines are encoded again."""
+    folder = tmp_path_factory.mktemp("again")
+    for path in killed.glob("x*"):
+        shutil.copy(path, folder)
+    ledger = bytearray((folder / "x.ledger.jsonl").read_bytes())
+    digits = [index for index, character in enumerate(ledger) if chr(character).isdigit()]
+    ledger[digits[place % len(digits)]] = digit
+    (folder / "x.ledger.jsonl").write_bytes(ledger)
+    if run(killed / "a.jsonl", folder / "x") == 2:
+        assert digits[place % len(digits)] < ledger.index(b"\n") and not list(folder.glob("x*.idx"))
+        assert run(killed / "a.jsonl", folder / "x", "--restart") == 0
+    assert corpus(folder / "x") == corpus(killed / "expected")
+
+
+def test_a_damaged_line_of_the_ledger_is_told(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in killed.glob("x*"):
+        shutil.copy(path, tmp_path)
+    lines = (tmp_path / "x.ledger.jsonl").read_bytes().splitlines(keepends=True)
+    lines[5] = lines[5].replace(b'"position": ', b'"position": 1')
+    (tmp_path / "x.ledger.jsonl").write_bytes(b"".join(lines))
+    assert run(killed / "a.jsonl", tmp_path / "x") == 0
+    assert "x.ledger.jsonl: damaged from line 6 on" in capsys.readouterr().err
+    assert corpus(tmp_path / "x") == corpus(killed / "expected")
+
+
+def test_a_ledger_without_checksums_is_refused(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in killed.glob("x*"):
+        shutil.copy(path, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "x.ledger.jsonl").read_text().splitlines()]
+    old = [{key: value for key, value in row.items() if key != "crc32"} for row in rows]
+    (tmp_path / "x.ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    before = sorted(tmp_path.iterdir())
+    assert run(killed / "a.jsonl", tmp_path / "x") == 2
+    message = capsys.readouterr().err
+    assert "no valid checksum" in message and "--restart" in message and sorted(tmp_path.iterdir()) == before
+    assert run(killed / "a.jsonl", tmp_path / "x", "--restart") == 0
+    assert corpus(tmp_path / "x") == corpus(killed / "expected")
+
+
+@pytest.mark.parametrize("name", ["bin", "lengths", "documents"])
+def test_a_changed_byte_of_what_was_written_is_refused(
+    name: str, killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in killed.glob("x*"):
+        shutil.copy(path, tmp_path)
+    path = tmp_path / f"x_text_document.{name}.partial"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert run(killed / "a.jsonl", tmp_path / "x") == 2
+    message = capsys.readouterr().err
+    assert "damaged since it was written" in message and "--restart" in message
+    assert not list(tmp_path.glob("*.idx")) and not list(tmp_path.glob("*.bin"))
+    assert run(killed / "a.jsonl", tmp_path / "x", "--restart") == 0
+    assert corpus(tmp_path / "x") == corpus(killed / "expected")

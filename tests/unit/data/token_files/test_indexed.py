@@ -1,8 +1,10 @@
 """Fact: token files are Megatron's bytes, read back what was written, and are refused unless every number agrees."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +118,60 @@ def test_damage_is_refused(prefix: Path, suffix: str, damage: Callable[[bytes], 
     with pytest.raises(UserError) as error:
         IndexedDataset(prefix)
     assert message in str(error.value) and str(prefix) in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
+def test_any_changed_byte_is_refused_or_changes_nothing(prefix: Path, suffix: str) -> None:
+    """Only the vocabulary's size and the largest token of a manifest are not known otherwise."""
+    path = file(prefix, suffix)
+    whole, unknown = path.read_bytes(), (b"vocab_size", b"max_token_id", b"fingerprint", b"tokenizer_type")
+    for place in range(len(whole)):
+        for mask in (1, 0x80):
+            changed = bytearray(whole)
+            changed[place] ^= mask
+            path.write_bytes(changed)
+            line = whole[whole.rfind(b"\n", 0, place) + 1 : whole.find(b"\n", place)]
+            try:
+                data = IndexedDataset(prefix)
+            except UserError:
+                continue
+            assert any(name in line for name in unknown) or line.isspace(), (place, line)
+            assert data.tokens(0, 8).tolist() == list(range(1, 9))
+            assert [sequence.tolist() for n in range(3) for sequence in data.sequences(n)] == DOCUMENTS
+
+
+def test_an_index_with_modes_other_than_text_is_refused_by_name(prefix: Path) -> None:
+    file(prefix, ".manifest.json").unlink()
+    with file(prefix, ".idx").open("ab") as index:
+        index.write(b"\0\1\0")
+    with pytest.raises(UserError, match=r"multimodal index of Megatron, whose sequence 1 has mode 1"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_pipe_is_no_token_file(prefix: Path, suffix: str) -> None:
+    file(prefix, suffix).unlink()
+    os.mkfifo(file(prefix, suffix))
+    with pytest.raises(UserError, match="Not a regular file"):
+        IndexedDataset(prefix)
+
+
+def test_damage_that_opening_does_not_see_is_refused_where_it_is_read(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only some entries of a large index are checked on opening."""
+    monkeypatch.setattr("megatron3d.data.token_files.indexed.RUNS", 2)
+    monkeypatch.setattr("megatron3d.data.token_files.indexed.RUN", 2)
+    write(prefix, [[number] * 3 for number in range(99)])
+    file(prefix, ".manifest.json").unlink()
+    whole = file(prefix, ".idx").read_bytes()
+    lengths, offsets, documents = LENGTHS + 4 * 50, LENGTHS + 4 * 99 + 8 * 50, LENGTHS + 12 * 99 + 8 * 50
+    for place in (lengths, lengths + 3, offsets, offsets + 1, offsets + 7, documents + 1, documents + 7):
+        file(prefix, ".idx").write_bytes(patch(place, bytes([whole[place] ^ 0x81]))(whole))
+        data = IndexedDataset(prefix)
+        for read in (partial(data.sequences, 50), data.verify, lambda data=data: list(data.document_lengths())):
+            with pytest.raises(UserError, match=r"a\.b_text_document\.idx: "):
+                read()
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
