@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import sentencepiece
 import tokenizers
 
+from megatron3d.data.tokenizers.model_file import library_errors, not_of_type, read_model, unable
 from megatron3d.data.tokenizers.special_tokens import (
     END_TOKENS,
     SpecialTokens,
@@ -28,6 +29,7 @@ from megatron3d.data.tokenizers.special_tokens import (
 )
 from megatron3d.errors import UserError
 
+MAX_VOCAB_SIZE = 1 << 24
 ByteCounts = npt.NDArray[np.int64]
 
 
@@ -60,31 +62,6 @@ def _fingerprint(tokenizer_type: str, model: bytes) -> str:
     return hashlib.sha256(tokenizer_type.encode() + b"\0" + model).hexdigest()
 
 
-def _read_model(tokenizer_type: str, tokenizer_model: str | None) -> tuple[Path, bytes]:
-    if tokenizer_model is None:
-        raise UserError(
-            f"data.tokenizer_model: {tokenizer_type} needs a model file; "
-            "name one, or set data.tokenizer_type=ByteTokenizer, which needs none"
-        )
-    path = Path(tokenizer_model)
-    if tokenizer_type == "HuggingFaceTokenizer" and path.is_dir():
-        path = path / "tokenizer.json"
-    try:
-        return path, path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"data.tokenizer_model={tokenizer_model}: cannot read {path} ({error.strerror}); "
-            "tools/train_tokenizer.py makes a tokenizer model"
-        ) from error
-
-
-def _wrong_file(path: Path, tokenizer_type: str, wanted: str) -> UserError:
-    return UserError(
-        f"data.tokenizer_model={path}: not {wanted}, which data.tokenizer_type={tokenizer_type} needs; "
-        "name the file that belongs to this type, or the type that belongs to this file"
-    )
-
-
 def _piece_bytes(piece: str) -> int:
     return len(piece.replace("▁", " ").encode())
 
@@ -96,17 +73,15 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, tokenizer_model: str | None) -> None:
-        path, model = _read_model("SentencePieceTokenizer", tokenizer_model)
-        self._model = sentencepiece.SentencePieceProcessor()
-        try:
+        path, model = read_model("SentencePieceTokenizer", tokenizer_model)
+        self._path, self._model = path, sentencepiece.SentencePieceProcessor()
+        with library_errors(not_of_type(path, "SentencePieceTokenizer", "a SentencePiece model")):
             self._model.LoadFromSerializedProto(model)
-        except RuntimeError as error:
-            raise _wrong_file(path, "SentencePieceTokenizer", "a SentencePiece model") from error
-        if not model:
-            raise _wrong_file(path, "SentencePieceTokenizer", "a SentencePiece model")
-        self.vocab_size = int(self._model.vocab_size())
-        bos, end = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
-        self.special = declared_tokens(path, Vocabulary(self.vocab_size, self._find, bos, end))
+            if not self._model.vocab_size():
+                raise ValueError("it has no pieces")
+            self.vocab_size = int(self._model.vocab_size())
+            bos, end = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
+            self.special = declared_tokens(path, Vocabulary(self.vocab_size, self._find, bos, end))
         self.eod = self.special.eod
         self.fingerprint = _fingerprint("SentencePieceTokenizer", model)
 
@@ -115,46 +90,52 @@ class SentencePieceTokenizer:
         return place if self._model.id_to_piece(place) == piece else None
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text)
+        with library_errors(unable(self._path, "encode a text")):
+            ids: list[int] = self._model.encode(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._model.decode([int(token) for token in ids]))
+        with library_errors(unable(self._path, "decode tokens")):
+            return str(self._model.decode([int(token) for token in ids]))
 
     def token_bytes(self) -> ByteCounts:
-        model, ids = self._model, range(self.vocab_size)
-        return np.array(
-            [0 if model.is_control(i) else 1 if model.is_byte(i) else _piece_bytes(model.id_to_piece(i)) for i in ids]
-        )
+        model = self._model
+
+        def count(i: int) -> int:
+            return 0 if model.is_control(i) else 1 if model.is_byte(i) else _piece_bytes(model.id_to_piece(i))
+
+        with library_errors(unable(self._path, "say what its tokens are")):
+            return np.array([count(i) for i in range(self.vocab_size)])
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, or a local folder with one; `eod` is declared next to it, or the first of END_TOKENS in it."""
 
     def __init__(self, tokenizer_model: str | None) -> None:
-        path, model = _read_model("HuggingFaceTokenizer", tokenizer_model)
-        try:
+        path, model = read_model("HuggingFaceTokenizer", tokenizer_model)
+        self._path = path
+        with library_errors(not_of_type(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers")):
             self._model = tokenizers.Tokenizer.from_buffer(model)
-        except Exception as error:  # the library raises bare Exception
-            raise _wrong_file(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers") from error
-        self._model.no_truncation()  # a file may ask for both, for other uses
-        self._model.no_padding()
-        ids = self._model.get_vocab(with_added_tokens=True)
-        if not ids:
-            raise _wrong_file(path, "HuggingFaceTokenizer", "a tokenizer with any token")
-        self.vocab_size = max(ids.values()) + 1
-        end = next((ids[name] for name in END_TOKENS if name in ids), None)
-        before = template(self._model.post_processor)
-        self.special = declared_tokens(path, Vocabulary(self.vocab_size, ids.get, None, end, before))
+            self._model.no_truncation()  # a file may ask for both, for other uses
+            self._model.no_padding()
+            ids = self._model.get_vocab(with_added_tokens=True)
+            if not ids:
+                raise ValueError("it has no tokens")
+            self.vocab_size = max(ids.values()) + 1
+            end = next((ids[name] for name in END_TOKENS if name in ids), None)
+            before = template(self._model.post_processor)
+            self.special = declared_tokens(path, Vocabulary(self.vocab_size, ids.get, None, end, before))
         self.eod = self.special.eod
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", model)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        with library_errors(unable(self._path, "encode a text")):
+            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._model.decode([int(token) for token in ids]))
+        with library_errors(unable(self._path, "decode tokens")):
+            return str(self._model.decode([int(token) for token in ids]))
 
     def token_bytes(self) -> ByteCounts | None:
         """Count bytes of each token: of byte-level BPE by characters, of byte fallback (<0x0A>) as in SentencePiece."""
@@ -181,27 +162,26 @@ class TikTokenizer:
 
         {"ranks": "cl100k_base.tiktoken", "pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}
 
-    `ranks` is a file in the same folder: a line per token, its bytes in base 64 and its id.
+    `ranks` is a file in the same folder: a line per token, its bytes in base 64 and its id; every byte is a token.
     """
 
     _KEYS = ("ranks", "pattern", "special_tokens")
 
     def __init__(self, tokenizer_model: str | None) -> None:
-        path, model = _read_model("TikTokenizer", tokenizer_model)
+        path, model = read_model("TikTokenizer", tokenizer_model)
         try:
             import tiktoken
         except ImportError as error:
             raise UserError("data.tokenizer_type=TikTokenizer: needs the package tiktoken; pip install it") from error
-        try:
+        self._path = path
+        with library_errors(not_of_type(path, "TikTokenizer", f"a JSON object with {', '.join(self._KEYS)}")):
             values = json.loads(model)
             ranks_file, pattern, special = (values[key] for key in self._KEYS)
-            ranks = (path.parent / ranks_file).read_bytes()
-            ids = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in ranks.splitlines())}
+            if ranks_file != Path(ranks_file).name:
+                raise ValueError("its ranks are not the name of a file in the same folder")
+            _, ranks = read_model("TikTokenizer", str(path.parent / ranks_file))
+            ids = _parse_ranks(ranks, special)
             self._model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
-        except OSError as error:
-            raise UserError(f"data.tokenizer_model={path}: cannot read its ranks {error.filename}") from error
-        except (ValueError, TypeError, KeyError) as error:
-            raise _wrong_file(path, "TikTokenizer", f"a JSON object with {', '.join(self._KEYS)}") from error
         self.vocab_size = int(self._model.max_token_value) + 1
         end = next((special[name] for name in END_TOKENS if name in special), None)
         self.special = SpecialTokens() if end is None else SpecialTokens(ends=(end,), prefix=end)
@@ -209,13 +189,32 @@ class TikTokenizer:
         self.fingerprint = _fingerprint("TikTokenizer", model + b"\0" + ranks)
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode_ordinary(text)
+        with library_errors(unable(self._path, "encode a text")):
+            ids = self._model.encode_ordinary(text)
+            if len(self._model.decode_bytes(ids)) != len(text.encode()):
+                raise ValueError("its pattern leaves out part of the text")
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(token) for token in ids], errors="replace")
+        with library_errors(unable(self._path, "decode tokens")):
+            return self._model.decode([int(token) for token in ids], errors="replace")
 
     def token_bytes(self) -> None:
         return None
+
+
+def _parse_ranks(content: bytes, special: Mapping[str, int]) -> dict[bytes, int]:
+    """Return the ids of tiktoken's tokens; raises ValueError unless each is there once, and every byte is a token."""
+    lines = [line.split() for line in content.splitlines()]
+    ids = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    distinct = {*ids.values(), *special.values()}
+    if len(ids) < len(lines) or len(distinct) < len(lines) + len(special):
+        raise ValueError("a token or a rank is there twice")
+    if not 0 <= min(distinct) <= max(distinct) < MAX_VOCAB_SIZE:
+        raise ValueError(f"ranks must be from 0 to {MAX_VOCAB_SIZE - 1}")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ids]:
+        raise ValueError(f"byte {missing[0]} is no token")
+    return ids
 
 
 class ByteTokenizer:
@@ -247,13 +246,11 @@ class CharTokenizer:
     special = SpecialTokens()
 
     def __init__(self, tokenizer_model: str | None) -> None:
-        path, model = _read_model("CharTokenizer", tokenizer_model)
-        try:
+        path, model = read_model("CharTokenizer", tokenizer_model)
+        with library_errors(not_of_type(path, "CharTokenizer", "a JSON list of different single characters")):
             characters = json.loads(model)
-        except ValueError:
-            characters = None
-        if not _is_alphabet(characters):
-            raise _wrong_file(path, "CharTokenizer", "a JSON list of different single characters")
+            if not _is_alphabet(characters):
+                raise ValueError("it holds something else")
         self._path = path
         self._characters: list[str] = characters
         self._ids = {character: index for index, character in enumerate(characters)}
@@ -271,7 +268,8 @@ class CharTokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self._characters[token] for token in ids)
+        with library_errors(unable(self._path, "decode tokens")):
+            return "".join(self._characters[token] for token in ids)
 
     def token_bytes(self) -> ByteCounts:
         return np.array([len(character.encode()) for character in self._characters])
@@ -280,7 +278,8 @@ class CharTokenizer:
 def _is_alphabet(value: object) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(item, str) and len(item) == 1 for item in value) and len(set(value)) == len(value)
+    is_list = all(isinstance(item, str) and len(item) == 1 for item in value) and len(set(value)) == len(value)
+    return is_list and not any("\ud800" <= item <= "\udfff" for item in value)  # halves of a pair are no characters
 
 
 _TYPES: dict[str, Callable[[str | None], Tokenizer]] = {
@@ -297,4 +296,10 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokeniz
     """Build the tokenizer of a type and a model file; raises UserError where the file is not of this type."""
     if tokenizer_type not in _TYPES:
         raise UserError(f"data.tokenizer_type={tokenizer_type}: unknown; use {', '.join(TOKENIZER_TYPES)}")
-    return _TYPES[tokenizer_type](tokenizer_model)
+    tokenizer = _TYPES[tokenizer_type](tokenizer_model)
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+        raise UserError(
+            f"data.tokenizer_model={tokenizer_model}: its largest id is {tokenizer.vocab_size - 1}, above "
+            f"{MAX_VOCAB_SIZE - 1}; the file is damaged: make it again, or use another"
+        )
+    return tokenizer

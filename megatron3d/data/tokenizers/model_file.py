@@ -1,0 +1,58 @@
+"""The model file of a tokenizer: read, and named in the error where a tokenizer library fails because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron3d.errors import UserError
+from megatron3d.runtime.limits import read_limited, shorten
+
+MAX_BYTES = 1 << 30
+
+
+def read_model(tokenizer_type: str, tokenizer_model: str | None) -> tuple[Path, bytes]:
+    """Return the path and the content of a model file; raises UserError where there is none."""
+    if tokenizer_model is None:
+        raise UserError(
+            f"data.tokenizer_model: {tokenizer_type} needs a model file; "
+            "name one, or set data.tokenizer_type=ByteTokenizer, which needs none"
+        )
+    path = Path(tokenizer_model)
+    try:
+        if tokenizer_type == "HuggingFaceTokenizer" and path.is_dir():
+            path = path / "tokenizer.json"
+        return path, read_limited(path, MAX_BYTES)
+    except OSError as error:
+        raise UserError(
+            f"data.tokenizer_model={tokenizer_model}: cannot read {path} ({error.strerror}); "
+            "tools/train_tokenizer.py makes a tokenizer model"
+        ) from error
+
+
+def not_of_type(path: Path, tokenizer_type: str, wanted: str) -> Callable[[str], UserError]:
+    """Return the maker of the error of a file that does not belong to the type, from the reason."""
+    return lambda why: UserError(
+        f"data.tokenizer_model={path}: not {wanted}, which data.tokenizer_type={tokenizer_type} needs ({why}); "
+        "name the file that belongs to this type, or the type that belongs to this file"
+    )
+
+
+def unable(path: Path, task: str) -> Callable[[str], UserError]:
+    """Return the maker of the error of a model that was read and cannot do its task, from the reason."""
+    return lambda why: UserError(
+        f"data.tokenizer_model={path}: cannot {task} ({why}); "
+        "the file is damaged, or has no token for unknown text: make it again, or use another"
+    )
+
+
+@contextmanager
+def library_errors(make_error: Callable[[str], UserError]) -> Iterator[None]:
+    """Raise `make_error(reason)` for whatever a library raises, also bare Exception and the panics of Rust code."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic is not an Exception
+        raise make_error(shorten(" ".join(str(error).split()) or type(error).__name__)) from error
