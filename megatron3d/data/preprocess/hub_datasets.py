@@ -39,7 +39,7 @@ def open_dataset(text: str) -> Any:
             saved = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             return saved.to_iterable_dataset(num_shards=max(1, min(len(saved), 64)))
         return datasets.load_dataset(name, config, split=split, streaming=True)
-    except (ValueError, OSError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # of any type, as in open_shard
         why = _first_line(error)
         raise UserError(f"{text}: cannot be opened ({why}); name a folder with data files, or a dataset") from error
 

@@ -85,7 +85,7 @@ def open_parquet(path: str) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise UserError(f"--input {path}: no parquet file ({error}); make it again or leave it out") from error
 
 

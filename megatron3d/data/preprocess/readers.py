@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -38,8 +38,10 @@ class ReadOptions:
         """Return the error of a longer record."""
         return UserError(f"longer than --max-record-mb {self.max_record_bytes / 1e6:g}")
 
-    def checked(self, fields: Mapping[str, object]) -> Mapping[str, object] | UserError:
-        """Return the fields of a row, or the error where one of them is too long."""
+    def checked(self, fields: Mapping[str, object] | UserError) -> Mapping[str, object] | UserError:
+        """Return the fields of a row, or the error where they could not be decoded or one of them is too long."""
+        if isinstance(fields, UserError):
+            return fields
         too_long = any(isinstance(value, str) and len(value) > self.max_record_bytes for value in fields.values())
         return self.too_long() if too_long else fields
 
@@ -135,7 +137,7 @@ def _parquet_rows(chunk: InputChunk, options: ReadOptions, position: int | None)
     try:
         for batch in file.iter_batches(batch_rows, row_groups=[chunk.start], columns=columns, use_threads=False):
             if row + batch.num_rows > first:
-                for number, fields in enumerate(batch.to_pylist(), row):
+                for number, fields in enumerate(_decoded_rows(batch), row):
                     if number >= first:
                         yield Record(chunk, number, number + 1, options.checked(fields), row_bytes)
             row += batch.num_rows
@@ -143,6 +145,17 @@ def _parquet_rows(chunk: InputChunk, options: ReadOptions, position: int | None)
         raise UserError(
             f"{chunk.path}: row group {chunk.start} is damaged ({error}); make the file again or leave it out"
         ) from error
+
+
+def _decoded_rows(batch: Any) -> Sequence[Mapping[str, object] | UserError]:
+    """Return the rows of a batch of pyarrow's; the error of a row in place of one that cannot be decoded."""
+    try:
+        rows: list[Mapping[str, object]] = batch.to_pylist()
+    except Exception as error:  # of any type: text that is not UTF-8, a date that Python does not have
+        if batch.num_rows == 1:
+            return [UserError(f"cannot be decoded ({error})")]
+        return [row for number in range(batch.num_rows) for row in _decoded_rows(batch.slice(number, 1))]
+    return rows
 
 
 def _dataset_rows(chunk: InputChunk, options: ReadOptions, position: int | None) -> Iterator[Record]:

@@ -156,11 +156,19 @@ def lines(content: bytes) -> Callable[[Path], Path]:
     return written
 
 
+def not_utf8(folder: Path) -> Path:
+    texts, ends = pa.py_buffer(b"good\xff"), pa.py_buffer(np.array([0, 4, 5], "<i4").tobytes())
+    array = pa.Array.from_buffers(pa.string(), 2, [None, ends, texts])
+    pq.write_table(pa.table({"text": array}), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
 ODD: Mapping[str, tuple[Callable[[Path], Path], str]] = {
     "null": (lambda here: rows(here, ["a", None]), "a.parquet, row group 0, row 1: 'text' holds a NoneType"),
     "numbers": (lambda here: rows(here, [1, 2]), "a.parquet, row group 0, row 0: 'text' holds a int"),
     "nested": (lambda here: rows(here, [{"inner": "a"}]), "row 0: 'text' holds a dict"),
     "bytes": (lambda here: rows(here, [b"a"]), "row 0: 'text' holds a bytes"),
+    "not utf-8": (not_utf8, "a.parquet, row group 0, row 1: cannot be decoded ('utf-8' codec"),
     "damaged parquet": (damaged_parquet, "a.parquet"),
     "damaged gzip": (damaged_gzip, "a.jsonl.gz: cannot be read"),
     "cut zst": (cut_zst, "a.jsonl.zst: cannot be read"),
@@ -190,6 +198,11 @@ def test_unreadable_input_is_reported_and_nothing_is_left(
     messages = [line for line in said.splitlines() if not line.startswith("encoding ")]  # except the progress bar
     assert len(messages) == 1 and words in messages[0], said
     assert names(tmp_path) == before
+
+
+def test_a_row_that_is_not_utf8_is_left_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(not_utf8(tmp_path), tmp_path / "x", "--on-bad-record", "skip") == 0
+    assert "row 1: cannot be decoded" in capsys.readouterr().err and texts_of(tmp_path / "x") == ["good"]
 
 
 @pytest.mark.parametrize(
