@@ -80,8 +80,8 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{number}: not JSON ({error.msg}); move the file away or repair the line") from error
-    if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}:{number}: not JSON ({error}); move the file away or repair the line") from error
+    if not isinstance(row, dict) or type(row.get("iteration")) is not int or abs(row["iteration"]) >= 2**63:
         raise UserError(f"{path}:{number}: not a record of a run: it has no whole number `iteration`")
     return row

@@ -78,6 +78,12 @@ def test_a_truncated_line_is_skipped(tmp_path: Path) -> None:
         ("step,loss\n", "metrics.jsonl:1: not JSON"),
         ('{"loss": 3}\n', "metrics.jsonl:1: not a record of a run"),
         ("[1, 2]\n", "metrics.jsonl:1: not a record of a run"),
+        ('{"iteration": true}\n', "metrics.jsonl:1: not a record of a run"),
+        ('{"iteration": 1' + "0" * 400 + "}\n", "metrics.jsonl:1: not a record of a run"),
+        ('{"iteration": 1' + "0" * 5000 + "}\n", "metrics.jsonl:1: not JSON"),
+        ("[" * 100_000 + "\n", "metrics.jsonl:1: not JSON"),
+        ('{"iteration": 1, "lm_loss": "low"}\n', "lm_loss of iteration 1 is 'low', not a number"),
+        ('{"iteration": 1, "lm_loss": 1' + "0" * 400 + "}\n", "lm_loss of iteration 1 is 1000"),
     ],
 )
 def test_a_folder_without_a_run_is_refused(
@@ -89,6 +95,27 @@ def test_a_folder_without_a_run_is_refused(
     assert plot_run.main([str(tmp_path), "--output", str(output)]) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "KeyError: 'train_iters'"),
+        (None, "TypeError: "),
+        ({"train_iters": 3}, "KeyError: 'time'"),
+        ({"train_iters": 3, "time": "now"}, "KeyError: "),
+    ],
+)
+def test_rows_that_lack_keys_are_refused(
+    row: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"iteration": 0, "start": row}) + "\n")
+    assert plot_run.main([str(run), "--output", str(tmp_path / "run.html"), "--refresh", "1"]) == 2
+    told = capsys.readouterr().err
+    assert message in told and f"{run}/metrics.jsonl: its rows are not those that a run writes" in told
+    assert not (tmp_path / "run.html").exists()
 
 
 def test_an_unknown_picture_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
