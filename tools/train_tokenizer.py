@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from megatron3d.data.preprocess.input_chunks import find_inputs
@@ -29,7 +30,7 @@ from megatron3d.data.preprocess.tokenizer_training import (
     train_sentencepiece,
 )
 from megatron3d.data.token_files.files import replace_output, with_suffix
-from megatron3d.data.tokenizers.tokenizer import build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, real, whole
 from megatron3d.runtime.tool_main import run_tool, spinner
@@ -53,8 +54,14 @@ def train(text: TrainingText, kind: str, vocab_size: int) -> bytes:
 def train_in_child(text: TrainingText, kind: str, vocab_size: int) -> bytes:
     """Train in a child process: the libraries block the progress display and Ctrl-C."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
-        return pool.submit(train, text, kind, vocab_size).result()
+    try:
+        with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
+            return pool.submit(train, text, kind, vocab_size).result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"--vocab-size {vocab_size}: the training process was killed, by the system where memory ran out; use a "
+            "smaller one, or a smaller --max-mb"
+        ) from error
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> None:
@@ -62,8 +69,9 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     characters = arguments.type == "char"
     if characters and arguments.vocab_size is not None:
         raise UserError(f"--vocab-size {arguments.vocab_size}: --type char takes every character; remove --vocab-size")
-    if not characters and arguments.vocab_size is None:
-        raise UserError(f"--vocab-size: --type {arguments.type} needs one; use e.g. --vocab-size 4096")
+    if not characters and not 1 <= (arguments.vocab_size or 0) <= MAX_VOCAB_SIZE:
+        limits = f"needs one of 1 to {MAX_VOCAB_SIZE}; use e.g. --vocab-size 4096"
+        raise UserError(f"--vocab-size {arguments.vocab_size}: --type {arguments.type} {limits}")
     if not arguments.max_mb > 0:
         raise UserError(f"--max-mb {arguments.max_mb:g}: must be above 0; use for example 20")
     paths = find_inputs(arguments.input)

@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megatron3d.data.corpus.samples import parse_weight
 from megatron3d.data.permutation import Indices
 from megatron3d.errors import UserError
 
@@ -143,6 +144,6 @@ def parse_paths(key: str, value: Paths) -> tuple[tuple[str, Fraction | None], ..
 
 def _number(word: str | float | int) -> Fraction | None:
     try:
-        return Fraction(str(word))
+        return parse_weight(str(word))
     except (ValueError, ZeroDivisionError):
         return None

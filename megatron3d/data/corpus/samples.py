@@ -7,6 +7,7 @@ sample i = window permutation[epoch](i mod windows), epoch = i div windows
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -28,10 +29,17 @@ class Split:
         return max(0, (self.num_tokens - 1) // seq_length)
 
 
+def parse_weight(text: str) -> Fraction:
+    """Return a number such as 7, 0.7, 1e-3 or 1/3; raises ValueError for others, and for exponents above 99."""
+    if len(text) > 40 or re.search("[eE][-+]?[0-9_]{3}", text):
+        raise ValueError("too long")
+    return Fraction(text.strip())
+
+
 def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
     """Parse the weights of train, valid and test, and normalize them to a sum of 1; raises UserError."""
     try:
-        train, valid, test = (Fraction(weight.strip()) for weight in split.split(","))
+        train, valid, test = map(parse_weight, split.split(","))
     except (ValueError, ZeroDivisionError) as error:
         raise UserError(
             f"data.split={split}: not three numbers for train, valid and test; use e.g. 969,30,1"

@@ -13,6 +13,7 @@ from megatron3d.data.preprocess.input_chunks import InputChunk, open_decompresse
 from megatron3d.data.preprocess.records import Record
 from megatron3d.data.preprocess.split_text import MAX_TEXT, Split, split_at_newline
 from megatron3d.errors import UserError
+from megatron3d.runtime.limits import shorten
 
 SKIP_BYTES = 1 << 20
 BATCH_ROWS, BATCH_ROWS_BYTES = 256, 1 << 22
@@ -130,7 +131,7 @@ def _parquet_rows(chunk: InputChunk, options: ReadOptions, position: int | None)
     file, first = open_parquet(chunk.path), position or 0
     columns = [key for key in options.keys if key in file.schema_arrow.names]
     if missing := [key for key in options.keys if key not in columns]:
-        names = ", ".join(map(repr, file.schema_arrow.names)) or "none"
+        names = shorten(", ".join(map(repr, file.schema_arrow.names)) or "none")
         raise UserError(f"{chunk.path}: no column {missing[0]!r}; it has {names}, see --json-keys")
     row, row_bytes = 0, chunk.num_bytes // max(file.metadata.row_group(chunk.start).num_rows, 1)
     batch_rows = min(max(BATCH_ROWS_BYTES // max(row_bytes, 1), 1), BATCH_ROWS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron3d.data.preprocess.input_chunks import InputChunk
 from megatron3d.errors import UserError
+from megatron3d.runtime.limits import shorten
 
 TEXT_KEY = "text"
 BYTE_ORDER_MARK = "\ufeff"
@@ -70,7 +71,7 @@ class Record:
 
     def _text(self, fields: Mapping[str, object], key: str) -> str:
         if key not in fields:
-            names = ", ".join(map(repr, fields)) or "none"
+            names = shorten(", ".join(map(repr, fields)) or "none")
             raise self._error(f"no key {key!r}; it has {names}, see --json-keys, or data.stream_key of a run")
         text = fields[key]
         if not isinstance(text, str):

@@ -82,7 +82,7 @@ def train_sentencepiece(text: TrainingText, model_type: str, vocab_size: int) ->
             pad_id=-1,
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         why = str(error).rpartition("] ")[2] or str(error)  # the message may be only the library's failed condition
         raise UserError(f"--vocab-size {vocab_size}: {why.strip()}; use another number, or other text") from error
     return model.getvalue()

@@ -158,6 +158,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, str | None], str]] = [
     ({"--input": "{}/a.csv"}, "unknown kind '.csv'"),
     ({"--input": "{}/folder"}, "a folder without .jsonl, "),
     ({"--shard": "3/3"}, "--shard 3/3: not i/n"),
+    ({"--shard": "0/" + "9" * 5000}, "9...: not i/n"),
+    ({"--shard": "\u0663/\u0664"}, ": not i/n"),
     ({"--piece-mb": "0"}, "--piece-mb 0: must be"),
     ({"--input": "{}/empty.txt"}, "no text under the key 'text'"),
     ({"--input": "{}/latin.txt"}, "not UTF-8 text"),
@@ -209,6 +211,7 @@ def test_keys_that_cannot_name_files_are_refused_and_nothing_is_written(
     [
         (["--type", "char", "--vocab-size", "9"], "remove --vocab-size"),
         (["--type", "bpe"], "needs one"),
+        (["--type", "byte-bpe", "--vocab-size", "1000000000000"], "needs one of 1 to 16777216"),
         (["--vocab-size", "100000"], "Vocabulary size too high"),
         (["--vocab-size", "10"], "--vocab-size 10"),
         (["--vocab-size", "300", "--json-keys", "body"], "no key 'body'"),

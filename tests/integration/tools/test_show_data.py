@@ -41,6 +41,14 @@ def test_statistics_are_those_of_the_documents(prefix: Path, capsys: pytest.Capt
     assert abs(median - lengths[19]) <= 2
 
 
+def test_a_name_is_not_markup(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (prefix.parent / "a[").mkdir()
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        Path(f"{prefix}{suffix}").rename(prefix.parent / "a[" / f"b]{suffix}")
+    assert inspect_dataset.main([str(prefix.parent / "a[" / "b]"), "--verify"]) == 0
+    assert "a[/b]" in "".join(capsys.readouterr().out.split())
+
+
 def test_documents_are_shown_as_text(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = ["--tokenizer-type", "ByteTokenizer"]
     assert inspect_dataset.main([str(prefix), "--documents", "3", "-1", *tokenizer]) == 0
@@ -50,10 +58,16 @@ def test_documents_are_shown_as_text(prefix: Path, capsys: pytest.CaptureFixture
     assert "use 0 to 39" in capsys.readouterr().err
 
 
-def test_damage_that_opening_does_not_detect_is_found(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_that_opening_does_not_detect_is_found(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Opening verifies the checksum of a small file only."""
     tokens = bytearray(Path(f"{prefix}.bin").read_bytes())
     tokens[10] ^= 1
     Path(f"{prefix}.bin").write_bytes(bytes(tokens))
+    assert inspect_dataset.main([str(prefix)]) == 2
+    assert "but its manifest says" in capsys.readouterr().err
+    monkeypatch.setattr("megatron3d.data.token_files.indexed.WHOLE", 0)
     assert inspect_dataset.main([str(prefix)]) == 0
     assert inspect_dataset.main([str(prefix), "--verify"]) == 2
     assert "but its manifest says" in capsys.readouterr().err

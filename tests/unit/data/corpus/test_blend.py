@@ -74,6 +74,8 @@ def test_paths_are_parsed_as_in_megatron(value: Paths, expected: list[tuple[str,
         ((0, "a", 0, "b"), "one above 0"),
         ((float("nan"), "a"), "neither a prefix"),
         (("a", "a"), "a is there twice"),
+        (("1e999999999", "a", 1, "b"), "neither a prefix"),
+        ((1, "a", "1e-999999999", "b"), "neither a prefix"),
     ],
 )
 def test_bad_paths_are_refused(value: Paths, message: str) -> None:

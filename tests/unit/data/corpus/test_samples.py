@@ -95,7 +95,9 @@ def test_a_90_10_split_equals_nanogpts() -> None:
     assert split_tokens(1_115_394, " 0.9, 0.1,0") == (train, valid, test)
 
 
-@pytest.mark.parametrize("split", ["", "90,10", "90,10,0,0", "a,b,c", "-1,1,1", "0,0,0", "nan,1,1", "1/0,1,1"])
+@pytest.mark.parametrize(
+    "split", ["", "90,10", "90,10,0,0", "a,b,c", "-1,1,1", "0,0,0", "nan,1,1", "1/0,1,1", "1e999999999,1,1"]
+)
 def test_a_bad_split_is_refused(split: str) -> None:
     with pytest.raises(UserError, match=r"data\.split="):
         parse_split(split)
