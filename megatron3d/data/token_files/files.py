@@ -6,6 +6,7 @@ What is being written is locked: of two processes that write the same file the s
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
@@ -24,9 +25,17 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
     """Append `suffix` to `prefix`, whose dots are kept; raises UserError where the result is no file name."""
     if not prefix.name:
         raise UserError(f"{prefix}: no name of a file; use for example {prefix / 'corpus'}")
-    if "/" in suffix or "\0" in suffix:
-        raise UserError(f"{prefix}: {suffix!r} cannot be part of a file's name; use another --output-prefix or key")
+    if "/" in suffix or not is_path(f"{prefix}{suffix}"):
+        raise UserError(f"{prefix}{suffix}: cannot be the name of a file; use another prefix, or another key")
     return prefix.with_name(prefix.name + suffix)
+
+
+def is_path(text: str) -> bool:
+    """Return whether a path can have these characters: no zero byte, no half of a surrogate pair."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def lock_output(path: Path) -> io.FileIO:
@@ -36,6 +45,7 @@ def lock_output(path: Path) -> io.FileIO:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        require_regular(path)
         file = open_locked(path)
     except BlockingIOError as error:
         raise UserError(f"{path}: another process is at work on this; wait for it, or give another name") from error
@@ -48,6 +58,12 @@ def lock_output(path: Path) -> io.FileIO:
         return file
     file.close()  # the other process renamed it between opening and locking
     raise UserError(f"{path}: another process was at work on this; start again, or give another name")
+
+
+def require_regular(path: Path) -> None:
+    """Raise OSError where a folder, pipe or device has the name of a file."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file")
 
 
 def has_name(file: io.FileIO, path: Path) -> bool:

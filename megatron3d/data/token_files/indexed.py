@@ -11,7 +11,6 @@ of a file of up to WHOLE bytes.  Whatever is read in blocks is checked completel
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import struct
 from collections import deque
@@ -24,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron3d.data.token_files.files import read_blocks, with_suffix
+from megatron3d.data.token_files.files import read_blocks, require_regular, with_suffix
 from megatron3d.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -71,6 +70,7 @@ def read_manifest(prefix: Path) -> Manifest | None:
     """Return the manifest of a corpus, None if there is none; raises UserError if it is damaged."""
     path = with_suffix(prefix, SUFFIX)
     try:
+        require_regular(path)
         return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
@@ -198,8 +198,7 @@ class IndexedDataset:
 
     def _require_content(self, path: Path) -> None:
         try:
-            if path.exists() and not path.is_file():
-                raise OSError(errno.EINVAL, "Not a regular file")
+            require_regular(path)
             with path.open("rb") as file:
                 content = file.read(1)
         except OSError as error:

@@ -193,7 +193,7 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
     ("keys", "message"),
     [
         (["text", "text"], "--json-keys text text: 'text' is there twice"),
-        (["text", "a/b"], "'_a/b_document' cannot be part of a file's name"),
+        (["text", "a/b"], "out_a/b_document: cannot be the name of a file"),
         (["text", "x" * 300], "File name too long"),
     ],
 )

@@ -219,6 +219,12 @@ def test_a_damaged_line_of_the_ledger_is_told(killed: Path, tmp_path: Path, caps
     assert corpus(tmp_path / "x") == corpus(killed / "expected")
 
 
+def test_a_pipe_in_the_way_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "x.ledger.jsonl")
+    assert run(source, tmp_path / "x") == 2
+    assert "cannot be written (Not a regular file)" in capsys.readouterr().err
+
+
 def test_a_ledger_without_checksums_is_refused(
     killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

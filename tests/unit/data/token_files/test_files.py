@@ -75,3 +75,7 @@ def test_a_refused_writer_leaves_existing_files(tmp_path: Path) -> None:
 def test_a_prefix_without_a_name_is_refused() -> None:
     with pytest.raises(UserError, match=r"no name of a file; use for example corpus"):
         with_suffix(Path(), ".bin")
+    for prefix, suffix in (("a", "_b/c"), ("a", "_\0"), ("\0", ".bin"), ("\ud800", ".bin")):
+        with pytest.raises(UserError, match="cannot be the name of a file"):
+            with_suffix(Path(prefix), suffix)
+    assert with_suffix(Path("\udcff"), ".bin").name == "\udcff.bin"

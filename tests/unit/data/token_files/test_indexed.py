@@ -148,7 +148,7 @@ def test_an_index_with_modes_other_than_text_is_refused_by_name(prefix: Path) ->
         IndexedDataset(prefix)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
 def test_a_pipe_is_no_token_file(prefix: Path, suffix: str) -> None:
     file(prefix, suffix).unlink()
     os.mkfifo(file(prefix, suffix))
