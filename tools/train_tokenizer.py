@@ -30,7 +30,8 @@ from megatron3d.data.preprocess.tokenizer_training import (
     train_sentencepiece,
 )
 from megatron3d.data.token_files.files import replace_output, with_suffix
-from megatron3d.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, build_tokenizer
+from megatron3d.data.tokenizers.model_file import MAX_VOCAB_SIZE
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, real, whole
 from megatron3d.runtime.tool_main import run_tool, spinner

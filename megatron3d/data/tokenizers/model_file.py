@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import base64
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatron3d.errors import UserError
 from megatron3d.runtime.limits import read_limited, shorten
 
 MAX_BYTES = 1 << 30
+MAX_VOCAB_SIZE = 1 << 24
 
 
 def read_model(tokenizer_type: str, tokenizer_model: str | None) -> tuple[Path, bytes]:
@@ -29,6 +31,20 @@ def read_model(tokenizer_type: str, tokenizer_model: str | None) -> tuple[Path, 
             f"data.tokenizer_model={tokenizer_model}: cannot read {path} ({error.strerror}); "
             "tools/train_tokenizer.py makes a tokenizer model"
         ) from error
+
+
+def parse_ranks(content: bytes, special: Mapping[str, int]) -> dict[bytes, int]:
+    """Return the ids of tiktoken's tokens; raises ValueError unless each is there once, and every byte is a token."""
+    lines = [line.split() for line in content.splitlines()]
+    ids = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    distinct = {*ids.values(), *special.values()}
+    if len(ids) < len(lines) or len(distinct) < len(lines) + len(special):
+        raise ValueError("a token or a rank is there twice")
+    if not 0 <= min(distinct) <= max(distinct) < MAX_VOCAB_SIZE:
+        raise ValueError(f"ranks must be from 0 to {MAX_VOCAB_SIZE - 1}")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ids]:
+        raise ValueError(f"byte {missing[0]} is no token")
+    return ids
 
 
 def not_of_type(path: Path, tokenizer_type: str, wanted: str) -> Callable[[str], UserError]:

@@ -7,10 +7,9 @@ tokens give bits per byte, loss / ln 2 * tokens / bytes, which compares models w
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +18,14 @@ import numpy.typing as npt
 import sentencepiece
 import tokenizers
 
-from megatron3d.data.tokenizers.model_file import library_errors, not_of_type, read_model, unable
+from megatron3d.data.tokenizers.model_file import (
+    MAX_VOCAB_SIZE,
+    library_errors,
+    not_of_type,
+    parse_ranks,
+    read_model,
+    unable,
+)
 from megatron3d.data.tokenizers.special_tokens import (
     END_TOKENS,
     SpecialTokens,
@@ -29,7 +35,6 @@ from megatron3d.data.tokenizers.special_tokens import (
 )
 from megatron3d.errors import UserError
 
-MAX_VOCAB_SIZE = 1 << 24
 ByteCounts = npt.NDArray[np.int64]
 
 
@@ -180,7 +185,7 @@ class TikTokenizer:
             if ranks_file != Path(ranks_file).name:
                 raise ValueError("its ranks are not the name of a file in the same folder")
             _, ranks = read_model("TikTokenizer", str(path.parent / ranks_file))
-            ids = _parse_ranks(ranks, special)
+            ids = parse_ranks(ranks, special)
             self._model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
         self.vocab_size = int(self._model.max_token_value) + 1
         end = next((special[name] for name in END_TOKENS if name in special), None)
@@ -201,20 +206,6 @@ class TikTokenizer:
 
     def token_bytes(self) -> None:
         return None
-
-
-def _parse_ranks(content: bytes, special: Mapping[str, int]) -> dict[bytes, int]:
-    """Return the ids of tiktoken's tokens; raises ValueError unless each is there once, and every byte is a token."""
-    lines = [line.split() for line in content.splitlines()]
-    ids = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    distinct = {*ids.values(), *special.values()}
-    if len(ids) < len(lines) or len(distinct) < len(lines) + len(special):
-        raise ValueError("a token or a rank is there twice")
-    if not 0 <= min(distinct) <= max(distinct) < MAX_VOCAB_SIZE:
-        raise ValueError(f"ranks must be from 0 to {MAX_VOCAB_SIZE - 1}")
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ids]:
-        raise ValueError(f"byte {missing[0]} is no token")
-    return ids
 
 
 class ByteTokenizer:
