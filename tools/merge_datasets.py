@@ -99,7 +99,7 @@ def manifest_problems(prefixes: Sequence[Path], made: Sequence[Manifest | None])
 
 
 def _tokenizer(manifest: Manifest | None) -> tuple[str, int, str] | None:
-    return manifest and (manifest.tokenizer_type, manifest.vocab_size, manifest.fingerprint)
+    return None if manifest is None else (manifest.tokenizer_type, manifest.vocab_size, manifest.fingerprint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
