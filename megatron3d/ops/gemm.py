@@ -1,25 +1,70 @@
-"""GEMM of one device: F.linear, or oneDNN's kernel for fp32 on a CPU.
+"""GEMM of one device: torch's own, or oneDNN's kernel for fp32 on CPUs where that is faster.
 
-torch computes fp32 GEMMs with MKL, which on CPUs of other vendors than Intel reaches half of oneDNN's speed (measured
-on an AMD EPYC: 108 against 170 to 259 GFLOP/s per core); Inductor calls the same operator.  Both compute in fp32.
+torch computes fp32 GEMMs with MKL, whose AVX-512 kernels run on Intel only: on AMD it takes AVX2 ones.  Zen 5 executes
+twice as many AVX-512 operations per cycle (108 against 170 to 259 GFLOP/s per core); Zen 4 executes as many of both, and
+oneDNN's kernel, 10 % faster there, loses that and more where it must copy transposed operands, as for dW.  On Intel MKL
+is ahead.  The kernel follows from the CPU's model alone, so that every rank and every resumed run rounds alike.
+Inductor calls the same operator of oneDNN.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CPU_INFO = Path("/proc/cpuinfo")
+ZEN_5 = 26  # AMD's family number; 23 and 25 are Zen 1 to 4
 
-def uses_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether GEMMs use oneDNN: fp32 on an x86 CPU, where this torch has the operator."""
-    return (
-        device.type == "cpu"
-        and dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+
+def _never(a_MK: Tensor) -> bool:
+    return False
+
+
+def _always(a_MK: Tensor) -> bool:
+    return True
+
+
+def _is_row_major(a_MK: Tensor) -> bool:
+    return a_MK.is_contiguous()
+
+
+def onednn_rule(cpu_info: str) -> tuple[str, Callable[[Tensor], bool]]:
+    """Return which fp32 GEMMs oneDNN computes on the CPU of a `/proc/cpuinfo`: in words, and by the first operand."""
+    vendor, family = (re.search(rf"^{key}\s*: (\S+)$", cpu_info, re.M) for key in ("vendor_id", "cpu family"))
+    if not vendor or vendor[1] != "AuthenticAMD" or not family:
+        return "none", _never
+    return ("all", _always) if int(family[1]) >= ZEN_5 else ("Y and dX, not dW", _is_row_major)
+
+
+@cache
+def _rule_of_this_cpu() -> tuple[str, Callable[[Tensor], bool]]:
+    usable = (
+        torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and CPU_INFO.exists()
     )
+    return onednn_rule(CPU_INFO.read_text(encoding="utf-8") if usable else "")
+
+
+def onednn_gemms(device: torch.device, dtype: torch.dtype) -> str:
+    """Return in words which GEMMs of a device and dtype oneDNN computes: "none", "all", or some."""
+    return _rule_of_this_cpu()[0] if device.type == "cpu" and dtype == torch.float32 else "none"
+
+
+def uses_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether oneDNN computes any GEMM of this device and dtype."""
+    return onednn_gemms(device, dtype) != "none"
+
+
+def _takes_onednn(a_MK: Tensor) -> bool:
+    return a_MK.dtype == torch.float32 and a_MK.device.type == "cpu" and _rule_of_this_cpu()[1](a_MK)
 
 
 def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -29,7 +74,7 @@ def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
 
 def _strided(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return a b^T + bias with any strides; oneDNN copies a strided first operand, so the smaller one goes first."""
-    if not uses_onednn(a_MK.device, a_MK.dtype):
+    if not _takes_onednn(a_MK):
         return F.linear(a_MK, b_NK, bias_N)
     if bias_N is None and not a_MK.is_contiguous() and b_NK.numel() < a_MK.numel():
         return _strided(b_NK, a_MK).T
@@ -43,7 +88,7 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> Tensor:
         total_MN = total_MN.float()
     if _widens(total_MN, a_MK):
         return torch.addmm(total_MN, a_MK, b_NK.T, out_dtype=total_MN.dtype, out=total_MN)
-    if total_MN.dtype != a_MK.dtype or uses_onednn(a_MK.device, a_MK.dtype):
+    if total_MN.dtype != a_MK.dtype or _takes_onednn(a_MK):
         return total_MN.add_(_strided(a_MK, b_NK))
     return total_MN.addmm_(a_MK, b_NK.T)
 
@@ -52,7 +97,7 @@ def put_product(into_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> None:
     """Write a b^T into `into_MN`."""
     if _widens(into_MN, a_MK):
         torch.mm(a_MK, b_NK.T, out_dtype=into_MN.dtype, out=into_MN)
-    elif into_MN.dtype != a_MK.dtype or uses_onednn(a_MK.device, a_MK.dtype):
+    elif into_MN.dtype != a_MK.dtype or _takes_onednn(a_MK):
         into_MN.copy_(_strided(a_MK, b_NK))
     else:
         torch.mm(a_MK, b_NK.T, out=into_MN)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from megatron3d.metrics.journal import read_journal
+from megatron3d.ops.gemm import onednn_gemms
 from tests.support.pool import Pool
 from tests.support.tiny_run import run_as_rank, steps, stored
 
@@ -27,12 +28,13 @@ STORED = Path(__file__).parent / "data" / "stored_run"
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-10}
 
 
-def environment() -> Mapping[str, str]:
+def environment(precision: str) -> Mapping[str, str]:
     """Return the versions and CPU properties that determine how kernels round."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     vendors = [line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")]
-    return {
+    gemms = {"fp32_gemms_by_onednn": onednn_gemms(torch.device("cpu"), torch.float32)} if precision == "fp32" else {}
+    return gemms | {
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_vendor": vendors[0] if vendors else platform.processor(),
@@ -56,7 +58,7 @@ def test_a_stored_run_continues(name: str, num_ranks: int, precision: str, pool:
 
     found, tensors = steps(folder), stored(folder, 8)
     assert [iteration for iteration, *_ in found] == list(range(1, 9))
-    if environment() == expected["environment"]:
+    if environment(precision) == expected["environment"]:
         assert [list(step) for step in found] == expected["steps"]
         assert digests(tensors) == expected["sha256"]
     assert_close(found, expected["steps"], TOLERANCE[precision])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from megatron3d.analysis.cost_model.forecast import forecast
 from megatron3d.analysis.memory_model.table import memory_table, stage_table
 from megatron3d.checkpoint.param_pieces import ranges_to_write
@@ -12,7 +14,7 @@ from megatron3d.hardware.peaks import Peak, describe_peak
 from megatron3d.hardware.sdpa_backends import describe_attention
 from megatron3d.model.architecture import GATED
 from megatron3d.model.flops import flops_per_token, num_parameters
-from megatron3d.ops.gemm import uses_onednn
+from megatron3d.ops.gemm import onednn_gemms
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.train.monitor.oom_report import job_of
 from megatron3d.train.state import TrainState
@@ -70,8 +72,8 @@ def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
     yield f"memory of rank 0 before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
-    if uses_onednn(whole.device, whole.dtype):
-        yield "GEMMs: oneDNN's fp32 kernels, which torch's own fp32 path on a CPU does not use"
+    if whole.device.type == "cpu" and whole.dtype == torch.float32:
+        yield f"GEMMs computed by oneDNN, the others by MKL: {onednn_gemms(whole.device, whole.dtype)} on this CPU model"
     yield describe_attention_kernel(state)
     if "apex" in (config.optimizer.adam_implementation, config.train.norm_implementation):
         yield describe_apex()

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.ops.gemm import add_product, product, uses_onednn
+from megatron3d.ops import gemm
+from megatron3d.ops.gemm import add_product, onednn_rule, product, put_product, uses_onednn
 from megatron3d.ops.matmul import linear
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
@@ -18,6 +19,33 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def cpu_info(vendor: str, family: int) -> str:
+    """Return the first lines of Linux's description of a CPU."""
+    return f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+
+
+CPUS = {
+    "Sapphire Rapids": (cpu_info("GenuineIntel", 6), "none"),
+    "Zen 4": (cpu_info("AuthenticAMD", 25), "Y and dX, not dW"),
+    "Zen 5": (cpu_info("AuthenticAMD", 26), "all"),
+    "unknown": (cpu_info("Sample", 1), "none"),
+    "not Linux on x86": ("", "none"),
+}
+
+
+@pytest.fixture(params=[text for text, _ in CPUS.values()], ids=list(CPUS))
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose kernels as on each of the CPUs."""
+    monkeypatch.setattr(gemm, "_rule_of_this_cpu", lambda: onednn_rule(request.param))
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_the_kernel_follows_from_the_cpu_alone(name: str) -> None:
+    text, expected = CPUS[name]
+    assert onednn_rule(text)[0] == expected
+
+
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
 )
@@ -31,8 +59,14 @@ def test_gemms_agree_with_float64(dtype: torch.dtype, tolerance: float, m: int, 
             got = product(left.to(dtype), right.to(dtype), bias.to(dtype))
             assert got.is_contiguous() and got.dtype == dtype
             assert (got.double() - expected).abs().max() <= tolerance * expected.abs().max()
+            total = torch.full_like(got, torch.nan)
+            put_product(total, left.to(dtype), right.to(dtype))
+            total = add_product(total, left.to(dtype), right.to(dtype))
+            exact = 2 * (a @ b.T)
+            assert (total.double() - exact).abs().max() <= tolerance * exact.abs().max()
 
 
+@pytest.mark.usefixtures("cpu")
 def test_a_linear_layer_has_torchs_gradients_in_fp32() -> None:
     alone = ProcessComm(Mesh((("t", 1),)), [])
     inputs = [normal(40, 24).float(), normal(56, 24).float(), normal(56).float()]
