@@ -44,7 +44,10 @@ MUTATIONS = [
     ),
     Mutation("bias gradient dropped", "ops/matmul.py", "dy_MN.sum(0) if needs_db", "dy_MN.sum(0) * 0 if needs_db"),
     Mutation(
-        "all-gathers in another order", "ops/collectives.py", "steps = moves(table)[::-1]", "steps = moves(table)"
+        "gathered shards in the order of ranks",
+        "comm/process_comm.py",
+        "None if order == sorted(order) else order",
+        "None",
     ),
     Mutation(
         "softmax maximum of one vocabulary shard",
