@@ -73,7 +73,7 @@ def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
     yield f"memory of rank 0 before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
     if whole.device.type == "cpu" and whole.dtype == torch.float32:
-        yield f"GEMMs computed by oneDNN, the others by MKL: {onednn_gemms(whole.device, whole.dtype)} on this CPU model"
+        yield f"GEMMs by oneDNN instead of MKL on this CPU: {onednn_gemms(whole.device, whole.dtype)}"
     yield describe_attention_kernel(state)
     if "apex" in (config.optimizer.adam_implementation, config.train.norm_implementation):
         yield describe_apex()
