@@ -19,7 +19,7 @@ RANK = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
 def wait():
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']} waits", flush=True)
+    os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']} waits\\n".encode())
     time.sleep(60)
 def stop(*_):
     time.sleep(rank)
