@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,13 +38,16 @@ class RandomSamples:
         )
 
 
-def trace(spec: RunSpec, comm: Comm, num_steps: int) -> StepTrace | None:
+def trace(
+    spec: RunSpec, comm: Comm, num_steps: int, after_step: Callable[[TrainState], None] = lambda _: None
+) -> StepTrace | None:
     """Return, on rank 0, loss and gradient norm of each step, gradients, parameters and validation loss; None
     elsewhere.
 
     Args:
         spec: its sections `model`, `parallel`, `train` and `optimizer` are used, on random tokens, and the options of
             `data` for documents, which token 0 ends.
+        after_step: called with the state after every step.
     """
     config, arch = spec.config, spec.arch
     device = torch.device("cpu")
@@ -62,6 +65,7 @@ def trace(spec: RunSpec, comm: Comm, num_steps: int) -> StepTrace | None:
         result = train_step(state, batch, learning_rate(config.optimizer, step, train.train_iters), settings)
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
         values |= _logical(state, "grad", f"of step {step}", comm)
+        after_step(state)
     values |= _logical(state, "main", "at the end", comm)
     values["validation loss"] = evaluate(state.executor, [loader.step(state.consumed_samples)], settings)
     return values if spec.rank == 0 else None

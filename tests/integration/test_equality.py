@@ -1,9 +1,10 @@
 """Fact: every layout computes the numbers of one process: losses, norms, gradients and parameters, in float64.
 
 A covering array tries every feasible pair of: mode and form, shape, schedule, pipeline and data-parallel ranks, ZeRO
-stage, HSDP replicas, activation recomputation, overlap, division of the layers, global batch, model.  In each layout a
-non-finite gradient skips one update on all ranks.  Modes and schedules come from the registries, so that a new one is
-covered as soon as it is registered.  The whole matrix is in tests/slow and runs with --full.
+stage, HSDP replicas, activation recomputation, overlap, division of the layers, global batch, model.  Rows that cover
+every pair of what keeps state between steps train two steps, between which a non-finite gradient skips an update on all
+ranks; the others train one.  Modes and schedules come from the registries, so that a new one is covered as soon as it
+is registered.  The whole matrix is in tests/slow and runs with --full.
 """
 
 from __future__ import annotations
@@ -124,15 +125,15 @@ def cost(row: Row) -> float:
 
 TABLE = Table(FACTORS, RULES, aspects, cost)
 ROWS = TABLE.covering_rows()
-# Non-finite gradients are tried in rows that cover all pairs of these factors, except modes with schedules.
-SKIP_FACTORS = ("form", "schedule", "ZeRO", "replicas", "overlap", "recompute")
+# Rows that cover all pairs of these factors, except modes with schedules, train two steps and skip one between them.
+STEP_FACTORS = ("form", "schedule", "ZeRO", "replicas", "overlap", "recompute")
 
 
-def skip_rows() -> list[int]:
-    """Return the indices of rows that cover every pair of the skip factors, except modes with schedules."""
+def two_step_rows() -> list[int]:
+    """Return the indices of rows that cover every pair of the step factors, except modes with schedules."""
     wanted = [
         pairs - {pair for pair in pairs if {name for name, _ in pair} == {"form", "schedule"}}
-        for pairs in (TABLE.pairs({name: row[name] for name in SKIP_FACTORS}) for row in ROWS)
+        for pairs in (TABLE.pairs({name: row[name] for name in STEP_FACTORS}) for row in ROWS)
     ]
     missing, found = set().union(*wanted), []
     while missing:
@@ -141,7 +142,7 @@ def skip_rows() -> list[int]:
     return found
 
 
-SKIP_ROWS = frozenset(skip_rows())
+TWO_STEP_ROWS = frozenset(two_step_rows())
 
 
 class Case(NamedTuple):
@@ -186,12 +187,14 @@ def name_of(place: int) -> str:
 @pytest.mark.parametrize("place", range(len(ROWS)), ids=name_of)
 def test_a_layout_equals_one_process(pool: Pool, tmp_path: Path, place: int) -> None:
     model, config, num_ranks = build(ROWS[place], tmp_path)
-    if place in SKIP_ROWS:
+    if place in TWO_STEP_ROWS:
         ranks = pool.run(run_trace_and_skip, num_ranks, config)
         got, problems = ranks[0][0], [text for _, texts in ranks for text in texts]
+        lines = wrong([(model, config)], [got])
     else:
-        got, problems = pool.run(run_trace, num_ranks, config)[0], []
-    assert not (lines := wrong([(model, config)], [got])), lines
+        got, problems = pool.run(run_trace, num_ranks, config, 1)[0], []
+        lines = wrong([(model, config)], [got], num_steps=1)
+    assert not lines, lines
     assert not problems, "\n".join([describe(config), *problems])
 
 

@@ -51,8 +51,8 @@ class Pool:
     """Pool of workers: `run(fn, world_size, *args)` returns `fn(rank, world_size, *args)` of every rank in order."""
 
     def __init__(self, folder: Path) -> None:
-        self._context = mp.get_context("forkserver")  # import torch once, not in every worker
-        self._context.set_forkserver_preload(["torch.distributed"])
+        self._context = mp.get_context("forkserver")  # import torch and the package once, not in every worker
+        self._context.set_forkserver_preload(["torch.distributed", "tests.support.equality", "tests.support.tiny_run"])
         self._folder = folder
         self._workers: list[Any] = []
         self._count = 0
