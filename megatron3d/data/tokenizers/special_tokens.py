@@ -121,9 +121,12 @@ def _first(*ids: int | None) -> int | None:
     return next((i for i in ids if i is not None), None)
 
 
-def template(post_processor: Any) -> tuple[int, ...]:
-    """Return the tokens that a post-processor of the tokenizers library puts before a text."""
-    return () if post_processor is None else _template(json.loads(post_processor.__getstate__()))
+def template(path: Path, post_processor: Any) -> tuple[int, ...]:
+    """Return the tokens that a model file's post-processor, of the tokenizers library, puts before a text."""
+    try:
+        return () if post_processor is None else _template(json.loads(post_processor.__getstate__()))
+    except KeyError as error:
+        raise UserError(f"{path}: its post_processor adds {error}, which it does not describe; correct it") from error
 
 
 def _template(described: Mapping[str, Any]) -> tuple[int, ...]:

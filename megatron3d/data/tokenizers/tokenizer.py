@@ -128,7 +128,7 @@ class HuggingFaceTokenizer:
                 raise ValueError("it has no tokens")
             self.vocab_size = max(ids.values()) + 1
             end = next((ids[name] for name in END_TOKENS if name in ids), None)
-            before = template(self._model.post_processor)
+            before = template(path, self._model.post_processor)
             self.special = declared_tokens(path, Vocabulary(self.vocab_size, ids.get, None, end, before))
         self.eod = self.special.eod
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", model)

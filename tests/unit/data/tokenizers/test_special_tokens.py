@@ -122,6 +122,18 @@ def test_damaged_files(files: dict[str, Any], words: str, tmp_path: Path) -> Non
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "old,new,words",
+    [('"id":"<s>","type', '"id":"x","type', "adds 'x', which it does not describe"), ("[1]", "[99]", "adds token 99")],
+)
+def test_damaged_post_processors(old: str, new: str, words: str, tmp_path: Path) -> None:
+    folder_of(tmp_path, TEMPLATE)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")).replace(old, new))
+    with pytest.raises(UserError, match=words):
+        build_tokenizer("HuggingFaceTokenizer", str(path))
+
+
 def test_files_next_to_another_name_are_not_its_own(tmp_path: Path) -> None:
     folder_of(tmp_path, config=CONFIG)
     (tmp_path / "tokenizer.json").rename(tmp_path / "data.tokenizer.json")
