@@ -15,15 +15,12 @@ ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 
 # Packages of values, tensors and lists: they take their settings from RunSpec and never read the configuration.
-BELOW_CONFIG = frozenset(
-    {"foreign_text", "errors", "runtime", "parallel", "comm", "ops", "zero", "data", "model", "pipeline"}
-)
+BELOW_CONFIG = frozenset({"errors", "runtime", "parallel", "comm", "ops", "zero", "data", "model", "pipeline"})
 
 # Whether modules load torch, by the longest matching prefix.
 LOADS_TORCH: Mapping[str, bool] = {
     "megatron3d": True,
     "megatron3d.errors": False,
-    "megatron3d.foreign_text": False,
     "megatron3d.runtime": False,
     "megatron3d.parallel": False,
     "megatron3d.parallel.logical_views": True,

@@ -29,7 +29,7 @@ from megatron3d.checkpoint.store import save
 from megatron3d.checkpoint.verify import verify
 from megatron3d.comm.process_comm import ObjectComm
 from megatron3d.errors import UserError
-from megatron3d.foreign_text import one_line
+from megatron3d.errors.foreign_text import one_line
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import ToolParser, whole

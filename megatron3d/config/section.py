@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megatron3d.foreign_text import is_one_line
+from megatron3d.errors.foreign_text import is_one_line
 from megatron3d.runtime.limits import MAX_NUMBER, MAX_RANKS, MAX_SEED
 
 Positive = Annotated[int, Field(ge=1)]

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from megatron3d.foreign_text import escaped, shortened
+from megatron3d.errors.foreign_text import escaped, shortened
 
 
 class ConsoleStream:

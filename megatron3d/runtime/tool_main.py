@@ -18,7 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron3d.foreign_text import one_line
+from megatron3d.errors.foreign_text import one_line
 from megatron3d.runtime.console import below
 from megatron3d.runtime.ending import exit_code_of
 from megatron3d.runtime.exit_codes import ExitCode

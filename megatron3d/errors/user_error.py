@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron3d.foreign_text import one_line
+from megatron3d.errors.foreign_text import one_line
 
 MAX_PROBLEMS = 100
 
