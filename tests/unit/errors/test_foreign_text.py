@@ -8,8 +8,8 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.errors.user_error import MAX_PROBLEMS, UserError
 from megatron3d.errors.foreign_text import MAX_LENGTH, escaped, one_line
+from megatron3d.errors.user_error import MAX_PROBLEMS, UserError
 
 ANY_TEXT = st.text(st.characters(codec=None))
 
