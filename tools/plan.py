@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cluster", required=True, metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path"
     )
-    parser.add_argument("--num-gpus", type=whole(1, MAX_RANKS), required=True, metavar="N", help="ranks")
+    parser.add_argument("--num-gpus", type=whole(1, 10**5), required=True, metavar="N", help="ranks")
     parser.add_argument("--vocab-size", type=whole(1, 10**8), help="where the configuration leaves it to the tokenizer")
     parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: those of train_iters")
     parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")

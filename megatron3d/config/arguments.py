@@ -40,7 +40,7 @@ class ConfigParser(ToolParser):
         flag, equals, given = word.partition("=")
         section, _, name = flag.lstrip("-").rpartition(".")
         value = value_of(name) or given or ("VALUE" if equals or after.startswith("-") or "=" in after else after)
-        own, key = nearest(flag, self._option_string_actions, 0.8), nearest_key(section, name)
+        own, key = nearest(flag, self._option_string_actions, 0.88), nearest_key(section, name)
         if own or key:
             return f"{shorten(word)}: no option of this program; use {own or f'{key}={shorten(value)}'}"
         return f"{shorten(word)}: no option of this program; --help lists them, docs/configuration.md the keys"

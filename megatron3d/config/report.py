@@ -17,6 +17,7 @@ from megatron3d.config.suggest import SECTIONS
 from megatron3d.config.validate.facts import describe_tensor
 from megatron3d.config.yaml_origins import is_plain, show
 from megatron3d.errors import UserError
+from megatron3d.foreign_text import one_line
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.stages import divide
 from megatron3d.pipeline.schedules import FROM_FILE
@@ -88,7 +89,7 @@ def render(resolved: Resolved, vocab_size: int | None = None) -> str:
         for name in names:
             key, value = f"{section}.{name}", getattr(getattr(config, section), name)
             origin = f"derived: {show(derived[key])}" if value is None and key in derived else resolved.origins[key]
-            lines.append(f"  {f'{name}: {_scalar(value)}':<48} # {' '.join(origin.split())}")
+            lines.append(f"  {f'{name}: {_scalar(value)}':<48} # {one_line(' '.join(origin.split()))}")
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.limits import MAX_NUMBER, shorten, whole_number
 
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 # Variables of rank, world size, local rank and local world size.
@@ -172,7 +173,7 @@ def _slurm(environ: Mapping[str, str]) -> LauncherEnv:
 def _tasks_here(environ: Mapping[str, str], world_size: int) -> int:
     """Return the tasks on this machine, from SLURM's `4(x2),3` and the machine's position; all if they are not set."""
     written = environ.get(_first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), str(world_size))
-    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in written.split(",")]
+    runs = [re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", run) for run in written.split(",")]
     counts = [int(run[1]) for run in runs if run for _ in range(int(run[2] or 1))]
     node = _number(environ, "SLURM_NODEID", "0")
     return counts[node] if node < len(counts) else world_size
@@ -189,6 +190,7 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
         raise UserError(
             f"{name} is not set, but other variables of its launcher are: start with srun, torchrun or mpirun"
         )
-    if not re.fullmatch(r"\d+", text.strip()):
-        raise UserError(f"{name}={text!r}: must be a whole number of at least 0")
-    return int(text)
+    number = whole_number(text.strip())
+    if number is None or not 0 <= number <= MAX_NUMBER:
+        raise UserError(f"{name}={shorten(text)!r}: must be a whole number of at least 0, and at most {MAX_NUMBER}")
+    return number

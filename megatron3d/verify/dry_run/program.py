@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -25,6 +25,9 @@ from megatron3d.verify.dry_run.run import RankDryRun, run_rank, with_few_microba
 from megatron3d.verify.dry_run.show import report
 from megatron3d.verify.dry_run.totals import StepTotals, step_totals
 
+# Ranks of one dry run, each of which takes a good part of a second.
+MAX_CHOSEN = 10_000
+
 
 def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankDryRun]:
     """Run the step of several ranks, in several processes if that is faster."""
@@ -41,14 +44,14 @@ def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankDryRun]:
 def chosen_ranks(text: str, state: ParallelState) -> list[int]:
     """Return the ranks that `--ranks` names."""
     world_size = state.world_size
-    named = {"all": range(world_size), "pipeline": state.pipeline_parallel_group}
-    if text in named:
-        return list(named[text])
-    ranks = {whole_number(part.strip()) for part in text.split(",")}
+    named: Mapping[str, Iterable[int]] = {"all": range(world_size), "pipeline": state.pipeline_parallel_group}
+    ranks = set(named[text]) if text in named else {whole_number(part.strip()) for part in text.split(",")}
     chosen = sorted(rank for rank in ranks if rank is not None and 0 <= rank < world_size)
     if len(chosen) < len(ranks):
         rule = f"must be pipeline, all, or ranks of 0 to {world_size - 1}; use --ranks 0"
         raise UserError(f"--ranks {shorten(text)}: {rule}")
+    if len(chosen) > MAX_CHOSEN:
+        raise UserError(f"--ranks {shorten(text)}: {len(chosen)} ranks, more than {MAX_CHOSEN}; use --ranks 0")
     return chosen
 
 

@@ -200,6 +200,13 @@ def test_the_resolved_file_reads_back_as_an_equal_configuration(
     assert read_config(path).config == config
 
 
+def test_the_resolved_file_of_an_oddly_named_one_reads_back(tmp_path: Path) -> None:
+    odd = tmp_path / "a\x1b[31m\nb.yaml"
+    odd.write_text("train: {seed: 5}\n")
+    write_resolved(read_config(odd), tmp_path / "resolved.yaml")
+    assert read_config(tmp_path / "resolved.yaml").config.train.seed == 5
+
+
 def test_the_resolved_file_shows_where_values_came_from(file: Path) -> None:
     file.write_text("model:\n  num_layers: 3\n")
     lines = [" ".join(line.split()) for line in render(read_config(file, ["train.seed=5"])).splitlines()]

@@ -109,6 +109,7 @@ def test_master_address_and_port_can_be_chosen_under_srun() -> None:
         (torchrun(LOCAL_WORLD_SIZE="8"), "8 processes on this machine in a world of 4"),
         (torchrun(WORLD_SIZE="four"), "WORLD_SIZE='four': must be a whole number"),
         (torchrun(RANK="-1"), "RANK='-1': must be a whole number"),
+        (torchrun(WORLD_SIZE="9" * 5000), "999...': must be a whole number"),
         (
             open_mpi(OMPI_COMM_WORLD_LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE="1"),
             "MASTER_ADDR is not set, but mpirun",
