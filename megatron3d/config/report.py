@@ -17,7 +17,7 @@ from megatron3d.config.suggest import SECTIONS
 from megatron3d.config.validate.facts import describe_tensor
 from megatron3d.config.yaml_origins import is_plain, show
 from megatron3d.errors import UserError
-from megatron3d.foreign_text import one_line
+from megatron3d.errors.foreign_text import one_line
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.stages import divide
 from megatron3d.pipeline.schedules import FROM_FILE
