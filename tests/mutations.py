@@ -44,10 +44,10 @@ MUTATIONS = [
     ),
     Mutation("bias gradient dropped", "ops/matmul.py", "dy_MN.sum(0) if needs_db", "dy_MN.sum(0) * 0 if needs_db"),
     Mutation(
-        "gathered shards in the order of ranks",
+        "reduce-scatter along the first dim always",
         "comm/process_comm.py",
-        "None if order == sorted(order) else order",
-        "None",
+        "if dim != 0 or order is not None:",
+        "if order is not None:",
     ),
     Mutation(
         "softmax maximum of one vocabulary shard",
