@@ -39,6 +39,7 @@ from megatron3d.data.preprocess.resume_log import ResumePoint
 from megatron3d.data.preprocess.split_text import exact_split
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.errors.foreign_text import one_line
 from megatron3d.runtime.arguments import ToolParser
 from megatron3d.runtime.limits import MAX_NUMBER
 from megatron3d.runtime.process import num_cores
@@ -170,7 +171,7 @@ def progress_report(num_bytes: int, log_interval: int) -> Iterator[OnProgress]:
         def on_progress(point: ResumePoint, faults: tuple[str, ...]) -> None:
             nonlocal first, num_reports, num_faults
             for fault in faults[: max(0, MAX_FAULTS - num_faults)]:
-                progress.console.print(f"left out: {fault}", soft_wrap=True, markup=False, highlight=False)
+                progress.console.print(one_line(f"left out: {fault}"), soft_wrap=True, markup=False, highlight=False)
                 num_faults += 1
             tokens = sum(written.num_tokens for written in point.written)
             first = (tokens, point.num_bytes) if first is None else first

@@ -29,6 +29,7 @@ from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import IGNORED, Packing
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.errors.foreign_text import one_line
 from megatron3d.runtime.arguments import positive, whole
 from megatron3d.runtime.limits import MAX_NUMBER, MAX_RANKS, shorten, whole_number
 from megatron3d.runtime.tool_main import run_tool
@@ -54,7 +55,7 @@ def show(arguments: argparse.Namespace) -> None:
             skipped = " (skipped)" if iteration in config.train.iterations_to_skip else ""
             print(f"== iteration {iteration}{skipped}, {what}"[: arguments.max_characters])
     for fault in corpus.faults:
-        print(f"left out: {fault}", file=sys.stderr)
+        print(one_line(f"left out: {fault}"), file=sys.stderr)
 
 
 def parse_iterations(text: str) -> tuple[int, int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from megatron3d.data.token_files.writer import ENDS_DOCUMENT, ENDS_SEQUENCE, Ind
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, build_tokenizer
 from tools import inspect_dataset, show_samples, train_tokenizer
 
+ROOT = Path(__file__).parents[3]
 TEXTS = [f"document {number} {'x' * number}" for number in range(40)]
 
 
@@ -39,6 +43,20 @@ def test_statistics_are_those_of_the_documents(prefix: Path, capsys: pytest.Capt
         assert fact in said, said
     median = int(re.findall(r"50% are at most about │ (\d+)", said)[0])
     assert abs(median - lengths[19]) <= 2
+
+
+def test_control_characters_of_the_text_are_escaped(tmp_path: Path) -> None:
+    text = "a\x1b[31mred\x07\u202e\tb\nc"
+    ids = np.array([*text.encode(), 256], "<u2")
+    with IndexedWriter(tmp_path / "c", np.dtype("<u2")) as writer:
+        writer.add(ids, np.array([len(ids)]))
+        writer.finish(ByteTokenizer(None))
+    words = [str(tmp_path / "c"), "--documents", "0", "--tokenizer-type", "ByteTokenizer"]
+    command = [sys.executable, "tools/inspect_dataset.py", *words]
+    shown = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True
+    )
+    assert shown.stdout.decode().partition("\n")[2] == "a\\x1b[31mred\\x07\\u202e\tb\nc\n"
 
 
 def test_a_name_is_not_markup(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
