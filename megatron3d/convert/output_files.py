@@ -10,8 +10,10 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from megatron3d.data.tokenizers.special_tokens import MAX_BYTES
 from megatron3d.errors import UserError
 from megatron3d.runtime.files import new_folder, write_text
+from megatron3d.runtime.limits import read_limited
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def source_file(folder: Path, name: str) -> Path:
 def read_json(path: Path) -> dict[str, JsonValue]:
     """Return the JSON object of a file; raises UserError where there is none."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_limited(path, MAX_BYTES))
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); give a folder that save_pretrained wrote"

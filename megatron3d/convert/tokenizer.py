@@ -27,7 +27,7 @@ from megatron3d.errors import UserError
 JSON, PIECES = "tokenizer.json", "tokenizer.model"
 # A SentencePiece model that no tokenizer.json equals; transformers would read PIECES as Llama's kind of model.
 BARE_PIECES = "sentencepiece.model"
-CHARACTERS = "characters.json"
+_FILES = {"HuggingFaceTokenizer": JSON, "CharTokenizer": "characters.json", "TikTokenizer": "tiktoken.json"}
 GENERATION, SETTINGS = IDS[0], NAMES[0]
 # Files that are copied with a tokenizer.
 COMPANIONS = (*NAMES, "added_tokens.json", "chat_template.jinja", GENERATION)
@@ -47,8 +47,11 @@ def import_tokenizer(
         return tokenizer, tokenizer_type, None
     path = Path(tokenizer_model) / JSON if Path(tokenizer_model).is_dir() else Path(tokenizer_model)
     pieces = BARE_PIECES if path.name == BARE_PIECES else PIECES
-    name = {"HuggingFaceTokenizer": JSON, "CharTokenizer": CHARACTERS}.get(tokenizer_type, pieces)
+    name = _FILES.get(tokenizer_type, pieces)
     shutil.copyfile(path, target / name)
+    if tokenizer_type == "TikTokenizer":
+        ranks = str(read_json(path)["ranks"])  # a file in the same folder
+        shutil.copyfile(path.parent / ranks, target / ranks)
     copy_companions(path.parent, target)
     return tokenizer, tokenizer_type, name
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.limits import read_limited
 
 END_TOKENS = (
     "<|endoftext|>",
@@ -27,6 +28,8 @@ END_TOKENS = (
     "[EOS]",
     "<｜end▁of▁sentence｜>",  # DeepSeek's, with a fullwidth bar
 )
+# Bytes of a file of settings; chat templates and lists of added tokens are far smaller.
+MAX_BYTES = 1 << 26
 IDS = ("generation_config.json", "config.json")
 NAMES = ("tokenizer_config.json", "special_tokens_map.json")
 # Names of model files in Hugging Face folders; files next to a model of another name describe other tokenizers.
@@ -172,7 +175,7 @@ def _by_name(files: Mapping[str, Any], key: str, vocabulary: Vocabulary) -> int 
 def _read(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file, an empty one where there is no file."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_limited(path, MAX_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

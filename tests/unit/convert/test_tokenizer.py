@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -182,6 +183,17 @@ def test_token_ids_of_config_json_are_kept(tmp_path: Path) -> None:
     path.write_text('{"eos_token_id": 0, "temperature": 0.6}')
     keep_token_ids(settings, tmp_path, tmp_path, 4)
     assert json.loads(path.read_text()) == {"eos_token_id": 0, "temperature": 0.6, "bos_token_id": 1}
+
+
+def test_tiktoken_comes_with_its_ranks(tmp_path: Path) -> None:
+    ranks = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "bytes.tiktoken").write_text("".join(ranks))
+    described = {"ranks": "bytes.tiktoken", "pattern": ".", "special_tokens": {}}
+    (tmp_path / "tik.json").write_text(json.dumps(described))
+    (tmp_path / "run").mkdir()
+    ours, kind, name = import_tokenizer(tmp_path, tmp_path / "run", "TikTokenizer", str(tmp_path / "tik.json"))
+    assert (kind, name) == ("TikTokenizer", "tiktoken.json")
+    assert build_tokenizer(kind, str(tmp_path / "run" / "tiktoken.json")).fingerprint == ours.fingerprint
 
 
 LINKED = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,13 @@ def test_damaged_files(files: dict[str, Any], words: str, tmp_path: Path) -> Non
         folder_of(tmp_path, **files)
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match=r"tokenizer_config.json: cannot be read as JSON"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"config.json: cannot be read as JSON .*not a regular file"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
