@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +17,10 @@ from megatron3d.analysis.cost_model.traffic import step_flops
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.analysis.memory_model.table import memory_table
 from megatron3d.data.ramp import Batch
+from megatron3d.hardware.peaks import corrected_peak, describe_peak
 from megatron3d.metrics import StepRecord, peak_memory_bytes
 from megatron3d.metrics.straggler import PeerGroups, StragglerDetector
-from megatron3d.metrics.throughput import StepWork
+from megatron3d.metrics.throughput import StepWork, Throughput
 from megatron3d.metrics.timers import Spread, own_ms, pipeline_bubble
 from megatron3d.model.flops import flops_per_token
 from megatron3d.parallel.mesh import DATA
@@ -48,7 +49,8 @@ class Monitor:
         self._ranks = RankStatistics(run.comm, run.runtime.device, num_lanes)
         self._shown_faults: set[str] = set()
         flops = [step_flops(job.on_pipeline_rank(coord)) for coord in range(job.pipeline.num_ranks)]
-        self._work, self._stragglers = step_work(run, flops), straggler_detector(run, flops)
+        self._peak, self._stragglers = run.peak, straggler_detector(run, flops)
+        self._work = step_work(run, flops)
         self._prediction = PredictionCheck(run)
         self._profiler = Profiler(run.config, run.runtime.rank, run.runtime.device)
         self._trace: TraceRecorder | None = None
@@ -122,7 +124,7 @@ class Monitor:
                 grad_norm=grad_norm,
                 learning_rate=lr,
                 elapsed_ms=1000 * step_s,
-                **asdict(self._work.throughput(step_s / batch_fraction)),
+                **asdict(self._throughput(step_s / batch_fraction)),
                 pipeline_bubble=pipeline_bubble(ranks) if run.spec.parallel_state.pipeline_parallel_size > 1 else None,
                 peak_memory_bytes=int(max(each["peak"] for each in ranks)),
                 skipped_iterations=int(self._skipped),
@@ -139,6 +141,19 @@ class Monitor:
                 self._prediction.add(step_s, self._num_steps, tables[TIMERS])
         self._skipped.zero_()
         self.restart()
+
+    def _throughput(self, step_s: float) -> Throughput:
+        """Return the throughput of a step; an estimated peak that it exceeds is corrected first, and reported."""
+        throughput = self._work.throughput(step_s)
+        if self._peak is None or (throughput.hfu or 0.0) <= 1:
+            return throughput
+        reached, precision = self._work.rank_flops / step_s, self._run.config.train.precision
+        corrected = corrected_peak(self._peak, reached, precision)
+        if corrected == self._peak:
+            return throughput
+        print(f"> the estimated peak was exceeded; {describe_peak(corrected, self._run.runtime.device, precision)}")
+        self._peak, self._work = corrected, replace(self._work, peak_flops=corrected.flops)
+        return self._work.throughput(step_s)
 
     def _report_stragglers(self, ranks: Sequence[Mapping[str, float]]) -> None:
         run = self._run
