@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import product
 
 import torch
 import yaml
+from torch import Tensor
 
 from megatron3d.ops import gemm
 
@@ -65,9 +67,10 @@ def measured_peak(precision: str, budget_s: float = 0.4, size: int = 512) -> Pea
     threads = f"{torch.get_num_threads()} thread(s)"
     source = f"an estimate: the fastest of {size} and {2 * size} square matmuls in {precision} with {threads}"
     operands = [torch.ones(each, each, dtype=_CPU_DTYPES[precision]) for each in (size, 2 * size)]
+    kernels: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (gemm.product, torch.mm)
     best, end = 0.0, time.perf_counter() + budget_s
     while time.perf_counter() < end:
-        for a, multiply in product(operands, (gemm.product, torch.mm)):
+        for a, multiply in product(operands, kernels):
             begin = time.perf_counter()
             multiply(a, a)
             best = max(best, 2 * len(a) ** 3 / (time.perf_counter() - begin))
