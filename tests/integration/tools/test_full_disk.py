@@ -27,13 +27,22 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str) -> None:
-    """No file may be larger than a kilobyte, which fails as a full disk does, in the middle of writing."""
+def test_a_full_disk_leaves_nothing(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """No file may be larger than a kilobyte, which fails as a full disk does, in the middle of writing.
+
+    That must not hold for Python's own files of bytecode, which would be left damaged.
+    """
     command = COMMANDS[name].format(tmp_path / name)
     done = subprocess.run(
         ["bash", "-c", f"ulimit -f 1; exec {sys.executable} tools/{command}"],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "MPLCONFIGDIR": "/tmp", "OMP_NUM_THREADS": "1"},
+        env={
+            "PYTHONPATH": str(ROOT),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "MPLCONFIGDIR": str(tmp_path_factory.getbasetemp()),
+        },
         capture_output=True,
         text=True,
         timeout=120,
