@@ -6,11 +6,11 @@ The lines from the first #SBATCH to `END` are generated; the rest, the commands 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron3d.errors import UserError
+from megatron3d.errors.foreign_text import is_one_line
 from megatron3d.runtime.limits import shorten
 
 END = "# End of settings."
@@ -64,9 +64,9 @@ class JobSettings:
     def __post_init__(self) -> None:
         UserError.collect(problem for name, value in self.options.items() for problem in _option_problems(name, value))
         UserError.collect(
-            f"{escaped(line)}: a control character in a line of the job script; use another name"
+            f"{shorten(line)}: a control character in a line of the job script; use another name"
             for line in self.lines()
-            if _has_control(line)
+            if not is_one_line(line)
         )
 
     def lines(self) -> Iterator[str]:
@@ -85,9 +85,9 @@ class JobSettings:
 
 def _option_problems(name: str, value: str | int | None) -> Iterator[str]:
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name) is None:
-        yield f"--sbatch {escaped(name)}: not the name of an option of sbatch; use for example account=me"
+        yield f"--sbatch {shorten(name)}: not the name of an option of sbatch; use for example account=me"
     elif value is not None and re.search(r"""["'\\]""", _unquoted(str(value))):
-        yield f"--sbatch {name}={escaped(str(value))}: sbatch has no escape of quotes and backslashes; leave them out"
+        yield f"--sbatch {name}={shorten(str(value))}: sbatch has no escape of quotes and backslashes; leave them out"
 
 
 def _option_value(text: str) -> str:
@@ -99,16 +99,6 @@ def _option_value(text: str) -> str:
 def _unquoted(text: str) -> str:
     """Return a text without the quotes around it."""
     return text[1:-1] if re.fullmatch(r"""(["']).*\1""", text) else text
-
-
-def _has_control(text: str) -> bool:
-    """Return whether a text has a line break, another control character, or half of a surrogate pair."""
-    return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
-
-
-def escaped(text: str) -> str:
-    """Return a text with its control characters as Python writes them, shortened."""
-    return shorten("".join(character if not _has_control(character) else ascii(character)[1:-1] for character in text))
 
 
 def fill_template(template: str, settings: JobSettings) -> str:
@@ -129,7 +119,7 @@ def seconds(time: str) -> int:
     """Return the seconds of a SLURM time: m, m:s, h:m:s or d-h[:m[:s]]."""
     found = re.fullmatch(r"(?:([0-9]{1,6})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?", time)
     if found is None:
-        raise UserError(f"--time {escaped(time)}: not a SLURM time; use for example 90, 24:00:00 or 2-12:00:00")
+        raise UserError(f"--time {shorten(time)}: not a SLURM time; use for example 90, 24:00:00 or 2-12:00:00")
     days, *rest = found.groups()
     parts = [int(part) for part in rest if part is not None]
     units = (3600, 60, 1) if days is not None or len(parts) == 3 else (60, 1)
