@@ -16,7 +16,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 
 import pretrain_gpt
+from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.cli import parse_args, resolve
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
@@ -72,17 +73,17 @@ class ReadError(Exception):
 def only_parsing() -> Iterator[None]:
     """Stop each program inside the context as soon as its arguments are parsed."""
 
-    def stopping(name: str) -> object:
-        parse = getattr(argparse.ArgumentParser, name)
-
+    def stopping(parse: Callable[..., object]) -> Callable[..., None]:
         def parse_and_stop(*args: object) -> None:
             parse(*args)
             raise ReadError
 
         return parse_and_stop
 
-    patches: Mapping[str, object] = {name: stopping(name) for name in ("parse_args", "parse_intermixed_args")}
-    with mock.patch.multiple(argparse.ArgumentParser, **patches), pytest.raises(ReadError):  # type: ignore[call-overload]
+    with contextlib.ExitStack() as patches:
+        for parser in (argparse.ArgumentParser, ConfigParser):
+            patches.enter_context(mock.patch.object(parser, "parse_args", stopping(parser.parse_args)))
+        patches.enter_context(pytest.raises(ReadError))
         yield
 
 
