@@ -198,7 +198,7 @@ def test_a_changed_digit_of_the_ledger_changes_no_token(
     folder = tmp_path_factory.mktemp("again")
     for path in killed.glob("x*"):
         shutil.copy(path, folder)
-    ledger = bytearray((folder / "x.ledger.jsonl").read_bytes())
+    ledger = bytearray(b"".join((killed / "x.ledger.jsonl").read_bytes().splitlines(keepends=True)[:3]))
     digits = [index for index, character in enumerate(ledger) if chr(character).isdigit()]
     ledger[digits[place % len(digits)]] = digit
     (folder / "x.ledger.jsonl").write_bytes(ledger)
