@@ -12,14 +12,14 @@ allocated before shapes and sizes agree with the files.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import chain, product
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, Shape
@@ -32,6 +32,9 @@ MAX_BYTES = 2**30
 CHECKSUM = "^[0-9a-f]{16}$"
 # Name of a tensor: printable characters only.
 Name = Annotated[str, Field(pattern="^[!-~]{1,500}$")]
+# Most dims of a tensor, and numbers that fit into 63 bits: checking coverage takes 2^dims steps per box.
+MAX_DIMS = 4
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _IndexModel(BaseModel):
@@ -41,17 +44,24 @@ class _IndexModel(BaseModel):
 class StoredBox(_IndexModel):
     """One stored box: its file in the checkpoint's folder, its key there, and its checksum."""
 
-    box: Box
-    file: str = Field(pattern=r"^rank_[0-9]{5,}\.safetensors$")
-    key: str
+    box: tuple[tuple[Count, Count], ...] = Field(max_length=MAX_DIMS)
+    file: str = Field(pattern=r"^rank_[0-9]{5,10}\.safetensors$")
+    key: str = Field(max_length=1000)
     checksum: str = Field(pattern=CHECKSUM)
+
+    @field_validator("box")
+    @classmethod
+    def _require_elements(cls, box: Box) -> Box:
+        if any(low >= high for low, high in box):
+            raise ValueError("the box is empty")
+        return box
 
 
 class StoredTensor(_IndexModel):
     """A logical tensor and its stored boxes."""
 
-    shape: Shape
-    dtype: str
+    shape: tuple[Count, ...] = Field(max_length=MAX_DIMS)
+    dtype: str = Field(pattern="^[a-z0-9_]{1,20}$")
     boxes: tuple[StoredBox, ...]
 
     def coverage_error(self) -> str | None:
@@ -71,7 +81,7 @@ class Index(_IndexModel):
 
     format: str = FORMAT
     version: int = VERSION
-    iteration: int
+    iteration: Count
     meta: dict[str, JsonValue]
     tensors: dict[Name, StoredTensor]
     checksum: str | None = Field(None, pattern=CHECKSUM)
@@ -112,7 +122,7 @@ def read_index(folder: Path) -> Index:
     try:
         header = _Header.model_validate_json(content)
         if header.format != FORMAT:
-            raise UserError(f"checkpoint {folder} is a {header.format!r}, not a {FORMAT!r}")
+            raise UserError(f"checkpoint {folder} is a {header.format[:40]!r}, not a {FORMAT!r}")
         if header.version != VERSION:
             written = f"checkpoint {folder} is of version {header.version}, this megatron3d reads {VERSION}"
             raise UserError(f"{written}; use the megatron3d that wrote it")
@@ -169,25 +179,33 @@ def coverage_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
         inside = len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
         if not inside:
             return f"box {box_text(box)} is not inside a tensor of {list(shape)}"
-    found = _miscovered_region(shape, boxes)
-    if found is None:
+    point, times = _first_miscovered(shape, boxes) or (None, 1)
+    if point is None:
         return None
-    region, times = found
-    return f"elements {box_text(region)} are in {times} boxes instead of one"
+    return f"elements {box_text(_uniform_region(shape, boxes, point))} are in {times} boxes instead of one"
 
 
-def _miscovered_region(shape: Shape, boxes: list[Box]) -> tuple[Box, int] | None:
-    """Return the first region not covered once, and its count: split dim 0 at every edge of a box, then recurse."""
-    if not shape:
-        return None if len(boxes) == 1 else ((), len(boxes))
-    cuts = sorted({0, shape[0], *(edge for box in boxes for edge in box[0])})
-    slabs: dict[int, list[Box]] = {cut: [] for cut in cuts}
-    for (low, high), *others in boxes:
-        for cut in cuts[bisect_left(cuts, low) : bisect_left(cuts, high)]:
-            slabs[cut].append(tuple(others))
-    for low, high in pairwise(cuts):
-        found = _miscovered_region(shape[1:], slabs[low])
-        if found:
-            region, times = found
-            return ((low, high), *region), times
-    return None
+def _first_miscovered(shape: Shape, boxes: Iterable[Box]) -> tuple[tuple[int, ...], int] | None:
+    """Return the first element that is not in one box, in row-major order, and the number of boxes that hold it.
+
+    The number of boxes at an element is the sum, over all corners that are nowhere beyond it, of +1 for a corner with
+    an even number of ends and -1 for another one.  It is 1 everywhere if and only if these signs add up at every
+    point to those of the whole tensor, which needs 2^dims steps per box instead of comparing boxes with each other.
+    """
+    signs = [prod(each) for each in product((1, -1), repeat=len(shape))]
+    excess: dict[tuple[int, ...], int] = {}
+    for box, weight in chain([(tuple((0, size) for size in shape), -1)], ((box, 1) for box in boxes)):
+        for corner, sign in zip(product(*box), signs, strict=True):
+            excess[corner] = excess.get(corner, 0) + weight * sign
+    first = min((corner for corner, number in excess.items() if number), default=None)
+    return None if first is None else (first, 1 + excess[first])
+
+
+def _uniform_region(shape: Shape, boxes: Iterable[Box], point: tuple[int, ...]) -> Box:
+    """Return the largest region from `point` on in which, dim after dim, no box begins or ends."""
+    region: list[tuple[int, int]] = []
+    for dim, low in enumerate(point):
+        edges = chain((shape[dim],), *(box[dim] for box in boxes))
+        region.append((low, min(edge for edge in edges if edge > low)))
+        boxes = [box for box in boxes if box[dim][0] <= low < box[dim][1]]
+    return tuple(region)

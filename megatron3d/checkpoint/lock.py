@@ -20,7 +20,8 @@ class FolderLock:
         try:
             self._file = open_locked(path)
         except BlockingIOError:
-            owner = path.read_text()[:200].strip() or "another process"
+            with path.open("rb") as file:
+                owner = file.read(200).decode(errors="backslashreplace").strip() or "another process"
             raise UserError(
                 f"checkpoint.save={root}: {owner} is saving to this folder; wait for it, end it, or save elsewhere"
             ) from None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from megatron3d.checkpoint.index import FILE_NAME
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 from megatron3d.errors import UserError
-from megatron3d.runtime.files import hidden, publish_folder, write_text
+from megatron3d.runtime.files import hidden, publish_folder, remove, write_text
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -46,12 +46,12 @@ def make_temporary_folder(folder: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for old in sorted(root.glob(".iter_*.old")):
         whole = old.with_name(old.name[1 : -len(".old")])
-        if whole.exists():
-            shutil.rmtree(old)
+        if whole.exists() or not old.is_dir():
+            remove(old)
         else:
             old.rename(whole)
     for leftover in [*root.glob(".iter_*.tmp"), *root.glob(".*.gone")]:
-        shutil.rmtree(leftover)
+        remove(leftover)
     temporary_folder(folder).mkdir()
 
 
@@ -67,8 +67,7 @@ def publish(folder: Path, iteration: int) -> None:
         folder.rename(old)
     publish_folder(temporary_folder(folder), folder)
     _write_tracker(folder.parent, iteration)
-    if old.exists():
-        shutil.rmtree(old)
+    remove(old)
 
 
 def _write_tracker(root: Path, iteration: int) -> None:
@@ -126,13 +125,17 @@ def read_tracker(root: Path) -> int | None:
     """Return the iteration that the tracker names; None without a tracker.  Raises UserError where it is damaged."""
     tracker = root / TRACKER
     try:
-        written = tracker.read_text().strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, UnicodeDecodeError) as error:
+        if not tracker.exists():
+            return None
+        if not tracker.is_file():
+            raise UserError(f"{tracker} is not a file; {_available(root)}")
+        with tracker.open("rb") as file:
+            written = file.read(100).strip()
+    except OSError as error:
         raise UserError(f"{tracker} cannot be read: {error}") from error
-    if not re.fullmatch("[0-9]{1,18}", written):
-        raise UserError(f"{tracker} holds {written[:40]!r}, not the number of an iteration")
+    if not re.fullmatch(b"[0-9]{1,18}", written):
+        text = written[:40].decode(errors="backslashreplace")
+        raise UserError(f"{tracker} holds {text!r}, not the number of an iteration")
     return int(written)
 
 

@@ -69,13 +69,15 @@ def find_damage(path: Path, index: Index, share: tuple[int, int] = (0, 1)) -> It
     for name, tensor in index.tensors.items() if share[0] == 0 else ():
         if found := tensor.coverage_error():
             yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
-    files: dict[str, list[tuple[str, StoredBox]]] = {}
+    files: dict[str, dict[str, tuple[str, StoredBox]]] = {}
     for name, tensor in index.tensors.items():
         for stored in tensor.boxes:
-            files.setdefault(stored.file, []).append((name, stored))
+            boxes_of_file = files.setdefault(stored.file, {})
+            if boxes_of_file.setdefault(stored.key, (name, stored))[1] is not stored:
+                yield f"{FILE_NAME} is damaged: {stored.file}: {stored.key} is the place of two boxes"
     for file in sorted(files)[share[0] :: share[1]]:
         with BoxFile(path / file) as boxes:
-            for name, stored in files[file]:
+            for name, stored in files[file].values():
                 box = boxes.read(stored, index.tensors[name])
                 if box is not None and checksum(box) != stored.checksum:
                     boxes.problems.append(_checksum_mismatch(path / file, stored))

@@ -6,13 +6,13 @@ run/non_persistent/iter_0000130       only the newest, until a permanent one is 
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron3d.checkpoint.publish import finished_checkpoints, read_tracker, removal_folder
 from megatron3d.config.io_schema import CheckpointConfig
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
+from megatron3d.runtime.files import remove
 
 
 @dataclass(frozen=True)
@@ -59,5 +59,6 @@ def remove_non_persistent(root: Path, iteration: int) -> None:
 def _remove(folder: Path) -> None:
     """Remove a folder after renaming it, so that a partly removed one never looks like a checkpoint."""
     gone = removal_folder(folder)
+    remove(gone)
     folder.rename(gone)
-    shutil.rmtree(gone)
+    remove(gone)

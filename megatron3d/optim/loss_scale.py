@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.config.schema import TrainConfig
+from megatron3d.errors import UserError
 from megatron3d.optim.precision import PRECISIONS
 
 GROWTH, BACKOFF = 2.0, 0.5
@@ -72,6 +73,12 @@ class LossScale:
         """Restore a `state`; a constant scale keeps its configured value.
 
         If `saved` is empty, as from a run in another precision, a dynamic scale starts from its initial value.
+        Raises UserError where it is incomplete.
         """
+        if saved and (saved.get("scale", 0.0) <= 0 or not saved.keys() >= self._counters.keys()):
+            raise UserError(
+                f"loss_scale={dict(saved)} of the checkpoint is no scale above 0 with its counters; load another "
+                "checkpoint, or set checkpoint.no_load_optim=true"
+            )
         for name, value in self.state().items() if saved else ():
             value.fill_(saved[name])

@@ -8,9 +8,11 @@ the one that is written, and renamed while it is locked.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,14 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with its content; nothing where there is none.  Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def hidden(path: Path) -> Path:
@@ -97,8 +107,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     temporary = hidden(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    remove(temporary)
     temporary.mkdir()
     try:
         yield temporary
@@ -115,6 +124,8 @@ def open_locked(path: Path) -> io.FileIO:
     """
     file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
     try:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         if not lock_descriptor(file.fileno(), blocking=False):
             raise BlockingIOError(f"{path} is locked by another process")
     except OSError:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
 from torch import Tensor
 
 from megatron3d import __version__
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.async_saver import PieceSource
+from megatron3d.checkpoint.index import Count
 from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
 from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
 from megatron3d.config.schema import Config
+from megatron3d.data.corpus.stream import Cursor
 from megatron3d.errors import UserError
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.train.state import TrainState
@@ -27,13 +29,15 @@ LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
 class Meta(BaseModel):
     """Metadata of a checkpoint; `config` and `mesh` are those of the run that wrote it."""
 
+    model_config = ConfigDict(strict=True)
+
     model: dict[str, JsonValue]
     identity: dict[str, JsonValue]
-    iteration: int
-    consumed_samples: int
-    optimizer_steps: float
-    loss_scale: dict[str, float] = {}
-    cursors: dict[str, list[int]] = {}
+    iteration: Count
+    consumed_samples: Count
+    optimizer_steps: Annotated[FiniteFloat, Field(ge=0)]
+    loss_scale: dict[str, FiniteFloat] = {}
+    cursors: dict[str, Annotated[list[Count], Field(max_length=len(Cursor._fields))]] = {}
     config: dict[str, JsonValue] = {}
     mesh: dict[str, int] = {}
     versions: dict[str, str] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +57,15 @@ def test_overlap(a, b):
         numbers = torch.arange(12).reshape(SHAPE)
         held = numbers[tuple(slice(*ends) for ends in a)]
         assert torch.equal(held[slices_within(common, a)], numbers[tuple(slice(*ends) for ends in common)])
+
+
+def test_many_staggered_boxes_take_seconds():
+    """Each of 40,000 boxes shares rows with all others, so comparing them with each other would take minutes."""
+    size = 40_000
+    pieces = [((low, low + size), (low, low + 1)) for low in range(size)]
+    begin = time.process_time()
+    assert coverage_error((2 * size, size), pieces) == "elements [0:1,1:40000] are in 0 boxes instead of one"
+    assert time.process_time() - begin < 5
 
 
 def test_the_text_of_a_coverage_error():

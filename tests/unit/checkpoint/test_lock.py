@@ -48,6 +48,21 @@ def test_a_released_folder_can_be_locked_again(tmp_path):
     FolderLock(tmp_path).release()
 
 
+def test_an_owner_that_is_no_text(tmp_path):
+    lock = FolderLock(tmp_path)
+    (tmp_path / ".lock").write_bytes(b"\xff" * 10**6)
+    with pytest.raises(UserError, match="is saving to this folder") as caught:
+        FolderLock(tmp_path)
+    assert len(str(caught.value)) < 2000
+    lock.release()
+
+
+def test_a_fifo_in_place_of_the_lock(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(UserError, match=r"\.lock cannot be locked \(not a regular file\)"):
+        FolderLock(tmp_path)
+
+
 def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(UserError, match=r"\.lock cannot be locked \(Is a directory\); save to a folder that you own"):

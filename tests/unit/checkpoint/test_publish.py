@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron3d.checkpoint.store import Piece, latest, load, read_meta, resolve, save
+from megatron3d.checkpoint.verify import newest_intact
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 
@@ -39,6 +41,31 @@ def test_the_checkpoint_to_load(saved, tmp_path):
     tracker.unlink()
     assert latest(run) is None
     assert "there is neither latest_checkpointed" in problem_of(resolve, run)
+
+
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/etc")])
+@pytest.mark.parametrize("suffix", ["tmp", "old", "gone"])
+@pytest.mark.parametrize("iteration", [3, 4, 5])
+def test_names_of_our_own_in_the_way_of_a_save(saved, run_ranks, make, suffix, iteration):
+    """Whatever has the name of a leftover is removed, and what a link names stays."""
+    make(saved.parent / f".iter_{iteration:07}.{suffix}")
+    folder = run_ranks(ONE, lambda comm: save(saved.parent, 4, [whole(torch.ones(2))], {}, comm))[0]
+    assert latest(saved.parent) == folder and Path("/etc/passwd").exists()
+    assert not list(saved.parent.glob(f".*.{suffix}"))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_tracker_that_is_no_file(saved, make):
+    tracker = saved.parent / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    make(tracker)
+    assert "is not a file; load one of iter_0000003 by its folder" in problem_of(resolve, saved.parent)
+    assert newest_intact(saved.parent) == (saved, [])
+
+
+def test_a_tracker_of_other_bytes(saved):
+    (saved.parent / "latest_checkpointed_iteration.txt").write_bytes(b"\xff" * 10**6)
+    assert len(problem_of(resolve, saved.parent)) < 500
 
 
 class Killed(BaseException):
