@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
+from megatron3d.runtime.limits import shorten
+
 
 class ActionKind(str, Enum):
     """Kind of an action: four computations, four transfers, and the data-parallel gradient reduction of a stage."""
@@ -51,14 +53,14 @@ Schedule = tuple[tuple[Action, ...], ...]
 RankOfStage = Callable[[int, int], int]
 
 _KINDS = "|".join(sorted((kind.value for kind in ActionKind), key=len, reverse=True))
-_TEXT = re.compile(rf"(\d+)({_KINDS})(\d*)")
+_TEXT = re.compile(rf"([0-9]{{1,18}})({_KINDS})([0-9]{{0,18}})")
 
 
 def parse_action(text: str) -> Action:
     """Parse an action such as `1F3`.  Raises ValueError where `text` is none."""
     match = _TEXT.fullmatch(text.strip())
     if match is None or (match[2] == ActionKind.REDUCE.value) != (match[3] == ""):
-        raise ValueError(f"{text!r} is no action such as 0F3, 1I2, 1W2 or 0B1: stage, kind, microbatch")
+        raise ValueError(f"{shorten(text)!r} is no action such as 0F3, 1I2, 1W2 or 0B1: stage, kind, microbatch")
     return Action(ActionKind(match[2]), int(match[1]), int(match[3]) if match[3] else None)
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from statistics import mean
 from typing import NamedTuple
 
@@ -88,32 +89,35 @@ class Timeline:
 
 
 def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: float) -> Iterator[Span]:
-    """Yield spans in an order that respects all dependencies; raise Deadlock when no rank can continue."""
+    """Yield spans in an order that respects all dependencies; raise Deadlock when no rank can continue.
+
+    Ranks take turns, each running its list as far as it can; one that waits is skipped until its input is computed.
+    """
     owners = stage_to_rank(schedule)
     ready: dict[Action, float] = {}
     position, free_at = [0] * len(schedule), [0.0] * len(schedule)
-
-    def waits_for(rank: int) -> Action:
-        needed = dependencies(schedule[rank][position[rank]], len(owners))
-        return next(action for action in needed if action not in ready)
-
-    pending = [rank for rank, actions in enumerate(schedule) if actions]
-    while pending:
-        before = sum(position)
-        for rank in pending:
-            while position[rank] < len(schedule[rank]):
-                action = schedule[rank][position[rank]]
-                inputs = dependencies(action, len(owners))
-                if any(needed not in ready for needed in inputs):
-                    break
-                start = max([free_at[rank], *(ready[i] + hop * (owners[i.stage] != rank) for i in inputs)])
-                free_at[rank] = start + duration(action)
-                ready |= dict.fromkeys(completed_by(action), free_at[rank])
-                position[rank] += 1
-                yield Span(rank, action, start, free_at[rank])
-        pending = [rank for rank in pending if position[rank] < len(schedule[rank])]
-        if pending and sum(position) == before:
-            raise Deadlock(tuple((rank, position[rank], waits_for(rank)) for rank in pending))
+    turns = [(0, rank) for rank in range(len(schedule))]
+    waiting: dict[Action, list[int]] = {}
+    while turns:
+        turn, rank = heappop(turns)
+        while position[rank] < len(schedule[rank]):
+            action = schedule[rank][position[rank]]
+            inputs = dependencies(action, len(owners))
+            if missing := [each for each in inputs if each not in ready]:
+                waiting.setdefault(missing[0], []).append(rank)
+                break
+            start = max([free_at[rank], *(ready[i] + hop * (owners[i.stage] != rank) for i in inputs)])
+            free_at[rank] = start + duration(action)
+            position[rank] += 1
+            for result in completed_by(action):
+                ready[result] = free_at[rank]
+                for other in waiting.pop(result, ()):
+                    heappush(turns, (turn + (other < rank), other))
+            yield Span(rank, action, start, free_at[rank])
+    if waiting:
+        raise Deadlock(
+            tuple(sorted((rank, position[rank], action) for action, ranks in waiting.items() for rank in ranks))
+        )
 
 
 def num_virtual_stages(schedule: Schedule) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,21 @@ def test_a_schedule_file_is_read_as_written(
     assert read_schedule(path) == schedule
 
 
+def test_many_ranks_in_reverse_order_take_seconds() -> None:
+    """Each stage waits for the one on the rank after its own, so that one turn of all ranks runs one action."""
+    num_ranks = 10_000
+    begin = time.process_time()
+    found = execution_problems(tuple(parse(*(f"{stage}F0 {stage}B0" for stage in reversed(range(num_ranks))))))
+    assert found == [] and time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "schedule.csv")
+    with pytest.raises(UserError, match=r"schedule\.csv: cannot be read"):
+        read_schedule(tmp_path / "schedule.csv")
+
+
 def test_idle_cells_and_blank_last_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
     path.write_text("\ufeff0F0,,, 0B0 \r\n,1F0,1B0,\r\n\r\n,,\r\n", encoding="utf-8")
@@ -90,6 +108,9 @@ def test_idle_cells_and_blank_last_lines_are_skipped(tmp_path: Path) -> None:
         (b"0F0\n", "rank 0: 0I0 or 0B0 is missing"),
         (b"\xff\xfe0", "cannot be read"),
         (b"0F99999999999,0B99999999999\n", "microbatch 0 is missing"),
+        (b"0F" + b"9" * 5000, "9...' is no action such as 0F3"),
+        ("0F٣,0B٣".encode(), "is no action such as 0F3"),
+        (b"0" * 200_000, "cannot be read: field larger than field limit"),
         (None, "cannot be read"),
     ],
 )
