@@ -22,7 +22,7 @@ from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, whole
 from megatron3d.runtime.files import replace_file
 from megatron3d.runtime.tool_main import run_tool
-from megatron3d.viz.curves import draw, read_run, row_errors
+from megatron3d.viz.curves import draw, read_run
 from megatron3d.viz.report import is_finished, report
 
 PAGE = ".html"
@@ -44,12 +44,8 @@ def plot(arguments: argparse.Namespace) -> None:
 def write(folders: Sequence[Path], output: Path, refresh_s: int | None) -> bool:
     """Replace the output file, in the format of its suffix; return whether it needs further updates."""
     runs = {str(folder): read_run(folder) for folder in folders}
-    goes_on = False
-    for folder, rows in zip(folders, runs.values(), strict=True):
-        with row_errors(folder):
-            goes_on |= refresh_s is not None and not is_finished(rows)
-    with row_errors(folders[0]):
-        page = report(folders[0], refresh_s if goes_on else None) if output.suffix == PAGE else None
+    goes_on = refresh_s is not None and not all(map(is_finished, runs.values()))
+    page = report(folders[0], refresh_s if goes_on else None) if output.suffix == PAGE else None
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(output) as file:

@@ -16,13 +16,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, StrictInt, StrictStr, TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron3d.checkpoint.publish import candidates, finished_checkpoints
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
 from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
-from megatron3d.metrics.journal import read_journal
+from megatron3d.metrics.journal import read_lines
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.files import write_text
 from megatron3d.runtime.launcher_env import SlurmJob
@@ -32,7 +36,7 @@ FILE_NAME = "slurm.jsonl"
 MAX_FRUITLESS = 2
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Launch:
     """Line of `slurm.jsonl` in the run's folder.
 
@@ -41,11 +45,14 @@ class Launch:
         iteration: iteration of the newest checkpoint at that time, 0 without any.
     """
 
-    job: int
-    requeue: int
-    nodes: str
-    iteration: int
-    time: str
+    job: StrictInt
+    requeue: StrictInt
+    nodes: StrictStr
+    iteration: Annotated[StrictInt, Field(ge=0)]
+    time: StrictStr
+
+
+LAUNCH = TypeAdapter(Launch)
 
 
 @dataclass(frozen=True)
@@ -121,5 +128,4 @@ def newest_iteration(root: Path) -> int:
 
 
 def _launches(root: Path) -> list[Launch]:
-    path = root / FILE_NAME
-    return [Launch(**row) for row in read_journal(path)] if path.exists() else []
+    return [launch for _, launch in read_lines(root / FILE_NAME, LAUNCH)]

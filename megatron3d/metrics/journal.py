@@ -9,12 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from megatron3d.errors import UserError
+from megatron3d.metrics.rows import AnyRow, JournalRow
 from megatron3d.runtime.files import write_text
 
+T = TypeVar("T")
 FILE_NAME = "metrics.jsonl"
+ANY_ROW, JOURNAL_ROW = TypeAdapter[Any](AnyRow), TypeAdapter[Any](JournalRow)
 
 
 class Journal:
@@ -27,7 +33,7 @@ class Journal:
     def _open(self, last: int) -> TextIO:
         """Open the file after dropping the lines after iteration `last`."""
         path = self._path
-        kept = [line for line, row in _rows(path) if row["iteration"] <= last and last > 0]
+        kept = [line for line, row in read_lines(path, ANY_ROW) if row["iteration"] <= last and last > 0]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, "".join(kept))
@@ -59,29 +65,35 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file is missing or has other contents.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: there is no such file; give the folder of a run, its checkpoint.save")
-    return [row for _, row in _rows(path)]
-
-
-def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the lines and their contents; none without a file."""
     if not path.exists():
-        return []
+        raise UserError(f"{path}: there is no such file; give the folder of a run, its checkpoint.save")
+    return [from_json(line) for line, _ in read_lines(path, JOURNAL_ROW)]
+
+
+def read_lines(path: Path, form: TypeAdapter[T]) -> list[tuple[str, T]]:
+    """Return the lines of a file of JSON objects, each with its content in a form; none without a file.
+
+    A last line that is cut off is left out.  Raises UserError where the file cannot be read or has other contents.
+    """
     try:
+        if not path.exists():
+            return []
+        if not path.is_file():
+            raise UserError(f"{path}: not a file; move it away")
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
-    return [(line, _row(path, number, line)) for number, line in enumerate(lines, start=1)]
+    return [(line, _parse(path, number, line, form)) for number, line in enumerate(lines, start=1)]
 
 
-def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse(path: Path, number: int, line: str, form: TypeAdapter[T]) -> T:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}:{number}: not JSON ({error}); move the file away or repair the line") from error
-    if not isinstance(row, dict) or type(row.get("iteration")) is not int or abs(row["iteration"]) >= 2**63:
-        raise UserError(f"{path}:{number}: not a record of a run: it has no whole number `iteration`")
-    return row
+        return form.validate_python(from_json(line))
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        why = f"not a record of a run ({'.'.join(map(str, fault['loc']))} {fault['msg']})"
+    except ValueError as error:
+        why = f"not JSON ({error})"
+    raise UserError(f"{path}:{number}: {why}; move the file away or repair the line")

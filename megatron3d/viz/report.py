@@ -24,6 +24,7 @@ from megatron3d.analysis.memory_model.table import BYTES, unit_for
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
+from megatron3d.metrics.journal import FILE_NAME
 from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import ranges
 from megatron3d.pipeline.plot import figure
@@ -36,6 +37,8 @@ RECENT, MAX_SPANS = 50, 4000
 MAX_BAD_STEPS = 20
 # Folder of a run that configs/ save to.
 CHECKPOINTS = "checkpoints"
+# Keys of the `start` of a launch that the page shows.
+START_KEYS = ("time", "versions", "world_size", "mesh", "ranks", "model", "peak", "stages", "memory_bytes")
 RATES = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("TFLOP/s per rank", "tflops_per_s_per_rank", "{:.4g}"),
@@ -70,6 +73,8 @@ def report(folder: Path, refresh_s: int | None = None) -> str:
     rows = read_run(folder)
     starts = [row for row in rows if "start" in row]
     start: Start = starts[-1]["start"] if starts else {}
+    if missing := [key for key in START_KEYS if start and key not in start]:
+        raise UserError(f"{folder / FILE_NAME}: the last start has no {', '.join(missing)}; draw curves, as a .png")
     steps = [row for row in rows if "lm_loss" in row]
     bad, phases = _non_finite(steps), _phases(steps)
     name = run_name(folder)
@@ -158,9 +163,10 @@ def _phases(steps: Rows) -> dict[str, tuple[Cells, float]]:
 
 def _prediction(expected: Mapping[str, Any], steps: Rows, phases_s: Mapping[str, float]) -> Prediction:
     """Return the predicted parts of a step next to the measured ones."""
-    step_s = median(row["elapsed_ms"] for row in steps[-RECENT:]) / 1e3
-    if not expected:
+    times_ms = [row["elapsed_ms"] for row in steps[-RECENT:] if "elapsed_ms" in row]
+    if not expected or not times_ms:
         return Prediction()
+    step_s = median(times_ms) / 1e3
     if "total" not in expected:
         return Prediction(f"step measured: {step_s:.4g} s; {expected['unknown']}")
     measured, predicted = parts_of(phases_s), expected["parts"]
@@ -198,7 +204,8 @@ def _memory(start: Start, rows: Rows) -> dict[str, Any]:
     lines = []
     for coord, categories in enumerate(predicted):
         cells = [f"{value / size:,.2f}" for value in (*categories.values(), sum(categories.values()))]
-        lines.append((coord, *cells, f"{measured[-1][coord] / size:,.2f}" if measured else "-"))
+        first_step = measured[-1][coord : coord + 1] if measured else []
+        lines.append((coord, *cells, f"{first_step[0] / size:,.2f}" if first_step else "-"))
     peaks = [row["memory"]["peak"] for row in rows if "memory" in row]
     most = f" Peak so far: {peaks[-1]['max'] / 2**30:.3g} GiB, rank {peaks[-1]['max_rank']}." if peaks else ""
     header = ("pipeline rank", *predicted[0], f"predicted {unit}", f"first step {unit}")
@@ -209,7 +216,10 @@ def _pipeline(start: Start, folder: Path) -> Picture:
     """Return the newest measured timeline, or the schedule simulated with the stages' FLOPs as times."""
     traces = sorted(folder.glob("traces/iter_*.svg"))
     if traces:
-        return Picture(svg_element(traces[-1].read_text(encoding="utf-8")), traces[-1].name)
+        document = traces[-1].read_text(encoding="utf-8", errors="replace")
+        if "<svg" not in document:
+            raise UserError(f"{traces[-1]}: no SVG picture; move it away")
+        return Picture(svg_element(document), traces[-1].name)
     if start["mesh"]["pipeline"] == 1:
         return Picture()
     try:
@@ -230,7 +240,7 @@ def _configuration(path: Path) -> list[Cells]:
     if not path.is_file():
         return []
     values, section = list[Cells](), ""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if match := _SECTION.fullmatch(line):
             section = match[1]
         elif match := _KEY.fullmatch(line):

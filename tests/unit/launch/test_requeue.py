@@ -86,6 +86,16 @@ def test_a_job_counts_only_its_own_launches(tmp_path: Path) -> None:
     assert start_iterations(root, slurm_job(7, 1)) == [0, 40] and start_iterations(root, slurm_job(8, 0)) == [40]
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["[]", '{"job": 7}', '{"job":7,"requeue":0,"nodes":"n","iteration":-1,"time":""}', "[" * 100_000, "9" * 5000],
+)
+def test_a_damaged_log_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "slurm.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"slurm\.jsonl:1: not (JSON|a record of a run)"):
+        start_iterations(tmp_path, slurm_job(7, 0))
+
+
 @pytest.mark.parametrize("checkpoint", [{}, {"save": "a"}, {"load": "a"}, {"save": "a", "load": "b"}])
 def test_a_run_that_would_not_continue_itself_is_refused(checkpoint: dict[str, str]) -> None:
     with pytest.raises(UserError, match="set both to one folder"):
