@@ -136,7 +136,7 @@ def test_launches_are_kept_as_long_as_their_steps(tmp_path: Path) -> None:
     """A launch without steps leaves no record."""
     for start, count in ((0, 3), (2, 2), (4, 0), (4, 1)):
         writer = MetricsWriter(tmp_path, Config(), start)
-        writer.start(start, {"time": start})
+        writer.start(start, {"train_iters": 5, "time": str(start)})
         for iteration in range(start + 1, start + 1 + count):
             writer.step(replace(RECORD, iteration=iteration))
         writer.close()
