@@ -76,6 +76,7 @@ def test_a_corpus_without_ends_of_documents_is_refused(config: Path) -> None:
     write_corpus(config.parent / "plain", inspect.getsource(textwrap))
     tokens = bytearray((config.parent / "plain.bin").read_bytes())
     (config.parent / "plain.bin").write_bytes(bytes(tokens).replace(b"\x00\x01", b"\x20\x00"))
+    (config.parent / "plain.manifest.json").unlink()
     overrides = [f"data.data_path={config.parent}/plain", "data.eod_mask_loss=true"]
     refuse(config, overrides, ("document 0 does not end with token 256", "--append-eod"))
 
