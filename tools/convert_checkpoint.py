@@ -11,19 +11,21 @@ import megatron3d.runtime.interrupt  # noqa: F401
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron3d.convert.compare import has_transformers
-from megatron3d.convert.conversion import ConversionRequest, LogitsDiffer, from_hub, to_hub
+from megatron3d.convert.conversion import MAX_SHARD_BYTES, ConversionRequest, LogitsDiffer, from_hub, to_hub
 from megatron3d.convert.hub_weights import DTYPES
 from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
+from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, whole
 from megatron3d.runtime.limits import shorten
 from megatron3d.runtime.tool_main import run_tool
 
 _DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub}
+_ONE_DIRECTION = {"seq_length": "from-hf", "max_shard_size": "to-hf", "model_type": "to-hf"}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 DIFFERENT = 1
 
@@ -45,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights that are written; default: as they are")
     parser.add_argument(
-        "--max-shard-size", type=_size, default="5GB", help="of a safetensors file, such as 500MB; with to-hf"
+        "--max-shard-size", type=_size, help="of a safetensors file, such as 500MB; with to-hf; default: 5GB"
     )
     parser.add_argument(
         "--seq-length", type=whole(1, 10**7), help="of later training; with from-hf; default: the model's longest"
@@ -70,13 +72,23 @@ def _size(text: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
+def _unused(args: argparse.Namespace) -> Iterator[str]:
+    """Yield a message per option that has no effect with the others."""
+    for name, direction in _ONE_DIRECTION.items():
+        if getattr(args, name) is not None and args.direction != direction:
+            yield f"--{name.replace('_', '-')}: not used with {args.direction}, only with {direction}; leave it out"
+    if args.tokenizer_model is not None and args.tokenizer_type is None:
+        yield f"--tokenizer-model {args.tokenizer_model}: not used without --tokenizer-type; add that, or leave it out"
+
+
 def convert(args: argparse.Namespace) -> None:
     """Convert the checkpoint, and print the comparisons of the logits."""
+    UserError.collect(_unused(args))
     request = ConversionRequest(
         source=args.input,
         target=args.output,
         dtype=DTYPES[args.dtype] if args.dtype else None,
-        max_shard_bytes=args.max_shard_size,
+        max_shard_bytes=args.max_shard_size or MAX_SHARD_BYTES,
         seq_length=args.seq_length,
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,

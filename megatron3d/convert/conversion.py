@@ -38,6 +38,7 @@ from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.checkpointing import LAYOUT_FIELDS, Meta, read_meta
 
 RECORD = "conversion.json"
+MAX_SHARD_BYTES = 5 * 10**9
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -55,7 +56,7 @@ class ConversionRequest:
     source: Path
     target: Path
     dtype: torch.dtype | None = None
-    max_shard_bytes: int = 5 * 10**9
+    max_shard_bytes: int = MAX_SHARD_BYTES
     seq_length: int | None = None
     tokenizer_type: str | None = None
     tokenizer_model: str | None = None

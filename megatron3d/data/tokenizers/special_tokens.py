@@ -35,7 +35,7 @@ NAMES = ("tokenizer_config.json", "special_tokens_map.json")
 # Names of model files in Hugging Face folders; files next to a model of another name describe other tokenizers.
 MODEL_NAMES = ("tokenizer.json", "tokenizer.model")
 # Classes of transformers that add the token that begins a text unless told otherwise.
-_ADD_BOS = ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "GemmaTokenizer")
+_ADD_BOS = tuple(f"{name}Tokenizer{kind}" for name in ("Llama", "CodeLlama", "Gemma") for kind in ("", "Fast"))
 
 
 @dataclass(frozen=True)

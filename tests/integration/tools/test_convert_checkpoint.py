@@ -188,6 +188,21 @@ def test_bad_options(typed: list[str]) -> None:
     assert stopped.value.code == 2
 
 
+UNUSED = {
+    "from-hf": (["--model-type", "llama"], ["--max-shard-size", "1GB"], ["--tokenizer-model", "x"]),
+    "to-hf": (["--seq-length", "5"], ["--tokenizer-model", "x"]),
+}
+
+
+@pytest.mark.parametrize("direction", UNUSED)
+def test_options_without_effect(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], direction: str
+) -> None:
+    for typed in UNUSED[direction]:
+        assert convert(direction, whole, tmp_path / "out", *typed) == 2
+        assert f"{typed[0]}" in (said := capsys.readouterr().err) and "not used with" in said
+
+
 def test_a_trained_run_survives_export_and_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(write_config(tmp_path), "train.train_iters=3").code == 0
     capsys.readouterr()
