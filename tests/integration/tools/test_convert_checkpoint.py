@@ -195,7 +195,7 @@ UNUSED = {
 
 
 @pytest.mark.parametrize("direction", UNUSED)
-def test_options_without_effect(
+def test_options_without_effect_are_refused(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], direction: str
 ) -> None:
     for typed in UNUSED[direction]:

@@ -84,7 +84,7 @@ def test_documents_begin_as_declared_unless_told(hub: Path, tmp_path: Path, caps
         assert (said in capsys.readouterr().out) == bool(begin)
 
 
-def test_a_token_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a"}])
     typed = ["--input", str(source), "--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "ByteTokenizer"]
     assert preprocess_data.main([*typed, "--add-bos-token"]) == 2

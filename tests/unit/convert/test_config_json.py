@@ -145,11 +145,11 @@ HARMLESS: dict[str, Any] = {
 
 @pytest.mark.parametrize("settings", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("name", HARMLESS)
-def test_fields_that_do_not_change_the_network(settings: dict[str, Any], name: str) -> None:
+def test_fields_that_do_not_change_the_network_are_accepted(settings: dict[str, Any], name: str) -> None:
     assert read_settings({**settings, name: HARMLESS[name]}) == read_settings(settings)
 
 
-def test_windows_that_are_off() -> None:
+def test_windows_that_are_off_do_not_matter() -> None:
     off = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1}
     full = {"layer_types": ["full_attention"] * 2}
     assert read_settings({**QWEN3, **off, **full}) == read_settings(QWEN3)

@@ -55,7 +55,7 @@ def test_a_run_can_be_moved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "generation_config.json"])
-def test_links_out_of_the_folder(file: str, tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_refused(file: str, tmp_path: Path) -> None:
     hub = write_hub(tmp_path / "hub", LLAMA)
     (hub / file).rename(tmp_path / "elsewhere")
     (hub / file).symlink_to(tmp_path / "elsewhere")

@@ -160,7 +160,7 @@ def test_weights_are_rounded_on_export(tmp_path: Path) -> None:
     assert [agreement.holds for agreement in report.agreements] == [True, True]
 
 
-def test_gpt2_without_biases(tmp_path: Path) -> None:
+def test_gpt2_without_biases_gets_zeros(tmp_path: Path) -> None:
     """A model without biases is exactly a GPT-2 whose biases are zero."""
     shape = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 257, "seq_length": 16}
     state = state_of(ModelConfig.model_validate({**shape, "family": "gpt2", "add_bias_linear": False}))

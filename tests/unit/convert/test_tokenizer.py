@@ -105,7 +105,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_models_of_other_trainers(name: str, tmp_path: Path) -> None:
+def test_models_of_other_trainers_encode_alike_or_are_not_written(name: str, tmp_path: Path) -> None:
     """What is written encodes alike, in transformers too; what cannot is not left under a name that is misread."""
     options, converts = FOREIGN[name]
     model = io.BytesIO()

@@ -102,7 +102,7 @@ def test_ids_come_from_the_first_file_that_names_them(name: str, tmp_path: Path)
     assert (ours.special.bos, ours.special.ends, ours.eod) == (bos, ends, ends[0])
 
 
-def test_the_end_of_deepseek(tmp_path: Path) -> None:
+def test_the_end_of_deepseek_is_known(tmp_path: Path) -> None:
     assert folder_of(tmp_path, words=(*WORDS[:2], DEEPSEEK)).eod == 2
 
 
@@ -115,7 +115,7 @@ def test_the_end_of_deepseek(tmp_path: Path) -> None:
         ({"tokenizer_config": [1]}, "tokenizer_config.json: is not a JSON object"),
     ],
 )
-def test_damaged_files(files: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(files: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         folder_of(tmp_path, **files)
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
@@ -134,7 +134,7 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
     "old,new,words",
     [('"id":"<s>","type', '"id":"x","type', "adds 'x', which it does not describe"), ("[1]", "[99]", "adds token 99")],
 )
-def test_damaged_post_processors(old: str, new: str, words: str, tmp_path: Path) -> None:
+def test_damaged_post_processors_are_refused(old: str, new: str, words: str, tmp_path: Path) -> None:
     folder_of(tmp_path, TEMPLATE)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")).replace(old, new))
@@ -179,7 +179,7 @@ def test_sentencepiece_models_declare_it_next_to_them(
     assert special.before_text(True) == (1,)
 
 
-def test_the_token_before_a_text_without_context(tmp_path: Path) -> None:
+def test_a_text_without_context_follows_the_bos_token(tmp_path: Path) -> None:
     """As in lm_eval: the tokenizer's bos_token, whether it is added or not, else its end."""
     assert folder_of(tmp_path).special.prefix == 5
     assert folder_of(tmp_path, config=CONFIG).special.prefix == 4
