@@ -27,8 +27,8 @@ from tests.support.toy_pipeline import any_schedule
 from tools import generate
 
 PROMPT = "def fill(text, width=70"
-GREEDY = ["--max-new-tokens", "12", "--temperature", "0"]
-SAMPLED = ["--max-new-tokens", "12", "--temperature", "1.5", "--top-k", "20", "--seed", "7"]
+GREEDY = ["--max-new-tokens", "6", "--temperature", "0"]
+SAMPLED = ["--max-new-tokens", "6", "--temperature", "1.5", "--top-k", "20", "--seed", "7"]
 
 
 @pytest.fixture(autouse=True)
