@@ -45,8 +45,10 @@ def read_limited(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
         raise OSError(errno.EINVAL, "not a file name", str(path)) from error
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    content = bytearray()
     with path.open("rb") as file:
-        content = file.read(most + 1)
+        while len(content) <= most and (block := file.read(MAX_FILE_BYTES)):  # `read` allocates what it is asked for
+            content += block
     if len(content) > most:
         raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
-    return content
+    return bytes(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,3 +51,13 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
         with pytest.raises(OSError) as caught:
             read_limited(path, 2)
         assert caught.value.strerror
+
+
+def test_a_high_limit_needs_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    tracemalloc.start()
+    try:
+        assert read_limited(tmp_path / "a", 2**30) == b"abc"
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
