@@ -37,6 +37,7 @@ LARGEST: Mapping[str, int] = {
     "seed": MAX_SEED,
     "distributed_timeout_minutes": 10**6,
     "bucket_mb": 10**6,
+    "eval_iters": 10**6,
     "rollback_window": 10**6,
     "straggler_steps": 10**6,
     "stream_lanes": 10_000,
