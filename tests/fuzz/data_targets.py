@@ -151,7 +151,7 @@ def write_tiktoken(folder: Path) -> None:
     tokens = [*(bytes([byte]) for byte in range(256)), b"de", b"def", b"  "]
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
     (folder / "small.tiktoken").write_bytes(b"".join(lines))
-    special = {"<|endoftext|>": 259, "<|pad|>": 260}
+    special = {"<|endoftext|>": 259, "<|pad|>": 262}
     values = {"ranks": "small.tiktoken", "pattern": "\\w+|[^\\w\\s]+|\\s+", "special_tokens": special}
     (folder / "small.json").write_text(json.dumps(values))
 

@@ -187,6 +187,7 @@ class TikTokenizer:
             _, ranks = read_model("TikTokenizer", str(path.parent / ranks_file))
             ids = parse_ranks(ranks, special)
             self._model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
+        self._tokens = frozenset((*ids.values(), *special.values()))  # cl100k_base and others leave ids out
         self.vocab_size = int(self._model.max_token_value) + 1
         end = next((special[name] for name in END_TOKENS if name in special), None)
         self.special = SpecialTokens() if end is None else SpecialTokens(ends=(end,), prefix=end)
@@ -202,7 +203,7 @@ class TikTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         with library_errors(unable(self._path, "decode tokens")):
-            return self._model.decode([int(token) for token in ids], errors="replace")
+            return self._model.decode([int(token) for token in ids if token in self._tokens], errors="replace")
 
     def token_bytes(self) -> None:
         return None

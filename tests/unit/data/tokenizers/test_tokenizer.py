@@ -49,6 +49,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+def test_ids_that_tiktoken_leaves_out_have_no_text(models: dict[str, str]) -> None:
+    """A model may sample them, since they are below the size of the vocabulary."""
+    tokenizer = build_tokenizer("TikTokenizer", models["TikTokenizer"])
+    assert tokenizer.vocab_size == 301
+    assert tokenizer.decode([258, 270, 299, 257]) == "defin"
+
+
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
 def test_source_code_survives_encoding(models: dict[str, str], tokenizer_type: str) -> None:
     tokenizer = build_tokenizer(tokenizer_type, models.get(tokenizer_type))
