@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,8 +123,24 @@ def cost(row: Row) -> float:
     return float(num_ranks * (DEPTHS[pipeline] + pipeline))
 
 
+FEW_KEY_VALUE_HEADS = "fewer key/value heads than ranks, QK-norm, tied"
+
+
+def heads_on_two_axes() -> Iterator[Row]:
+    """Yield, for each form that can shard heads over two axes, a shape in which key/value heads are gathered over one.
+
+    Form, shape and model decide this together, which pairs of factors do not reach.
+    """
+    for form in FORMS:
+        for shape in shapes(len(MODES[form[0]].axis_names), 4):
+            spec = RunSpec(configure(MODELS[FEW_KEY_VALUE_HEADS], tensor_keys(form, shape)), 4, VOCAB_SIZE)
+            if len(spec.mesh.nontrivial(spec.mode.inner[1])) > 1:
+                yield {"form": form, "shape": shape, "model": FEW_KEY_VALUE_HEADS}
+                break
+
+
 TABLE = Table(FACTORS, RULES, aspects, cost)
-ROWS = TABLE.covering_rows()
+ROWS = TABLE.covering_rows(list(heads_on_two_axes()))
 # Rows that cover all pairs of these factors, except modes with schedules, train two steps and skip one between them.
 STEP_FACTORS = ("form", "schedule", "ZeRO", "replicas", "overlap", "recompute")
 

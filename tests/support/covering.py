@@ -79,14 +79,18 @@ class Table:
                         found.setdefault(pair, []).append({a: one, b: other})
         return found
 
-    def covering_rows(self) -> list[Row]:
-        """Return rows that together contain every feasible pair, those that cover the most pairs first."""
-        origins = self.feasible_pairs()
+    def covering_rows(self, required: Sequence[Row] = ()) -> list[Row]:
+        """Return rows that together contain every feasible pair: completions of the required partial rows, then those
+        that cover the most pairs first.
+        """
+        origins, starts = self.feasible_pairs(), list(required)
         missing, rows = dict.fromkeys(origins), []
-        while missing:
+        while missing or starts:
             left = Counter(choice for pair in missing for choice in pair)
-            first = max(missing, key=lambda pair: left[pair[0]] + left[pair[1]])
-            rows.append(self._complete_row(min(origins[first], key=self._cost), missing))
+            if not starts:
+                first = max(missing, key=lambda pair: left[pair[0]] + left[pair[1]])
+                starts = [min(origins[first], key=self._cost)]
+            rows.append(self._complete_row(starts.pop(0), missing))
             for pair in self.pairs(rows[-1]):
                 missing.pop(pair, None)
         return rows
