@@ -35,6 +35,7 @@ LARGEST: Mapping[str, int] = {
     "virtual_pipeline_model_parallel_size": 10_000,
     "tp_num_panels": 10_000,
     "seed": MAX_SEED,
+    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale"), 2**64),
     "distributed_timeout_minutes": 10**6,
     "bucket_mb": 10**6,
     "eval_iters": 10**6,

@@ -257,7 +257,7 @@ class StartupPhases:
 
 
 def run_program(main: Callable[[], int]) -> int:
-    """Return the exit code of `main`; a UserError or OSError becomes messages on stderr and exit code 2.
+    """Return the exit code of `main`; a UserError or OSError becomes messages on stderr.
 
     With several ranks a failure ends the process immediately: the usual clean-up would wait for collectives that no
     other rank joins.

@@ -5,6 +5,7 @@ A process starts, stops and fails with the documented exit code, and never waits
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -244,6 +245,23 @@ def test_exit_codes_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "data.data_path=x: is absent\ntrain.lr=-1: must be above 0\ninterrupted\n"
     with pytest.raises(ZeroDivisionError):
         process.run_program(lambda: 1 // 0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(errno.ENOSPC, ExitCode.USER_ERROR), (errno.EACCES, ExitCode.USER_ERROR), (errno.EIO, ExitCode.CRASH)],
+)
+def test_a_fault_of_the_machine_is_not_the_users(
+    number: int, code: ExitCode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that ends with code 2 is not requeued."""
+
+    def fail() -> int:
+        raise OSError(number, os.strerror(number), "run/iter_0000010")
+
+    assert process.run_program(fail) == code
+    assert capsys.readouterr().err == f"run/iter_0000010: {os.strerror(number)}\n"
 
 
 def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.CompletedProcess[str]]:
