@@ -113,7 +113,8 @@ def read_hostile(folder: Path) -> object:
     counters = (index.iteration, meta.iteration, meta.consumed_samples, meta.optimizer_steps)
     assert all(0 <= number < math.inf for number in counters), f"accepted {counters}"
     flatten(index)
-    assert list(describe_differences(path, path)) == []
+    differing = [line for line in describe_differences(path, path) if "nan" not in line]
+    assert not differing, f"a checkpoint differs from itself: {differing}"
     means = [piece.compute() for piece in mean_pieces([path, path]) if piece.compute]
     return len(means), load_tensors(path, index)
 
