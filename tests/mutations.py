@@ -157,10 +157,10 @@ MUTATIONS = [
         "            return x\n\n    def pack",
     ),
     Mutation(
-        "gathered weights kept over the update",
+        "weights gathered before those of their FSDP unit",
         "ops/weight_prefetch.py",
-        "self._in_flight, self._kept = None, None",
-        "pass",
+        "            unshard()\n            self._in_flight",
+        "            self._in_flight",
     ),
     Mutation(
         "every copy sends the first part of the residual",
