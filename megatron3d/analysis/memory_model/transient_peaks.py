@@ -92,7 +92,8 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
     """Return the bytes of the last chunk of logits and its gradients, and of the head's dW before its reduction.
 
     They are the norm's output; the gathered W, X and dY of the chunk; logits in fp32 and in the model's dtype; dX and
-    dW of the chunk.  If dW is reduced, its sum has a buffer of its own, and there is a copy in the model's dtype.
+    dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own, and there is a copy
+    in the model's dtype.
     """
     local, size = step.local, step.local.itemsize
     plan, narrow = local.mode.expand.on(local.mesh), size if size < local.wide else 0
@@ -103,7 +104,8 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
     gathered, reordered = _gathered(plan, x, w, dy)
     logits = dy // local.mesh.size(plan.dy) * (local.wide + (0 if plan.dy else narrow))
     before = w * local.wide if plan.w and rows < local.tokens else 0
-    chunk = local.residual + gathered * size + logits + before + max(w + x, reordered) * size
+    dw = w if plan.w or local.kernels.adds_dw else 0
+    chunk = local.residual + gathered * size + logits + before + max(dw + x, reordered) * size
     return {"head and loss": chunk, "gradient of the head": 2 * local.residual + before + w * size if plan.w else 0}
 
 

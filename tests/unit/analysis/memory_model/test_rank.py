@@ -29,6 +29,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.model.recompute_spec import Recompute
+from megatron3d.ops.gemm import onednn_gemms
 from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
@@ -116,7 +117,8 @@ def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
     settings = StepSettings(1, train.global_batch_size * arch.seq_length, train.global_batch_size)
     with Live([*tensors, *(microbatch.tokens for microbatch in batch)]) as live:
         train_step(state, batch, 1e-3, settings)
-    memory = predict_memory(spec)
+    adds_dw = train.precision == "bf16" or (train.precision == "fp32" and onednn_gemms(CPU, torch.float32) == "all")
+    memory = predict_memory(spec, replace(KERNELS["cpu"], adds_dw=adds_dw))
     lasts = memory.weights + memory.main_weights + memory.gradients + memory.optimizer
     return live.peak - lasts, memory.total - lasts
 
