@@ -15,8 +15,8 @@ if [ ! -f "$out/corpus.jsonl" ]; then
     "$python" tools/make_corpus.py --output "$out/corpus.jsonl"
 fi
 if [ ! -f "$out/tokenizer.model" ]; then
-    step "Tokenizer: SentencePiece BPE, 4096 tokens"
-    "$python" tools/train_tokenizer.py --input "$out/corpus.jsonl" --vocab-size 4096 --output-prefix "$out/tokenizer"
+    step "Tokenizer: SentencePiece BPE, 2048 tokens"
+    "$python" tools/train_tokenizer.py --input "$out/corpus.jsonl" --vocab-size 2048 --output-prefix "$out/tokenizer"
 fi
 if [ ! -f "$out/corpus_text_document.idx" ]; then
     step "Token files"
@@ -24,16 +24,17 @@ if [ ! -f "$out/corpus_text_document.idx" ]; then
         --output-prefix "$out/corpus" --append-eod --workers 2
 fi
 
-# Two processes shard the model; a single GPU holds all of it.
+# Two data-parallel processes, or one for a single GPU; bf16 where the device multiplies it natively.
 processes=2
-layout=()
-gpus=$(has_gpu && "$python" -c 'import torch; print(torch.cuda.device_count())' || echo 0)
-if [ "$gpus" -eq 1 ]; then
-    processes=1
-    layout=(parallel.tensor_model_parallel_size=1 parallel.sequence_parallel=false)
+precision=(train.precision=fp32)
+if has_gpu; then
+    processes=$("$python" -c 'import torch; print(min(max(torch.cuda.device_count(), 1), 2))')
+    precision=()
+elif grep -q -s -w -e avx512_bf16 -e amx_bf16 /proc/cpuinfo; then
+    precision=()
 fi
 step "Training on $processes process(es)"
-bash scripts/launch_local.sh "$processes" --config configs/quickstart.yaml "${layout[@]}" ||
+bash scripts/launch_local.sh "$processes" --config configs/quickstart.yaml "${precision[@]}" ||
     fail "training did not reach its end; what was saved is kept: run this again to go on from there"
 
 step "Curves"
@@ -41,4 +42,8 @@ step "Curves"
 echo "$out/curves.png"
 
 step "A sample"
-"$python" tools/generate.py --load "$out/checkpoints" --prompt "def " --max-new-tokens 120
+"$python" tools/generate.py --load "$out/checkpoints" --prompt "def " --max-new-tokens 200 --temperature 0.8
+
+step "Next"
+echo "train on your own text (README.md), or longer:
+    bash scripts/launch_local.sh $processes --config configs/quickstart.yaml ${precision[*]} train.train_iters=4000 checkpoint.save=runs/longer checkpoint.load=runs/longer"

@@ -151,5 +151,5 @@ def test_check_of_the_quickstart_without_torch(config: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "world_size 2 = TP 2 (1d: t 2) x PP 1 x DP 1" in done.stdout.splitlines()
+    assert "world_size 2 = TP 1 x PP 1 x DP 2" in done.stdout.splitlines()
     assert not (config.parent / "absent").exists()
