@@ -27,15 +27,13 @@ step "ruff: style"
 step "mypy: types"
 "$VENV/bin/mypy"
 pytest=("$VENV/bin/python" -m pytest)
-parallel=(-n "$(nproc)" --maxprocesses 8) # not for tests of which each keeps all cores busy with eight ranks
+parallel=(-n "$(nproc)" --maxprocesses 8)
 if (($# == 0)) || [[ $* == --fast || $* == --full ]]; then
     step "pytest: fast unit tests"
     "${pytest[@]}" -m "not slow" "${parallel[@]}"
     if [[ ${1:-} == --fast ]]; then exit; fi
-    step "pytest: whole programs"
-    "${pytest[@]}" -m "slow and not pool" "${parallel[@]}" --dist loadfile
-    step "pytest: eight ranks"
-    "${pytest[@]}" -m "slow and pool" "$@"
+    step "pytest: layouts, several ranks, whole programs"
+    "${pytest[@]}" -m slow "${parallel[@]}" --dist loadgroup "$@"
 else
     step "pytest"
     "${pytest[@]}" "$@"

@@ -17,6 +17,7 @@ from tests.support.thread_ranks import ObjectThreadComm, run_on_threads
 
 UNIT = Path(__file__).parent / "unit"
 FAST_FILES = ("test_architecture.py", "test_words.py")
+ROWS_FILE = "test_equality.py"
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
@@ -29,15 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that launch ranks or programs as slow, and deselect those marked `full` unless --full was given.
 
-    Files with a test that takes the pool of processes are marked `pool`, with all their tests, which share fixtures.
+    A worker of pytest-xdist takes whole files, whose tests may share fixtures, but single rows of the covering array.
     """
-    pooled = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     for item in items:
         is_unit = UNIT in item.path.parents or item.path.name in FAST_FILES
         if not is_unit or "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
-        if item.path in pooled:
-            item.add_marker(pytest.mark.pool)
+        if item.path.name != ROWS_FILE:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     left_out = [] if config.getoption("--full") else [item for item in items if item.get_closest_marker("full")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -21,11 +21,11 @@ from megatron3d.data.loader import BatchLoader
 from megatron3d.optim.lr_schedule import learning_rate
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.checkpointing import load_state, save_state, source_of
-from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
-from tests.support.pool import Pool
 from tests.support.tiny_run import stored
+from tests.support.turn_ranks import connect, run_turns
 
 VOCAB_SIZE, NUM_RANKS, NUM_STEPS, BATCH, TOLERANCE = 61, 4, 2, 8, 1e-10
 IDENTITY = {"tokenizer": "a", "corpus": "b", "data.split": "1,0,0", "train.seed": 1234}
@@ -135,7 +135,7 @@ def kind_of(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def root(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a checkpoint of each layout, and the last one of the run that never stopped."""
     root = tmp_path_factory.mktemp("layouts")
     alone = configure("one process")
@@ -145,14 +145,14 @@ def root(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "numbers").write_text(" ".join(map(repr, advance(alone, state))))
     save_state(root / "never stopped", state, IDENTITY)
     for name in SPREAD:
-        pool.run(write, NUM_RANKS, configure(name), root / name)
+        run_turns(write, NUM_RANKS, configure(name), root / name)
     return root
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_a_layout_continues_every_other(pool: Pool, root: Path, target: str) -> None:
+def test_a_layout_continues_every_other(root: Path, target: str) -> None:
     config = configure(target)
-    results = pool.run(read, NUM_RANKS, config, root) if target in SPREAD else [read(0, 1, config, root)]
+    results = run_turns(read, NUM_RANKS, config, root) if target in SPREAD else [read(0, 1, config, root)]
     expected = [float(text) for text in (root / "numbers").read_text().split()]
     worst = dict.fromkeys(LAYOUTS, 0.0)
     for result in results:

@@ -22,9 +22,10 @@ from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
-from megatron3d.train.state import TrainState, connect
+from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples, StepTrace, differences, trace
+from tests.support.turn_ranks import connect
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 61

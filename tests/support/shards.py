@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.comm.interface import Comm
 from megatron3d.parallel.layout import Layout, box
 from megatron3d.parallel.matmul_plan import MatmulPlan, traffic
 from megatron3d.parallel.mesh import Axes, Mesh
+from tests.support.turn_ranks import make_comm
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
@@ -23,14 +24,14 @@ def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     return whole[tuple(slice(low, high) for low, high in part)].clone()
 
 
-def plan_comm(mesh: Mesh, *plans: MatmulPlan, also: tuple[Axes, ...] = ()) -> ProcessComm:
+def plan_comm(mesh: Mesh, *plans: MatmulPlan, also: tuple[Axes, ...] = ()) -> Comm:
     """Return a communicator with the groups that the plans' closed forms name, plus `also`."""
-    return ProcessComm(mesh, [*also, *(step.axes for plan in plans for step in traffic(plan, mesh, 1, 1, 1, 1))])
+    return make_comm(mesh, [*also, *(step.axes for plan in plans for step in traffic(plan, mesh, 1, 1, 1, 1))])
 
 
-def every_group(mesh: Mesh) -> ProcessComm:
+def every_group(mesh: Mesh) -> Comm:
     """Return a communicator with every possible group."""
-    return ProcessComm(mesh, [axes for n in range(1, len(mesh.names) + 1) for axes in combinations(mesh.names, n)])
+    return make_comm(mesh, [axes for n in range(1, len(mesh.names) + 1) for axes in combinations(mesh.names, n)])
 
 
 def normal(*shape: int, seed: int) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import linear
 from megatron3d.ops.wgrad_queue import WgradQueue
@@ -27,6 +26,7 @@ from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_
 from megatron3d.pipeline.engine import ActivationTransfer, Engine, Observer, no_observer
 from megatron3d.pipeline.lower import lower
 from tests.support.shards import normal
+from tests.support.turn_ranks import make_comm
 
 TOKENS, HIDDEN, WIDER = 3, 5, 8
 TIMEOUT_S = 20
@@ -128,10 +128,10 @@ def any_schedule(choose: random.Random, where: Sequence[int], m: int) -> Schedul
     return tuple(map(tuple, ranks))
 
 
-def process_comm(mesh: Mesh, schedule: Schedule, copies: Axes) -> ProcessComm:
+def process_comm(mesh: Mesh, schedule: Schedule, copies: Axes) -> Comm:
     """Return a communicator with a link for every two ranks with neighbouring stages."""
     pairs = {tuple(sorted(pair)) for pair in pairwise(stage_to_rank(schedule).values()) if len(set(pair)) > 1}
-    return ProcessComm(mesh, [copies], [Link("pipeline", *pair) for pair in pairs])
+    return make_comm(mesh, [copies], [Link("pipeline", *pair) for pair in pairs])
 
 
 class Wire:

@@ -20,6 +20,7 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link, matchings
 from tests.support.pool import Pool
+from tests.support.turn_ranks import make_comm, run_turns
 
 AXES = (("data", 2), ("one", 1), ("x", 2), ("y", 2))
 SETS: list[Axes] = [axes for count in (1, 2, 3) for axes in permutations(("data", "x", "y"), count)]
@@ -33,7 +34,7 @@ def value(rank: int) -> Tensor:
 
 def wrong_collectives(rank: int, world_size: int) -> list[str]:
     mesh = Mesh(AXES, rank)
-    comm = ProcessComm(mesh, SETS)
+    comm = make_comm(mesh, SETS)
     wrong = []
 
     def check(got: Tensor, expected: Tensor, *what: object) -> None:
@@ -65,23 +66,23 @@ def wrong_collectives(rank: int, world_size: int) -> list[str]:
 
 
 def test_collectives_follow_the_mesh(pool: Pool) -> None:
-    assert pool.run(wrong_collectives, 8) == [[]] * 8
+    assert pool.run(wrong_collectives, 8) == run_turns(wrong_collectives, 8) == [[]] * 8
 
 
 def objects(rank: int, world_size: int) -> tuple[list[Any] | None, Any]:
-    comm = ProcessComm(Mesh((("x", world_size),), rank), [("x",)])
+    comm = make_comm(Mesh((("x", world_size),), rank), [("x",)])
     comm.barrier()
     return comm.gather_object({"rank": rank}), comm.broadcast_object(f"from {rank}")
 
 
 def test_objects_are_gathered_on_rank_0(pool: Pool) -> None:
-    gathered, *others = pool.run(objects, 3)
-    assert gathered == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], "from 0")
-    assert others == [(None, "from 0")] * 2
+    for gathered, *others in (pool.run(objects, 3), run_turns(objects, 3)):
+        assert gathered == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], "from 0")
+        assert others == [(None, "from 0")] * 2
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    comm = ProcessComm(Mesh((("x", 2), ("y", 2)), rank), [("x",)])
+    comm = make_comm(Mesh((("x", 2), ("y", 2)), rank), [("x",)])
     messages = []
     for call in (
         lambda: comm.all_reduce(torch.ones(4), ("y",)),
@@ -94,9 +95,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_missing_groups_and_sizes_that_do_not_divide_are_refused(pool: Pool) -> None:
-    missing, uneven = pool.run(refusals, 4)[0]
-    assert missing == "no group was made for ('y',); there are [('x',)]"
-    assert "(4, 3) along 1 does not divide" in uneven
+    for missing, uneven in (pool.run(refusals, 4)[0], run_turns(refusals, 4)[0]):
+        assert missing == "no group was made for ('y',); there are [('x',)]"
+        assert "(4, 3) along 1 does not divide" in uneven
 
 
 def test_one_process_needs_no_process_group() -> None:
@@ -120,7 +121,7 @@ EVERY_LINK = [Link("pipeline", low, high) for low, high in combinations(range(4)
 def wrong_transfers(rank: int, world_size: int) -> list[str]:
     """Post three tensors each way over every link before waiting for any, with an all-reduce over another axis."""
     mesh = Mesh((("pipeline", 4), ("x", 2)), rank)
-    comm = ProcessComm(mesh, [("x",)], EVERY_LINK)
+    comm = make_comm(mesh, [("x",)], EVERY_LINK)
     mine = [link for link in EVERY_LINK if mesh.coord("pipeline") in link.ends]
 
     def said(source: int, count: int) -> Tensor:
@@ -146,7 +147,7 @@ def wrong_transfers(rank: int, world_size: int) -> list[str]:
 
 
 def test_links_deliver_tensors_in_order(pool: Pool) -> None:
-    assert pool.run(wrong_transfers, 8) == [[]] * 8
+    assert pool.run(wrong_transfers, 8) == run_turns(wrong_transfers, 8) == [[]] * 8
 
 
 def link_refusals(rank: int, world_size: int) -> list[str]:

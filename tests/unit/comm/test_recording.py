@@ -29,12 +29,12 @@ from megatron3d.pipeline.lower import count_transfers, lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
 from megatron3d.train.evaluate import evaluate
-from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
-from tests.support.pool import Pool
 from tests.support.shards import plan_comm, pretended_world
 from tests.support.toy_pipeline import HIDDEN, ToyPipeline, process_comm
+from tests.support.turn_ranks import connect, run_turns
 from tests.unit.pipeline.test_lower import schedules
 
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
@@ -87,8 +87,8 @@ def moved_otherwise(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [8, 4])
-def test_recorded_traffic_is_the_closed_form(pool: Pool, world_size: int) -> None:
-    assert pool.run(moved_otherwise, world_size) == [[]] * world_size
+def test_recorded_traffic_is_the_closed_form(world_size: int) -> None:
+    assert run_turns(moved_otherwise, world_size) == [[]] * world_size
 
 
 @pytest.mark.parametrize("rank", [0, 37])
@@ -200,10 +200,10 @@ def toy_traffic(rank: int, world_size: int, p: int, schedule: Schedule, tokens: 
 
 
 @pytest.mark.parametrize("tokens", [4, 1])
-def test_parts_of_replicated_shards_are_gathered_by_the_receivers(pool: Pool, tokens: int) -> None:
+def test_parts_of_replicated_shards_are_gathered_by_the_receivers(tokens: int) -> None:
     """Replicas on four ranks, of 20 elements, and of 5, which are padded to 8."""
     schedule = build_schedule("zb-v", 2, 3)
-    ranks = pool.run(toy_traffic, 8, 2, schedule, tokens)
+    ranks = run_turns(toy_traffic, 8, 2, schedule, tokens)
     for rank, calls in enumerate(ranks):
         mesh = Mesh((("pipeline", 2), ("x", 4)), rank)
         sent, joined = crossing(((), ()), ("x",), mesh, tokens, HIDDEN, itemsize=8)

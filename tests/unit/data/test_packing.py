@@ -19,9 +19,9 @@ from megatron3d.config.schema import Config
 from megatron3d.data.packing import IGNORED, Packing, document_mask
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.executor import PipelineExecutor
-from megatron3d.train.state import build_state, connect
+from megatron3d.train.state import build_state
 from megatron3d.verify.layouts import StepTrace, differences, trace
-from tests.support.pool import Pool
+from tests.support.turn_ranks import connect, run_turns
 
 EOD, VOCAB_SIZE, SEQ_LENGTH = 0, 11, 8
 RESET = {"reset_position_ids": True, "reset_attention_mask": True}
@@ -151,11 +151,11 @@ def layouts() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "parallel", layouts(), ids=lambda p: f"{p['tensor_parallel_mode']}-{p['tensor_parallel_form']}"
 )
-def test_every_layout_equals_one_process_with_packing(parallel: dict[str, Any], pool: Pool) -> None:
+def test_every_layout_equals_one_process_with_packing(parallel: dict[str, Any]) -> None:
     world = 8
     for model in MODELS:
         config = configure(model, DATA, parallel, micro_batch_size=4)
-        values = pool.run(run_trace, world, config)[0]
+        values = run_turns(run_trace, world, config)[0]
         assert list(differences(alone(model), values, 1e-10)) == []
 
 

@@ -19,8 +19,8 @@ from megatron3d.ops.kv_cache import KVCache
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.pipeline.schedules import SCHEDULES
-from megatron3d.train.state import build_state, connect
-from tests.support.pool import Pool
+from megatron3d.train.state import build_state
+from tests.support.turn_ranks import connect, run_turns
 
 TOLERANCE, VOCAB_SIZE, LENGTH = 1e-10, 29, 12
 CPU = torch.device("cpu")
@@ -62,13 +62,13 @@ def cached_logits(rank: int, world_size: int, model: dict[str, Any], parallel: d
     return [sampler.next_logits(contexts) for contexts in CONTEXTS]
 
 
-def assert_equal(pool: Pool, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def assert_equal(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Require the uncached logits of one process on each of 8 ranks."""
     alone = {str(model): executor_of(model, {}) for model, _ in cases}
     for model, parallel in cases:
         executor = alone[str(model)]
         wanted = [torch.stack([whole_logits(executor, context) for context in contexts]) for contexts in CONTEXTS]
-        for steps in pool.run(cached_logits, 8, model, parallel):
+        for steps in run_turns(cached_logits, 8, model, parallel):
             for contexts, logits, expected in zip(CONTEXTS, steps, wanted, strict=True):
                 error = (logits - expected).abs().max().item()
                 assert error <= TOLERANCE * expected.abs().max().item(), (model, parallel, contexts, error)
@@ -82,19 +82,19 @@ def tensor_layouts(size: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_mode(pool: Pool) -> None:
+def test_every_mode() -> None:
     models = [{**model, "num_layers": 2} for model in MODELS.values()]
-    assert_equal(pool, [(model, parallel) for parallel in tensor_layouts(8) for model in models])
+    assert_equal([(model, parallel) for parallel in tensor_layouts(8) for model in models])
 
 
-def test_every_schedule_with_every_mode(pool: Pool) -> None:
+def test_every_schedule_with_every_mode() -> None:
     names, models = list(SCHEDULES), list(MODELS.values())
     cases = []
     for place, layout in enumerate(tensor_layouts(2)):
         name = names[place % len(names)]
         pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": name, "zero_stage": place % 4}
         cases.append((models[place % 2], {**layout, **pipeline}))
-    assert_equal(pool, cases)
+    assert_equal(cases)
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -24,7 +24,7 @@ from megatron3d.inference import scoring
 from megatron3d.inference.lm_eval_adapter import Harness, as_lm
 from megatron3d.inference.scoring import Score, score
 from megatron3d.pipeline.executor import PipelineExecutor
-from tests.support.pool import Pool
+from tests.support.turn_ranks import run_turns
 from tests.unit.inference.test_sampling import (
     CPU,
     LENGTH,
@@ -82,10 +82,10 @@ def scores(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[li
     return [score(executor, PAIRS, CPU) for executor in flows]
 
 
-def test_every_layout(pool: Pool) -> None:
+def test_every_layout() -> None:
     layouts = [{**layout, "pipeline_model_parallel_size": 2} for layout in tensor_layouts(4)]
     alone = score(executor_of(MODELS["llama"], {}), PAIRS, CPU)
-    for found in pool.run(scores, 8, layouts):
+    for found in run_turns(scores, 8, layouts):
         for layout, got in zip(layouts, found, strict=True):
             assert all(close(one, other) for one, other in zip(got, alone, strict=True)), layout
 

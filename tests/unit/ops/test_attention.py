@@ -18,8 +18,8 @@ from megatron3d.ops.attention import AttentionHeads, attention, rotary_tables, r
 from megatron3d.ops.seeds import derive_seed
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
-from tests.support.pool import Pool
 from tests.support.shards import cut, error, every_group, normal
+from tests.support.turn_ranks import run_turns
 
 NOBODY: Any = None
 BATCH, SEQ, SIZE = 2, 5, 8
@@ -106,8 +106,8 @@ def split_errors(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def test_split_heads_are_whole_heads(pool: Pool) -> None:
-    assert pool.run(split_errors, 8) == [[]] * 8
+def test_split_heads_are_whole_heads() -> None:
+    assert run_turns(split_errors, 8) == [[]] * 8
 
 
 @given(

@@ -22,8 +22,8 @@ from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from tests.support.pool import Pool
 from tests.support.shards import cut, error, normal, plan_comm
+from tests.support.turn_ranks import run_turns
 
 ALONE = ProcessComm(Mesh((("t", 1),)), [])
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
@@ -115,8 +115,8 @@ def wrong(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [8, 6])
-def test_split_loss_in_every_form(pool: Pool, world_size: int) -> None:
-    assert pool.run(wrong, world_size) == [[]] * world_size
+def test_split_loss_in_every_form(world_size: int) -> None:
+    assert run_turns(wrong, world_size) == [[]] * world_size
 
 
 class LargestTensor(TorchDispatchMode):

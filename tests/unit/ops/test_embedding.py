@@ -12,8 +12,8 @@ from megatron3d.ops.embedding import embedding
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from tests.support.pool import Pool
 from tests.support.shards import cut, error, every_group, normal
+from tests.support.turn_ranks import run_turns
 
 PADDED_VOCAB, HIDDEN, TOKENS = 72, 24, 96
 EVERY_FORM = [(name, form) for name, entry in MODES.items() for form in entry.forms]
@@ -67,8 +67,8 @@ def frequent_token_error(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.parametrize("world_size", [8, 6])
-def test_lookup_and_gradient_in_every_form(pool: Pool, world_size: int) -> None:
-    assert pool.run(wrong, world_size) == [[]] * world_size
+def test_lookup_and_gradient_in_every_form(world_size: int) -> None:
+    assert run_turns(wrong, world_size) == [[]] * world_size
 
 
 def test_on_one_rank_it_equals_torch() -> None:
@@ -78,9 +78,9 @@ def test_on_one_rank_it_equals_torch() -> None:
     assert got.grad_fn is not None and got.grad_fn.name() == "EmbeddingBackward0"
 
 
-def test_a_frequent_tokens_gradient_does_not_stop_growing_in_bf16(pool: Pool) -> None:
+def test_a_frequent_tokens_gradient_does_not_stop_growing_in_bf16() -> None:
     """A bf16 sum of single additions would stop at 256."""
-    assert max(pool.run(frequent_token_error, 2)) < 2**-8
+    assert max(run_turns(frequent_token_error, 2)) < 2**-8
 
 
 def test_a_frequent_tokens_gradient_grows_on_one_rank_too() -> None:

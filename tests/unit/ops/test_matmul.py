@@ -19,8 +19,8 @@ from megatron3d.ops.matmul import Matmul, linear
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from tests.support.pool import Pool
 from tests.support.shards import cut, error, every_group, normal, plan_comm, pretended_world
+from tests.support.turn_ranks import run_turns
 
 NAMES = ("a", "b", "c")
 CUBE = MatmulPlan(m=("a",), k=("c",), n=("b",), x={"b": "M"}, w={"a": "K"}, y={"c": "N"})
@@ -85,8 +85,8 @@ def wrong(rank: int, world_size: int) -> list[str]:
     ]
 
 
-def test_every_plan_multiplies(pool: Pool) -> None:
-    assert pool.run(wrong, 8) == [[]] * 8
+def test_every_plan_multiplies() -> None:
+    assert run_turns(wrong, 8) == [[]] * 8
 
 
 @pytest.mark.parametrize("bias", [True, False])

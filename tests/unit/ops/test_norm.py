@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron3d.ops.norm import norm
 from megatron3d.parallel.mesh import Axes, Mesh
-from tests.support.pool import Pool
 from tests.support.shards import cut, error, every_group, normal
+from tests.support.turn_ranks import run_turns
 
 MESH = Mesh((("x", 2), ("y", 2), ("z", 2)))
 SPLITS: list[Axes] = [("x",), ("y", "z"), ("x", "y", "z")]
@@ -72,23 +72,23 @@ def bf16_error(rank: int, world_size: int) -> float:
     return ((got.double() - cut(expected, ((), axes), mesh)).abs() / expected.abs().amax()).max().item()
 
 
-def test_sharded_norms_equal_whole_norms(pool: Pool) -> None:
-    for found in pool.run(split_errors, 8):
+def test_sharded_norms_equal_whole_norms() -> None:
+    for found in run_turns(split_errors, 8):
         assert max(found.values()) < 1e-13, found
 
 
-def test_a_small_spread_on_a_large_mean_survives_fp32(pool: Pool) -> None:
+def test_a_small_spread_on_a_large_mean_survives_fp32() -> None:
     """The mean is right to its last place, 2^-10 or a tenth of the standard deviation.
 
     The mean of squares minus the squared mean has no correct digit, since fp32 near 1e8 has a spacing of 8.
     """
-    for found, itemsize in pool.run(precision_loss, 8):
+    for found, itemsize in run_turns(precision_loss, 8):
         assert itemsize == 4 and found < 0.1
 
 
-def test_statistics_of_bf16_are_computed_in_fp32(pool: Pool) -> None:
+def test_statistics_of_bf16_are_computed_in_fp32() -> None:
     """The error is at most half a unit in the last place of the result."""
-    assert max(pool.run(bf16_error, 8)) < 2**-8
+    assert max(run_turns(bf16_error, 8)) < 2**-8
 
 
 @pytest.mark.parametrize("centred", [True, False])

@@ -26,8 +26,8 @@ from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.panel_plan import PanelPlan, split_into_panels
 from megatron3d.parallel.tp_overlap import Direction, TPOverlap
-from tests.support.pool import Pool
 from tests.support.shards import cut, every_group, normal, plan_comm, pretended_world
+from tests.support.turn_ranks import run_turns
 from tests.unit.ops.test_matmul import CUBE, MESH, Diary, cases, errors
 
 NUM_PANELS = 3
@@ -56,8 +56,8 @@ def wrong(rank: int, world_size: int, dim: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dim", "MNK")
-def test_every_plan_multiplies_along_every_dimension(pool: Pool, dim: str) -> None:
-    assert pool.run(wrong, 8, dim) == [[]] * 8
+def test_every_plan_multiplies_along_every_dimension(dim: str) -> None:
+    assert run_turns(wrong, 8, dim) == [[]] * 8
 
 
 def registry() -> Iterator[tuple[str, Mesh, MatmulPlan]]:
@@ -112,8 +112,8 @@ def departs(rank: int, world_size: int) -> list[str]:
     return out
 
 
-def test_panels_equal_the_whole_matmul_in_values_and_bytes(pool: Pool) -> None:
-    assert pool.run(departs, 8) == [[]] * 8
+def test_panels_equal_the_whole_matmul_in_values_and_bytes() -> None:
+    assert run_turns(departs, 8) == [[]] * 8
 
 
 def peak(matmul: Matmul, sizes: tuple[int, int, int]) -> int:

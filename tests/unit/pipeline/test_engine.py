@@ -33,7 +33,6 @@ from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
 from megatron3d.pipeline.validate import execution_problems
-from tests.support.pool import Pool
 from tests.support.shards import error
 from tests.support.toy_pipeline import (
     HIDDEN,
@@ -45,6 +44,7 @@ from tests.support.toy_pipeline import (
     process_comm,
     reference,
 )
+from tests.support.turn_ranks import run_turns
 
 TOLERANCE = 1e-12
 TOKENS, WIDE = 8, 200
@@ -96,11 +96,11 @@ def run_processes(rank: int, world_size: int, p: int, cases: list[Schedule], tok
 
 
 @pytest.mark.parametrize(("p", "copies", "tokens"), [(4, 1, 3), (4, 2, 3), (2, 4, 1)])
-def test_every_schedule_is_autograd_between_processes(pool: Pool, p: int, copies: int, tokens: int) -> None:
+def test_every_schedule_is_autograd_between_processes(p: int, copies: int, tokens: int) -> None:
     """Replicas each send a shard of the activations, of uneven sizes: of 5 elements the last of 4 ranks sends none."""
     virtual = [(name, v) for name, entry in SCHEDULES.items() for v in range(1, 4) if entry.supports(v)]
     cases = [build_schedule(name, p, m, v) for name, v in virtual for m in (3, p + 1)]
-    found = pool.run(run_processes, p * copies, p, cases, tokens)
+    found = run_turns(run_processes, p * copies, p, cases, tokens)
     for place, schedule in enumerate(cases):
         for copy in range(copies):
             ranks = [found[rank * copies + copy][place] for rank in range(p)]
@@ -141,11 +141,11 @@ def held_in_one(rank: int, world_size: int, schedule: Schedule, depth: int) -> t
     return after, live.peak - before
 
 
-def test_kept_graphs_are_those_that_the_schedule_counts(pool: Pool) -> None:
+def test_kept_graphs_are_those_that_the_schedule_counts() -> None:
     """Check after every computation, in graphs of microbatches; nothing waits for the garbage collector."""
     p, m, depth = 4, 9, 2
     cases = {name: (build_schedule(name, p, m), 1 if SCHEDULES[name].supports(2) else depth) for name in SCHEDULES}
-    ranks = pool.run(held_bytes, p, list(cases.values()))
+    ranks = run_turns(held_bytes, p, list(cases.values()))
     peaks = {name: [ranks[rank][place][1] / LAYER for rank in range(p)] for place, name in enumerate(cases)}
     for place, (name, (schedule, layers)) in enumerate(cases.items()):
         for rank, actions in enumerate(schedule):

@@ -10,8 +10,8 @@ import torch
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.train.replica_check import check_replicas, digest
-from megatron3d.train.state import build_state, connect
-from tests.support.pool import Pool
+from megatron3d.train.state import build_state
+from tests.support.turn_ranks import connect, run_turns
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 64}
 BATCH = {"micro_batch_size": 1, "global_batch_size": 8}
@@ -35,12 +35,12 @@ def checked(rank: int, world_size: int, parallel: dict[str, Any], precision: str
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_one_flipped_bit_is_found(pool: Pool, zero_stage: int, precision: str) -> None:
+def test_one_flipped_bit_is_found(zero_stage: int, precision: str) -> None:
     """Check four replicas of a tensor-parallel pair; with ZeRO 3 two replica groups of two shards."""
     parallel = {"zero_stage": zero_stage, "tensor_model_parallel_size": 2}
     parallel |= {"num_distributed_optimizer_instances": 2} if zero_stage == 3 else {}
-    assert pool.run(checked, 8, parallel, precision, None) == [""] * 8
-    (said,) = set(pool.run(checked, 8, parallel, precision, 5))
+    assert run_turns(checked, 8, parallel, precision, None) == [""] * 8
+    (said,) = set(run_turns(checked, 8, parallel, precision, 5))
     if zero_stage == 3:
         assert "rank 1 (host" in said and "rank 5 (host" in said and "are not the same" in said
     else:

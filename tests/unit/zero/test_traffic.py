@@ -17,10 +17,10 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.parallel.mesh import DATA
-from megatron3d.train.state import build_state, connect
+from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
-from tests.support.pool import Pool
+from tests.support.turn_ranks import connect, run_turns
 
 CPU, NUM_RANKS, MICROBATCHES = torch.device("cpu"), 4, 3
 THREE_NUMBERS = 3 * 4  # loss, norm and the stop flag
@@ -76,7 +76,7 @@ def ring(ranks: int) -> float:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_step_sends_the_bytes_of_its_zero_stage(pool: Pool, zero_stage: int, groups: int, precision: str) -> None:
+def test_a_step_sends_the_bytes_of_its_zero_stage(zero_stage: int, groups: int, precision: str) -> None:
     config = configure(zero_stage=zero_stage, num_distributed_optimizer_instances=groups, precision=precision)
-    for recorded, expected in pool.run(moved, NUM_RANKS, config):
+    for recorded, expected in run_turns(moved, NUM_RANKS, config):
         assert recorded == pytest.approx(expected)

@@ -34,10 +34,11 @@ from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_SENDS_IN_FLIGHT
-from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
 from tests.support.pool import Pool
+from tests.support.turn_ranks import connect, run_turns
 
 NUM_RANKS, VOCAB_SIZE = 8, 509
 CPU = torch.device("cpu")
@@ -99,9 +100,9 @@ def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int],
 
 
 @pytest.mark.parametrize("turn", range(3))
-def test_persistent_memory_is_exact_in_every_mode(pool: Pool, turn: int) -> None:
+def test_persistent_memory_is_exact_in_every_mode(turn: int) -> None:
     for config in layouts()[turn::3]:
-        for rank, (measured, expected) in enumerate(pool.run(lasting, NUM_RANKS, config)):
+        for rank, (measured, expected) in enumerate(run_turns(lasting, NUM_RANKS, config)):
             assert measured == expected, f"rank {rank}: {config.parallel}"
 
 

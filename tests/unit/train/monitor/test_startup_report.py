@@ -15,8 +15,8 @@ from megatron3d.hardware.peaks import Peak
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.monitor.startup_report import check_built, startup_report
-from megatron3d.train.state import TrainState, build_state, connect
-from tests.support.pool import Pool
+from megatron3d.train.state import TrainState, build_state
+from tests.support.turn_ranks import connect, run_turns
 
 MODEL = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 8, "seq_length": 8}
 VOCAB_SIZE = 61
@@ -40,9 +40,9 @@ def size(mode: str) -> dict[str, int]:
     return {"tensor_model_parallel_size": 4 if mode == "2d" else 8}
 
 
-def test_every_mode_builds_the_configured_model(pool: Pool) -> None:
+def test_every_mode_builds_the_configured_model() -> None:
     """Padding and replicas are not counted; one of the meshes has two data-parallel ranks."""
-    pool.run(count_everywhere, 8, list(MODES))
+    run_turns(count_everywhere, 8, list(MODES))
 
 
 def test_a_dropped_layer_is_refused() -> None:

@@ -1,0 +1,205 @@
+"""Covering array of layouts: rows that together contain every feasible pair of choices, as configurations.
+
+The choices are: mode and form, shape, schedule, pipeline and data-parallel ranks, ZeRO stage, HSDP replicas, activation
+recomputation, overlap, division of the layers, global batch, model.  Modes and schedules come from the registries, so
+that a new one is covered as soon as it is registered.  Rows that cover every pair of what keeps state between steps
+train two steps, between which a non-finite gradient skips an update on all ranks; the others train one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.parallel.modes import MODES
+from megatron3d.pipeline.schedules import FROM_FILE
+from megatron3d.pipeline.validate import write_schedule
+from tests.support.covering import Row, Rule, Table
+from tests.support.equality import (
+    BATCHES,
+    FORMS,
+    MODELS,
+    NUM_RANKS,
+    OVERLAPS,
+    RECOMPUTATIONS,
+    SCHEDULES_WITH_STAGES,
+    VOCAB_SIZE,
+    configure,
+    describe,
+    divisions,
+    random_owners,
+    run_trace,
+    run_trace_and_skip,
+    shapes,
+    small_batches,
+    smallest_microbatch,
+    tensor_keys,
+    wrong,
+)
+from tests.support.toy_pipeline import any_schedule
+
+NO_PIPELINE = (None, None)
+DEPTHS = {1: 3, 2: 4, 4: 5}  # layers, by number of pipeline ranks
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "shape": [(1,), *(shape for size in (2, 4, 8) for num_axes in (1, 2, 3) for shape in shapes(num_axes, size))],
+    "form": FORMS,
+    "pipeline ranks": (1, 2, 4),
+    "schedule": [NO_PIPELINE, *SCHEDULES_WITH_STAGES],
+    "data ranks": (1, 2, 4),
+    "ZeRO": (0, 1, 2, 3),
+    "replicas": (1, 2),
+    "overlap": list(OVERLAPS),
+    "layers": ["by cost", "none on the first stage", "random", "none on the last stage"],
+    "batch": range(len(BATCHES)),
+    "recompute": list(RECOMPUTATIONS),
+    "model": list(MODELS),
+}
+
+
+def has_overlap(form: tuple[str, str], shape: tuple[int, ...], name: str) -> bool:
+    """Return whether a mode has the communication that the overlap keys control."""
+    micro = smallest_microbatch(form, shape)
+    train = {"micro_batch_size": micro, "global_batch_size": micro}
+    config = configure(next(iter(MODELS.values())), tensor_keys(form, shape) | OVERLAPS[name], **train)
+    return not check(config, math.prod(shape), VOCAB_SIZE)
+
+
+def has_batch(form: tuple[str, str], shape: tuple[int, ...], pipeline: int, data: int, batch: int) -> bool:
+    """Return whether one of the global batches has enough microbatches."""
+    step, least = data * smallest_microbatch(form, shape), 2 if pipeline == 1 else 3
+    return any(size % step == 0 and size // step >= least for size in BATCHES[batch])
+
+
+def has_stage_per_layer(ranks: int, schedule: tuple[str | None, int | None]) -> bool:
+    """Return whether every stage of a schedule gets a layer."""
+    num_stages = ranks + 2 if schedule[0] == FROM_FILE else ranks * (schedule[1] or 1)
+    return num_stages <= DEPTHS[ranks]
+
+
+RULES = [
+    Rule(("form", "shape"), lambda form, shape: len(MODES[form[0]].axis_names) == len(shape)),
+    Rule(("shape", "pipeline ranks"), lambda shape, pipeline: math.prod(shape) * pipeline <= NUM_RANKS),
+    Rule(("shape", "data ranks"), lambda shape, data: math.prod(shape) * data <= NUM_RANKS),
+    Rule(("shape", "pipeline ranks", "data ranks"), lambda shape, *others: math.prod((*shape, *others)) <= NUM_RANKS),
+    Rule(("pipeline ranks", "schedule"), lambda ranks, schedule: (ranks == 1) == (schedule == NO_PIPELINE)),
+    Rule(("pipeline ranks", "layers"), lambda ranks, layers: ranks > 1 or layers == "by cost"),
+    Rule(
+        ("pipeline ranks", "schedule", "layers"),
+        lambda ranks, schedule, layers: layers != "by cost" or has_stage_per_layer(ranks, schedule),
+    ),
+    Rule(("data ranks", "ZeRO"), lambda data, stage: data > 1 or stage == 0),
+    Rule(("data ranks", "replicas"), lambda data, replicas: data % replicas == 0),
+    Rule(("form", "shape", "overlap"), has_overlap),
+    Rule(("form", "shape", "pipeline ranks", "data ranks", "batch"), has_batch),
+]
+
+
+def aspects(name: str, value: Any, other: str) -> list[tuple[str, Any]]:
+    """Return the aspects of a shape: all of it against mode and form, the size of each axis against other factors."""
+    if name == "shape" and other != "form":
+        return [(f"axis {place}", size) for place, size in enumerate(value)]
+    return [(name, value)]
+
+
+def cost(row: Row) -> float:
+    """Return the cost of running a row, in layers times microbatches."""
+    num_ranks = math.prod(row.get("shape", (1,))) * row.get("data ranks", 1)
+    pipeline = row.get("pipeline ranks", 1)
+    return float(num_ranks * (DEPTHS[pipeline] + pipeline))
+
+
+FEW_KEY_VALUE_HEADS = "fewer key/value heads than ranks, QK-norm, tied"
+
+
+def heads_on_two_axes() -> Iterator[Row]:
+    """Yield, for each form that can shard heads over two axes, a shape in which key/value heads are gathered over one.
+
+    Form, shape and model decide this together, which pairs of factors do not reach.
+    """
+    for form in FORMS:
+        for shape in shapes(len(MODES[form[0]].axis_names), 4):
+            spec = RunSpec(configure(MODELS[FEW_KEY_VALUE_HEADS], tensor_keys(form, shape)), 4, VOCAB_SIZE)
+            if len(spec.mesh.nontrivial(spec.mode.inner[1])) > 1:
+                yield {"form": form, "shape": shape, "model": FEW_KEY_VALUE_HEADS}
+                break
+
+
+TABLE = Table(FACTORS, RULES, aspects, cost)
+ROWS = TABLE.covering_rows(list(heads_on_two_axes()))
+# Rows that cover all pairs of these factors, except modes with schedules, train two steps and skip one between them.
+STEP_FACTORS = ("form", "schedule", "ZeRO", "replicas", "overlap", "recompute")
+
+
+def pick(wanted: Sequence[frozenset[Any]]) -> list[int]:
+    """Return the indices of few sets that have all elements of `wanted`: each time the one with the most new ones."""
+    missing, found = set().union(*wanted), []
+    while missing:
+        found.append(max(range(len(wanted)), key=lambda place: len(wanted[place] & missing)))
+        missing -= wanted[found[-1]]
+    return found
+
+
+def step_pairs(row: Row) -> frozenset[Any]:
+    """Return a row's pairs of step factors, except modes with schedules."""
+    pairs = TABLE.pairs({name: row[name] for name in STEP_FACTORS})
+    return frozenset(pair for pair in pairs if {name for name, _ in pair} != {"form", "schedule"})
+
+
+TWO_STEP_ROWS = frozenset(pick([step_pairs(row) for row in ROWS]))
+PROCESS_ROWS = pick([frozenset(row.items()) for row in ROWS])
+
+
+class Case(NamedTuple):
+    """A row of the covering array as a configuration on a number of ranks."""
+
+    model: str
+    config: Config
+    num_ranks: int
+
+
+def build(row: Row, folder: Path) -> Case:
+    """Return the configuration of a row; write the file of its schedule, if it has one, to `folder`."""
+    choose = random.Random(str(row))
+    ranks, (schedule, virtual) = row["pipeline ranks"], row["schedule"]
+    tensor = tensor_keys(row["form"], row["shape"])
+    num_inner = math.prod(row["shape"]) * row["data ranks"]
+    alone = small_batches(row["model"], tensor, num_inner, BATCHES[row["batch"]], least=2 if ranks == 1 else 3)
+    train = alone.train.model_dump(exclude_defaults=True) | RECOMPUTATIONS[row["recompute"]]
+    parallel = tensor | OVERLAPS[row["overlap"]] | {"zero_stage": row["ZeRO"]}
+    parallel["num_distributed_optimizer_instances"] = row["replicas"]
+    model = {**MODELS[row["model"]], "num_layers": DEPTHS[ranks]}
+    if ranks > 1:
+        parallel |= {"pipeline_model_parallel_size": ranks, "pipeline_schedule": schedule}
+        parallel["virtual_pipeline_model_parallel_size"] = virtual
+        if schedule == FROM_FILE:
+            path = folder / "schedule.csv"
+            num_microbatches = RunSpec(alone, num_inner).num_microbatches
+            write_schedule(any_schedule(choose, random_owners(ranks, choose), num_microbatches), path)
+            parallel["pipeline_schedule_file"] = str(path)
+        where = RunSpec(configure(model, parallel, **train), ranks * num_inner).stage_owners
+        parallel["pipeline_model_parallel_layout"] = divisions(where, DEPTHS[ranks], choose)[row["layers"]]
+    return Case(row["model"], configure(model, parallel, **train), ranks * num_inner)
+
+
+def name_of(place: int) -> str:
+    """Return a short name of a row."""
+    row = ROWS[place]
+    shape, (schedule, _) = "x".join(map(str, row["shape"])), row["schedule"]
+    return f"{place}-{'-'.join(row['form'])}-{shape}-pp{row['pipeline ranks']}-{schedule}-zero{row['ZeRO']}"
+
+
+def problems(place: int, folder: Path, run: Callable[..., list[Any]]) -> str:
+    """Return what is wrong with a row; `run(fn, num_ranks, *args)` returns the results of all ranks."""
+    model, config, num_ranks = build(ROWS[place], folder)
+    if place not in TWO_STEP_ROWS:
+        return wrong([(model, config)], [run(run_trace, num_ranks, config, 1)[0]], num_steps=1)
+    ranks = run(run_trace_and_skip, num_ranks, config)
+    found = wrong([(model, config)], [ranks[0][0]])
+    return "\n".join(filter(None, [found, *(f"{describe(config)}: {text}" for _, texts in ranks for text in texts)]))
