@@ -90,9 +90,15 @@ def _program() -> list[str]:
 
 
 def _processor() -> str:
+    """Return vendor, name, family and model of the CPU: virtual machines often hide the name."""
     info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor()
+    if not info.exists():
+        return platform.processor()
+    lines = (line.partition(":") for line in info.read_text().partition("\n\n")[0].splitlines())
+    found = {key.strip(): value.strip() for key, _, value in lines}
+    if "vendor_id" not in found:
+        return platform.processor()
+    return f"{found['vendor_id']} {found['model name']}, family {found['cpu family']}, model {found['model']}"
 
 
 def show(title: str, rows: Sequence[Row]) -> None:

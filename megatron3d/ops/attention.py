@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
+from megatron3d.ops.bf16_cpu_attention import causal_attention, recomputes_softmax
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.layout import span
@@ -92,7 +93,9 @@ def attention(
     if not heads.are_even:
         k, v = (t[:, heads.group_of_query] for t in (k, v))
     mask = None if mask_BST is None else mask_BST.unsqueeze(1)
-    if drop is None:
+    if drop is None and mask is None and recomputes_softmax(q.device.type, q.dtype, q.shape[2]):
+        y = causal_attention(q, k, v)
+    elif drop is None:
         is_grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=is_grouped)
     else:

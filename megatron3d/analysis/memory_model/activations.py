@@ -186,6 +186,8 @@ def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptT
 def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
     """Yield what fused attention keeps: q, k, v and a number per row of scores; its output is proj's input."""
     yield from last.values()
+    if local.itemsize == 2 and local.arch.seq_length <= local.kernels.softmax_again and not local.masks_documents:
+        return
     yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
 
 

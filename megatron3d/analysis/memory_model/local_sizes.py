@@ -27,6 +27,7 @@ class KernelMemory:
         fused_rms_norm: RMSNorm keeps its input and a number per row; otherwise what each of its operations keeps.
         num_leaving: most shards in send whose completion is not known; gloo does not report it.
         num_received: additional whole buffers of a reduce-scatter: gloo receives all ranks' data and then adds.
+        softmax_again: longest sequences for which bf16 attention keeps no number per row of scores.
         adds_dw: a chunk's dW of the LM head is multiplied apart and then added to main_grad, as bf16 and oneDNN's fp32
             kernel on a CPU do; others accumulate in the GEMM.
         update_piece: elements that AdamW updates at once if its moments are narrower than the weights.
@@ -36,16 +37,29 @@ class KernelMemory:
     fused_rms_norm: bool
     num_leaving: int
     num_received: int
+    softmax_again: int
     adds_dw: bool
     update_piece: int
 
 
 KERNELS: Mapping[str, KernelMemory] = {
     "cpu": KernelMemory(
-        narrow_statistics=True, fused_rms_norm=False, num_leaving=4, num_received=1, adds_dw=True, update_piece=2**18
+        narrow_statistics=True,
+        fused_rms_norm=False,
+        num_leaving=4,
+        num_received=1,
+        softmax_again=512,
+        adds_dw=True,
+        update_piece=2**18,
     ),
     "gpu": KernelMemory(
-        narrow_statistics=False, fused_rms_norm=True, num_leaving=1, num_received=0, adds_dw=False, update_piece=2**22
+        narrow_statistics=False,
+        fused_rms_norm=True,
+        num_leaving=1,
+        num_received=0,
+        softmax_again=0,
+        adds_dw=False,
+        update_piece=2**22,
     ),
 }
 
