@@ -31,13 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark tests that launch ranks or programs as slow, and deselect those marked `full` unless --full was given.
 
     A worker of pytest-xdist takes whole files, whose tests may share fixtures, but single rows of the covering array.
+    All files that use the pool go to one worker: two pools of eight processes would wait for each other.
     """
+    pooled = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     for item in items:
         is_unit = UNIT in item.path.parents or item.path.name in FAST_FILES
         if not is_unit or "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
         if item.path.name != ROWS_FILE:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+            item.add_marker(pytest.mark.xdist_group("pool" if item.path in pooled else str(item.path)))
     left_out = [] if config.getoption("--full") else [item for item in items if item.get_closest_marker("full")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
