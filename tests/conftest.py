@@ -27,19 +27,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the whole matrices of tests/slow, too (half an hour)")
 
 
+def fixtures_of(item: pytest.Item) -> list[str]:
+    """Return the names of all fixtures that a test uses, directly or not."""
+    return getattr(item, "fixturenames", [])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that launch ranks or programs as slow, and deselect those marked `full` unless --full was given.
 
     A worker of pytest-xdist takes whole files, whose tests may share fixtures, but single rows of the covering array.
-    All files that use the pool go to one worker: two pools of eight processes would wait for each other.
+    One worker takes all tests that use the pool: two pools of eight processes would wait for each other.
     """
-    pooled = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     for item in items:
-        is_unit = UNIT in item.path.parents or item.path.name in FAST_FILES
-        if not is_unit or "pool" in getattr(item, "fixturenames", ()):
+        is_unit, uses_pool = UNIT in item.path.parents or item.path.name in FAST_FILES, "pool" in fixtures_of(item)
+        if not is_unit or uses_pool:
             item.add_marker(pytest.mark.slow)
         if item.path.name != ROWS_FILE:
-            item.add_marker(pytest.mark.xdist_group("pool" if item.path in pooled else str(item.path)))
+            item.add_marker(pytest.mark.xdist_group("pool" if uses_pool else str(item.path)))
     left_out = [] if config.getoption("--full") else [item for item in items if item.get_closest_marker("full")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
