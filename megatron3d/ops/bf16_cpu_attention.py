@@ -39,10 +39,11 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = ctx.saved_tensors
-        batch, num_heads, seq, _ = q.shape
+        _, num_heads, seq, _ = q.shape
         step = max(1, _CHUNK // (num_heads * seq * seq))
         later = q.new_full((seq, seq), -math.inf).triu_(1)
-        parts = [_backward(*(t[first : first + step] for t in (q, k, v, dy)), later) for first in range(0, batch, step)]
+        chunks = zip(*(t.split(step) for t in (q, k, v, dy)), strict=True)
+        parts = [_backward(q, k, v, dy, later) for q, k, v, dy in chunks]
         dq, dk, dv = (torch.cat(grads) if len(parts) > 1 else grads[0] for grads in zip(*parts, strict=True))
         return dq, dk, dv
 

@@ -13,9 +13,9 @@ from megatron3d.ops.bf16_cpu_attention import MAX_SEQ_LENGTH, causal_attention, 
 
 def errors(attend, inputs, dy):
     """Return the largest error of the output and of each gradient against float64, relative to the largest value."""
-    wide = [x.double().detach().requires_grad_() for x in inputs]
+    q, k, v = wide = [x.double().detach().requires_grad_() for x in inputs]
     num_shared = inputs[0].shape[1] // inputs[1].shape[1]
-    expected = F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=num_shared > 1)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_shared > 1)
     narrow = [x.detach().requires_grad_() for x in inputs]
     got = attend(*narrow)
     pairs = [(got, expected)]
