@@ -2,7 +2,8 @@
 
     python tools/make_corpus.py --output data/stdlib.jsonl
 
-One line per module, {"name": ..., "text": ...}, sorted by name.
+One line per module, {"name": ..., "text": ...}, in an order that is random but always the same, so that the last part,
+which validates, is like the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 import tokenize
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 from megatron3d.data.token_files.files import replace_output
@@ -26,8 +28,10 @@ INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 def modules(folder: Path) -> list[Path]:
-    """Return the Python files of the standard library without installed packages, sorted by name."""
-    return sorted(path for path in folder.rglob("*.py") if INSTALLED.isdisjoint(path.relative_to(folder).parts))
+    """Return the Python files of the standard library without installed packages, ordered by hashes of their names."""
+    names = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    chosen = [name for name in names if INSTALLED.isdisjoint(name.parts)]
+    return [folder / name for name in sorted(chosen, key=lambda name: sha256(name.as_posix().encode()).digest())]
 
 
 def read_source(path: Path) -> str | None:
