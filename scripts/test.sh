@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
 
 setup_venv dev
+cores=$(env -u OMP_NUM_THREADS nproc)        # nproc would return the number of threads
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests run several ranks on few cores
 
 # Some tests start a SLURM cluster or render pages in a browser; without these packages they are skipped with a message.
@@ -27,7 +28,7 @@ step "ruff: style"
 step "mypy: types"
 "$VENV/bin/mypy"
 pytest=("$VENV/bin/python" -m pytest)
-parallel=(-n "$(nproc)" --maxprocesses 8)
+parallel=(-n "$cores" --maxprocesses 8)
 if (($# == 0)) || [[ $* == --fast || $* == --full ]]; then
     step "pytest: fast unit tests"
     "${pytest[@]}" -m "not slow" "${parallel[@]}"
