@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("megatron3d", "tests", "benchmarks", "tools", "configs", "pretrain_gpt.py", "pyproject.toml")
-ARRAY = ["tests/integration/test_equality.py", "-k", "equals_one_process"]
+ARRAY = [f"tests/integration/test_{name}.py" for name in ("equality", "gloo_equality")] + ["-k", "one_process"]
 MATRICES = ["tests/slow", "--full"]
 
 

@@ -40,11 +40,17 @@ def _attention_backward_flop(dy_shape: Shape, *qkv_shapes: Shape, **_: object) -
     return 2 * int(sdpa_flop_count(*qkv_shapes[:3]))
 
 
+def _recomputed_scores_flop(*_: object, **__: object) -> int:
+    """Return no FLOPs for scores that attention's backward computes again from single operations."""
+    return 0
+
+
 def _formulas() -> Mapping[Any, Callable[..., int]]:
     """Return torch's FLOP formulas, those of kernels for which torch has none, and ours of attention's backward."""
     aten = torch.ops.aten
     ours: Mapping[Any, Callable[..., int]] = {
         torch.ops.mkldnn._linear_pointwise: _linear_flop,
+        aten.baddbmm: _recomputed_scores_flop,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
         aten._scaled_dot_product_flash_attention_backward: _attention_backward_flop,
