@@ -148,6 +148,7 @@ def layouts() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel", layouts(), ids=lambda p: f"{p['tensor_parallel_mode']}-{p['tensor_parallel_form']}"
 )

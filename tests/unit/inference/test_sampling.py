@@ -82,11 +82,13 @@ def tensor_layouts(size: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_mode() -> None:
     models = [{**model, "num_layers": 2} for model in MODELS.values()]
     assert_equal([(model, parallel) for parallel in tensor_layouts(8) for model in models])
 
 
+@pytest.mark.slow
 def test_every_schedule_with_every_mode() -> None:
     names, models = list(SCHEDULES), list(MODELS.values())
     cases = []

@@ -227,6 +227,7 @@ def test_modules_that_communicate_stay_out_of_the_graphs(pool: Pool) -> None:
     pool.run(communicating, 2, torch.randint(0, 61, (1, 9), generator=torch.Generator().manual_seed(1)))
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails_to_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure occurs while forward is compiled, not during a training step."""
     from torch._inductor import compile_fx as module

@@ -102,6 +102,7 @@ def test_profiled_stages_are_predicted(profile: Mapping[str, Any]) -> None:
     assert sum(parts) == pytest.approx(sum(profile["ms"]), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [0, 1])
 def test_constants_fitted_to_half_a_table_predict_the_other_half(half: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fraction of A100's peak that fits five rows of the weak scaling best is within 5 % on the other five."""
