@@ -77,13 +77,19 @@ class ProcessComm(ObjectComm):
     creates only its own groups, so that thousands of ranks start as fast as eight.  torch sorts the ranks of a group;
     if a caller names axes in another order, the shards are reordered.
 
+    Args:
+        timeout: limit for a collective of any group; None: torch's default, ten minutes with NCCL.
+
     Attributes:
         num_started: collectives and transfers started so far.
         last_started: name and axes of the last of them.
     """
 
-    def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = ()) -> None:
+    def __init__(
+        self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = (), timeout: timedelta | None = None
+    ) -> None:
         super().__init__(mesh)
+        self._timeout = timeout
         self.num_started, self.last_started = 0, _NOTHING
         self._wait_hook: WaitHook = _no_hook
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
@@ -103,7 +109,7 @@ class ProcessComm(ObjectComm):
         round therefore creates a group of only itself.
         """
         ranks = [self.mesh.rank] if link is None else list(link.ranks(self.mesh))
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=str(link))
+        group = self._new_group(ranks, str(link))
         if link is not None:
             self._links[link] = group
 
@@ -117,9 +123,10 @@ class ProcessComm(ObjectComm):
         ranks = self.mesh.ranks(axes)
         if ranks == tuple(range(self.mesh.world_size)):
             return None
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc="x".join(axes)
-        )
+        return self._new_group(list(ranks), "x".join(axes))
+
+    def _new_group(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(ranks, self._timeout, use_local_synchronization=True, group_desc=name)
         return group
 
     def set_wait_hook(self, hook: WaitHook | None) -> None:

@@ -18,12 +18,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.backends import FAKE_BACKEND, backend_of
+from megatron3d.runtime.backends import FAKE_BACKEND, backend_of, group_timeout
 from megatron3d.runtime.console import flush
 from megatron3d.runtime.ending import exit_code_of
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.host_allocator import keep_freed_memory
 from megatron3d.runtime.launcher_env import LauncherEnv, SlurmJob, read_launcher_env, read_slurm_job
+from megatron3d.runtime.open_files import raise_open_file_limit
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from megatron3d.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
-# How much longer torch waits than the watchdog, whose message says more.
-GRACE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
     import torch
 
     env = launcher_env()
+    raise_open_file_limit()
     device = torch.device("cpu") if on_cpu else _device(env)
     if device.type == "cpu":
         keep_freed_memory()
@@ -171,7 +171,7 @@ def _process_group(env: LauncherEnv, device: torch.device, timeout_s: float) -> 
             store=dist.PrefixStore(f"attempt {attempt}", store),  # type: ignore[attr-defined]
             rank=env.rank,
             world_size=env.world_size,
-            timeout=timedelta(seconds=timeout_s + GRACE_S),
+            timeout=group_timeout(timeout_s),
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]

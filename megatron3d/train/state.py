@@ -21,6 +21,7 @@ from megatron3d.optim.loss_scale import LossScale
 from megatron3d.optim.optimizer import Optimizer
 from megatron3d.optim.precision import PRECISIONS
 from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.runtime.backends import group_timeout
 from megatron3d.zero import Buffers
 
 
@@ -46,8 +47,8 @@ class TrainState:
 
 def connect(spec: RunSpec) -> ProcessComm:
     """Create this rank's process groups and links, for everything that the run communicates."""
-    state = spec.parallel_state
-    return ProcessComm(state.mesh, state.group_axes, state.links)
+    state, minutes = spec.parallel_state, spec.config.train.distributed_timeout_minutes
+    return ProcessComm(state.mesh, state.group_axes, state.links, group_timeout(60 * minutes))
 
 
 def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: bool = True) -> TrainState:
