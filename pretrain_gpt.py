@@ -14,6 +14,8 @@ from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
 from megatron3d.runtime import process
 from megatron3d.runtime.console import outlive_readers
 from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.runtime.startup_phases import StartupPhases
+from megatron3d.runtime.stop_signal import StopSignal
 
 
 def main() -> int:
@@ -34,12 +36,12 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
     resolved = resolve(arguments.config, arguments.overrides, world_size)
     outlive_readers()
     env = process.launcher_env()
-    phases = process.StartupPhases(printing=env.rank == 0)
+    phases = StartupPhases(printing=env.rank == 0)
     with phases("importing torch"):
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train
 
-    with process.start(60 * resolved.config.train.distributed_timeout_minutes) as here, process.StopSignal() as stop:
+    with process.start(60 * resolved.config.train.distributed_timeout_minutes) as here, StopSignal() as stop:
         run = build_run(resolved, here, phases)
         if here.rank == 0:
             print(f"> ready after {phases.total_s:.2f} s; training", flush=True)

@@ -31,6 +31,7 @@ from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime import process
+from megatron3d.runtime.startup_phases import StartupPhases
 from megatron3d.train.build import build_run
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.oom_report import job_of
@@ -149,7 +150,7 @@ def measure(name: str, config: Path, rounds: int) -> Row:
     with process.start(on_cpu=True) as here, contextlib.redirect_stdout(io.StringIO()):
         torch.set_num_threads(1)
         save = f"checkpoint.save={config.parent / name.replace(' ', '-')}"
-        run = build_run(resolve(config, [*CASES[name], save], here.world_size), here, process.StartupPhases(False))
+        run = build_run(resolve(config, [*CASES[name], save], here.world_size), here, StartupPhases(False))
         contest = Contest(run)
         steps = {"bare": contest.bare, "logged": contest.logged}
         turns = interleaved(steps, rounds * INTERVAL, INTERVAL, run.comm.barrier)

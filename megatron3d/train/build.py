@@ -33,11 +33,13 @@ from megatron3d.errors import UserError
 from megatron3d.hardware.peaks import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
-from megatron3d.runtime.process import Runtime, StartupPhases
+from megatron3d.runtime.process import Runtime
+from megatron3d.runtime.startup_phases import StartupPhases
 from megatron3d.train.checkpointing import LoadOptions, load_state
 from megatron3d.train.monitor.pipeline_trace import trace_folder
 from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
-from megatron3d.train.monitor.startup_report import check_built, describe_attention_kernel, startup_report
+from megatron3d.train.monitor.run_facts import describe_attention_kernel
+from megatron3d.train.monitor.startup_report import check_built, startup_report
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
 
@@ -62,7 +64,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
     with phases("peak of the device"):
         peak = device_peak(runtime.device, config.train.precision, config.logging.peak_tflops)
     if runtime.rank == 0:
-        print(startup_report(state, peak), flush=True)
+        print(startup_report(state, peak, runtime.settings), flush=True)
     lock, metrics = open_outputs(resolved, comm, state)
     return Run(
         runtime=runtime,

@@ -10,7 +10,7 @@ from megatron3d.config.schema import Config
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.optim.lr_schedule import learning_rate
 from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.process import StopSignal
+from megatron3d.runtime.stop_signal import StopSignal
 from megatron3d.train.checkpointing import describe, source_of
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.monitor.monitor import Monitor

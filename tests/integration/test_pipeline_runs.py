@@ -18,6 +18,7 @@ from megatron3d.metrics.journal import read_journal
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.runtime.startup_phases import StartupPhases
 from megatron3d.train.build import build_run
 from megatron3d.train.checkpointing import save_state
 from tests.support.pool import Pool
@@ -110,7 +111,7 @@ def save_again(rank: int, world_size: int, config: Path, asked: list[list[str]],
     """Load a checkpoint in each layout and save it to another folder."""
     for overrides, folder in zip(asked, folders, strict=True):
         here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
-        built = build_run(resolve(config, overrides, world_size), here, process.StartupPhases(printing=False))
+        built = build_run(resolve(config, overrides, world_size), here, StartupPhases(printing=False))
         save_state(folder, built.state, built.identity)
 
 

@@ -30,6 +30,8 @@ from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.runtime.startup_phases import StartupPhases
+from megatron3d.runtime.stop_signal import StopSignal
 from megatron3d.train.build import build_run
 from megatron3d.train.loop import train
 from tests.support.processes import start
@@ -96,9 +98,9 @@ def run_as_rank(rank: int, world_size: int, config: Path, overrides: list[list[s
 
 
 def _train(here: process.Runtime, config: Path, overrides: list[str]) -> int:
-    built = build_run(resolve(config, overrides, here.world_size), here, process.StartupPhases(printing=False))
+    built = build_run(resolve(config, overrides, here.world_size), here, StartupPhases(printing=False))
     try:
-        return train(built, process.StopSignal())
+        return train(built, StopSignal())
     finally:
         built.close()
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
+from collections.abc import Iterator, Mapping
 
 from megatron3d.analysis.cost_model.forecast import forecast
 from megatron3d.analysis.memory_model.table import memory_table, stage_table
 from megatron3d.checkpoint.param_pieces import ranges_to_write
-from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.peaks import Peak, describe_peak
-from megatron3d.hardware.sdpa_backends import describe_attention
 from megatron3d.model.architecture import GATED
 from megatron3d.model.flops import flops_per_token, num_parameters
-from megatron3d.ops.gemm import onednn_gemms
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.train.monitor.oom_report import job_of
+from megatron3d.train.monitor.run_facts import run_facts
 from megatron3d.train.state import TrainState
 
 
@@ -40,21 +36,16 @@ def check_built(state: TrainState) -> None:
         )
 
 
-def describe_attention_kernel(state: TrainState) -> str:
-    """Describe the attention kernel of this rank; raises UserError if no kernel takes the mask that is needed."""
-    arch, whole = state.model.arch, state.buffers.flat_buffers[0].params
-    work = job_of(state.spec, whole.device).local
-    heads = work.num_queries, work.num_groups, arch.kv_channels
-    is_masked = state.spec.config.data.reset_attention_mask
-    return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)
+def startup_report(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) -> str:
+    """Return lines on the model, its kernels, stages, estimated memory and step time, and the peak used for MFU.
+
+    Args:
+        settings: what the process was set up with (`Runtime.settings`).
+    """
+    return "\n".join(f"> {line}" for line in _lines(state, peak, settings))
 
 
-def startup_report(state: TrainState, peak: Peak | None) -> str:
-    """Return lines on the model, its kernels, stages, estimated memory and step time, and the peak used for MFU."""
-    return "\n".join(f"> {line}" for line in _lines(state, peak))
-
-
-def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
+def _lines(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) -> Iterator[str]:
     spec, flats = state.spec, state.buffers.flat_buffers
     arch, whole = spec.arch, flats[0].params
     job, config = job_of(spec, whole.device), spec.config
@@ -72,11 +63,7 @@ def _lines(state: TrainState, peak: Peak | None) -> Iterator[str]:
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
     yield f"memory of rank 0 before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
-    if whole.device.type == "cpu" and whole.dtype == torch.float32:
-        yield f"GEMMs by oneDNN instead of MKL on this CPU: {onednn_gemms(whole.device, whole.dtype)}"
-    yield describe_attention_kernel(state)
-    if "apex" in (config.optimizer.adam_implementation, config.train.norm_implementation):
-        yield describe_apex()
+    yield from run_facts(state, settings)
     if job.pipeline.num_ranks > 1:
         yield from ("pipeline stages:", *stage_table(job))
     yield from ("estimated memory:", *memory_table(job))

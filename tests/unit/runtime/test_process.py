@@ -18,6 +18,8 @@ from megatron3d.errors import UserError
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.launcher_env import LauncherEnv
+from megatron3d.runtime.startup_phases import StartupPhases
+from megatron3d.runtime.stop_signal import StopSignal
 from tests.support.processes import start
 
 LAUNCHER_VARIABLES = (
@@ -64,19 +66,19 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(
 def test_stop_signals_are_recorded_and_a_later_interrupt_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One Ctrl-C delivered by both the terminal and torchrun counts once."""
     before = signal.getsignal(signal.SIGTERM)
-    with process.StopSignal():
+    with StopSignal():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-        with process.StopSignal() as stop:
+        with StopSignal() as stop:
             assert stop.requested is None
             os.kill(os.getpid(), number)
             assert stop.requested == number.name
-    with process.StopSignal() as stop:
+    with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        monkeypatch.setattr(process.StopSignal, "REPEAT_S", 0.0)
+        monkeypatch.setattr(StopSignal, "REPEAT_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -88,7 +90,7 @@ def test_signals_after_a_stop_do_not_change_the_exit_code(tmp_path: Path) -> Non
         import atexit, os, signal
         send = lambda: [os.kill(os.getpid(), number) for number in (15, 15, 10, 1, 2)]
         atexit.register(send)
-        with process.StopSignal() as stop:
+        with StopSignal() as stop:
             send()
         send()
         return 3
@@ -101,13 +103,13 @@ def test_signals_after_a_stop_do_not_change_the_exit_code(tmp_path: Path) -> Non
 
 def test_nohup_keeps_a_run_from_stopping_with_its_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with process.StopSignal() as stop:
+    with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.requested is None
 
 
 def test_phases_are_timed_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    phases, quiet = process.StartupPhases(printing=True), process.StartupPhases(printing=False)
+    phases, quiet = StartupPhases(printing=True), StartupPhases(printing=False)
     with phases("model"), quiet("data"):
         pass
     assert [name for name, _ in phases.durations + quiet.durations] == ["model", "data"]
@@ -152,7 +154,8 @@ def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.Com
     """Run `body`, the body of a program's main, on every rank, without a launcher that would kill stragglers."""
     program = folder / "program.py"
     program.write_text(
-        "import sys\nfrom megatron3d.runtime import process\nfrom megatron3d.errors import UserError\n\n\ndef main():\n"
+        "import sys\nfrom megatron3d.runtime import process\nfrom megatron3d.runtime.stop_signal import StopSignal\n"
+        "from megatron3d.errors import UserError\n\n\ndef main():\n"
         + textwrap.indent(textwrap.dedent(body), "    ")
         + "\n    return 0\n\n\nsys.exit(process.run_program(main))\n"
     )

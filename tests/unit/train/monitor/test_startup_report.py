@@ -14,6 +14,7 @@ from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.hardware.peaks import Peak
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.modes import MODES
+from megatron3d.train.monitor.run_facts import describe_communicators
 from megatron3d.train.monitor.startup_report import check_built, startup_report
 from megatron3d.train.state import TrainState, build_state
 from tests.support.turn_ranks import connect, run_turns
@@ -63,9 +64,22 @@ def test_parameters_too_many_or_too_few_are_refused() -> None:
 
 def test_the_report_adds_up() -> None:
     state = build(0, 1, {})
-    text = startup_report(state, Peak(2e12, "a data sheet"))
+    text = startup_report(state, Peak(2e12, "a data sheet"), {"allocator": "the usual one"})
     values = sum(flat.main.numel() for flat in state.buffers.flat_buffers)
     assert f"{num_parameters(state.model.arch):,} in the model" in text
     assert f"{16 * values / 2**20:,.1f} MiB = weights" in text
     assert "2 TFLOP/s per device (a data sheet)" in text
-    assert "set logging.peak_tflops" in startup_report(state, None)
+    assert "set logging.peak_tflops" in startup_report(state, None, {})
+    assert "> attention: " in text and "> allocator: the usual one" in text and "> communicators" not in text
+
+
+def describe_everywhere(rank: int, world_size: int) -> None:
+    """Bug that this finds: the report names a group of one rank, or the links of other pipeline ranks."""
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": False}
+    line = describe_communicators(build(rank, world_size, sizes))
+    assert line is not None and line.startswith(f"communicators of rank {rank}: ")
+    assert line.endswith(", and 1 point-to-point link") and " of 1" not in line and " of 2" in line
+
+
+def test_the_report_names_the_communicators() -> None:
+    run_turns(describe_everywhere, 4)

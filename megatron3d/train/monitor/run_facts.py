@@ -1,0 +1,72 @@
+"""Table of the facts that a run prints at its start about kernels, communicators and its process.
+
+A new fact is one more row: a function of the state, or a name and a text in `Runtime.settings` where it is known only
+when the process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from megatron3d.hardware.apex import describe_apex
+from megatron3d.hardware.sdpa_backends import describe_attention
+from megatron3d.ops.gemm import onednn_gemms
+from megatron3d.train.monitor.oom_report import job_of
+from megatron3d.train.state import TrainState
+
+# Returns `name: text` of this rank; None leaves the row out.
+Fact = Callable[[TrainState], str | None]
+
+
+def describe_gemms(state: TrainState) -> str | None:
+    """Describe which library multiplies in fp32 on a CPU."""
+    whole = state.buffers.flat_buffers[0].params
+    if whole.device.type != "cpu" or whole.dtype != torch.float32:
+        return None
+    return f"GEMMs by oneDNN instead of MKL on this CPU: {onednn_gemms(whole.device, whole.dtype)}"
+
+
+def describe_attention_kernel(state: TrainState) -> str:
+    """Describe the attention kernel of this rank; raises UserError if no kernel takes the mask that is needed."""
+    arch, whole = state.model.arch, state.buffers.flat_buffers[0].params
+    work = job_of(state.spec, whole.device).local
+    heads = work.num_queries, work.num_groups, arch.kv_channels
+    is_masked = state.spec.config.data.reset_attention_mask
+    return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)
+
+
+def describe_installed_apex(state: TrainState) -> str | None:
+    """Describe the installed apex if the configuration asks for its kernels."""
+    config = state.spec.config
+    is_asked = "apex" in (config.optimizer.adam_implementation, config.train.norm_implementation)
+    return describe_apex() if is_asked else None
+
+
+def describe_communicators(state: TrainState) -> str | None:
+    """Describe the groups and links of this rank, each with its number of ranks."""
+    parallel = state.spec.parallel_state
+    mesh = parallel.mesh
+    if mesh.world_size == 1:
+        return None
+    sets = dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in parallel.group_axes)
+    groups = [f"{' x '.join(axes)} of {mesh.size(axes)}" for axes in sets if axes]
+    links = sum(mesh.coord(link.axis) in link.ends for link in parallel.links)
+    ends = f", and {links} point-to-point link{'s' * (links > 1)}" if links else ""
+    return f"communicators of rank {mesh.rank}: {', '.join(groups) or 'none'}{ends}"
+
+
+# In the order of the report.
+FACTS: tuple[Fact, ...] = (
+    describe_gemms,
+    describe_attention_kernel,
+    describe_installed_apex,
+    describe_communicators,
+)
+
+
+def run_facts(state: TrainState, settings: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each fact of the table that holds here, then for each setting of the process."""
+    yield from (line for line in (fact(state) for fact in FACTS) if line is not None)
+    yield from (f"{name}: {text}" for name, text in settings.items())
