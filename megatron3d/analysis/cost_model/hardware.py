@@ -37,7 +37,8 @@ class KernelRates(HardwareFile):
     """Rates that an accelerator's kernels reach.
 
     Attributes:
-        memory_gib: device memory that tensors can use.
+        memory_gib: device memory of a process: `context_gib` for its context, `communicator_gib` for each communicator,
+            and the rest for tensors.
         stream_gb_s: memory bandwidth by data sheet; long memory-bound kernels reach `stream_fraction` of it.
         matmul_fraction: fraction of the peak that the best large GEMM sustains.
         tile_fractions: fraction of that by the output tile of a multiprocessor; smaller tiles read more per FLOP.
@@ -50,6 +51,8 @@ class KernelRates(HardwareFile):
     """
 
     memory_gib: Above0
+    context_gib: AtLeast0 = 0
+    communicator_gib: AtLeast0 = 0
     stream_gb_s: Above0
     stream_fraction: Share
     matmul_fraction: Share

@@ -25,12 +25,15 @@ class KernelMemory:
     Attributes:
         narrow_statistics: LayerNorm keeps mean and scale in its input's dtype, not in fp32.
         fused_rms_norm: RMSNorm keeps its input and a number per row; otherwise what each of its operations keeps.
-        num_leaving: most shards in send whose completion is not known; gloo does not report it.
+        num_leaving: most shards in send: gloo does not report that one is done, and on a GPU the CPU runs ahead of them
+            all, so that the engine's limit holds on both.
         num_received: additional whole buffers of a reduce-scatter: gloo receives all ranks' data and then adds.
         softmax_again: longest sequences for which bf16 attention keeps no number per row of scores.
         adds_dw: a chunk's dW of the LM head is multiplied apart and then added to main_grad, as bf16 and oneDNN's fp32
             kernel on a CPU do; others accumulate in the GEMM.
         update_piece: elements that AdamW updates at once if its moments are narrower than the weights.
+        sdpa_workspace: the backward of fused attention has a workspace beyond its gradients.
+        gemm_workspace: bytes that the GEMM library keeps as tensors.
     """
 
     narrow_statistics: bool
@@ -40,6 +43,8 @@ class KernelMemory:
     softmax_again: int
     adds_dw: bool
     update_piece: int
+    sdpa_workspace: bool = False
+    gemm_workspace: int = 0
 
 
 KERNELS: Mapping[str, KernelMemory] = {
@@ -55,11 +60,13 @@ KERNELS: Mapping[str, KernelMemory] = {
     "gpu": KernelMemory(
         narrow_statistics=False,
         fused_rms_norm=True,
-        num_leaving=1,
+        num_leaving=5,  # those the engine lets be, and the one that it starts
         num_received=0,
         softmax_again=0,
         adds_dw=False,
         update_piece=2**22,
+        sdpa_workspace=True,
+        gemm_workspace=2 * 32 * 2**20,  # cuBLAS on Hopper, for the thread of forward and that of backward
     ),
 }
 

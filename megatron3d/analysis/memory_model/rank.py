@@ -3,7 +3,8 @@
     weights + master weights + gradients + optimizer + activations in flight + buffers + largest transient peak
 
 The sum is the peak of all tensors, give or take a layer's activations: the largest transient peak need not coincide
-with most microbatches in flight.  What the allocator and libraries hold on top is not included.
+with most microbatches in flight.  What the allocator holds on top is not included; what libraries hold outside of it
+is `libraries.py`'s.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def peak_activations(step: StepSpec) -> tuple[int, int]:
 
 
 def buffers(step: StepSpec) -> dict[str, int]:
-    """Return the bytes of permanent buffers: tokens, rotary tables, kept weights, and two gathered FSDP units."""
+    """Return the bytes of lasting buffers: tokens, rotary tables, kept weights, two gathered FSDP units, workspace."""
     local = step.local
     token_bytes = _TOKEN_BYTES + _DOCUMENT_BYTES * (local.masks_documents + local.resets_positions)
     blocks = Counter[str]()
@@ -195,6 +196,7 @@ def buffers(step: StepSpec) -> dict[str, int]:
         "rotary tables": total_bytes(rotary_tables(local)),
         "gathered weights": gathered_weights(step),
         "whole blocks": _largest(2, blocks.values()) * local.itemsize if step.shards(3) else 0,
+        "GEMM workspace": local.kernels.gemm_workspace,
     }
 
 

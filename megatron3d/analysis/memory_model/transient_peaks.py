@@ -20,6 +20,8 @@ from megatron3d.parallel.matmul_plan import MatmulPlan
 _HASH_BYTES = 24
 # A norm that is not one kernel casts to fp32: input, gradient, their products and sums.
 _NORM_COPIES = 6
+# Rows of a block of fused attention.
+_SDPA_ROWS = 128
 
 
 def matmul_backward(local: LocalSizes, site: str) -> int:
@@ -69,7 +71,7 @@ def layer_peaks(local: LocalSizes) -> dict[str, int]:
     again = recomputed_activations(local)
     queries = local.num_queries * local.arch.kv_channels
     inside = {site: matmul_backward(local, site) for site in reversed(LINEARS)}
-    inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width)
+    inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width) + sdpa_workspace(local)
     inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
     if local.arch.hidden_dropout:
@@ -86,6 +88,26 @@ def layer_peaks(local: LocalSizes) -> dict[str, int]:
         needed["norm in fp32"] = "post_attention_norm", _NORM_COPIES * local.tokens * local.hidden * local.wide
     gone = {at: sum(kept[site] for site in _BACKWARD[:place]) for place, at in enumerate(_BACKWARD)}
     return {name: size + again - gone[at] for name, (at, size) in needed.items()}
+
+
+def sdpa_workspace(local: LocalSizes) -> int:
+    """Return the bytes that the backward of fused attention needs on a GPU beyond the gradients of q, k and v.
+
+    dQ is summed in fp32, with a number per row; where query heads share keys, each has a dK and dV of its own, to be
+    added.  Rows are padded to 128, and heads to 32 features (64 above 128).  These are FlashAttention's (Dao 2023,
+    arXiv:2307.08691); cuDNN's are as large.
+    """
+    if not local.kernels.sdpa_workspace or local.arch.attention_dropout or local.itemsize == local.wide:
+        return 0
+    seq, width = local.arch.seq_length, local.arch.kv_channels
+    rows = local.sequences * _padded(seq, _SDPA_ROWS) * local.num_queries
+    sums = rows * (_padded(width, 32 if width <= 128 else 64) + 1) * local.wide
+    is_grouped = local.num_groups != local.num_queries and local.heads.are_even
+    return sums + (2 * local.inner(local.num_queries * width) if is_grouped else 0)
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def head_peaks(step: StepSpec) -> dict[str, int]:

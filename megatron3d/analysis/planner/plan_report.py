@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.analysis.cost_model.breakdown import is_exposed
-from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.memory_model.table import align_columns
 from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, SearchResult
 
@@ -29,7 +28,7 @@ def result_table(found: SearchResult, problem: PlanningProblem) -> list[str]:
                 f"{step.step_s:.3f}",
                 f"{100 * problem.mfu(plan):.1f}",
                 f"{problem.tokens_per_s(plan):,.0f}",
-                f"{plan.memory.total / 2**30:.1f}",
+                f"{plan.total_bytes / 2**30:.1f}",
                 *cells,
                 largest_part(plan),
                 str(plan.layout),
@@ -46,7 +45,7 @@ def largest_part(plan: PredictedLayout) -> str:
 
 def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: float) -> list[str]:
     """Return the time and the memory of one layout by kind."""
-    step, memory = plan.step, plan.memory
+    step = plan.step
     batch = problem.config.train.global_batch_size
     tokens_per_s = problem.tokens_per_s(plan)
     lines = [
@@ -59,16 +58,16 @@ def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: fl
     for kind, seconds in step.breakdown.items():
         if seconds > 0:
             lines.append(f"  {seconds:10.4f} s  {100 * seconds / step.step_s:5.1f} %  {part_label(kind)}")
-    return [*lines, *memory_lines(memory, problem)]
+    return [*lines, *memory_lines(plan, problem)]
 
 
-def memory_lines(memory: RankMemory, problem: PlanningProblem) -> Iterator[str]:
+def memory_lines(plan: PredictedLayout, problem: PlanningProblem) -> Iterator[str]:
     """Yield the bytes by category of the rank that needs most."""
     room = problem.memory_bytes / 2**30
     yield f"memory of the rank that needs most, of {room:.1f} GiB that are there:"
-    for kind, size in memory.categories.items():
+    for kind, size in (plan.memory.categories | {"CUDA context and communicators": plan.library_bytes}).items():
         yield f"  {size / 2**30:10.2f} GiB  {kind}"
-    yield f"  {memory.total / 2**30:10.2f} GiB  in all"
+    yield f"  {plan.total_bytes / 2**30:10.2f} GiB  in all"
 
 
 def part_label(kind: str) -> str:
@@ -83,7 +82,7 @@ def compare_plans(one: PredictedLayout, other: PredictedLayout) -> list[str]:
     for kind in dict.fromkeys((*totals[0], *totals[1])):
         first, second = (each.get(kind, 0.0) for each in totals)
         rows.append(("", f"{first:.4f}", f"{second:.4f}", f"{second - first:+.4f}", part_label(kind)))
-    sizes = [plan.memory.total / 2**30 for plan in (one, other)]
+    sizes = [plan.total_bytes / 2**30 for plan in (one, other)]
     faster = one.step.step_s / other.step.step_s
     told = f"the second is {faster:.2f} times as fast as the first; memory {sizes[0]:.1f} and {sizes[1]:.1f} GiB"
     return [*align_columns(rows), told]

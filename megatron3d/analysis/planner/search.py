@@ -22,6 +22,7 @@ from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProf
 from megatron3d.analysis.cost_model.layer import Machine, layer_times
 from megatron3d.analysis.cost_model.step import load_machine, predict_time, simulated_specs
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
+from megatron3d.analysis.memory_model.libraries import library_bytes
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
 from megatron3d.analysis.memory_model.rank import RankMemory, rank_memory
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_step_spec
@@ -53,12 +54,18 @@ Bubbles = dict[tuple[int, str, int, int], float]
 
 @dataclass(frozen=True)
 class PredictedLayout:
-    """A layout with its step time and the memory of the rank that needs most."""
+    """A layout with its step time, the memory of the rank that needs most, and what its libraries hold next to it."""
 
     layout: LayoutChoice
     config: Config
     step: TimePrediction
     memory: RankMemory
+    library_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of device memory of the rank that needs most."""
+        return self.memory.total + self.library_bytes
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class PlanningProblem:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes of a rank that tensors may use."""
+        """Bytes of a rank that tensors and libraries may use."""
         return self.machine.device.kernels.memory_gib * 2**30 * (1 - SPARE)
 
     @property
@@ -107,7 +114,7 @@ class PlanningProblem:
     def predicted(self, layout: LayoutChoice, config: Config) -> PredictedLayout:
         """Predict a configuration in full."""
         spec = self.spec(config)
-        return PredictedLayout(layout, config, self.step(spec), self.memory(spec))
+        return PredictedLayout(layout, config, self.step(spec), self.memory(spec), self.library_bytes(spec))
 
     def step(self, spec: RunSpec) -> TimePrediction:
         """Predict the time of a step."""
@@ -119,6 +126,12 @@ class PlanningProblem:
         step = make_step_spec(simulated, KERNELS["gpu"])
         ends = dict.fromkeys((0, step.pipeline.num_ranks - 1))
         return max((rank_memory(step.on_pipeline_rank(coord)) for coord in ends), key=lambda each: each.total)
+
+    def library_bytes(self, spec: RunSpec) -> int:
+        """Predict what libraries hold outside torch's allocator, on the pipeline rank with most links."""
+        ranks = spec.mesh.ranks(("pipeline",))
+        states = (spec.parallel_state.on_rank(rank) for rank in dict.fromkeys((*ranks[:2], *ranks[-2:])))
+        return max(library_bytes(state, self.machine.device.kernels) for state in states)
 
     def tokens_per_s(self, plan: PredictedLayout) -> float:
         """Return the tokens per second of all ranks."""
@@ -160,8 +173,8 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
         if step.step_s >= worst:
             tried += 1
             continue
-        plan = PredictedLayout(bound.layout, config, step, problem.memory(spec))
-        if plan.memory.total > problem.memory_bytes:
+        plan = PredictedLayout(bound.layout, config, step, problem.memory(spec), problem.library_bytes(spec))
+        if plan.total_bytes > problem.memory_bytes:
             rejected["needs more memory than a rank has"] += 1
             continue
         tried += 1

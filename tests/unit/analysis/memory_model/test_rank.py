@@ -247,6 +247,7 @@ def test_flat_buffers_are_filled_from_the_end() -> None:
 def test_constants_equal_those_of_the_code_that_they_describe() -> None:
     assert (KERNELS["cpu"].update_piece, KERNELS["gpu"].update_piece) == (CPU_CHUNK, GPU_CHUNK)
     assert KERNELS["cpu"].num_leaving == MAX_SENDS_IN_FLIGHT
+    assert KERNELS["gpu"].num_leaving == MAX_SENDS_IN_FLIGHT + 1, "the CPU runs ahead of all sends that it may start"
 
 
 def test_full_recomputation_keeps_inputs_and_one_layer_at_its_peak() -> None:
