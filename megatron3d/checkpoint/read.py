@@ -1,14 +1,19 @@
 """Reading of boxes: files are checked against the index before their content is used.
 
 A box that is read completely is verified with its checksum.  For a box that is read in part, the file's header is
-compared with the index and the file's length with its header; a run verifies all bytes before it loads any.
+compared with the index and the file's length with its header.  Where the ranks of a run load together, one of those
+that need a part of a box reads it whole and verifies it, so that every byte is verified in the read that loads it:
+
+    box in the file       | . . . . . . o . |        o: one element of the box, chosen by its checksum
+    needed by rank 0      | . . . .                  reads its half
+    needed by rank 1              . . o . |          reads the whole box, verifies it, takes its half
 """
 
 from __future__ import annotations
 
 import math
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, box_shape
 
 Wanted = tuple[Box, Piece]
+BoxesByFile = Sequence[tuple[str, Mapping[StoredBox, list[Wanted]]]]
 
 
 def read_meta(path: Path) -> dict[str, JsonValue]:
@@ -48,40 +54,71 @@ def load(path: Path, pieces: Iterable[Piece]) -> None:
 
 def load_with_index(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
     """Load like `load`, with an index that has been read already."""
-    wanted = [piece for piece in pieces if piece.tensor.numel() > 0]
-    UserError.collect(f"checkpoint {path}: {difference}" for difference in _differences(index, wanted))
     raise_if_damaged(
-        path, (found for file, boxes in _by_file(index, wanted) for found in _load_file(path / file, index, boxes))
+        path,
+        (
+            found
+            for file, boxes in _boxes_to_read(path, index, pieces)
+            for found in _load_file(path / file, index, boxes, _is_whole)
+        ),
     )
+
+
+def load_share(path: Path, index: Index, pieces: Iterable[Piece], share: tuple[int, int]) -> list[str]:
+    """Fill one share of the boxes of this rank's pieces, verified; return a sentence for each damage.
+
+    Together all ranks must need every element of the tensors that they load; then every byte is verified.  Raises
+    UserError as `load`, but not for damage.
+
+    Args:
+        share: (i, n) reads the i-th of n parts of the boxes, of about equal size, and leaves the others' elements as
+            they are.
+    """
+    files = _boxes_to_read(path, index, pieces)
+    return [
+        found
+        for file, boxes in _part_of(files, *share)
+        for found in _load_file(path / file, index, boxes, _has_chosen_element)
+    ]
 
 
 def raise_if_damaged(path: Path, damages: Iterable[str]) -> None:
     """Raise UserError with all damage, if there is any."""
-    UserError.collect(f"checkpoint {path}: {damage}; load another checkpoint of the run" for damage in damages)
+    UserError.collect(
+        damage if damage.startswith(f"checkpoint {path}") else f"checkpoint {path}: {damage}; load another checkpoint of the run"
+        for damage in damages
+    )
 
 
 def find_damage(path: Path, index: Index, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
     """Read all boxes of a checkpoint and yield a sentence for each damage.
 
     Args:
-        share: (i, n) reads every n-th file starting with the i-th, so that n ranks together read all.
+        share: (i, n) reads every n-th file starting with the i-th, so that n threads together read all.
     """
-    for name, tensor in index.tensors.items() if share[0] == 0 else ():
-        if found := tensor.coverage_error():
-            yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
-    files: dict[str, dict[str, tuple[str, StoredBox]]] = {}
-    for name, tensor in index.tensors.items():
+    yield from find_index_damage(index) if share[0] == 0 else ()
+    files: dict[str, dict[StoredBox, StoredTensor]] = {}
+    for tensor in index.tensors.values():
         for stored in tensor.boxes:
-            boxes_of_file = files.setdefault(stored.file, {})
-            if boxes_of_file.setdefault(stored.key, (name, stored))[1] is not stored:
-                yield f"{FILE_NAME} is damaged: {stored.file}: {stored.key} is the place of two boxes"
+            files.setdefault(stored.file, {})[stored] = tensor
     for file in sorted(files)[share[0] :: share[1]]:
         with BoxFile(path / file) as boxes:
-            for name, stored in files[file].values():
-                box = boxes.read(stored, index.tensors[name])
+            for stored, tensor in files[file].items():
+                box = boxes.read(stored, tensor)
                 if box is not None and checksum(box) != stored.checksum:
                     boxes.problems.append(_checksum_mismatch(path / file, stored))
         yield from boxes.problems
+
+
+def find_index_damage(index: Index) -> Iterator[str]:
+    """Yield a sentence for each tensor that the boxes do not cover once, and each place that two boxes have."""
+    for name, tensor in index.tensors.items():
+        if found := tensor.coverage_error():
+            yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
+    places: dict[tuple[str, str], StoredBox] = {}
+    for stored in (stored for tensor in index.tensors.values() for stored in tensor.boxes):
+        if places.setdefault((stored.file, stored.key), stored) is not stored:
+            yield f"{FILE_NAME} is damaged: {stored.file}: {stored.key} is the place of two boxes"
 
 
 class BoxFile:
@@ -140,10 +177,15 @@ def _differences(index: Index, pieces: Iterable[Piece]) -> Iterator[str]:
             yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
 
 
-def _by_file(index: Index, pieces: Sequence[Piece]) -> list[tuple[str, Mapping[StoredBox, list[Wanted]]]]:
-    """Return, for each file, the stored boxes to read and which box of which piece each of them fills."""
+def _boxes_to_read(path: Path, index: Index, pieces: Iterable[Piece]) -> BoxesByFile:
+    """Return, for each file, the stored boxes to read and which box of which piece each of them fills.
+
+    Raises UserError with all differences between the pieces and the checkpoint.
+    """
+    wanted = [piece for piece in pieces if piece.tensor.numel() > 0]
+    UserError.collect(f"checkpoint {path}: {difference}" for difference in _differences(index, wanted))
     files: dict[str, dict[StoredBox, list[Wanted]]] = {}
-    for piece in pieces:
+    for piece in wanted:
         for stored in index.tensors[piece.name].boxes:
             common = intersection(stored.box, piece.box)
             if common is not None:
@@ -151,15 +193,47 @@ def _by_file(index: Index, pieces: Sequence[Piece]) -> list[tuple[str, Mapping[S
     return sorted(files.items())
 
 
-def _load_file(path: Path, index: Index, parts: Mapping[StoredBox, Sequence[Wanted]]) -> list[str]:
+def _part_of(files: BoxesByFile, index: int, parts: int) -> BoxesByFile:
+    """Return the boxes whose first element is in part `index` of the elements of all boxes, one box after another."""
+    total = sum(math.prod(box_shape(stored.box)) for _, boxes in files for stored in boxes)
+    passed, mine = 0, []
+    for file, boxes in files:
+        chosen: dict[StoredBox, list[Wanted]] = {}
+        for stored, wanted in boxes.items():
+            if passed * parts // total == index:
+                chosen[stored] = wanted
+            passed += math.prod(box_shape(stored.box))
+        mine += [(file, chosen)] if chosen else []
+    return mine
+
+
+def _is_whole(stored: StoredBox, wanted: Sequence[Wanted]) -> bool:
+    """Return whether all elements of a stored box are wanted."""
+    return sum(math.prod(box_shape(common)) for common, _ in wanted) >= math.prod(box_shape(stored.box))
+
+
+def _has_chosen_element(stored: StoredBox, wanted: Sequence[Wanted]) -> bool:
+    """Return whether an element that the checksum chooses is wanted, which spreads the verification over the ranks."""
+    number = int(stored.checksum, 16)
+    chosen = [low + number % (high - low) for low, high in stored.box]
+    return any(
+        all(low <= place < high for place, (low, high) in zip(chosen, common, strict=True)) for common, _ in wanted
+    )
+
+
+def _load_file(
+    path: Path,
+    index: Index,
+    parts: Mapping[StoredBox, Sequence[Wanted]],
+    is_verified: Callable[[StoredBox, Sequence[Wanted]], bool],
+) -> list[str]:
     """Fill the pieces from one file; return a sentence for each damage."""
     with BoxFile(path) as boxes:
         for stored, wanted in parts.items():
             box = boxes.read(stored, index.tensors[wanted[0][1].name])
             if box is None:
                 continue
-            is_whole = sum(math.prod(box_shape(common)) for common, _ in wanted) >= box.numel()
-            if is_whole and checksum(box) != stored.checksum:
+            if is_verified(stored, wanted) and checksum(box) != stored.checksum:
                 boxes.problems.append(_checksum_mismatch(path, stored))
                 continue
             for common, piece in wanted:

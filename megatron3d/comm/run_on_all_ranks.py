@@ -38,6 +38,14 @@ def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T
     return None if gathered is None else [result for result, _, _ in gathered]
 
 
+def on_rank_0(comm: ObjectCollectives, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and return its result on every rank; errors as `run_on_all_ranks`."""
+    results: list[T] = []
+    run_on_all_ranks(comm, lambda: results.append(action()) if comm.mesh.rank == 0 else None)
+    result: T = comm.broadcast_object(results[0] if results else None)
+    return result
+
+
 def _collect_failures(gathered: list[tuple[object, tuple[str, ...], str | None]]) -> tuple[list[str], list[str]]:
     """Return the distinct UserError problems and the other exceptions of all ranks."""
     problems = dict.fromkeys(problem for _, found, _ in gathered for problem in found)

@@ -14,7 +14,10 @@ from megatron3d.parallel.p2p import Link
 
 
 def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes, ...]:
-    """Return every set of axes that a training step communicates over, in one order on all ranks."""
+    """Return every set of axes that a training step or the loading of a checkpoint communicates over.
+
+    The order is the same on all ranks.
+    """
     sets: list[Axes] = [mesh.names, ("pipeline",)]
     for plan in (mode.expand, mode.contract, mode.embed):
         sets += _plan_axes(plan.on(mesh))
@@ -23,7 +26,7 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     sets += [features, inner_tokens]
     sets += [inner_features[start:] for start in range(len(inner_features))]
     reduced = [spec.reduce_axes(mesh) for spec in param_specs(arch, mode).values()]
-    sets += [*reduced, DATA[1:], *(tuple(axis for axis in axes if axis not in DATA[1:]) for axes in reduced)]
+    sets += [*reduced, DATA[1:], DATA[:1], *(tuple(axis for axis in axes if axis not in DATA[1:]) for axes in reduced)]
     return tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
 
 

@@ -13,10 +13,9 @@ from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.publish import is_non_persistent
 from megatron3d.checkpoint.retention import RetentionPolicy
 from megatron3d.checkpoint.store import latest, resolve
-from megatron3d.checkpoint.verify import newest_intact, verify_on_all_ranks
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm, background_comm
-from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
+from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.run_spec import RunSpec
@@ -35,7 +34,7 @@ from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.startup_phases import StartupPhases
-from megatron3d.train.checkpointing import LoadOptions, load_state
+from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state
 from megatron3d.train.monitor.pipeline_trace import trace_folder
 from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
 from megatron3d.train.monitor.run_facts import describe_attention_kernel
@@ -165,28 +164,19 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
     load = config.checkpoint.load
     if load is None:
         return
-    folder, damaged = (
-        newest_intact(Path(load), comm) if is_own(config) else (named_checkpoint(Path(load), options, comm), [])
-    )
+    folder, damaged = load_newest(Path(load), state, identity, options) if is_own(config) else (None, [])
+    if not is_own(config):
+        folder = on_rank_0(comm, lambda: resolve(Path(load)))
+        load_state(folder, state, identity, options)
     if folder is None:
         run_on_all_ranks(comm, lambda: check_nothing_lost(Path(load), damaged))
-    else:
-        load_state(folder, state, identity, options)
-        if saver is not None and not is_non_persistent(folder):
-            saver.saved_at = state.iteration
+    elif saver is not None and not is_non_persistent(folder):
+        saver.saved_at = state.iteration
     if comm.mesh.rank == 0:
         for refused, reason in damaged:
             print(f"> skipping checkpoint {refused}: {reason}", flush=True)
         how = "continuing from" if options.progress else "starting with the weights of"
         print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting from scratch", flush=True)
-
-
-def named_checkpoint(load: Path, options: LoadOptions, comm: Comm) -> Path:
-    """Return the checkpoint that `load` names, found by rank 0; raises UserError if it is damaged."""
-    found = run_on_all_ranks(comm, lambda: resolve(load))
-    folder: Path = comm.broadcast_object(found and found[0])
-    verify_on_all_ranks(folder, comm, "" if options.optimizer else "model.")
-    return folder
 
 
 def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +15,19 @@ from megatron3d import __version__
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.async_saver import PieceSource
 from megatron3d.checkpoint.index import Count
+from megatron3d.checkpoint.load_on_all_ranks import load_on_all_ranks, read_index_on_all_ranks
 from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
-from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
+from megatron3d.checkpoint.publish import candidates
+from megatron3d.checkpoint.read import raise_if_damaged
+from megatron3d.checkpoint.verify import first_intact
+from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.stream import Cursor
 from megatron3d.errors import UserError
 from megatron3d.optim.optimizer import MOMENTS
+from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
+from megatron3d.zero import FlatBuffer
 
 LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
 
@@ -102,31 +108,57 @@ def load_state(
 ) -> None:
     """Load a checkpoint of any layout into the state.
 
-    Raises UserError if the checkpoint is of another model or has another `identity` (tokenizer, corpus, seed).
+    Raises UserError, on all ranks, if the checkpoint is damaged, is of another model or has another `identity`
+    (tokenizer, corpus, seed).
     """
+    raise_if_damaged(folder, try_load(folder, state, identity, options))
 
-    def load() -> None:
-        index = store.read_index(folder)
-        meta = _check_compatible(folder, index, state, identity, options)
-        if options.optimizer and not any(name.startswith("optimizer.") for name in index.tensors):
-            raise UserError(
-                f"{folder}: holds weights only; set checkpoint.finetune=true to start with them, or "
-                "checkpoint.no_load_optim=true to continue without the optimizer's state"
-            )
-        state.buffers.settle()
-        for flat in state.buffers.flat_buffers:
-            flat.main.zero_()  # no checkpoint has the padding, which must not keep non-finite values after a rollback
-        store.load_with_index(folder, index, _pieces(state, None, None if options.optimizer else "model"))
-        state.buffers.publish()
-        if options.progress:
-            state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
-            if state.stream is not None:
-                state.stream.go_on(meta.consumed_samples, meta.cursors)
-        if options.optimizer:
-            state.optimizer.set_num_steps(meta.optimizer_steps)
-            state.loss_scale.load(meta.loss_scale)
 
-    run_on_all_ranks(state.model.comm, load)
+def try_load(
+    folder: Path, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions = EVERYTHING
+) -> Sequence[str]:
+    """Load a checkpoint like `load_state`, but return its damage, on all ranks, instead of raising.
+
+    Where there is damage, the weights and moments are undefined until another checkpoint is loaded.
+    """
+    comm, buffers = state.model.comm, state.buffers
+    only = None if options.optimizer else "model"
+    pieces = list(_pieces(state, None, only))
+    try:
+        names = {piece.name for piece in pieces}
+        index = read_index_on_all_ranks(folder, comm, names, "" if options.optimizer else "model.")
+    except UserError as error:
+        return error.problems
+    metas: list[Meta] = []
+    run_on_all_ranks(comm, lambda: metas.append(_check_compatible(folder, index, state, identity, options)))
+    buffers.settle()
+    # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
+    memory = [values for _, _, values in _flat_memory(state, only)]
+    replicas = tuple(axis for axis in DATA if axis not in buffers.sharding.axes)
+    damage = load_on_all_ranks(folder, index, pieces, memory, comm, replicas)
+    if damage:
+        return damage
+    buffers.publish()
+    (meta,) = metas
+    if options.progress:
+        state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
+        if state.stream is not None:
+            state.stream.go_on(meta.consumed_samples, meta.cursors)
+    if options.optimizer:
+        state.optimizer.set_num_steps(meta.optimizer_steps)
+        state.loss_scale.load(meta.loss_scale)
+    return ()
+
+
+def load_newest(
+    root: Path, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions = EVERYTHING
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Load the newest intact checkpoint of a run; return it (None: there is none) and those skipped, with reasons.
+
+    Raises UserError, on all ranks, if it is of another model or has another `identity`.
+    """
+    found = on_rank_0(state.model.comm, lambda: candidates(root))
+    return first_intact(found, lambda folder: try_load(folder, state, identity, options))
 
 
 def read_meta(folder: Path) -> Meta:
@@ -166,6 +198,11 @@ def _check_compatible(
             *((said + anyway).format(name, found.get(name), identity[name], name) for name in different),
         ]
     )
+    if options.optimizer and index.tensors and not any(name.startswith("optimizer.") for name in index.tensors):
+        raise UserError(
+            f"{folder}: holds weights only; set checkpoint.finetune=true to start with them, or "
+            "checkpoint.no_load_optim=true to continue without the optimizer's state"
+        )
     return meta
 
 
@@ -184,15 +221,25 @@ def _pieces(
     """Yield the pieces of weights and optimizer state that this rank holds; with `copy`, copies of those it writes."""
     buffers, mesh = state.buffers, state.model.comm.mesh
     shares = ranges_to_write(buffers)
-    flats = [("model", flat, flat.main) for flat in buffers.flat_buffers] + [
-        (f"optimizer.{moment}", flat, state.optimizer.moment(flat, moment))
-        for moment in MOMENTS
-        for flat in buffers.flat_buffers
-    ]
-    for prefix, flat, memory in (each for each in flats if only in (None, each[0])):
+    for prefix, flat, memory in _flat_memory(state, only):
         for name in flat.spans:
             start, where = flat.shard_range(name)
             values, (_, spec, low, high) = memory[where], shares[name]
             if copy is not None:
                 start, values = low, copy(values[low - start : high - start])
             yield from param_pieces(prefix, spec, values, mesh, start)
+
+
+def _flat_memory(state: TrainState, only: str | None = None) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
+    """Yield this rank's shard of the master weights and of each moment, by flat buffer, with the prefix of its names.
+
+    Args:
+        only: the one prefix that is wanted; None: all.
+    """
+    flats = state.buffers.flat_buffers
+    if only in (None, "model"):
+        yield from (("model", flat, flat.main) for flat in flats)
+    for moment in MOMENTS:
+        prefix = f"optimizer.{moment}"
+        if only in (None, prefix):
+            yield from ((prefix, flat, state.optimizer.moment(flat, moment)) for flat in flats)

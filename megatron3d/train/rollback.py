@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron3d.checkpoint.publish import finished_checkpoints, move_tracker_back
-from megatron3d.checkpoint.verify import newest_intact
-from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
+from megatron3d.comm.run_on_all_ranks import on_rank_0
 from megatron3d.config.schema import TrainConfig
-from megatron3d.train.checkpointing import load_state
+from megatron3d.train.checkpointing import load_newest
 from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult
 
@@ -120,7 +119,7 @@ def roll_back(run: Run, spike: Spike, num_rollbacks: int) -> None:
         )
     if run.saver:
         run.saver.wait()
-    load_state(find_checkpoint(run, spike), state, run.identity)
+    load_good_checkpoint(run, spike)
     first_skipped, state.consumed_samples = state.consumed_samples, next_sample
     if run.saver:
         run.saver.saved_at = state.iteration
@@ -132,12 +131,12 @@ def roll_back(run: Run, spike: Spike, num_rollbacks: int) -> None:
         )
 
 
-def find_checkpoint(run: Run, spike: Spike) -> Path:
-    """Return the newest good checkpoint from before the spike; later ones are no longer the run's newest.
+def load_good_checkpoint(run: Run, spike: Spike) -> None:
+    """Load the newest good checkpoint from before the spike; later ones are no longer the run's newest.
 
     Raises RuntimeError on all ranks if there is none.
     """
-    comm, iteration = run.comm, run.state.iteration
+    iteration = run.state.iteration
     root = Path(run.config.checkpoint.save) if run.config.checkpoint.save else None
 
     def choose() -> bool:
@@ -147,9 +146,7 @@ def find_checkpoint(run: Run, spike: Spike) -> Path:
             move_tracker_back(root, max(earlier))
         return bool(earlier)
 
-    found = run_on_all_ranks(comm, lambda: choose() if comm.mesh.rank == 0 else False)
-    folder = newest_intact(root, comm)[0] if root and comm.broadcast_object(found and found[0]) else None
-    if folder is None:
+    exists = on_rank_0(run.comm, choose)
+    if not (root and exists and load_newest(root, run.state, run.identity)[0]):
         where = f"{root} holds no good checkpoint from before" if root else "checkpoint.save names no folder"
         raise RuntimeError(f"iteration {iteration}: {spike.reason}, and {where} to roll back to")
-    return folder
