@@ -1,4 +1,4 @@
-"""A pipeline of toy stages with a simple memory formula, arbitrary valid schedules for it, and ranks that are threads.
+"""A pipeline of toy stages with a simple memory formula, arbitrary valid schedules for it, and watched transfers.
 
 y = x + sum over f of sin(sin(sin(x W^T)))[f];  the last stage ends in a mean squared error
 """
@@ -6,8 +6,6 @@ y = x + sum over f of sin(sin(sin(x W^T)))[f];  the last stage ends in a mean sq
 from __future__ import annotations
 
 import random
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -26,10 +24,9 @@ from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_
 from megatron3d.pipeline.engine import ActivationTransfer, Engine, Observer, no_observer
 from megatron3d.pipeline.lower import lower
 from tests.support.shards import normal
-from tests.support.turn_ranks import make_comm
+from tests.support.turn_ranks import make_comm, run_turns
 
 TOKENS, HIDDEN, WIDER = 3, 5, 8
-TIMEOUT_S = 20
 T = TypeVar("T")
 
 
@@ -134,83 +131,44 @@ def process_comm(mesh: Mesh, schedule: Schedule, copies: Axes) -> Comm:
     return make_comm(mesh, [copies], [Link("pipeline", *pair) for pair in pairs])
 
 
-class Wire:
-    """Links between threads: the n-th transfer posted by one end matches the n-th of the other, as in NCCL."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.ends: dict[tuple[tuple[int, int], int], deque[tuple[bool, Tensor, threading.Event]]] = {}
-
-    def post(self, ranks: tuple[int, int], mine: int, is_send: bool, x: Tensor) -> threading.Event:
-        """Post a transfer; the data move once both ends have posted, from the sender's memory at that time."""
-        done = threading.Event()
-        with self.lock:
-            one, other = (self.ends.setdefault((ranks, end), deque()) for end in ranks)
-            (one if mine == ranks[0] else other).append((is_send, x, done))
-            while one and other:
-                (one_sends, a, first), (other_sends, b, second) = one.popleft(), other.popleft()
-                assert one_sends != other_sends, f"both ends of {ranks} {'send' if one_sends else 'receive'}"
-                source, target = (a, b) if one_sends else (b, a)
-                target.copy_(source)
-                first.set()
-                second.set()
-        return done
-
-
-class ThreadComm:
-    """`Comm` of the transfers of a pipeline between threads.
+class WatchedComm:
+    """`Comm` of a rank of a pipeline that records its transfers.
 
     Attributes:
         events: the transfers posted and waited for, in order.
         unwaited: number of sends and receives posted and not yet waited for.
     """
 
-    def __init__(self, wire: Wire, mesh: Mesh) -> None:
-        self.wire, self.mesh = wire, mesh
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self.mesh = comm, comm.mesh
         self.events: list[str] = []
         self.unwaited = {"send": 0, "receive": 0}
 
-    def _post(self, is_send: bool, x: Tensor, link: Link) -> Pending:
-        done = self.wire.post(link.ranks(self.mesh), self.mesh.rank, is_send, x)
-        what = "send" if is_send else "receive"
+    def _watch(self, what: str, pending: Pending) -> Pending:
         self.events.append(what)
         self.unwaited[what] += 1
 
         def finish() -> Tensor:
             self.events.append(f"wait for {what}")
             self.unwaited[what] -= 1
-            assert done.wait(TIMEOUT_S), f"rank {self.mesh.rank} waits for ever for what it {what}s"
-            return x
+            return pending.wait()
 
-        return Pending(finish, lambda: False)
+        return Pending(finish, pending.is_done)
 
     def send(self, x: Tensor, link: Link) -> Pending:
-        return self._post(True, x, link)
+        return self._watch("send", self._comm.send(x, link))
 
     def receive(self, out: Tensor, link: Link) -> Pending:
-        return self._post(False, out, link)
+        return self._watch("receive", self._comm.receive(out, link))
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        assert not self.mesh.nontrivial(axes), "threads hold no copies"
-        return Pending(lambda: x)
+        return self._comm.all_gather(x, axes, dim)
 
 
-def as_threads(num_ranks: int, rank: Callable[[ThreadComm], T]) -> list[T]:
-    """Run every rank as a thread and return their results; raise the first exception of any rank."""
-    wire, answers, failures = Wire(), dict[int, T](), dict[int, BaseException]()
+def run_watched(schedule: Schedule, rank: Callable[[WatchedComm], T]) -> list[T]:
+    """Run every rank of a schedule in turns and return their results; raise the first exception of any rank."""
 
-    def work(index: int) -> None:
-        try:
-            answers[index] = rank(ThreadComm(wire, Mesh((("pipeline", num_ranks),), index)))
-        except BaseException as failure:
-            failures[index] = failure
+    def work(index: int, num_ranks: int) -> T:
+        return rank(WatchedComm(process_comm(Mesh((("pipeline", num_ranks),), index), schedule, ())))
 
-    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * TIMEOUT_S)
-    for failure in failures.values():
-        raise failure
-    assert len(answers) == num_ranks, f"only ranks {list(answers)} came to an end"
-    return [answers[index] for index in range(num_ranks)]
+    return run_turns(work, len(schedule))

@@ -1,8 +1,9 @@
 """Ranks as threads of one process that take turns, with collectives in shared memory.
 
 One rank runs at a time, until it waits for something that has not happened.  A result exists only once it is waited
-for: until then its memory holds NaN, and the input must stay as it is.  So a missing wait, an input that changes too
-early, ranks that call different collectives, and a deadlock are found always, and not only when the timing is unlucky.
+for: until then its memory holds NaN, nobody may write it, and the input must stay as it is (in_flight.py).  So a
+missing wait, memory that is written, freed or resized too early, ranks that call different collectives, and a deadlock
+are found always, and not only when the timing is unlucky.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,63 +22,11 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
+from tests.support.in_flight import InFlight
+from tests.support.turns import Turns
 
 T = TypeVar("T")
 _here = threading.local()
-
-
-class Abandoned(Exception):
-    """Raised in ranks that wait when another rank has failed."""
-
-
-class _Wait(NamedTuple):
-    what: str
-    is_over: Callable[[], bool]
-
-
-class Turns:
-    """Passes the turn from rank to rank; a rank that waits gives it to the next one that can go on."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._wakes = [threading.Semaphore(0) for _ in range(num_ranks)]
-        self._waits = {rank: _Wait("start", lambda: True) for rank in range(num_ranks)}
-        self.failure: BaseException | None = None
-
-    def start(self, rank: int) -> None:
-        """Wait for this rank's first turn."""
-        self._wakes[rank].acquire()
-
-    def wait(self, rank: int, what: str, is_over: Callable[[], bool]) -> None:
-        """Return once `is_over()`, which another rank brings about.
-
-        Raises Abandoned where that cannot happen any more.
-        """
-        if is_over():
-            return
-        self._waits[rank] = _Wait(what, is_over)
-        self.give(rank)
-        self._wakes[rank].acquire()
-        if self.failure:
-            raise Abandoned(what)
-
-    def give(self, rank: int) -> None:
-        """Give the turn to the next rank after `rank` that can go on; where all wait, all fail."""
-        num_ranks = len(self._wakes)
-        for other in ((rank + 1 + step) % num_ranks for step in range(num_ranks)):
-            if other in self._waits and self._waits[other].is_over():
-                del self._waits[other]
-                self._wakes[other].release()
-                return
-        if self._waits:
-            waits = "; ".join(f"rank {rank} waits for {wait.what}" for rank, wait in sorted(self._waits.items()))
-            self.fail(AssertionError(f"deadlock: {waits}"))
-
-    def fail(self, error: BaseException) -> None:
-        """End all ranks that wait."""
-        self.failure = self.failure or error
-        waits, self._waits = self._waits, {}
-        for rank in waits:
-            self._wakes[rank].release()
 
 
 @dataclass
@@ -161,6 +110,18 @@ def connect(spec: RunSpec) -> Comm:
     return make_comm(state.mesh, state.group_axes, state.links)
 
 
+class TurnPending(Pending):
+    """Collective in flight.
+
+    Attributes:
+        memory: where `wait` writes the result; what a rank reads that forgets to wait.
+    """
+
+    def __init__(self, finish: Callable[[], Tensor], memory: Tensor) -> None:
+        super().__init__(finish, lambda: False)  # nothing is done before it is waited for
+        self.memory = memory
+
+
 class TurnComm:
     """`Comm` of one rank of a `TurnRanks`."""
 
@@ -180,40 +141,43 @@ class TurnComm:
         self,
         meeting: _Meeting,
         ranks: tuple[int, ...],
-        x: Tensor,
         result: Callable[[list[Any]], Tensor],
-        into: Tensor | None = None,
-    ) -> Pending:
-        """Return a `Pending` of `result` of the values of `ranks`, written to `into` where given.
-
-        Until it is waited for, `x` must not change, unless it is `into`.
-        """
-        kept = None if into is x else x.detach().clone()
+        memory: InFlight,
+        out: Tensor,
+    ) -> TurnPending:
+        """Return a `Pending` of `result` of the values of `ranks`, which the wait writes to `out`."""
 
         def finish() -> Tensor:
             found = result(self._values(meeting, ranks))
-            assert kept is None or _same(kept, x), f"the input of {meeting.what} changed before the wait"
-            if into is None:
-                return found
+            memory.check()
             with torch.no_grad():
-                return into.copy_(found)
+                return out if found is out else out.copy_(found)
 
-        return Pending(finish, meeting.is_complete)
+        return TurnPending(finish, out)
 
     def _collective(
-        self, what: str, axes: Axes, x: Tensor, result: Callable[[list[Tensor]], Tensor], into: Tensor | None = None
-    ) -> Pending:
-        """Return a `Pending` of `result` of all ranks' `x`, written to `into` where given."""
+        self,
+        what: str,
+        axes: Axes,
+        x: Tensor,
+        result: Callable[[list[Tensor]], Tensor],
+        out: Tensor,
+        writes: list[Tensor] | None = None,
+    ) -> TurnPending:
+        """Start a collective of all ranks' `x`; of `out`, all but `writes` must stay as it is. `x` may be `out`."""
         live = self.mesh.nontrivial(self.mesh.in_order(axes))
         assert live in self._groups, f"no group was made for {live}; there are {self._groups}"
-        ranks = self.mesh.ranks(axes)
-        meeting = self._exchange(ranks, f"{what} {tuple(x.shape)} {x.dtype}", x.detach().clone())
-        return self._pending(meeting, ranks, x, result, into)
+        ranks, what = self.mesh.ranks(axes), f"{what} {tuple(x.shape)} {x.dtype}"
+        meeting = self._exchange(ranks, what, x.detach().clone())
+        memory = InFlight(what, [] if x is out else [x], [out] if writes is None else writes)
+        return self._pending(meeting, ranks, result, memory, out)
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        if self.mesh.size(axes) == 1:
+        ranks = self.mesh.size(axes)
+        if ranks == 1:
             return completed(x)
-        return self._collective("all_gather", axes, x, lambda shards: torch.cat(shards, dim))
+        shape = [size * ranks if place == dim else size for place, size in enumerate(x.shape)]
+        return self._collective("all_gather", axes, x, lambda shards: torch.cat(shards, dim), x.new_empty(shape))
 
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         ranks = self.mesh.size(axes)
@@ -221,8 +185,7 @@ class TurnComm:
             return completed(whole)
         parts = list(whole.chunk(ranks))
         mine = parts.pop(self.mesh.index(axes))
-        _invalidate(*parts)
-        return self._collective("all_gather", axes, mine, torch.cat, whole)
+        return self._collective("all_gather", axes, mine, torch.cat, whole, parts)
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         ranks = self.mesh.size(axes)
@@ -231,16 +194,18 @@ class TurnComm:
         assert x.shape[dim] % ranks == 0, f"{tuple(x.shape)} along {dim} does not divide by {axes}={ranks} ranks"
         mine = self.mesh.index(axes)
         return self._collective(
-            "reduce_scatter", axes, x, lambda parts: _sum([part.chunk(ranks, dim)[mine] for part in parts])
+            "reduce_scatter",
+            axes,
+            x,
+            lambda parts: _sum([part.chunk(ranks, dim)[mine] for part in parts]),
+            torch.empty_like(x.chunk(ranks, dim)[mine], memory_format=torch.contiguous_format),
         )
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         if self.mesh.size(axes) == 1:
             return completed(x)
         x = x.contiguous()
-        pending = self._collective(f"all_reduce {op}", axes, x, {"sum": _sum, "max": _max}[op], x)
-        _invalidate(x)
-        return pending
+        return self._collective(f"all_reduce {op}", axes, x, {"sum": _sum, "max": _max}[op], x)
 
     def _pair(self, link: Link) -> tuple[int, int]:
         assert link in self._links, f"no group was made for {link}; there are {self._links}"
@@ -254,19 +219,18 @@ class TurnComm:
     def send(self, x: Tensor, link: Link) -> Pending:
         x, sender = x.contiguous(), self.mesh.rank
         meeting = self._transfer(link, sender, x.detach().clone(), x)
-        return self._pending(meeting, (sender,), x, lambda _: x)
+        return self._pending(meeting, (sender,), lambda _: x, InFlight(meeting.what, [x], []), x)
 
     def receive(self, out: Tensor, link: Link) -> Pending:
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
         (sender,) = {*self._pair(link)} - {self.mesh.rank}
-        _invalidate(out)
-        return self._pending(self._transfer(link, sender, None, out), (sender,), out, lambda sent: sent[0], out)
+        meeting = self._transfer(link, sender, None, out)
+        return self._pending(meeting, (sender,), lambda sent: sent[0], InFlight(meeting.what, [], [out]), out)
 
     def all_reduce_pair(self, x: Tensor, link: Link) -> Pending:
         pair = self._pair(link)
         meeting = self._exchange(pair, f"all_reduce_pair {tuple(x.shape)} {x.dtype}", x.detach().clone())
-        _invalidate(x)
-        return self._pending(meeting, pair, x, _sum, x)
+        return self._pending(meeting, pair, _sum, InFlight(meeting.what, [], [x]), x)
 
     def _objects(self, what: str, value: Any) -> list[Any]:
         everyone = tuple(range(self.mesh.world_size))
@@ -281,17 +245,6 @@ class TurnComm:
 
     def barrier(self) -> None:
         self._objects("barrier", None)
-
-
-def _invalidate(*results: Tensor) -> None:
-    """Fill memory that holds nothing valid before a wait."""
-    with torch.no_grad():
-        for x in results:
-            x.fill_(torch.nan if x.is_floating_point() else -1)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -43,6 +43,59 @@ def test_an_input_that_changes_before_the_wait_is_refused():
         run_two(change)
 
 
+def in_flight(comm, verb, x):
+    """Start a verb on `x`."""
+    calls = {
+        "all_gather": lambda: comm.all_gather(x, ("x",), 0),
+        "all_gather_into": lambda: comm.all_gather_into(x, ("x",)),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, ("x",), 0),
+        "all_reduce": lambda: comm.all_reduce(x, ("x",)),
+        "all_reduce_pair": lambda: comm.all_reduce_pair(x, LINK),
+        "receive": lambda: comm.receive(x, LINK),
+        "send": lambda: comm.send(x, LINK),
+    }
+    return calls[verb]()
+
+
+@pytest.mark.parametrize("verb", ["all_gather_into", "all_reduce", "all_reduce_pair", "receive"])
+def test_an_output_that_is_written_before_the_wait_is_refused(verb):
+    def write(comm, rank):
+        x = torch.ones(4)
+        pending = in_flight(comm, "send" if verb == "receive" and rank else verb, x)
+        x[2 if rank == 0 else 4 :].fill_(3)
+        pending.wait()
+
+    with pytest.raises(AssertionError, match=r"the output of .* was written before the wait"):
+        run_two(write)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("verb", ["all_gather", "all_gather_into", "reduce_scatter", "all_reduce", "receive", "send"])
+def test_memory_that_is_freed_or_resized_before_the_wait_is_refused(verb, num_bytes):
+    others = {"receive": "send", "send": "receive"}
+
+    def free(comm, rank):
+        x = torch.ones(4)
+        pending = in_flight(comm, others.get(verb, verb) if rank else verb, x)
+        if rank == 0:
+            x.untyped_storage().resize_(num_bytes)
+        pending.wait()
+
+    with pytest.raises(AssertionError, match=r"memory of .* was freed or resized before the wait"):
+        run_two(free)
+
+
+def test_nothing_is_done_before_it_is_waited_for():
+    def ask(comm, rank):
+        x = torch.ones(4)
+        pending = comm.receive(x, LINK) if rank else comm.send(x, LINK)
+        comm.barrier()
+        done = pending.is_done()
+        return done, pending.wait().tolist()
+
+    assert run_two(ask) == [(False, [1.0] * 4)] * 2
+
+
 def test_a_missing_rank_is_a_deadlock():
     with pytest.raises(AssertionError, match=r"deadlock: rank 1 waits for barrier of ranks \(0, 1\)"):
         run_two(lambda comm, rank: rank and comm.barrier())

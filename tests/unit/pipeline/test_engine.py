@@ -36,15 +36,14 @@ from megatron3d.pipeline.validate import execution_problems
 from tests.support.shards import error
 from tests.support.toy_pipeline import (
     HIDDEN,
-    ThreadComm,
     ToyPipeline,
-    Wire,
+    WatchedComm,
     any_schedule,
-    as_threads,
     process_comm,
     reference,
+    run_watched,
 )
-from tests.support.turn_ranks import run_turns
+from tests.support.turn_ranks import make_comm, run_turns
 
 TOLERANCE = 1e-12
 TOKENS, WIDE = 8, 200
@@ -71,16 +70,15 @@ def wrong(got: list[tuple[dict[Any, Any], dict[Any, Any]]], schedule: Schedule, 
 
 @given(schedule=schedules())
 def test_any_valid_schedule_is_autograd(schedule: Schedule) -> None:
-    """Data move as late as possible: a tensor that changes while it is sent would arrive changed."""
     assert execution_problems(schedule) == []
 
-    def rank(comm: ThreadComm) -> tuple[tuple[dict[int, Any], dict[str, Any]], int]:
+    def rank(comm: WatchedComm) -> tuple[tuple[dict[int, Any], dict[str, Any]], int]:
         pipeline = ToyPipeline(schedule, comm)
         results = pipeline.run()
         assert not any(comm.unwaited.values()), f"forgotten transfers: {comm.unwaited}"
         return results, pipeline.engine.peak_in_flight
 
-    results, peaks = zip(*as_threads(len(schedule), rank), strict=True)
+    results, peaks = zip(*run_watched(schedule, rank), strict=True)
     assert wrong(list(results), schedule) == []
     assert peaks == peak_activations(schedule)
 
@@ -164,7 +162,7 @@ def test_transfers_start_in_list_order_and_only_inputs_are_waited_for(name: str)
     schedule = build_schedule(name, 3, 7)
     lowered, where = lower(schedule), stage_to_rank(schedule)
 
-    def rank(comm: ThreadComm) -> list[str]:
+    def rank(comm: WatchedComm) -> list[str]:
         @contextlib.contextmanager
         def observe(action: Action) -> Iterator[None]:
             comm.events.append(str(action))
@@ -174,7 +172,7 @@ def test_transfers_start_in_list_order_and_only_inputs_are_waited_for(name: str)
         ToyPipeline(schedule, comm).run(observe)
         return [event for event in comm.events if event != "wait for send"]
 
-    for actions, events in zip(lowered, as_threads(3, rank), strict=True):
+    for actions, events in zip(lowered, run_watched(schedule, rank), strict=True):
         expected = []
         for action in actions:
             needed = [need for need in dependencies(action, len(where)) if where[need.stage] != where[action.stage]]
@@ -188,14 +186,14 @@ def test_transfers_start_in_list_order_and_only_inputs_are_waited_for(name: str)
 @pytest.mark.parametrize("text", ["0F0", "0F0 0I0"])
 def test_an_incomplete_schedule_is_an_error(text: str) -> None:
     """A graph, or deferred weight gradients, that remain unused after the schedule are an error."""
-    pipeline = ToyPipeline(build_schedule("1f1b", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
+    pipeline = ToyPipeline(build_schedule("1f1b", 1, 1), make_comm(Mesh((("pipeline", 1),)), []))
     pipeline.engine._actions = tuple(map(parse_action, text.split()))
     with pytest.raises(AssertionError, match="the schedule is incomplete"):
         pipeline.engine.run()
 
 
 def test_an_input_gradient_alone_needs_a_queue_for_the_weight_gradient() -> None:
-    pipeline = ToyPipeline(build_schedule("zb-h1", 1, 1), ThreadComm(Wire(), Mesh((("pipeline", 1),))))
+    pipeline = ToyPipeline(build_schedule("zb-h1", 1, 1), make_comm(Mesh((("pipeline", 1),)), []))
     pipeline.engine._wgrads = None
     with pytest.raises(AssertionError, match="nothing defers weight gradients: 0I0"):
         pipeline.engine.run()
