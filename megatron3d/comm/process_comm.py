@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron3d.comm.interface import Pending, completed
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
+from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
 from megatron3d.parallel.p2p import Link, matchings
-from megatron3d.runtime.backends import CPU_BACKEND
+from megatron3d.runtime.backends import CPU_BACKEND, GPU_BACKEND
 
 # torch 2.13 renamed these two and warns about the old names, the only ones in torch 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,6 +35,14 @@ WaitHook = Callable[[Axes], AbstractContextManager[None]]
 
 def _no_hook(axes: Axes) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+def current_device(backend: str) -> torch.device:
+    """Return the device of tensors that a backend takes in this process: with NCCL the GPU chosen at the start."""
+    accelerator = torch.accelerator.current_accelerator()
+    if backend != GPU_BACKEND or accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 class ObjectComm:
@@ -77,8 +86,13 @@ class ProcessComm(ObjectComm):
     creates only its own groups, so that thousands of ranks start as fast as eight.  torch sorts the ranks of a group;
     if a caller names axes in another order, the shards are reordered.
 
+    A collective over all ranks runs over parts of the axes, one after another, unless a group of all ranks exists: one
+    of `axis_sets`, or the one that gloo has made for the rendezvous.
+
     Args:
         timeout: limit for a collective of any group; None: torch's default, ten minutes with NCCL.
+        has_world_group: a group of all ranks exists already; None: with every backend but NCCL, which connects the
+            ranks of a group when it is first used.
 
     Attributes:
         num_started: collectives and transfers started so far.
@@ -86,15 +100,23 @@ class ProcessComm(ObjectComm):
     """
 
     def __init__(
-        self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = (), timeout: timedelta | None = None
+        self,
+        mesh: Mesh,
+        axis_sets: Iterable[Axes],
+        links: Iterable[Link] = (),
+        timeout: timedelta | None = None,
+        has_world_group: bool | None = None,
     ) -> None:
         super().__init__(mesh)
         self._timeout = timeout
+        if has_world_group is None:
+            has_world_group = mesh.world_size == 1 or dist.get_backend() != GPU_BACKEND
         self.num_started, self.last_started = 0, _NOTHING
         self._wait_hook: WaitHook = _no_hook
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
         self._orders: dict[Axes, list[int] | None] = {}
         self._lives: dict[Axes, Axes] = {}
+        axis_sets = [*([mesh.names] if has_world_group else []), *axis_sets]
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
             if axes:
                 self._groups[axes] = self._make_group(axes)
@@ -158,6 +180,12 @@ class ProcessComm(ObjectComm):
             self.num_started, self.last_started = self.num_started + 1, (what, live)
         return self._groups.get(live), self.mesh.size(live)
 
+    def _parts(self, axes: Axes) -> tuple[Axes, ...]:
+        """Return the sets of axes that make up all ranks, where `axes` are all and have no group; else ()."""
+        live = self._live(axes)
+        has_parts = live not in self._groups and live == self.mesh.nontrivial(self.mesh.names)
+        return disjoint_cover(live, self._groups) if has_parts else ()
+
     def _live(self, axes: Axes) -> Axes:
         """Return the axes of size above 1, in the mesh's order."""
         if axes not in self._lives:
@@ -173,6 +201,8 @@ class ProcessComm(ObjectComm):
         return self._orders[axes]
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        if (parts := self._parts(axes)) and dim == 0 and axes == self.mesh.in_order(axes):
+            return all_gather_by_parts(self, x, parts)
         group, ranks = self._group(axes, "all_gather")
         if ranks == 1:
             return completed(x)
@@ -218,6 +248,8 @@ class ProcessComm(ObjectComm):
         return self._pending(_reduce_scatter(out, x, group=group, async_op=True), out, axes)
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
+        if parts := self._parts(axes):
+            return all_reduce_by_parts(self, x, parts, op)
         group, ranks = self._group(axes, "all_reduce")
         if ranks == 1:
             return completed(x)
@@ -240,4 +272,6 @@ class ProcessComm(ObjectComm):
 
     def barrier(self) -> None:
         if self.mesh.world_size > 1:
-            dist.barrier()
+            hook, self._wait_hook = self._wait_hook, _no_hook
+            self.all_reduce(torch.zeros(1, device=current_device(dist.get_backend())), self.mesh.names).wait().item()
+            self._wait_hook = hook

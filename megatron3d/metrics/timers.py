@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,20 +144,14 @@ class Spread(NamedTuple):
     mean: float
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Return the spread of every rank's number, given in rank order."""
-    largest = max(values)
-    return Spread(min(values), largest, values.index(largest), sum(values) / len(values))
-
-
 def own_ms(times: Mapping[str, float]) -> float:
     """Return the milliseconds of a step on a rank without those in which it waits for other ranks."""
     parts = sum(times.get(name, 0.0) for name in PARTS)
     return parts - sum(ms for name, ms in times.items() if isinstance(name, ExposedComm))
 
 
-def pipeline_bubble(ranks: Sequence[Mapping[str, float]]) -> float | None:
+def pipeline_bubble(phases_ms: Mapping[str, Spread]) -> float | None:
     """Return the bubble: 1 - mean over ranks of computing time / longest schedule; None if nothing ran."""
-    longest = max(times.get(SCHEDULE, 0.0) for times in ranks)
-    busy = sum(times.get(name, 0.0) for times in ranks for name in COMPUTES) / len(ranks)
+    longest = phases_ms[SCHEDULE].max
+    busy = sum(phases_ms[name].mean for name in COMPUTES)
     return 1 - busy / longest if longest > 0 else None

@@ -8,7 +8,7 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import param_specs
 from megatron3d.model.stages import StageAssignment
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
-from megatron3d.parallel.mesh import DATA, Axes, Mesh
+from megatron3d.parallel.mesh import DATA, Axes, Mesh, disjoint_cover
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.p2p import Link
 
@@ -16,9 +16,10 @@ from megatron3d.parallel.p2p import Link
 def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes, ...]:
     """Return every set of axes that a training step or the loading of a checkpoint communicates over.
 
-    The order is the same on all ranks.
+    The order is the same on all ranks.  Some of them make up the whole mesh, each axis once: numbers of all ranks, such
+    as the loss, are reduced over these one after another.
     """
-    sets: list[Axes] = [mesh.names, ("pipeline",)]
+    sets: list[Axes] = [("pipeline",)]
     for plan in (mode.expand, mode.contract, mode.embed):
         sets += _plan_axes(plan.on(mesh))
     (_, features), (inner_tokens, inner_features) = mode.residual, mode.inner
@@ -27,7 +28,10 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     sets += [inner_features[start:] for start in range(len(inner_features))]
     reduced = [spec.reduce_axes(mesh) for spec in param_specs(arch, mode).values()]
     sets += [*reduced, DATA[1:], DATA[:1], *(tuple(axis for axis in axes if axis not in DATA[1:]) for axes in reduced)]
-    return tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
+    unique = tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
+    everything = mesh.nontrivial(mesh.names)
+    has_cover = not everything or disjoint_cover(everything, unique)
+    return unique if has_cover else tuple(dict.fromkeys((*unique, *((axis,) for axis in everything))))
 
 
 def _plan_axes(plan: MatmulPlan) -> list[Axes]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 
 Axes = tuple[str, ...]
 
@@ -83,6 +83,16 @@ class Mesh:
     def at(self, rank: int) -> Mesh:
         """Return the mesh seen from another rank."""
         return Mesh(self.axes, rank)
+
+
+def disjoint_cover(axes: Axes, sets: Iterable[Axes]) -> tuple[Axes, ...]:
+    """Return the fewest of `sets` that together have every axis of `axes` exactly once; () where none have."""
+    inside = [each for each in dict.fromkeys(sets) if each and set(each) <= set(axes)]
+    for count in range(1, len(axes) + 1):
+        for chosen in combinations(inside, count):
+            if sorted(axis for each in chosen for axis in each) == sorted(axes):
+                return chosen
+    return ()
 
 
 def ranges(ranks: Sequence[int]) -> str:

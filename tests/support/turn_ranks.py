@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
 from megatron3d.parallel.p2p import Link
 from tests.support.in_flight import InFlight
 from tests.support.turns import Turns
@@ -172,10 +173,17 @@ class TurnComm:
         memory = InFlight(what, [] if x is out else [x], [out] if writes is None else writes)
         return self._pending(meeting, ranks, result, memory, out)
 
+    def _parts(self, axes: Axes) -> tuple[Axes, ...]:
+        """Return the groups that make up all ranks, where `axes` are all and have no group, as on GPUs; else ()."""
+        live, everything = self.mesh.nontrivial(self.mesh.in_order(axes)), self.mesh.nontrivial(self.mesh.names)
+        return disjoint_cover(live, self._groups) if live == everything and live not in self._groups else ()
+
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         ranks = self.mesh.size(axes)
         if ranks == 1:
             return completed(x)
+        if (parts := self._parts(axes)) and dim == 0:
+            return all_gather_by_parts(self, x, parts)
         shape = [size * ranks if place == dim else size for place, size in enumerate(x.shape)]
         return self._collective("all_gather", axes, x, lambda shards: torch.cat(shards, dim), x.new_empty(shape))
 
@@ -204,6 +212,8 @@ class TurnComm:
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         if self.mesh.size(axes) == 1:
             return completed(x)
+        if parts := self._parts(axes):
+            return all_reduce_by_parts(self, x, parts, op)
         x = x.contiguous()
         return self._collective(f"all_reduce {op}", axes, x, {"sum": _sum, "max": _max}[op], x)
 

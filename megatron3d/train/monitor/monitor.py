@@ -1,13 +1,13 @@
 """Monitor of a training run: throughput, phase times, memory, slow ranks, tensor statistics, traces and profiles.
 
-Steps are timed without waiting for a device.  When a line is due, the ranks' numbers are collected by one all-gather.
+Steps are timed without waiting for a device.  When a line is due, the ranks' numbers are all-reduced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatron3d.hardware.peaks import corrected_peak, describe_peak
 from megatron3d.metrics import StepRecord, peak_memory_bytes
 from megatron3d.metrics.straggler import PeerGroups, StragglerDetector
 from megatron3d.metrics.throughput import StepWork, Throughput
-from megatron3d.metrics.timers import Spread, own_ms, pipeline_bubble
+from megatron3d.metrics.timers import Spread, pipeline_bubble
 from megatron3d.model.flops import flops_per_token
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action
@@ -111,7 +111,9 @@ class Monitor:
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         step_s = (time.perf_counter() - self._begin_s) / self._num_steps
         skipped_records = self._stream.num_bad(state.consumed_samples) if self._stream else ()
-        ranks = self._ranks.gather(run.timers.take(self._num_steps), skipped_records)
+        times_ms = run.timers.take(self._num_steps)
+        ranks = self._ranks.reduce(times_ms, skipped_records)
+        own_ms = self._ranks.own_ms(times_ms) if self._stragglers else []
         self._print_faults()
         if run.metrics:
             # Below 1 while the batch size or the sequence length ramps up.
@@ -126,7 +128,7 @@ class Monitor:
                 elapsed_ms=1000 * step_s,
                 **asdict(self._throughput(step_s / batch_fraction)),
                 pipeline_bubble=pipeline_bubble(ranks) if run.spec.parallel_state.pipeline_parallel_size > 1 else None,
-                peak_memory_bytes=int(max(each["peak"] for each in ranks)),
+                peak_memory_bytes=int(ranks["peak"].max),
                 skipped_iterations=int(self._skipped),
                 loss_scale=state.loss_scale.value,
                 global_batch_size=batch.num_samples,
@@ -136,7 +138,7 @@ class Monitor:
             tables = self._ranks.tables(ranks)
             shown = {name: {str(key): rounded(one) for key, one in table.items()} for name, table in tables.items()}
             run.metrics.step(record, {**run.consumed_tokens(record.consumed_samples), **shown})
-            self._report_stragglers(ranks)
+            self._report_stragglers(own_ms)
             if batch_fraction == 1:
                 self._prediction.add(step_s, self._num_steps, tables[TIMERS])
         self._skipped.zero_()
@@ -155,10 +157,10 @@ class Monitor:
         self._peak, self._work = corrected, replace(self._work, peak_flops=corrected.flops)
         return self._work.throughput(step_s)
 
-    def _report_stragglers(self, ranks: Sequence[Mapping[str, float]]) -> None:
+    def _report_stragglers(self, own_ms: Sequence[float]) -> None:
         run = self._run
         assert run.metrics is not None, "rank 0 reports slow ranks"
-        for slow in self._stragglers.check([own_ms(times) for times in ranks]) if self._stragglers else ():
+        for slow in self._stragglers.check(own_ms) if self._stragglers else ():
             run.metrics.straggler(run.state.iteration, slow.rank, self._ranks.devices[slow.rank], slow.ratio)
 
     def _print_faults(self) -> None:

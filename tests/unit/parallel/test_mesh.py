@@ -6,13 +6,13 @@ The last axis varies fastest.
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import Mesh, disjoint_cover
 
 NAMES = ("data", "x", "y", "z")
 
@@ -78,3 +78,17 @@ def test_repeated_names_and_ranks_outside_are_refused() -> None:
         Mesh((("x", 2), ("x", 2)))
     with pytest.raises(AssertionError, match="rank 4 is outside a world of 4"):
         Mesh((("x", 2), ("y", 2)), rank=4)
+
+
+@given(sets=st.lists(st.lists(st.sampled_from(NAMES), unique=True).map(tuple), max_size=6))
+def test_a_cover_has_every_axis_once_in_the_fewest_sets(sets: list[tuple[str, ...]]) -> None:
+    """An axis that two sets have would count its ranks twice in a sum."""
+    found = disjoint_cover(NAMES, sets)
+    covers = [
+        chosen
+        for count in range(1, len(NAMES) + 1)
+        for chosen in combinations(dict.fromkeys(sets), count)
+        if sorted(axis for each in chosen for axis in each) == sorted(NAMES) and () not in chosen
+    ]
+    assert found in covers if covers else found == ()
+    assert not covers or len(found) == min(map(len, covers))
