@@ -31,7 +31,7 @@ from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.parallel_state import ParallelSizes, ParallelState
-from megatron3d.parallel.sharding import Sharding
+from megatron3d.parallel.sharding import Sharding, bucket_bytes
 from megatron3d.parallel.tp_overlap import TPOverlap
 from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import Schedule, stage_to_rank
@@ -156,6 +156,10 @@ class RunSpec:
     def sharding(self) -> Sharding:
         """Sharding of training state over the data axis by ZeRO."""
         return Sharding.of_stage(self.config.parallel.zero_stage, self.mesh.nontrivial(DATA[1:]))
+
+    def bucket_bytes(self, on_gpu: bool) -> float:
+        """Return the least bytes of gradients that are reduced together, on GPUs or on CPUs."""
+        return bucket_bytes(self.config.train.bucket_mb, self.sizes.data, on_gpu)
 
     # Batches
 

@@ -161,8 +161,11 @@ class TrainConfig(Section):
     loss_chunk_tokens: int = Field(
         1024, ge=1, description="tokens per chunk of the loss: only one chunk of logits is in memory at once"
     )
-    bucket_mb: float = Field(
-        25.0, gt=0, description="bucket size of gradient reduction over data-parallel ranks, in MiB"
+    bucket_mb: float | None = Field(
+        None,
+        gt=0,
+        description="bucket size of gradient reduction over data-parallel ranks, in MiB; "
+        "default: on CPUs 25, on GPUs the larger of 160 and 4 per data-parallel rank",
     )
     recompute_granularity: Literal["selective", "full"] | None = Field(
         None,

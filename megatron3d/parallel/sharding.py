@@ -13,6 +13,18 @@ from dataclasses import dataclass
 
 from megatron3d.parallel.mesh import Axes
 
+# MiB of a bucket of gradients by default.  On GPUs the time of smaller ones is their ring's latency, which grows with
+# its ranks; Megatron-LM's default is as large (40M parameters, or 1M per data-parallel rank, of 4 bytes each).
+_CPU_BUCKET_MB = 25.0
+_GPU_BUCKET_MB, _GPU_BUCKET_MB_PER_RANK = 160.0, 4.0
+
+
+def bucket_bytes(bucket_mb: float | None, data_ranks: int, on_gpu: bool) -> float:
+    """Return the least bytes of gradients that are reduced together, with the default of the device for None."""
+    if bucket_mb is None:
+        bucket_mb = max(_GPU_BUCKET_MB, _GPU_BUCKET_MB_PER_RANK * data_ranks) if on_gpu else _CPU_BUCKET_MB
+    return bucket_mb * 2**20
+
 
 @dataclass(frozen=True)
 class Sharding:

@@ -66,7 +66,7 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
         comm,
         PRECISIONS[config.train.precision].model,
         device,
-        bucket_bytes=config.train.bucket_mb * 2**20,
+        bucket_bytes=spec.bucket_bytes(on_gpu=device.type != "cpu"),
         main_grads=model.main_grads,
         sharding=spec.sharding,
         units=model.fsdp_units(),

@@ -91,9 +91,9 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     sizes = train.micro_batch_size, ITEMSIZES[train.precision]
     local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
     simulated, shorter = simulated_specs(spec)
-    rest, bucket_bytes = shorter.schedule if shorter else None, train.bucket_mb * 2**20
+    rest, on_gpu = shorter.schedule if shorter else None, machine.network.cluster.cores is None
     machine = machine.compiled() if train.compile else machine
-    counts = spec.num_microbatches, zero_stage, bucket_bytes
+    counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(on_gpu)
     return SimulatedStep(local, simulated.pipeline, *counts, machine, shorter=rest)
 
 

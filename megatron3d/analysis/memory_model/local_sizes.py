@@ -32,6 +32,7 @@ class KernelMemory:
         adds_dw: a chunk's dW of the LM head is multiplied apart and then added to main_grad, as bf16 and oneDNN's fp32
             kernel on a CPU do; others accumulate in the GEMM.
         update_piece: elements that AdamW updates at once if its moments are narrower than the weights.
+        on_gpu: the run is on GPUs, whose buckets of gradients are larger by default.
         sdpa_workspace: the backward of fused attention has a workspace beyond its gradients.
         gemm_workspace: bytes that the GEMM library keeps as tensors.
     """
@@ -43,6 +44,7 @@ class KernelMemory:
     softmax_again: int
     adds_dw: bool
     update_piece: int
+    on_gpu: bool = False
     sdpa_workspace: bool = False
     gemm_workspace: int = 0
 
@@ -65,6 +67,7 @@ KERNELS: Mapping[str, KernelMemory] = {
         softmax_again=0,
         adds_dw=False,
         update_piece=2**22,
+        on_gpu=True,
         sdpa_workspace=True,
         gemm_workspace=2 * 32 * 2**20,  # cuBLAS on Hopper, for the thread of forward and that of backward
     ),

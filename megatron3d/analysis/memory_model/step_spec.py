@@ -101,7 +101,7 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         lower(spec.schedule),
         (first, second),
         train.loss_chunk_tokens,
-        bucket_bytes=train.bucket_mb * 2**20,
+        bucket_bytes=spec.bucket_bytes(kernels.on_gpu),
         zero_stage=config.parallel.zero_stage,
         reduce_itemsize=2 if train.grad_reduce_in_bf16 else local.wide,
     )

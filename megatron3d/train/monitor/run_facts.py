@@ -57,12 +57,25 @@ def describe_communicators(state: TrainState) -> str | None:
     return f"communicators of rank {mesh.rank}: {', '.join(groups) or 'none'}{ends}"
 
 
+def describe_buckets(state: TrainState) -> str | None:
+    """Describe the buckets of gradients that this rank reduces over data-parallel ranks."""
+    flats, ranks = state.buffers.flat_buffers, state.spec.sizes.data
+    if ranks == 1:
+        return None
+    train, device = state.spec.config.train, flats[0].params.device
+    least = state.spec.bucket_bytes(on_gpu=device.type != "cpu") / 2**20
+    why = "the default" if train.bucket_mb is None else "train.bucket_mb"
+    size = "one per FSDP unit" if state.spec.sharding.params else f"of at least {least:,.4g} MiB ({why})"
+    return f"gradient buckets of rank {state.spec.rank}: {len(flats)}, {size}, over {ranks} data-parallel ranks"
+
+
 # In the order of the report.
 FACTS: tuple[Fact, ...] = (
     describe_gemms,
     describe_attention_kernel,
     describe_installed_apex,
     describe_communicators,
+    describe_buckets,
 )
 
 

@@ -39,7 +39,7 @@ def config_of(row: Row) -> Config:
     """Return the configuration of a row."""
     group = GROUPS[row["group"]]
     sections = {name: {**group.get(name, {}), **row.get(name, {})} for name in ("model", "parallel", "train")}
-    sections["train"]["precision"] = group["precision"]
+    sections["train"] |= {"precision": group["precision"], "bucket_mb": 25.0}
     return Config.model_validate(sections)
 
 

@@ -19,7 +19,7 @@ def problem(
     cluster: str, num_ranks: int, precision: str, batch: int, model: Mapping[str, Any], profile: ExecutionProfile = OURS
 ) -> PlanningProblem:
     """Return the planning problem of a GPT with 51200 vocabulary entries on a cluster."""
-    train = {"global_batch_size": batch, "precision": precision}
+    train = {"global_batch_size": batch, "precision": precision, "bucket_mb": 25.0}
     config = Config.model_validate({"model": {**model, "vocab_size": 51200}, "train": train})
     return PlanningProblem(config, 51200, cluster, num_ranks, profile)
 

@@ -36,7 +36,11 @@ def run(row: Row, num_stages: int = 1, **train: Any) -> Config:
     }
     if num_stages > 1:
         parallel |= {"pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": num_stages}
-    sections = {"model": model, "parallel": parallel | row.get("parallel_keys", {}), "train": train}
+    sections = {
+        "model": model,
+        "parallel": parallel | row.get("parallel_keys", {}),
+        "train": {"bucket_mb": 25.0, **train},
+    }
     return Config.model_validate(sections)
 
 

@@ -14,7 +14,7 @@ from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.hardware.peaks import Peak
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.modes import MODES
-from megatron3d.train.monitor.run_facts import describe_communicators
+from megatron3d.train.monitor.run_facts import describe_buckets, describe_communicators
 from megatron3d.train.monitor.startup_report import check_built, startup_report
 from megatron3d.train.state import TrainState, build_state
 from tests.support.turn_ranks import connect, run_turns
@@ -83,3 +83,16 @@ def describe_everywhere(rank: int, world_size: int) -> None:
 
 def test_the_report_names_the_communicators() -> None:
     run_turns(describe_everywhere, 4)
+
+
+def buckets_everywhere(rank: int, world_size: int) -> None:
+    lines = [describe_buckets(build(rank, world_size, {"zero_stage": stage})) for stage in (1, 3)]
+    assert (
+        lines[0] == f"gradient buckets of rank {rank}: 1, of at least 25 MiB (the default), over 2 data-parallel ranks"
+    )
+    assert lines[1] is not None and "one per FSDP unit" in lines[1]
+
+
+def test_the_report_names_the_size_of_buckets() -> None:
+    run_turns(buckets_everywhere, 2)
+    assert describe_buckets(build(0, 1, {})) is None
