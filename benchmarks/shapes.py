@@ -74,10 +74,12 @@ SIZES: Mapping[str, Size] = {
 class Ours:
     """megatron3d's training step, on one process or many, as `pretrain_gpt.py` calls it."""
 
-    def __init__(self, size: Size, config: Config, world_size: int = 1, rank: int = 0) -> None:
-        spec = size.spec(config, world_size, rank)
+    def __init__(
+        self, size: Size, config: Config, world_size: int = 1, rank: int = 0, device: torch.device = CPU
+    ) -> None:
+        spec, self.device = size.spec(config, world_size, rank), device
         self.recorder = Recorder(connect(spec))
-        self.state: TrainState = build_state(spec, self.recorder, CPU)
+        self.state: TrainState = build_state(spec, self.recorder, device)
         self.settings = StepSettings(SEED, size.num_tokens, size.batch_size)
         low, high = span(config.train.micro_batch_size, spec.mode.batch_axes, spec.mesh)
         self.parts = [
@@ -87,7 +89,7 @@ class Ours:
 
     def step(self, tokens: Tensor, observer: Observer = no_observer) -> Tensor:
         """Make a step on `tokens` of the global batch; return the loss before the update."""
-        batch = [Microbatch(tokens[rows], first) for rows, first in self.parts]
+        batch = [Microbatch(tokens[rows].to(self.device), first) for rows, first in self.parts]
         return train_step(self.state, batch, LR, self.settings, observer=observer).loss
 
     def weights(self) -> dict[str, Tensor]:

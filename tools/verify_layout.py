@@ -4,7 +4,8 @@
 The model and the axes are made small, every axis above 1 staying above 1; a schedule from a file keeps its ranks and
 microbatches, and layers are divided among stages again.  Some steps are trained in float64 on one
 process and on the requested layout over gloo on this machine; losses, gradient norms, gradients and parameters are
-compared, and the first tensor that differs is named.  Exit code 0: equal, 1: different, 2: wrong input.
+compared, and the first tensor that differs is named.  With `--device gpu` all ranks share this machine's GPUs, one is
+enough; the process that they are compared with computes on the CPU.  Exit code 0: equal, 1: different, 2: wrong input.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     config = read_config(args.config, args.overrides).config
     world_size = args.world_size or default_world_size(config)
-    UserError.collect(problems(config, world_size))
+    UserError.collect((*problems(config, world_size), *missing_device(args.device)))
     small, num_ranks = shrink(config, world_size)
     UserError.collect((*check(small, num_ranks), *too_large(small, num_ranks)))
     print(f"asked:    {batch_arithmetic(RunSpec(config, world_size))}", flush=True)
     print(f"verified: {batch_arithmetic(RunSpec(small, num_ranks))}", flush=True)
-    found = process.launch(num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance)
+    found = process.launch(num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance, args.device)
     for line in found[:10]:
         print(f"DIFFERENT {line}")
     if not found:
@@ -63,6 +64,12 @@ def default_world_size(config: Config) -> int:
 def problems(config: Config, world_size: int) -> list[str]:
     """Return the rules that a configuration and its schedule file break; no other file is read."""
     return [*check(config, world_size), *file_problems(Facts(config, world_size))]
+
+
+def missing_device(device: str) -> Iterator[str]:
+    """Yield the error of a device that this machine lacks."""
+    if device == "gpu" and not process.has_gpu():
+        yield "--device gpu: torch sees no GPU on this machine; use --device cpu"
 
 
 def too_large(small: Config, num_ranks: int) -> Iterator[str]:
@@ -85,6 +92,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=whole(1, 1000), default=3)
     parser.add_argument("--tolerance", type=real(0, 1), default=1e-10, help="relative")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="what the ranks compute on")
     parser.add_overrides("values that replace those in the file")
     return parser.parse_args(argv)
 
@@ -153,15 +161,17 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
     )
 
 
-def compare(config_json: str, steps: int, tolerance: float) -> list[str]:
+def compare(config_json: str, steps: int, tolerance: float, device: str = "cpu") -> list[str]:
     """Run this rank of the layout, and on rank 0 also the single-process reference; return the differences."""
+    from megatron3d.comm.host_comm import HostComm
     from megatron3d.train.state import connect
     from megatron3d.verify.layouts import differences, trace
 
-    config = Config.model_validate_json(config_json)
-    with process.start(on_cpu=True) as here:
+    config, on_cpu = Config.model_validate_json(config_json), device == "cpu"
+    with process.start(on_cpu=on_cpu, shares_gpus=not on_cpu) as here:
         spec = RunSpec(config, here.world_size, VOCAB_SIZE, here.rank)
-        got = trace(spec, connect(spec), steps)
+        comm = connect(spec) if on_cpu else HostComm(connect(spec))
+        got = trace(spec, comm, steps, device=here.device)
     if got is None:
         return []
     whole_batch = config.train.model_copy(update={"micro_batch_size": config.train.global_batch_size})

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.backends import FAKE_BACKEND, backend_of, group_timeout
+from megatron3d.runtime.backends import CPU_BACKEND, FAKE_BACKEND, backend_of, group_timeout
 from megatron3d.runtime.console import flush
 from megatron3d.runtime.ending import exit_code_of
 from megatron3d.runtime.exit_codes import ExitCode
@@ -60,18 +60,19 @@ def slurm_job() -> SlurmJob:
 
 
 @contextlib.contextmanager
-def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
+def start(timeout_s: float = 600.0, on_cpu: bool = False, shares_gpus: bool = False) -> Iterator[Runtime]:
     """Choose the device and set up torch.distributed with the other ranks; tear it down at the end.
 
     Args:
         timeout_s: limit for a rank without progress, and for the rendezvous.
         on_cpu: compute on the CPU even if there is a GPU.
+        shares_gpus: let several ranks compute on one GPU; they communicate over gloo, through host memory.
     """
     import torch
 
     env = launcher_env()
     raise_open_file_limit()
-    device = torch.device("cpu") if on_cpu else _device(env)
+    device = torch.device("cpu") if on_cpu else _device(env, shares_gpus)
     if device.type == "cpu":
         keep_freed_memory()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
@@ -80,7 +81,8 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False) -> Iterator[Runtime]:
     if env.world_size == 1:
         yield Runtime(0, 1, env.local_rank, device)
         return
-    with _process_group(env, device, timeout_s), _watchdog(env, timeout_s) as watchdog:
+    backend = CPU_BACKEND if shares_gpus else backend_of(device.type)
+    with _process_group(env, backend, timeout_s), _watchdog(env, timeout_s) as watchdog:
         yield Runtime(env.rank, env.world_size, env.local_rank, device, watchdog)
 
 
@@ -128,7 +130,7 @@ def launch(num_ranks: int, rank: Callable[..., T], *args: object) -> T:
     return results[0]
 
 
-def _device(env: LauncherEnv) -> torch.device:
+def _device(env: LauncherEnv, shares_gpus: bool = False) -> torch.device:
     """Return the GPU of the local rank, or the only one that its launcher left visible; the CPU if there is none."""
     import torch
 
@@ -136,7 +138,7 @@ def _device(env: LauncherEnv) -> torch.device:
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     bound_by_launcher = visible == 1 and env.launcher in ("srun", "mpirun")
-    index = 0 if bound_by_launcher else env.local_rank
+    index = 0 if bound_by_launcher else env.local_rank % visible if shares_gpus else env.local_rank
     if index >= visible:
         raise UserError(
             f"{env.local_world_size} processes on this machine, but {visible} GPU(s): start at most {visible}, "
@@ -147,13 +149,20 @@ def _device(env: LauncherEnv) -> torch.device:
     return device
 
 
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
-def _process_group(env: LauncherEnv, device: torch.device, timeout_s: float) -> Iterator[None]:
+def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator[None]:
     import torch.distributed as dist
 
     # No device_id: with one, torch splits each new communicator off the world's, for which every rank would have to
@@ -170,7 +179,7 @@ def _process_group(env: LauncherEnv, device: torch.device, timeout_s: float) -> 
             multi_tenant=True,
         )
         dist.init_process_group(
-            backend_of(device.type),
+            backend,
             # torchrun's store outlives the ranks that it restarts, and still has the addresses of the ended ranks.
             store=dist.PrefixStore(f"attempt {attempt}", store),  # type: ignore[attr-defined]
             rank=env.rank,

@@ -19,6 +19,7 @@ from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
 
+CPU = torch.device("cpu")
 StepTrace = Mapping[str, Tensor]
 
 
@@ -39,7 +40,11 @@ class RandomSamples:
 
 
 def trace(
-    spec: RunSpec, comm: Comm, num_steps: int, after_step: Callable[[TrainState], None] = lambda _: None
+    spec: RunSpec,
+    comm: Comm,
+    num_steps: int,
+    after_step: Callable[[TrainState], None] = lambda _: None,
+    device: torch.device = CPU,
 ) -> StepTrace | None:
     """Return, on rank 0, loss and gradient norm of each step, gradients, parameters and validation loss; None
     elsewhere.
@@ -48,9 +53,9 @@ def trace(
         spec: its sections `model`, `parallel`, `train` and `optimizer` are used, on random tokens, and the options of
             `data` for documents, which token 0 ends.
         after_step: called with the state after every step.
+        device: what this rank computes on; the trace is in host memory.
     """
     config, arch = spec.config, spec.arch
-    device = torch.device("cpu")
     state = build_state(spec, comm, device)
     train, num_tokens = config.train, config.train.global_batch_size * arch.seq_length
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
@@ -68,7 +73,7 @@ def trace(
         after_step(state)
     values |= _logical(state, "main", "at the end", comm)
     values["validation loss"] = evaluate(state.executor, [loader.step(state.consumed_samples)], settings)
-    return values if spec.rank == 0 else None
+    return {name: value.to(CPU) for name, value in values.items()} if spec.rank == 0 else None
 
 
 def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, Tensor]:
@@ -79,7 +84,7 @@ def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, 
     for name, start, values in state.buffers.shards(which):
         _, spec, low, high = mine[name]
         pieces += param_pieces(prefix, spec, values[low - start : high - start], comm.mesh, low)
-    gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.numpy().copy()) for p in pieces])
+    gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.to(CPU).numpy().copy()) for p in pieces])
     whole: dict[str, Tensor] = {}
     for name, shape, box, values in (piece for rank in gathered or [] for piece in rank):
         target = whole.setdefault(f"{name} {when}", torch.full(shape, torch.nan, dtype=torch.float64))

@@ -106,10 +106,10 @@ def test_a_correct_pipeline_equals_one_process(tmp_path: Path) -> None:
     assert "EQUAL: 1 steps in float64 on 2 ranks" in out
 
 
-def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float) -> list[str]:
+def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float, device: str) -> list[str]:
     """Call verify_layout.compare without the gradient reduction over the ranks that share a parameter."""
     with mock.patch.object(ParamSpec, "reduce_axes", lambda spec, mesh: ()):
-        return verify_layout.compare(config_json, steps, tolerance)
+        return verify_layout.compare(config_json, steps, tolerance, device)
 
 
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +133,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["parallel.pipeline_schedule=file", "parallel.pipeline_schedule_file=nowhere.csv"],
         "parallel.pipeline_schedule_file=nowhere.csv: nowhere.csv does not exist",
     ),
+    "no GPU here": (["--device", "gpu"], "--device gpu: torch sees no GPU on this machine; use --device cpu"),
     "an impossible layout": (["parallel.tensor_parallel_shape=[3,2]"], "parallel.tensor_parallel_shape=[3,2]"),
 }
 

@@ -46,6 +46,18 @@ def test_single_process_has_a_device_and_no_process_group() -> None:
         torch.set_num_threads(threads)
 
 
+def test_ranks_share_gpus_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that took the GPU of its local rank, or NCCL, would fail with more ranks than GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    ranks = [LauncherEnv("torchrun", rank, 5, rank, 5) for rank in range(5)]
+    assert [process._device(env, shares_gpus=True).index for env in ranks] == [0, 1, 0, 1, 0]
+    assert [process._device(env).index for env in ranks[:2]] == [0, 1]
+    with pytest.raises(UserError, match=r"5 processes on this machine, but 2 GPU\(s\): start at most 2"):
+        process._device(ranks[2])
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, 4), (2, 8, 1), (5, 2, 2)])
 def test_cores_are_shared_by_the_ranks_of_a_machine(
@@ -54,7 +66,7 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(process, "num_cores", lambda: cores)
-    monkeypatch.setattr(process, "_device", lambda env: torch.device("cpu"))
+    monkeypatch.setattr(process, "_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(process, "launcher_env", lambda: LauncherEnv(local_world_size=ranks))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with process.start():

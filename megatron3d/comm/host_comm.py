@@ -1,0 +1,87 @@
+"""`Comm` that moves tensors through host memory: for ranks that share a GPU, which NCCL refuses.
+
+    GPU tensor -> copy in host memory -> collective of another `Comm`, over gloo -> GPU tensor
+
+It is slow and overlaps nothing; its numbers are those of the other `Comm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron3d.comm.interface import Comm, Pending, completed
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link
+
+
+class HostComm:
+    """Collectives of `comm` on copies in host memory; only `wait` writes to the tensors of the caller."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the other communicator."""
+        return self._comm.mesh
+
+    def _moved(self, x: Tensor, axes: Axes, start: Callable[[Tensor], Pending]) -> Pending:
+        """Run a collective whose result is a tensor of its own."""
+        if self.mesh.size(axes) == 1:
+            return completed(x)
+        pending = start(_host_copy(x))
+        return Pending(lambda: pending.wait().to(x.device))
+
+    def _in_place(self, x: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
+        """Run a collective whose result replaces `x`."""
+        pending = start(_host_copy(x))
+        return Pending(lambda: _replace(x, pending.wait()))
+
+    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        return self._moved(x, axes, lambda host: self._comm.all_gather(host, axes, dim))
+
+    def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
+        if self.mesh.size(axes) == 1:
+            return completed(whole)
+        return self._in_place(whole, lambda host: self._comm.all_gather_into(host, axes))
+
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        return self._moved(x, axes, lambda host: self._comm.reduce_scatter(host, axes, dim))
+
+    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
+        if self.mesh.size(axes) == 1:
+            return completed(x)
+        return self._in_place(x.contiguous(), lambda host: self._comm.all_reduce(host, axes, op))
+
+    def send(self, x: Tensor, link: Link) -> Pending:
+        pending = self._comm.send(_host_copy(x), link)
+        return Pending(lambda: (pending.wait(), x)[1], pending.is_done)
+
+    def receive(self, out: Tensor, link: Link) -> Pending:
+        assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
+        return self._in_place(out, lambda host: self._comm.receive(host, link))
+
+    def all_reduce_pair(self, x: Tensor, link: Link) -> Pending:
+        return self._in_place(x, lambda host: self._comm.all_reduce_pair(host, link))
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        return self._comm.gather_object(value)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self._comm.broadcast_object(value)
+
+
+def _host_copy(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def _replace(x: Tensor, values: Tensor) -> Tensor:
+    return x.copy_(values)
