@@ -155,8 +155,8 @@ class Attention(nn.Module):
             arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm
         )
         self.qkv = Linear(layer, QKV, build)
-        self.q_norm = Norm(f"{name}.q_norm", (), build) if arch.qk_layernorm else nn.Identity()
-        self.k_norm = Norm(f"{name}.k_norm", (), build) if arch.qk_layernorm else nn.Identity()
+        self.q_norm = Norm(f"{name}.q_norm", (), build) if arch.qk_layernorm else None
+        self.k_norm = Norm(f"{name}.k_norm", (), build) if arch.qk_layernorm else None
         self.proj = Linear(layer, PROJ, build)
         self.recomputes_core = build.recompute.recomputes(CORE_ATTN)
 
@@ -167,8 +167,9 @@ class Attention(nn.Module):
 
     def core(self, qkv_MF: Tensor, at: Pass) -> Tensor:
         """Return the input [M, F] of the output projection: core attention over the output of qkv [M, F]."""
-        q, k, v = self.heads.split(qkv_MF)
-        q, k, v = (t.unflatten(0, (-1, at.seq_length)) for t in (self.q_norm(q), self.k_norm(k), v))
+        q, k, v = self.heads.split(qkv_MF, at.seq_length)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if at.rotary:
             cos, sin = at.rotary if at.documents is None else (at.rows(t, self.tokens, self.mesh) for t in at.rotary)
             q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))

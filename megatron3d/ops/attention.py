@@ -29,17 +29,17 @@ class AttentionHeads(HeadSplit):
 
     comm: Comm
 
-    def split(self, qkv_MF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [M, N, D], k and v [M, G, D] with whole heads, from this rank's shard of the fused projection."""
+    def split(self, qkv_MF: Tensor, seq_length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, S, N, D], k and v [B, S, G, D] with whole heads, from this rank's shard of the fused qkv."""
         queries = (self.query_span[1] - self.query_span[0]) * self.size
         width = (qkv_MF.shape[1] - queries) // 2
         q, k, v = qkv_MF.split((queries, width, width), dim=1)
-        k, v = (self._whole(t).unflatten(1, (-1, self.size)) for t in (k, v))
-        return q.unflatten(1, (-1, self.size)), k, v
+        if self.gather_axes:
+            k, v = self._whole(k), self._whole(v)
+        q, k, v = (t.view(-1, seq_length, t.shape[1] // self.size, self.size) for t in (q, k, v))
+        return q, k, v
 
     def _whole(self, kv_MF: Tensor) -> Tensor:
-        if not self.gather_axes:
-            return kv_MF
         kept = self.axes[: len(self.axes) - len(self.gather_axes)]
         low, _ = span(self.num_groups * self.size, kept, self.comm.mesh)
         first, last = (group * self.size - low for group in self.group_span)
@@ -100,7 +100,8 @@ def attention(
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=is_grouped)
     else:
         y = _attention_with_dropout(q, k, v, heads, drop, mask)
-    return y.transpose(1, 2).flatten(2).flatten(0, 1)
+    batch, num_heads, seq, size = y.shape
+    return y.transpose(1, 2).reshape(batch * seq, num_heads * size)
 
 
 def _attention_with_dropout(

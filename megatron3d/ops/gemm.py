@@ -72,6 +72,11 @@ def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return _strided(a_MK, b_NK, bias_N).contiguous()
 
 
+def product_of_rows(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """Return a b [M, N]: the bits of `product(a, b^T)`, without its views of b."""
+    return product(a_MK, b_KN.T) if _takes_onednn(a_MK) else torch.mm(a_MK, b_KN)
+
+
 def _strided(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return a b^T + bias with any strides; oneDNN copies a strided first operand, so the smaller one goes first."""
     if not _takes_onednn(a_MK):

@@ -20,6 +20,7 @@ from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, reduce
 from megatron3d.ops.gemm import product, uses_onednn
 from megatron3d.ops.main_grad import MainGrads
+from megatron3d.ops.plain_matmul import plain_matmul
 from megatron3d.ops.weight_prefetch import PrefetchedWeight
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
@@ -54,11 +55,21 @@ class Matmul:
 
     def __call__(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Return Y[M, N] = X W^T + bias; operands and Y are shards in the plan's layouts."""
-        if self._can_be_torchs(x_MK, w_NK):
-            return F.linear(x_MK, w_NK, bias_N)
+        if self.is_plain and (y_MN := self._plain(x_MK, w_NK, bias_N)) is not None:
+            return y_MN
         backward_follows = x_MK.requires_grad and torch.is_grad_enabled()
-        y_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self, backward_follows)
-        return y_MN
+        planned_MN: Tensor = _Matmul.apply(x_MK, w_NK, bias_N, self, backward_follows)
+        return planned_MN
+
+    def _plain(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor | None:
+        """Return Y by the shortest way that suffices without axes and hooks; None where none does."""
+        if torch.compiler.is_compiling():  # a compiled graph returns dW to autograd, not to main_grad
+            return None if uses_onednn(x_MK.device, x_MK.dtype) else F.linear(x_MK, w_NK, bias_N)
+        if not torch.is_grad_enabled():
+            return product(x_MK, w_NK, bias_N)
+        if self.main_grads.buffer(w_NK) is None:
+            return None if uses_onednn(x_MK.device, x_MK.dtype) else F.linear(x_MK, w_NK, bias_N)
+        return plain_matmul(x_MK, w_NK, bias_N, self.main_grads) if x_MK.requires_grad else None
 
     def forward(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, backward_follows: bool) -> Tensor:
         """Return Y, with the bias added once: in the GEMM, or to the reduced sum where K is split."""
@@ -101,12 +112,6 @@ class Matmul:
         if self.weight is None:
             return gather(w_NK, self.plan.w, W_DIMS, self.comm)
         return self.weight.gather(at, backward_follows)
-
-    def _can_be_torchs(self, x_MK: Tensor, w_NK: Tensor) -> bool:
-        """Return whether F.linear suffices; a compiled graph always returns dW to autograd, not to main_grad."""
-        if not self.is_plain or uses_onednn(x_MK.device, x_MK.dtype):
-            return False
-        return torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.main_grads.buffer(w_NK) is None
 
 
 class _Matmul(torch.autograd.Function):

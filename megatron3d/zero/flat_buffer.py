@@ -105,6 +105,7 @@ class FlatBuffer:
         self.main = self.params[self.shard] if self.is_view else self._zeros(part)
         self.full_grad = None if sharding.grads else self._zeros(self.numel)
         self.grad = self._zeros(part) if self.full_grad is None else self.full_grad[self.shard]
+        self._grad_views: dict[str, Tensor] = {}  # of full_grad, made once for all microbatches
         self._gather: Pending | None = None
         self._renew()
 
@@ -139,10 +140,13 @@ class FlatBuffer:
             self.full_grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.params.device)
             self.full_grad[self.size :].zero_()
             self._missing = set(self.spans)
-        low, high = self.spans[name]
         has_values = name not in self._missing
         self._missing.discard(name)
-        return self.full_grad[low:high].view(*shape), has_values
+        view = self._grad_views.get(name)
+        if view is None:
+            low, high = self.spans[name]
+            view = self._grad_views[name] = self.full_grad[low:high].view(*shape)
+        return view, has_values
 
     def take_grad(self) -> Tensor:
         """Return the gradients to be reduced; if gradients are sharded, the next microbatch gets a new buffer."""
@@ -152,6 +156,7 @@ class FlatBuffer:
             full_grad[low:high].zero_()
         if self.sharding.grads:
             self.full_grad = None
+            self._grad_views.clear()
         return full_grad
 
     def store_reduced(self, total: Tensor) -> None:

@@ -51,7 +51,7 @@ def reference(q_MF: Tensor, k_MF: Tensor, v_MF: Tensor, num_heads: int) -> Tenso
 
 
 def run(heads: AttentionHeads, qkv_MF: Tensor, drop: tuple[float, int, int] | None = None) -> Tensor:
-    q, k, v = (t.unflatten(0, (-1, SEQ)) for t in heads.split(qkv_MF))
+    q, k, v = heads.split(qkv_MF, SEQ)
     return attention(q, k, v, heads, drop)
 
 

@@ -6,7 +6,7 @@ unrounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -107,3 +107,56 @@ def test_a_gradient_without_a_buffer_goes_to_grad() -> None:
     for _ in range(2):
         MainGrads().add(w, torch.ones_like(w))
     assert w.grad is not None and w.grad.eq(2).all()
+
+
+def routes(dtype: torch.dtype, has_bias: bool) -> Iterator[list[Tensor]]:
+    """Yield Y, dX and the main_grads after two microbatches: of the plain matmul, then of the planned one."""
+    for wgrads in (False, True):  # a queue that defers nothing makes the matmul take the planned way
+        w, b = matrix(6, 4, dtype=dtype), matrix(1, 6, dtype=dtype).detach()[0].requires_grad_()
+        main_grads = MainGrads()
+        buffers = [Buffer(w), Buffer(b)]
+        for param, buffer in zip((w, b), buffers, strict=True):
+            main_grads.register(param, buffer)
+        matmul = Matmul(MatmulPlan(), ALONE, main_grads=main_grads, wgrads=WgradQueue(main_grads) if wgrads else None)
+        found = []
+        for rows in (8, 12):
+            x = matrix(rows, 4, dtype=dtype)
+            y = matmul(x, w, b if has_bias else None)
+            y.backward(matrix(rows, 6, dtype=dtype).detach())
+            assert x.grad is not None and w.grad is None and b.grad is None
+            found += [y.detach(), x.grad]
+        assert [buffer.num_closed for buffer in buffers] == [2, 2 * has_bias]
+        yield [*found, *(buffer.sum for buffer in buffers[: 1 + has_bias])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_plain_matmul_equals_the_planned_one_bit_for_bit(dtype: torch.dtype, has_bias: bool) -> None:
+    """Would catch a bias gradient dropped or added twice, and other kernels than the planned way's."""
+    for plain, planned in zip(*routes(dtype, has_bias), strict=True):
+        torch.testing.assert_close(plain, planned, rtol=0, atol=0)
+
+
+def test_autograd_does_not_visit_the_parameters_of_a_plain_matmul() -> None:
+    """Each visit calls a Python hook, which costs as much as a small GEMM."""
+    w = matrix(6, 4)
+    main_grads, buffer = registered(w)
+    y = Matmul(MatmulPlan(), ALONE, main_grads=main_grads)(matrix(8, 4), w)
+    assert y.grad_fn is not None and len(y.grad_fn.next_functions) == 1
+    y.sum().backward()
+    assert buffer.num_closed == 1
+
+
+def test_a_plain_matmul_of_an_input_without_gradient_still_has_a_weight_gradient() -> None:
+    w = matrix(6, 4)
+    main_grads, buffer = registered(w)
+    x = matrix(8, 4).detach()
+    Matmul(MatmulPlan(), ALONE, main_grads=main_grads)(x, w).sum().backward()
+    torch.testing.assert_close(buffer.sum, x.sum(0).expand(6, 4), rtol=1e-12, atol=1e-12)
+
+
+def test_a_plain_matmul_without_gradients_builds_no_graph() -> None:
+    w = matrix(6, 4)
+    main_grads, _ = registered(w)
+    with torch.no_grad():
+        assert Matmul(MatmulPlan(), ALONE, main_grads=main_grads)(matrix(8, 4), w).grad_fn is None
