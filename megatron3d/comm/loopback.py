@@ -1,0 +1,85 @@
+"""`Comm` of one rank whose other ranks do not exist: any rank of any layout computes at real sizes on one device.
+
+    all-gather      repeats this rank's shard          reduce-scatter   takes this rank's chunk
+    all-reduce      leaves its operand as it is        receive          gives random values
+
+Shapes, kernels and memory are those of a real rank; values are not, and communication takes no time but that of the
+copies on this device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron3d.comm.interface import Pending, completed
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link
+
+
+class LoopbackComm:
+    """Collectives of a rank with itself.
+
+    Args:
+        mesh: the mesh of the whole world, with this rank's coordinates.
+        seed: of the values that receives give.
+    """
+
+    def __init__(self, mesh: Mesh, seed: int = 0) -> None:
+        self.mesh, self._seed = mesh, seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        ranks = self.mesh.size(axes)
+        if ranks == 1:
+            return completed(x)
+        out = x.new_empty((ranks, *x.shape)).copy_(x)
+        return Pending(lambda: out.flatten(0, 1) if dim == 0 else out.movedim(0, dim).flatten(dim, dim + 1))
+
+    @torch.no_grad()
+    def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
+        ranks = self.mesh.size(axes)
+        if ranks == 1:
+            return completed(whole)
+        shards = list(whole.chunk(ranks))
+        mine = shards.pop(self.mesh.index(axes))
+        for shard in shards:
+            shard.copy_(mine)
+        return completed(whole)
+
+    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
+        ranks = self.mesh.size(axes)
+        if ranks == 1:
+            return completed(x)
+        assert x.shape[dim] % ranks == 0, f"{tuple(x.shape)} along {dim} does not divide by {axes}={ranks} ranks"
+        whole = x if dim == 0 else x.unflatten(dim, (ranks, -1)).movedim(dim, 0).flatten(0, 1)
+        mine = whole.contiguous().chunk(ranks)[self.mesh.index(axes)].clone()
+        return Pending(lambda: mine)
+
+    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
+        return completed(x.contiguous() if self.mesh.size(axes) > 1 else x)
+
+    def send(self, x: Tensor, link: Link) -> Pending:
+        x = x.contiguous()
+        return Pending(lambda: x, lambda: False)  # as on a GPU, where the CPU has long gone on when a send is done
+
+    @torch.no_grad()
+    def receive(self, out: Tensor, link: Link) -> Pending:
+        assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
+        if out.device not in self._generators:
+            self._generators[out.device] = torch.Generator(out.device).manual_seed(self._seed)
+        return completed(out.normal_(generator=self._generators[out.device]))
+
+    def all_reduce_pair(self, x: Tensor, link: Link) -> Pending:
+        return completed(x)
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        return [value] * self.mesh.world_size if self.mesh.rank == 0 else None
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
