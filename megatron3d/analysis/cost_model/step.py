@@ -190,7 +190,11 @@ class ScheduleTimes:
 
 
 def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
-    """Simulate the schedule; the steady state of many microbatches is multiplied instead."""
+    """Simulate the schedule; the steady state of many microbatches is multiplied instead.
+
+    A further microbatch takes at least the own work of the busiest rank: with unequal stages, the first periods still
+    fill the queues before it and are shorter.
+    """
     seconds = {key: times.total for key, times in durations.items()}
     hop = stage_transfer_time(step).total if step.machine.profile.overlaps_pipeline else 0.0
 
@@ -204,7 +208,9 @@ def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
     total = makespan = line.makespan
     if step.shorter is not None:
         fewer = num_microbatches(step.shorter)
-        total += (step.num_microbatches - count) * (makespan - simulated(step.shorter).makespan) / (count - fewer)
+        period_s = (makespan - simulated(step.shorter).makespan) / (count - fewer)
+        busiest_s = max(_computation(step, durations, rank).total for rank in range(step.pipeline.num_ranks))
+        total += (step.num_microbatches - count) * max(period_s, busiest_s / step.num_microbatches)
     firsts: dict[int, Span] = {}
     lasts: dict[int, Span] = {}
     for span in sorted(line.spans, key=lambda span: span.start):
