@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron3d.comm.collective_log import CollectiveLog
 from megatron3d.comm.interface import Pending, completed
 from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
@@ -24,9 +25,6 @@ from megatron3d.runtime.backends import CPU_BACKEND, GPU_BACKEND
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-_NOTHING: tuple[str, tuple[str, ...]] = ("", ())
 
 
 # Returns the context manager in which a rank waits for a collective over these axes.
@@ -95,8 +93,7 @@ class ProcessComm(ObjectComm):
             ranks of a group when it is first used.
 
     Attributes:
-        num_started: collectives and transfers started so far.
-        last_started: name and axes of the last of them.
+        log: the collectives and transfers started so far, per group.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class ProcessComm(ObjectComm):
         self._timeout = timeout
         if has_world_group is None:
             has_world_group = mesh.world_size == 1 or dist.get_backend() != GPU_BACKEND
-        self.num_started, self.last_started = 0, _NOTHING
+        self.log = CollectiveLog(mesh)
         self._wait_hook: WaitHook = _no_hook
         self._groups: dict[Axes, dist.ProcessGroup | None] = {}
         self._orders: dict[Axes, list[int] | None] = {}
@@ -120,6 +117,7 @@ class ProcessComm(ObjectComm):
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
             if axes:
                 self._groups[axes] = self._make_group(axes)
+                self.log.add(axes)
         self._links: dict[Link, dist.ProcessGroup] = {}
         for matching in matchings(links):
             self._make_link(next((link for link in matching if self.mesh.coord(link.axis) in link.ends), None))
@@ -134,11 +132,12 @@ class ProcessComm(ObjectComm):
         group = self._new_group(ranks, str(link))
         if link is not None:
             self._links[link] = group
+            self.log.add_link(link)
 
     def _far_end(self, link: Link, what: str) -> tuple[dist.ProcessGroup, int]:
         assert link in self._links, f"no group was made for {link}; there are {list(self._links)}"
         (other,) = {*link.ranks(self.mesh)} - {self.mesh.rank}
-        self.num_started, self.last_started = self.num_started + 1, (what, (f"{link.axis} {link.low}-{link.high}",))
+        self.log.start((link, what), what)
         return self._links[link], other
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup | None:
@@ -165,8 +164,10 @@ class ProcessComm(ObjectComm):
     ) -> Pending:
         """Return a `Pending` of `result(x)` once `work` is done."""
         assert work is not None, "this rank is not in its own group"
+        started = self.log.last
 
         def finish() -> Tensor:
+            self.log.wait(started)
             with self._wait_hook(self._live(axes)):
                 work.wait()
             return result(x)
@@ -177,7 +178,7 @@ class ProcessComm(ObjectComm):
         live = self._live(axes)
         assert not live or live in self._groups, f"no group was made for {live}; there are {list(self._groups)}"
         if live:
-            self.num_started, self.last_started = self.num_started + 1, (what, live)
+            self.log.start(live, what)
         return self._groups.get(live), self.mesh.size(live)
 
     def _parts(self, axes: Axes) -> tuple[Axes, ...]:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.errors import UserError
+from megatron3d.runtime import gpu_environment
 from megatron3d.runtime.backends import CPU_BACKEND, FAKE_BACKEND, backend_of, group_timeout
 from megatron3d.runtime.console import flush
 from megatron3d.runtime.ending import exit_code_of
@@ -72,6 +73,9 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False, shares_gpus: bool = Fa
 
     env = launcher_env()
     raise_open_file_limit()
+    settings: dict[str, str] = {}
+    if not on_cpu and torch.cuda.is_available():  # before the first call that starts CUDA
+        settings |= gpu_environment.set_up(os.environ, timeout_s)
     device = torch.device("cpu") if on_cpu else _device(env, shares_gpus)
     if device.type == "cpu":
         keep_freed_memory()
@@ -79,20 +83,33 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False, shares_gpus: bool = Fa
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // env.local_world_size))
     if env.world_size == 1:
-        yield Runtime(0, 1, env.local_rank, device)
+        yield Runtime(0, 1, env.local_rank, device, settings=settings)
         return
     backend = CPU_BACKEND if shares_gpus else backend_of(device.type)
-    with _process_group(env, backend, timeout_s), _watchdog(env, timeout_s) as watchdog:
-        yield Runtime(env.rank, env.world_size, env.local_rank, device, watchdog)
+    with _process_group(env, backend, timeout_s), _watchdog(env, backend, timeout_s) as watchdog:
+        yield Runtime(env.rank, env.world_size, env.local_rank, device, watchdog, settings)
 
 
-def _watchdog(env: LauncherEnv, timeout_s: float) -> Watchdog:
+def _watchdog(env: LauncherEnv, backend: str, timeout_s: float) -> Watchdog:
     """Return a watchdog that ends this process after `timeout_s` without progress; the launcher ends the others."""
     from megatron3d.runtime.status_store import TcpStatusStore
     from megatron3d.runtime.watchdog import Watchdog
 
     store = TcpStatusStore(env.address, env.port, _attempt())
-    return Watchdog(store, env.rank, env.world_size, timeout_s, _exit_immediately)
+    recorder = _flight_recorder(backend) if os.environ.get("TORCH_FR_BUFFER_SIZE") != "0" else bytes
+    return Watchdog(store, env.rank, env.world_size, timeout_s, _exit_immediately, recorder)
+
+
+def _flight_recorder(backend: str) -> Callable[[], bytes]:
+    """Return the function that pickles the collectives that torch has recorded; it returns nothing on an older torch.
+
+    NCCL's are in a recorder of their own.
+    """
+    import torch
+
+    name = "_dump_fr_trace" if backend == CPU_BACKEND else "_dump_nccl_trace"
+    dump: Callable[[], bytes] = getattr(torch._C._distributed_c10d, name, bytes)
+    return dump
 
 
 def environ_of_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:

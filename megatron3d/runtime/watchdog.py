@@ -1,16 +1,14 @@
 """Watchdog: a run with several ranks never hangs forever, and its last message names the rank at fault.
 
 The watchdog thread of each rank publishes a heartbeat twice a second in a store that all ranks can read: iteration,
-stack of the main thread, last collective.  A rank that makes no progress for too long, or loses a connection, compares
-the heartbeats of all ranks:
-
-    1. a heartbeat that is not renewed        that rank is dead or stopped, or its machine is gone
-    2. else, a rank outside any collective    it keeps the others waiting
-    3. else, the rank with fewest collectives
+stack of the main thread, collectives of each group.  A rank that makes no progress for too long, or loses a connection,
+writes what torch recorded of its collectives, and compares the heartbeats of all ranks (`heartbeat.diagnose`).
 
 Then all ranks end, also where the store does not answer since the process that keeps it is stopped: only one thread
 calls the store, and others watch for progress and end the process.  The main thread is sampled from outside
 (`sys._current_frames`), so the watchdog costs the training loop nothing.
+
+Before that, each rank listens to the heartbeat of the next one, and says when it stops and when it comes back.
 """
 
 from __future__ import annotations
@@ -22,67 +20,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.files import write_bytes
+from megatron3d.runtime.heartbeat import COLLECTIVES_FILE, CollectiveStatus, Heartbeat, diagnose
 from megatron3d.runtime.status_store import StatusStore
 
 PACKAGE = Path(__file__).parents[1]
-COLLECTIVES_FILE = "comm/process_comm.py"
-"""Where a rank is whose main thread waits in a collective."""
 REPORTER, REPORTED = "reporter", "reported"
 MAX_FRAMES = 4
 # Intervals between heartbeats within which the ranks report, or end without a report.
 REPORT_INTERVALS = 20
-# Name of a collective and its mesh axes.
-Collective = tuple[str, tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """Status that a rank publishes.
-
-    Attributes:
-        sequence: number of this heartbeat; one that does not grow is of a dead rank.
-        pid: process id.
-        num_collectives: collectives started so far.
-        last_collective: name, axes and number of the last one, empty before the first.
-        stack: innermost frames of this package in the main thread, outermost first.
-        idle_s: seconds since iteration, collectives or stack changed.
-    """
-
-    sequence: int
-    host: str
-    pid: int
-    iteration: int | None
-    num_collectives: int
-    last_collective: str
-    stack: tuple[str, ...]
-    idle_s: float
-
-    @property
-    def in_collective(self) -> bool:
-        """Whether the rank waits in a collective."""
-        return bool(self.stack) and self.stack[-1].startswith(COLLECTIVES_FILE)
-
-    @property
-    def location(self) -> str:
-        """Iteration, stack and last collective in words."""
-        when = "before the first iteration" if self.iteration is None else f"after iteration {self.iteration}"
-        last = f"last collective {self.last_collective}" if self.last_collective else "no collective yet"
-        return f"{when}, in {' > '.join(self.stack) or 'no frame of megatron3d'}; {last}"
-
-    def __str__(self) -> str:
-        return f"{self.location}; for {self.idle_s:.0f} s"
-
-    @staticmethod
-    def from_json(text: str) -> Heartbeat:
-        """Return the heartbeat that was written as `json.dumps(asdict(heartbeat))`."""
-        values = json.loads(text)
-        return Heartbeat(**{**values, "stack": tuple(values["stack"])})
+# Silence of a rank that is reported while the run goes on: a long call without a free interpreter is shorter.
+SILENT_S = 20.0
+LISTENED_INTERVALS = 10
+TRACES = "flight_recorder"
 
 
 def package_stack(frame: FrameType | None) -> tuple[str, ...]:
@@ -96,34 +52,28 @@ def package_stack(frame: FrameType | None) -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
-def diagnose(before: Mapping[int, Heartbeat | None], after: Mapping[int, Heartbeat | None]) -> Iterator[str]:
-    """Compare two readings of all ranks' heartbeats: a line for each rank at fault, then where the others are."""
-    silent = [rank for rank, beat in after.items() if beat is None or beat == before[rank]]
-    alive = {rank: beat for rank, beat in after.items() if rank not in silent and beat is not None}
-    computing = [rank for rank, beat in alive.items() if not beat.in_collective]
-    if silent:
-        at_fault, problem = silent, "does not answer"
-    elif computing and len(computing) < len(alive):
-        at_fault, problem = computing, "keeps the others waiting"
-    else:
-        progress = {rank: (beat.iteration or 0, beat.num_collectives) for rank, beat in alive.items()}
-        at_fault = [rank for rank, done in progress.items() if done == min(progress.values())]
-        problem = "has done the least" if len(at_fault) < len(alive) else "waits, as all do"
-    for rank in at_fault:
-        beat = after[rank]
-        details = "and never sent a heartbeat" if beat is None else f"(host {beat.host}, process {beat.pid}): {beat}"
-        yield f"rank {rank} {problem} {details}"
-    yield from _grouped_by_location({rank: beat for rank, beat in alive.items() if rank not in at_fault})
+class Silence:
+    """Notice that another rank's heartbeat is not renewed for `limit_s`, and that it is again."""
 
+    def __init__(self, rank: int, limit_s: float) -> None:
+        self._rank, self._limit_s = rank, limit_s
+        self._last: str | None = None
+        self._since_s: float | None = None
+        self._is_silent = False
 
-def _grouped_by_location(heartbeats: Mapping[int, Heartbeat]) -> Iterator[str]:
-    """Yield one line for all ranks at the same location."""
-    locations: dict[str, list[int]] = {}
-    for rank, beat in heartbeats.items():
-        locations.setdefault(beat.location, []).append(rank)
-    for location, ranks in locations.items():
-        shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        yield f"rank{'s' * (len(ranks) > 1)} {shown}: {location}"
+    def hear(self, text: str | None, now_s: float) -> str | None:
+        """Return a message if the heartbeat read at `now_s` ends or begins a silence."""
+        since_s = now_s if self._since_s is None else self._since_s
+        if text != self._last or self._since_s is None:
+            was_silent, self._is_silent = self._is_silent, False
+            self._last, self._since_s = text, now_s
+            return f"rank {self._rank} answers again, after {now_s - since_s:.0f} s" if was_silent else None
+        if self._is_silent or now_s - since_s < self._limit_s:
+            return None
+        self._is_silent = True
+        beat = Heartbeat.from_json(text) if text else None
+        last = f"{beat.process}; before that {beat.location}" if beat else "since it began"
+        return f"rank {self._rank} has sent no heartbeat for {now_s - since_s:.0f} s {last}"
 
 
 class Watchdog:
@@ -131,25 +81,40 @@ class Watchdog:
 
     Args:
         end_process: leaves the process immediately.
+        trace: returns what torch recorded of the last collectives, for its tool `torchfrtrace`; empty for nothing.
     """
 
     def __init__(
-        self, store: StatusStore, rank: int, world_size: int, timeout_s: float, end_process: Callable[[], None]
+        self,
+        store: StatusStore,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        end_process: Callable[[], None],
+        trace: Callable[[], bytes] = bytes,
     ) -> None:
-        self._store, self._rank = store, rank
-        self._world_size, self._timeout_s = world_size, timeout_s
-        self._end_process = end_process
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._timeout_s, self._end_process, self._trace = timeout_s, end_process, trace
         self._interval_s = max(0.5, world_size / 500)
         self._main = threading.get_ident()
         self._stop = threading.Event()
         self._progress_s = time.monotonic()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watch, self._publish)]
+        self._next_rank = (rank + 1) % world_size
+        self._silence = Silence(self._next_rank, max(SILENT_S, LISTENED_INTERVALS * self._interval_s))
         self._iteration: Callable[[], int | None] = lambda: None
-        self._collectives: Callable[[], tuple[int, Collective]] = lambda: (0, ("", ()))
+        self._collectives: Callable[[], CollectiveStatus] = CollectiveStatus
+        self._folder: Path | None = None
 
-    def follow(self, iteration: Callable[[], int], collectives: Callable[[], tuple[int, Collective]]) -> None:
-        """Include in each heartbeat from now on the iterations done, the collectives started, and the last of them."""
-        self._iteration, self._collectives = iteration, collectives
+    def follow(
+        self, iteration: Callable[[], int], collectives: Callable[[], CollectiveStatus], folder: Path | None = None
+    ) -> None:
+        """Include the iterations done and the collectives of each group in each heartbeat from now on.
+
+        Args:
+            folder: the run's, for the traces of collectives.
+        """
+        self._iteration, self._collectives, self._folder = iteration, collectives, folder
 
     def __enter__(self) -> Watchdog:
         self._progress_s = time.monotonic()
@@ -163,25 +128,38 @@ class Watchdog:
         """Report which rank was lost if a collective failed; the heartbeats continue meanwhile."""
         is_crash = isinstance(error, Exception) and not isinstance(error, UserError)
         if is_crash and _innermost_file(trace) == COLLECTIVES_FILE:
+            self._save_trace()
             self._report(f"rank {self._rank} lost a connection")
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * self._interval_s + 10)  # a thread inside the store would abort the ending process
 
     def _heartbeat(self, sequence: int) -> Heartbeat:
-        count, (name, axes) = self._collectives()
-        last = f"{name} over {' x '.join(axes)}, the {count}th" if count else ""
+        done = self._collectives()
+        last = f"{done.last}, the {done.num_started}th" if done.num_started else ""
         stack = package_stack(sys._current_frames().get(self._main))
-        idle_s = time.monotonic() - self._progress_s
-        return Heartbeat(sequence, socket.gethostname(), os.getpid(), self._iteration(), count, last, stack, idle_s)
+        return Heartbeat(
+            sequence,
+            socket.gethostname(),
+            os.getpid(),
+            self._iteration(),
+            done.num_started,
+            last,
+            stack,
+            time.monotonic() - self._progress_s,
+            done.groups,
+        )
 
     def _publish(self) -> None:
-        """Publish this rank's heartbeats until stopped."""
+        """Publish this rank's heartbeats, and listen to the next rank's, until stopped."""
         sequence = 0
         while not self._stop.wait(self._interval_s if sequence else 0):
             sequence += 1
             with contextlib.suppress(OSError):  # the store's process has ended: its connections are reported elsewhere
                 self._store.set(str(self._rank), json.dumps(asdict(self._heartbeat(sequence))))
+                message = self._silence.hear(self._store.get(str(self._next_rank)), time.monotonic())
+                if message:
+                    _print([message])
 
     def _watch(self) -> None:
         """Give up where this rank makes no progress, until stopped."""
@@ -197,12 +175,28 @@ class Watchdog:
     def _give_up(self) -> None:
         """Report, and end the process whatever becomes of the report; the heartbeats continue meanwhile."""
         threading.Thread(target=self._end_later, daemon=True).start()
+        self._save_trace()
         self._report(f"no progress for {self._timeout_s:.0f} s")
         self._end_process()
 
     def _end_later(self) -> None:
         time.sleep(2 * REPORT_INTERVALS * self._interval_s)
         self._end_process()
+
+    def _save_trace(self) -> None:
+        """Write what torch recorded of the collectives to the run's folder, unless that takes long."""
+        if self._folder is not None:
+            writer = threading.Thread(target=self._write_trace, args=(self._folder / TRACES,), daemon=True)
+            writer.start()
+            writer.join(REPORT_INTERVALS * self._interval_s / 2)
+
+    def _write_trace(self, folder: Path) -> None:
+        try:
+            if trace := self._trace():
+                folder.mkdir(parents=True, exist_ok=True)
+                write_bytes(folder / f"rank_{self._rank}", trace)
+        except (OSError, RuntimeError) as error:
+            _print([f"rank {self._rank}: the trace of its collectives is not written: {error}"])
 
     def _report(self, reason: str) -> None:
         """Diagnose as long as the store answers, else name the process that keeps it."""
@@ -216,8 +210,7 @@ class Watchdog:
         """Diagnose and print on the first rank that gets here; the others wait until it has printed."""
         try:
             if self._store.claim(REPORTER):
-                lines = [reason, *diagnose(*self._two_readings())]
-                print("\n".join(f"> watchdog: {line}" for line in lines), file=sys.stderr, flush=True)
+                _print([reason, *diagnose(*self._two_readings()), *self._traces()])
                 self._store.set(REPORTED, "yes")
                 time.sleep(self._interval_s)  # the store ends with rank 0
                 return
@@ -227,9 +220,15 @@ class Watchdog:
         except OSError as error:
             self._blame_store(reason, f"cannot be reached ({error})")
 
+    def _traces(self) -> Sequence[str]:
+        """Return a line about the traces if this rank has written one."""
+        if self._folder is None or not (self._folder / TRACES / f"rank_{self._rank}").exists():
+            return ()
+        return (f"the last collectives of each rank, for torchfrtrace: {self._folder / TRACES}",)
+
     def _blame_store(self, reason: str, problem: str) -> None:
         keeper = "rank 0's process, which keeps the heartbeats,"
-        print(f"> watchdog: rank {self._rank}: {reason}, and {keeper} {problem}", file=sys.stderr, flush=True)
+        _print([f"rank {self._rank}: {reason}, and {keeper} {problem}"])
 
     def _two_readings(self) -> Sequence[Mapping[int, Heartbeat | None]]:
         first = self._reading()
@@ -239,6 +238,10 @@ class Watchdog:
     def _reading(self) -> dict[int, Heartbeat | None]:
         texts = {rank: self._store.get(str(rank)) for rank in range(self._world_size)}
         return {rank: Heartbeat.from_json(text) if text else None for rank, text in texts.items()}
+
+
+def _print(lines: Sequence[str]) -> None:
+    print("\n".join(f"> watchdog: {line}" for line in lines), file=sys.stderr, flush=True)
 
 
 def _innermost_file(trace: TracebackType | None) -> str | None:

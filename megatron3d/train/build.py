@@ -113,7 +113,8 @@ def build_model(
         describe_attention_kernel(state)  # raises on every rank whose kernels cannot take the mask
         state = replace(state, stream=corpus.train if isinstance(corpus.train, StreamedSamples) else None)
     if runtime.watchdog is not None:
-        runtime.watchdog.follow(lambda: state.iteration, lambda: (comm.num_started, comm.last_started))
+        folder = Path(spec.config.checkpoint.save) if spec.config.checkpoint.save else None
+        runtime.watchdog.follow(lambda: state.iteration, comm.log.status, folder)
     return state, comm
 
 

@@ -2,78 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron3d.comm.interface import Pending
 from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.watchdog import Heartbeat, diagnose, package_stack
+from megatron3d.runtime.watchdog import TRACES
 from tests.support.tiny_run import ROOT, launch_ranks, write_config
-
-FIRST = Heartbeat(
-    7,
-    "node1",
-    10,
-    5,
-    40,
-    "all_reduce over data, the 40th",
-    ("train/loop.py:9 train", "comm/process_comm.py:3 finish"),
-    60.0,
-)
-BUSY = ("train/loop.py:9 train", "data/loader.py:5 step")
-
-
-def later(beat: Heartbeat, **changes: object) -> Heartbeat:
-    return replace(beat, sequence=beat.sequence + 3, **changes)
-
-
-def test_a_rank_whose_heartbeat_stops_is_at_fault() -> None:
-    before = {0: FIRST, 1: FIRST, 2: None, 3: FIRST}
-    after = {0: later(FIRST), 1: FIRST, 2: None, 3: later(FIRST)}
-    lines = list(diagnose(before, after))
-    assert lines[0].startswith("rank 1 does not answer (host node1, process 10): after iteration 5, in train/loop.py:9")
-    assert lines[1] == "rank 2 does not answer and never sent a heartbeat"
-    assert lines[2] == (
-        "ranks 0, 3: after iteration 5, in train/loop.py:9 train > comm/process_comm.py:3 finish; "
-        "last collective all_reduce over data, the 40th"
-    )
-    assert len(lines) == 3
-
-
-def test_a_rank_outside_collectives_is_at_fault() -> None:
-    after = {0: later(FIRST), 1: later(FIRST, stack=BUSY), 2: later(FIRST)}
-    lines = list(diagnose(dict.fromkeys(after, FIRST), after))
-    assert lines[0].startswith("rank 1 keeps the others waiting (host node1") and "data/loader.py:5 step" in lines[0]
-
-
-def test_the_rank_with_fewest_collectives_is_at_fault() -> None:
-    """On GPUs kernels wait and all programs are at the same line, so that only the collective counts differ."""
-    after = {0: later(FIRST), 1: later(FIRST), 2: later(FIRST, num_collectives=39), 3: later(FIRST)}
-    lines = list(diagnose(dict.fromkeys(after, FIRST), after))
-    assert lines[0].startswith("rank 2 has done the least")
-    everyone = {rank: later(FIRST) for rank in range(20)}
-    lines = list(diagnose(dict.fromkeys(everyone, FIRST), everyone))
-    assert len(lines) == 20 and "waits, as all do" in lines[0]
-
-
-def test_ranks_at_one_place_are_one_line() -> None:
-    after = {rank: later(FIRST, stack=BUSY if rank == 3 else FIRST.stack) for rank in range(20)}
-    lines = list(diagnose(dict.fromkeys(after, FIRST), after))
-    assert lines[1].startswith("ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more: after iteration 5")
-
-
-def test_only_frames_of_the_package_are_shown() -> None:
-    assert package_stack(inspect.currentframe()) == ()
-    found: list[tuple[str, ...]] = []
-    Pending(lambda: found.append(package_stack(inspect.currentframe()))).wait()  # type: ignore[return-value]
-    assert len(found[0]) == 1 and found[0][0].startswith("comm/interface.py:") and found[0][0].endswith(" wait")
-
 
 HOLD = """
 import os, sys, time
@@ -92,7 +31,7 @@ sys.exit(process.run_program(pretrain_gpt.main))
 
 def begin(config: Path, program: str, timeout_s: float) -> list[subprocess.Popen[str]]:
     """Start three ranks of an endless run and wait for three steps."""
-    keys = ["train.train_iters=1000000", "checkpoint.save=null", "checkpoint.load=null", "train.global_batch_size=12"]
+    keys = ["train.train_iters=1000000", "checkpoint.load=null", "train.global_batch_size=12"]
     keys += [f"train.distributed_timeout_minutes={timeout_s / 60}", "train.micro_batch_size=1", "optimizer.lr=1e-4"]
     ranks = launch_ranks([program, "--config", str(config), *keys], 3)
     assert ranks[0].stdout is not None, "launch_ranks() pipes the output"
@@ -137,7 +76,9 @@ def test_a_stopped_rank_0_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["stopped", "busy"])
-def test_a_rank_that_hangs_is_named(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_hangs_is_named(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank outside of collectives is named with the group and the collective that it keeps waiting."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     (tmp_path / "hold.py").write_text(HOLD)
     program = str(tmp_path / "hold.py") if how == "busy" else str(ROOT / "pretrain_gpt.py")
     ranks = begin(write_config(tmp_path), program, timeout_s=6)
@@ -152,3 +93,13 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, how: str) -> None:
     assert line.startswith(f"> watchdog: rank 1 {blame} (host ") and "after iteration" in line
     assert how == "stopped" or "train/loop.py" in line
     assert "ranks 0, 2: after iteration" in text and "all_reduce over data" in text
+    if how == "busy":
+        assert re.search(
+            r"> watchdog: rank 1 has started \d+ collectives over data, the last \w+; "
+            r"ranks 0, 2 wait there for the \d+th, all_reduce\n",
+            text,
+        )
+        folder = tmp_path / "run" / TRACES
+        assert f"> watchdog: the last collectives of each rank, for torchfrtrace: {folder}\n" in text
+        assert {path.name for path in folder.iterdir()} >= {"rank_0", "rank_2"}
+        assert b"gloo:all_reduce" in (folder / "rank_0").read_bytes()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from megatron3d.runtime import watchdog
-from megatron3d.runtime.watchdog import Watchdog
+from megatron3d.runtime.heartbeat import CollectiveStatus
+from megatron3d.runtime.watchdog import Silence, Watchdog
+from tests.unit.runtime.test_heartbeat import FIRST
 
 
 class HungStore:
@@ -67,5 +72,56 @@ def test_progress_keeps_a_rank() -> None:
     """The line of the main thread that waits does not change, so the count of collectives shows the progress."""
     end, begin = threading.Event(), time.monotonic()
     with Watchdog(HungStore(10**6), 1, 2, 1.5, end.set) as watch:
-        watch.follow(lambda: 1, lambda: (int(10 * (time.monotonic() - begin)), ("all_reduce", ())))
+        watch.follow(lambda: 1, lambda: CollectiveStatus(int(10 * (time.monotonic() - begin)), "all_reduce"))
         assert not end.wait(3)
+
+
+def test_a_silence_and_its_end_are_said_once() -> None:
+    """Bug that this finds: a silent rank is named at every heartbeat, or never since the text is compared by time."""
+    silence = Silence(4, 20.0)
+    texts = [json.dumps(asdict(replace(FIRST, sequence=number))) for number in (1, 2, 3)]
+    heard = [(0, texts[0]), (5, texts[1]), (15, texts[1]), (24, texts[1]), (25, texts[1]), (30, texts[1])]
+    heard += [(60, texts[2]), (61, texts[2])]
+    said = [(now_s, message) for now_s, text in heard if (message := silence.hear(text, now_s))]
+    assert [now_s for now_s, _ in said] == [25, 60]
+    assert said[0][1].startswith("rank 4 has sent no heartbeat for 20 s (host node1, process 10); before that after ")
+    assert said[1][1] == "rank 4 answers again, after 55 s"
+
+
+def test_a_rank_that_never_sent_a_heartbeat_is_silent() -> None:
+    silence = Silence(4, 20.0)
+    assert silence.hear(None, 0) is None
+    assert silence.hear(None, 30) == "rank 4 has sent no heartbeat for 30 s since it began"
+
+
+def test_each_rank_listens_to_the_next_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(watchdog, "SILENT_S", 0.0)
+    monkeypatch.setattr(watchdog, "LISTENED_INTERVALS", 0)
+    with Watchdog(HungStore(10**6), 1, 3, 60, lambda: None):
+        time.sleep(1.2)
+    assert capsys.readouterr().err.count("> watchdog: rank 2 has sent no heartbeat for ") == 1
+
+
+@pytest.mark.parametrize("trace", [b"entries", b""])
+def test_the_trace_of_collectives_is_written_before_the_end(trace: bytes, tmp_path: Path) -> None:
+    """Bug that this finds: the trace is written after the report, when the launcher has ended the rank."""
+    end = threading.Event()
+    store = HungStore(10**6)
+    with Watchdog(store, 1, 2, 0.5, end.set, lambda: trace) as watch:
+        watch.follow(lambda: 1, CollectiveStatus, tmp_path)
+        assert end.wait(10)
+    path = tmp_path / "flight_recorder" / "rank_1"
+    assert (path.read_bytes() == trace) if trace else not path.exists()
+
+
+def test_a_trace_that_hangs_does_not_keep_a_rank(tmp_path: Path) -> None:
+    end, released = threading.Event(), threading.Event()
+
+    def hang() -> bytes:
+        released.wait(60)
+        return b""
+
+    with Watchdog(HungStore(10**6), 1, 2, 0.5, end.set, hang) as watch:
+        watch.follow(lambda: 1, CollectiveStatus, tmp_path)
+        assert end.wait(10)
+    released.set()
