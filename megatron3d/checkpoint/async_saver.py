@@ -1,6 +1,7 @@
 """Checkpoint saving: in the foreground before the next step, or in a background thread while training continues.
 
-    training   | step | copy | step | step | step | step | copy | step ...
+    training   | step | step | step | step | step | step | step | step ...
+    copy              |      |                    |      |
     thread                   | write, fsync, gather, publish |  | write ...
 
 Both run `store.save`.  The background thread gets copies in host memory and a separate communicator, by which rank 0
@@ -17,17 +18,14 @@ from threading import Thread
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor
 
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.retention import RetentionPolicy, prune, remove_non_persistent
+from megatron3d.checkpoint.snapshot import PieceSource, Snapshot
 from megatron3d.checkpoint.store import save
 from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
-
-# Returns the pieces that a rank writes, after passing each of their tensors through a function (such as a copy).
-PieceSource = Callable[[Callable[[Tensor], Tensor]], Iterable[Piece]]
 
 
 class CheckpointSaver:
@@ -35,6 +33,7 @@ class CheckpointSaver:
 
     Args:
         comm: communicator of all ranks; reserved for the background thread if there is one.
+        snapshot: memory and stream of the copy that the background thread writes; None: on the CPU.
         log: called with a line for each checkpoint, and for each that the thread could not write.
 
     Attributes:
@@ -48,28 +47,36 @@ class CheckpointSaver:
         retention: RetentionPolicy | None = None,
         in_background: bool = False,
         log: Callable[[str], None] = lambda line: None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         self.root, self.comm = root, comm
         self.in_background = in_background
         self._retention, self._log = retention or RetentionPolicy(), log
         self.saved_at: int | None = None
-        self._snapshot = Snapshot()
+        self._snapshot = snapshot or Snapshot(torch.device("cpu"))
         self._thread: Thread | None = None
         self._crash: Exception | None = None
+
+    def prepare(self, source: PieceSource) -> None:
+        """Start to make what the first save would otherwise wait for: the memory of the copy."""
+        if self.in_background:
+            self._snapshot.allocate(source)
+
+    def hold_update(self) -> None:
+        """Let the next update of the state wait until a save that was started has copied it."""
+        self._snapshot.hold_update()
 
     def save(self, iteration: int, source: PieceSource, meta: Mapping[str, JsonValue], permanent: bool = True) -> None:
         """Write a checkpoint, or start to write it in the background, after waiting for the previous one.
 
         In the foreground a failure raises UserError on all ranks.  In the background a failure is logged at once,
-        `saved_at` stays, and the next save tries again.
+        `saved_at` stays, and the next save tries again; the caller calls `hold_update` before it changes the state.
         """
         self.wait()
         if not self.in_background:
             self._write(iteration, source(lambda tensor: tensor), meta, permanent)
             return
-        self._snapshot.reset()
-        pieces = list(source(self._snapshot.copy))
-        self._snapshot.synchronize()
+        pieces = self._snapshot.take(source)
         self._thread = Thread(
             target=self._write_in_thread, args=(iteration, pieces, meta, permanent), name="checkpoint"
         )
@@ -95,6 +102,7 @@ class CheckpointSaver:
         self, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], permanent: bool
     ) -> None:
         try:
+            self._snapshot.wait()
             self._write(iteration, pieces, meta, permanent)
         except UserError as error:
             for problem in error.problems:
@@ -118,40 +126,3 @@ class CheckpointSaver:
                 remove_non_persistent(self.root, iteration)
         except (OSError, UserError) as error:
             self._log(f"checkpoint.save={self.root}: older checkpoints cannot be removed: {error}")
-
-
-class Snapshot:
-    """Copies of tensors in host memory that is reused by the next snapshot; pinned for tensors on an accelerator."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._num_used = 0
-        self._device: torch.device | None = None
-
-    def reset(self) -> None:
-        """Allow the memory of all copies to be overwritten."""
-        self._num_used = 0
-
-    def copy(self, x: Tensor) -> Tensor:
-        """Start to copy a tensor; the copy is complete after `synchronize`."""
-        is_on_host = x.device.type == "cpu"
-        if self._num_used == len(self._buffers):
-            self._buffers.append(x.new_empty(0))
-        buffer = self._buffers[self._num_used]
-        if (buffer.shape, buffer.dtype) != (x.shape, x.dtype) or buffer.device.type != "cpu":
-            buffer = torch.empty(x.shape, dtype=x.dtype, pin_memory=not is_on_host)
-            self._buffers[self._num_used] = buffer
-        self._num_used += 1
-        buffer.copy_(x.detach(), non_blocking=True)
-        self._device = None if is_on_host else x.device
-        return buffer
-
-    def synchronize(self) -> None:
-        """Wait until all copies are complete."""
-        if self._device is not None:
-            torch.accelerator.synchronize(self._device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory in use."""
-        return sum(tensor.nbytes for tensor in self._buffers)

@@ -84,10 +84,9 @@ def load_share(path: Path, index: Index, pieces: Iterable[Piece], share: tuple[i
 
 def raise_if_damaged(path: Path, damages: Iterable[str]) -> None:
     """Raise UserError with all damage, if there is any."""
+    who = f"checkpoint {path}"
     UserError.collect(
-        damage
-        if damage.startswith(f"checkpoint {path}")
-        else f"checkpoint {path}: {damage}; load another checkpoint of the run"
+        damage if damage.startswith(who) else f"{who}: {damage}; load another checkpoint of the run"
         for damage in damages
     )
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from pydantic import JsonValue
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.publish import is_non_persistent
 from megatron3d.checkpoint.retention import RetentionPolicy
+from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm, background_comm
@@ -34,7 +36,7 @@ from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.startup_phases import StartupPhases
-from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state
+from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state, source_of
 from megatron3d.train.monitor.pipeline_trace import trace_folder
 from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
 from megatron3d.train.monitor.run_facts import describe_attention_kernel
@@ -55,7 +57,9 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
     state, comm = build_model(spec, corpus, runtime, timers, phases)
     identity = identity_of(spec, tokenizer, corpus)
     with phases("checkpoint"):
-        saver = make_saver(spec, comm)
+        saver = make_saver(spec, comm, runtime.device)
+        if saver is not None:
+            saver.prepare(source_of(state))
         resume(state, identity, comm, saver)
     if state.iteration == 0 and any(dataset.manifest is None for dataset in corpus.datasets):
         with phases("token ids of the corpus, which has no manifest"):
@@ -136,7 +140,7 @@ def identity_of(spec: RunSpec, tokenizer: Tokenizer, corpus: Corpus) -> dict[str
     }
 
 
-def make_saver(spec: RunSpec, comm: Comm) -> CheckpointSaver | None:
+def make_saver(spec: RunSpec, comm: Comm, device: torch.device) -> CheckpointSaver | None:
     """Return the writer of checkpoints, None without a folder; in the background it has a process group of its own."""
     checkpoint = spec.config.checkpoint
     if checkpoint.save is None:
@@ -148,7 +152,12 @@ def make_saver(spec: RunSpec, comm: Comm) -> CheckpointSaver | None:
 
     objects = background_comm(comm.mesh) if checkpoint.async_save else comm
     return CheckpointSaver(
-        Path(checkpoint.save), objects, RetentionPolicy.of(checkpoint), checkpoint.async_save, report
+        Path(checkpoint.save),
+        objects,
+        RetentionPolicy.of(checkpoint),
+        checkpoint.async_save,
+        report,
+        Snapshot(device) if checkpoint.async_save else None,
     )
 
 

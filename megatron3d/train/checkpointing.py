@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron3d import __version__
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.async_saver import PieceSource
 from megatron3d.checkpoint.index import Count
 from megatron3d.checkpoint.load_on_all_ranks import load_on_all_ranks, read_index_on_all_ranks
 from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
 from megatron3d.checkpoint.publish import candidates
 from megatron3d.checkpoint.read import raise_if_damaged
+from megatron3d.checkpoint.snapshot import PieceSource
 from megatron3d.checkpoint.verify import first_intact
 from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
 from megatron3d.config.schema import Config

@@ -29,6 +29,7 @@ def train(run: Run, stop: StopSignal) -> int:
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
     limits, rollbacks = ExitLimits(run.config), Rollbacks(run)
+    hold_update = run.saver.hold_update if run.saver else lambda: None
     stopping = False
     previous: StepResult | None = None
 
@@ -44,7 +45,7 @@ def train(run: Run, stop: StopSignal) -> int:
         stop_requested = stop.requested is not None or limits.is_time_up or consume_stop_file(run)
         with oom_report(job):
             settings, observer = run.step_settings(batch), monitor.begin_step()
-            result = train_step(state, microbatches, lr, settings, stop_requested, observer)
+            result = train_step(state, microbatches, lr, settings, stop_requested, observer, hold_update)
         monitor.end_step(result, lr, batch)
 
         if is_due(state.iteration, config.eval_interval):

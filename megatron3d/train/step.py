@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +52,13 @@ def train_step(
     settings: StepSettings,
     stop_requested: bool = False,
     observer: Observer = no_observer,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Run forward and backward over the microbatches, reduce the gradients, clip and update; advance the state."""
+    """Run forward and backward over the microbatches, reduce the gradients, clip and update; advance the state.
+
+    Args:
+        before_update: called before the first change of weights and moments is enqueued.
+    """
     model, buffers = state.model, state.buffers
     packing, scale = settings.packing, state.loss_scale
     key = (settings.seed, state.iteration)
@@ -70,6 +75,7 @@ def train_step(
         local = torch.stack((local_loss, buffers.square_norm(), torch.full_like(local_loss, stop_requested)))
         loss, square, stop_requests = model.comm.all_reduce(local, model.comm.mesh.names).wait()
     grad_norm = scale.unscale(square.sqrt())
+    before_update()
     with observer(UPDATE):
         skipped = state.optimizer.step(grad_norm, lr)
     state.iteration += 1

@@ -185,7 +185,10 @@ def peak_activations(step: StepSpec) -> tuple[int, int]:
 
 
 def buffers(step: StepSpec) -> dict[str, int]:
-    """Return the bytes of lasting buffers: tokens, rotary tables, kept weights, two gathered FSDP units, workspace."""
+    """Return the bytes of lasting buffers: tokens, rotary tables, kept weights, two gathered FSDP units, a workspace.
+
+    On a CPU the copy for asynchronous saves is one, too.
+    """
     local = step.local
     token_bytes = _TOKEN_BYTES + _DOCUMENT_BYTES * (local.masks_documents + local.resets_positions)
     blocks = Counter[str]()
@@ -197,7 +200,22 @@ def buffers(step: StepSpec) -> dict[str, int]:
         "gathered weights": gathered_weights(step),
         "whole blocks": _largest(2, blocks.values()) * local.itemsize if step.shards(3) else 0,
         "GEMM workspace": local.kernels.gemm_workspace,
+        "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and local.kernels.is_host else 0,
     }
+
+
+def snapshot_bytes(step: StepSpec) -> int:
+    """Return the bytes that a rank copies for an asynchronous save: its share of master weights and moments.
+
+    Ranks that hold the same elements share them evenly, up to a row of each parameter.
+    """
+    mesh = step.local.mesh
+    others = tuple(axis for axis in mesh.names if axis != "pipeline")
+    written = sum(
+        math.prod(spec.local_shape(mesh)) / (num_copies(spec.layout, mesh, others) * len(spec.holders))
+        for _, _, spec in _params(step)
+    )
+    return round(written) * (step.local.wide + sum(step.moment_itemsizes))
 
 
 def gathered_weights(step: StepSpec) -> int:

@@ -26,6 +26,7 @@ class StepSpec:
         reduce_itemsize: bytes of a gradient element in the data-parallel reduction.
         zero_stage: what the data axis shards: 0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
             weights.
+        saves_in_background: a copy of the state that this rank writes is kept in host memory.
     """
 
     local: LocalSizes
@@ -37,6 +38,7 @@ class StepSpec:
     bucket_bytes: float
     zero_stage: int = 0
     reduce_itemsize: int = 4
+    saves_in_background: bool = False
 
     def at(self, rank: int) -> StepSpec:
         """Return the same step seen from another rank."""
@@ -104,4 +106,5 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         bucket_bytes=spec.bucket_bytes(kernels.on_gpu),
         zero_stage=config.parallel.zero_stage,
         reduce_itemsize=2 if train.grad_reduce_in_bf16 else local.wide,
+        saves_in_background=config.checkpoint.save is not None and config.checkpoint.async_save,
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron3d.checkpoint import write
-from megatron3d.checkpoint.async_saver import CheckpointSaver, Snapshot
+from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.retention import RetentionPolicy
 from megatron3d.checkpoint.store import Piece, latest, load
 from megatron3d.checkpoint.verify import newest_intact, verify
@@ -170,17 +170,3 @@ def test_a_crash_in_the_background_is_raised_by_the_next_save(tmp_path, run_rank
 
     for error in run_ranks(TWO, train):
         assert isinstance(error, RuntimeError) and str(error) == "rank 1: KeyError('w')"
-
-
-def test_a_snapshot_reuses_its_memory():
-    snapshot, first, second = Snapshot(), torch.arange(4.0), torch.arange(3)
-    for _ in range(3):
-        snapshot.reset()
-        copies = [snapshot.copy(first), snapshot.copy(second)]
-        snapshot.synchronize()
-        assert torch.equal(copies[0], first) and torch.equal(copies[1], second)
-        assert snapshot.num_bytes == first.nbytes + second.nbytes
-        first.add_(1)
-    snapshot.reset()
-    again = snapshot.copy(first)
-    assert again.data_ptr() == copies[0].data_ptr() != first.data_ptr()

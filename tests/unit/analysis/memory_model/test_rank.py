@@ -21,9 +21,11 @@ from megatron3d.analysis.memory_model.rank import (
     peak_activations,
     predict_memory,
     rank_memory,
+    snapshot_bytes,
     stage_activations,
 )
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
+from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
@@ -34,6 +36,7 @@ from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_SENDS_IN_FLIGHT
+from megatron3d.train.checkpointing import source_of
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
@@ -104,6 +107,31 @@ def test_persistent_memory_is_exact_in_every_mode(turn: int) -> None:
     for config in layouts()[turn::3]:
         for rank, (measured, expected) in enumerate(run_turns(lasting, NUM_RANKS, config)):
             assert measured == expected, f"rank {rank}: {config.parallel}"
+
+
+def snapshot_sizes(rank: int, world_size: int, config: Config) -> tuple[int, int]:
+    """Return the bytes of the copy for an asynchronous save, measured and expected."""
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    snapshot = Snapshot(CPU)
+    snapshot.allocate(source_of(build_state(spec, connect(spec), CPU)))
+    return snapshot.num_bytes, snapshot_bytes(make_step_spec(spec))
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"tensor_model_parallel_size": 2, "zero_stage": 1}, {"pipeline_model_parallel_size": 2}], ids=str
+)
+def test_the_copy_for_an_asynchronous_save(parallel: dict[str, Any]) -> None:
+    """Catches ranks that copy what other replicas write, and memory that is rounded up."""
+    for measured, expected in run_turns(
+        snapshot_sizes, NUM_RANKS, configure({}, parallel, precision="bf16", global_batch_size=32)
+    ):
+        assert 0.85 < expected / measured < 1.15, f"{measured} bytes, not {expected}"
+    config = configure({}, parallel, global_batch_size=32)
+    saving = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"save": "run", "async_save": True})}
+    )
+    sizes = [predict_memory(RunSpec(each, NUM_RANKS, VOCAB_SIZE)).total for each in (config, saving)]
+    assert sizes[1] - sizes[0] == snapshot_bytes(make_step_spec(RunSpec(saving, NUM_RANKS, VOCAB_SIZE)))
 
 
 def step_peak(rank: int, world_size: int, config: Config) -> tuple[int, int]:
