@@ -34,7 +34,7 @@ if (($# == 0)) || [[ $* == --fast || $* == --full ]]; then
     "${pytest[@]}" -m "not slow" "${parallel[@]}"
     if [[ ${1:-} == --fast ]]; then exit; fi
     step "pytest: layouts, several ranks, whole programs"
-    "${pytest[@]}" -m slow "${parallel[@]}" --dist loadfile "$@"
+    "${pytest[@]}" -m slow --on-cpu "${parallel[@]}" --dist loadfile "$@"
 else
     step "pytest"
     "${pytest[@]}" "$@"
