@@ -52,7 +52,7 @@ MUTATIONS = [
     Mutation(
         "softmax maximum of one vocabulary shard",
         "ops/cross_entropy.py",
-        'head.comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()',
+        'comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()',
         "logits_CV.amax(-1)",
     ),
     Mutation(

@@ -27,6 +27,7 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.groups import communication_axes, pipeline_links
 from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
 from megatron3d.model.stages import divide, make_stages
+from megatron3d.parallel.loss_chunks import GPU_LOSS_CHUNK, LossChunk
 from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
@@ -94,6 +95,15 @@ class RunSpec:
             train.recompute_num_layers or 1,
             train.cpu_offloading,
         )
+
+    def loss_chunk(self, on_gpu: bool) -> LossChunk:
+        """Return the largest chunk of the loss."""
+        train = self.config.train
+        if train.loss_chunk_tokens is not None:
+            return LossChunk(train.loss_chunk_tokens)
+        if train.loss_chunk_mb is not None:
+            return LossChunk(num_bytes=train.loss_chunk_mb * 2**20)
+        return GPU_LOSS_CHUNK if on_gpu else LossChunk()
 
     # Tensor parallelism
 

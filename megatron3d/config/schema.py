@@ -158,8 +158,13 @@ class TrainConfig(Section):
     hysteresis: int = Field(2, ge=1, description="non-finite steps before the loss scale halves")
     eval_interval: int | None = Field(None, ge=1, description="default: never")
     eval_iters: int = Field(10, ge=1)
-    loss_chunk_tokens: int = Field(
-        1024, ge=1, description="tokens per chunk of the loss: only one chunk of logits is in memory at once"
+    loss_chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens per chunk of the loss: only one chunk has logits in memory; default on CPUs: 1024",
+    )
+    loss_chunk_mb: float | None = Field(
+        None, gt=0, description="instead: MiB of fp32 logits per chunk on each rank; default on GPUs: 1024"
     )
     bucket_mb: float | None = Field(
         None,

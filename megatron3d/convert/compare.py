@@ -23,6 +23,7 @@ from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.stages import StageAssignment, make_stages
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 
@@ -70,7 +71,7 @@ def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, token
     x_MH: Tensor | None = None
     for stage in pipeline.stages:
         comm = ProcessComm(Mesh(axes, stage.index), ())
-        model = GPT(arch, mode, comm, pipeline, loss_chunk_tokens=1).to_empty(device="cpu").double()
+        model = GPT(arch, mode, comm, pipeline, LossChunk(1)).to_empty(device="cpu").double()
         pieces = [
             piece
             for name, param in model.named_parameters()

@@ -29,6 +29,7 @@ from megatron3d.ops.recompute import offload_saved_tensors, recomputed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 from megatron3d.zero import FsdpUnit
@@ -49,7 +50,7 @@ class GPT(nn.Module):
         mode: Mode,
         comm: Comm,
         assignment: StageAssignment,
-        loss_chunk_tokens: int,
+        loss_chunk: LossChunk,
         recompute: Recompute = NO_RECOMPUTE,
         overlap: TPOverlap = OVERLAP_ALL,
         splits_backward: bool = False,
@@ -75,7 +76,7 @@ class GPT(nn.Module):
         )
         if self.stages[-1].has_head:
             self.final_norm = Norm("final_norm", mode.residual[1], build)
-            self.head = LossHead("head", loss_chunk_tokens, build)
+            self.head = LossHead("head", loss_chunk, build)
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._activation_hook: ActivationHook | None = None
 

@@ -35,6 +35,7 @@ from megatron3d.ops.seeds import derive_seed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import Mode
@@ -241,12 +242,12 @@ class Embedding(nn.Module):
 class LossHead(nn.Module):
     """LM head and its loss; it has no weight of its own if embeddings are tied and one rank holds both."""
 
-    def __init__(self, name: str, chunk_tokens: int, build: Build) -> None:
+    def __init__(self, name: str, chunk: LossChunk, build: Build) -> None:
         super().__init__()
         arch, plan = build.arch, build.plan(build.mode.expand)
         self.weight = build.optional(f"{name}.weight")
         self.inner = build.mode.inner
-        self.head = LMHead(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk_tokens, build.main_grads)
+        self.head = LMHead(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk, build.main_grads)
 
     def forward(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
         """Return this rank's share of the loss; the logits [B, S, V] if the pass has no target."""

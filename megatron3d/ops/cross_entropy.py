@@ -3,12 +3,13 @@
     loss = sum over tokens of (log sum_v exp(logit_v) - logit_label) / number of tokens of the global batch
 
 Maximum, sum and label's logit are combined over the axes that split the vocabulary, in fp32 or better (Shoeybi et al.
-2019, section 3).  Letters: M tokens, C tokens of one chunk, V vocabulary, H hidden.
+2019, section 3).  `cross_entropy_` is the reference in torch's operations; on GPUs with Triton two kernels compute the
+same (`ops/fused_cross_entropy.py`).  Letters: M tokens, C tokens of one chunk, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
-from megatron3d.ops.gemm import product
+from megatron3d.ops.fused_cross_entropy import VocabShard, fused_cross_entropy_, has_triton
+from megatron3d.ops.gemm import product, put_product
 from megatron3d.ops.main_grad import MainGrads, WgradSum
 from megatron3d.parallel.layout import span
+from megatron3d.parallel.loss_chunks import LossChunk, token_moves
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
-from megatron3d.parallel.mesh import Axes
 
 
 @dataclass(frozen=True)
@@ -30,21 +32,27 @@ class LMHead:
 
     Attributes:
         plan: names no axis of size 1.
-        chunk_tokens: tokens, after the all-gather of X, whose logits exist at a time.
+        chunk: limit of the tokens whose logits exist at a time.
         main_grads: buffers that the gradient of the head's weight is added to.
+        kernel: entry of `LOSS_KERNELS`; default: the fastest for the logits.
     """
 
     plan: MatmulPlan
     comm: Comm
     vocab_size: int
     padded_vocab_size: int
-    chunk_tokens: int
+    chunk: LossChunk
     main_grads: MainGrads = field(default_factory=MainGrads)
+    kernel: str | None = None
 
     def logits(self, whole_x_CH: Tensor, whole_w_VH: Tensor) -> Tensor:
         """Return logits in Y's layout in fp32 or wider, minus infinity where the vocabulary is padded."""
-        y_CV = reduce(product(whole_x_CH, whole_w_VH), moves(self.plan.y), Y_DIMS, self.comm).wait()
-        y_CV = y_CV.to(torch.promote_types(y_CV.dtype, torch.float32))
+        wide, steps = _wide(whole_x_CH.dtype), moves(self.plan.y)
+        if steps or wide == whole_x_CH.dtype:
+            y_CV = reduce(product(whole_x_CH, whole_w_VH), steps, Y_DIMS, self.comm).wait().to(wide)
+        else:  # the GEMM itself writes fp32, where it can
+            y_CV = whole_x_CH.new_empty((len(whole_x_CH), len(whole_w_VH)), dtype=wide)
+            put_product(y_CV, whole_x_CH, whole_w_VH)
         low, high = self.vocab_span
         if high > self.vocab_size:
             y_CV[:, max(self.vocab_size - low, 0) :] = float("-inf")
@@ -56,10 +64,18 @@ class LMHead:
         return span(self.padded_vocab_size, self.plan.y_layout[1], self.comm.mesh)
 
     @property
-    def token_moves(self) -> tuple[Axes, Axes]:
-        """Return the axes over which tokens of X are all-gathered, and those over which tokens of Y are scattered."""
-        gathered = tuple(axis for axis, dim in self.plan.x.items() if dim == "M")
-        return gathered, tuple(axis for axis, dim in self.plan.y.items() if dim == "M")
+    def shard(self) -> VocabShard:
+        """Return the shard of the vocabulary that this rank's logits cover."""
+        low, high = self.vocab_span
+        return VocabShard(low, high, self.plan.y_layout[1], self.comm)
+
+    def chunks(self, x_MH: Tensor) -> list[slice]:
+        """Return the chunks of the rows of the stored X."""
+        low, high = span(self.padded_vocab_size, self.plan.n, self.comm.mesh)
+        token_bytes = (high - low) * _wide(x_MH.dtype).itemsize
+        num_rows = len(x_MH)
+        rows = self.chunk.rows(num_rows, token_bytes, self.plan, self.comm.mesh)
+        return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
     def whole_weight(self, w_VH: Tensor) -> Tensor:
         """Return the all-gathered W."""
@@ -78,9 +94,8 @@ def head_loss(
         x_MH: in the stored layout of the plan's X.
         labels_M: labels of all tokens along the axes in `plan.m`.
     """
-    chunks = _chunks(x_MH.shape[0], head)
     dw = WgradSum(w_VH, head.plan, head.comm, head.main_grads) if torch.is_grad_enabled() else None
-    loss = _HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, chunks, dw)
+    loss = _HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, head.chunks(x_MH), dw)
     if dw is not None and (reduction := dw.finish()) is not None:
         head.main_grads.add(w_VH, reduction.wait())
     return cast(Tensor, loss)
@@ -96,40 +111,55 @@ def head_logits(x_MH: Tensor, w_VH: Tensor, head: LMHead) -> Tensor:
 def _chunk_labels(labels_M: Tensor, chunk: slice, head: LMHead) -> Tensor:
     """Return the labels of this rank's logits, where each rank along the gathered axes contributes rows `chunk`."""
     mesh = head.comm.mesh
-    gathered, scattered = head.token_moves
+    gathered, scattered = token_moves(head.plan)
     labels_C: Tensor = labels_M.unflatten(0, (mesh.size(gathered), -1))[:, chunk].flatten()
     low, high = span(labels_C.shape[0], scattered, mesh)
     return labels_C[low:high]
 
 
-def _cross_entropy_(
-    logits_CV: Tensor, labels_C: Tensor, num_tokens: int | Tensor, head: LMHead, scale: Tensor | float
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses over `num_tokens`, and `scale` times its gradient [C, V] in the logits' memory."""
-    axes, (low, high) = head.plan.y_layout[1], head.vocab_span
-    top_C = head.comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def cross_entropy_(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    num_tokens: int | Tensor,
+    scale: Tensor | float,
+    vocab: VocabShard,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of the losses over `num_tokens`, and `scale` times its gradient [C, V] if it has a dtype.
+
+    The memory of the logits is overwritten.  Labels are global; negative ones are ignored.
+    """
+    axes, low, high, comm = vocab.axes, vocab.low, vocab.high, vocab.comm
+    top_C = comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()
     counted = labels_C >= 0
     mine = counted & (labels_C >= low) & (labels_C < high)
     column = (labels_C - low).masked_fill(~mine, 0).unsqueeze(-1)
     label_logit_C = (logits_CV.gather(-1, column).squeeze(-1) - top_C).masked_fill(~mine, 0)
     exp_CV = logits_CV.sub_(top_C.unsqueeze(-1)).exp_()
-    sum_C, label_logit_C = head.comm.all_reduce(torch.stack((exp_CV.sum(-1), label_logit_C)), axes).wait()
+    sum_C, label_logit_C = comm.all_reduce(torch.stack((exp_CV.sum(-1), label_logit_C)), axes).wait()
     loss = (sum_C.log() - label_logit_C).masked_fill(~counted, 0).sum() / num_tokens
+    if dtype is None:
+        return loss, None
     grad_CV = exp_CV.mul_((scale / (sum_C * num_tokens)).masked_fill(~counted, 0).unsqueeze(-1))
     grad_CV.scatter_add_(-1, column, mine.to(grad_CV.dtype).unsqueeze(-1) * -scale / num_tokens)
-    return loss, grad_CV
+    return loss, grad_CV.to(dtype)
 
 
-def _chunks(num_rows: int, head: LMHead) -> list[slice]:
-    """Return the chunks of the rows of the stored X.
+# Arguments and results as those of `cross_entropy_`.
+LOSS_KERNELS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "torch": cross_entropy_,
+    "triton": fused_cross_entropy_,
+}
+LOSS_KERNEL_NAMES: Mapping[str, str] = {"torch": "torch's operations", "triton": "two Triton kernels"}
 
-    A chunk has at most `chunk_tokens` tokens after the all-gather, and a number of rows that the scatter of Y divides
-    (then it divides the last chunk as well).
-    """
-    gathered, scattered = (head.comm.mesh.size(axes) for axes in head.token_moves)
-    unit = scattered // math.gcd(gathered, scattered)
-    rows = max(head.chunk_tokens // (gathered * unit), 1) * unit
-    return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
+
+def loss_kernel(is_on_gpu: bool, dtype: torch.dtype) -> str:
+    """Return the entry of `LOSS_KERNELS` that computes the loss of activations of a dtype."""
+    return "triton" if is_on_gpu and _wide(dtype) == torch.float32 and has_triton() else "torch"
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -145,16 +175,20 @@ class _HeadLoss(torch.autograd.Function):
         chunks: list[slice],
         dw: WgradSum | None,
     ) -> Tensor:
-        plan, comm = head.plan, head.comm
+        plan, comm, shard = head.plan, head.comm, head.shard
+        cross_entropy = LOSS_KERNELS[head.kernel or loss_kernel(x_MH.is_cuda, x_MH.dtype)]
+        grad_dtype = None if dw is None else x_MH.dtype
         whole_w = head.whole_weight(w_VH)
         dx_chunks, losses = [], []
         for chunk in chunks:
             whole_x = gather(x_MH[chunk], plan.x, X_DIMS, comm).wait()
             labels_C = _chunk_labels(labels_M, chunk, head)
-            loss, grad_CV = _cross_entropy_(head.logits(whole_x, whole_w), labels_C, num_tokens, head, scale)
+            logits_CV = head.logits(whole_x, whole_w)
+            loss, grad_CV = cross_entropy(logits_CV, labels_C, num_tokens, scale, shard, grad_dtype)
+            del logits_CV
             losses.append(loss)
-            if dw is not None:
-                dy = gather_dy(grad_CV.to(x_MH.dtype), plan, comm).wait()
+            if dw is not None and grad_CV is not None:
+                dy = gather_dy(grad_CV, plan, comm).wait()
                 dx = reduce(product(dy, whole_w.T), plan.dx_moves, X_DIMS, comm)
                 dw.add_product(dy.T, whole_x.T)
                 dx_chunks.append(dx.wait())

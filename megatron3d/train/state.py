@@ -56,7 +56,8 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
     config = spec.config
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the CPU; use false, or a GPU")
-    chunk, splits = config.train.loss_chunk_tokens, spec.pipeline.splits_backward
+    chunk = spec.loss_chunk(device.type != "cpu")
+    splits = spec.pipeline.splits_backward
     norms = fused_norms([device]) if config.train.norm_implementation == "apex" else TORCH_NORMS
     model = GPT(spec.arch, spec.mode, comm, spec.pipeline, chunk, spec.recompute, spec.overlap, splits, norms)
     loss_scale = LossScale(config.train, device)

@@ -31,6 +31,8 @@ class KernelMemory:
         softmax_again: longest sequences for which bf16 attention keeps no number per row of scores.
         adds_dw: a chunk's dW of the LM head is multiplied apart and then added to main_grad, as bf16 and oneDNN's fp32
             kernel on a CPU do; others accumulate in the GEMM.
+        sums_rows: backward of the embedding sums the gradients of each distinct token before it adds them to main_grad.
+        fused_loss: the loss writes its gradient into the memory of the logits.
         update_piece: elements that AdamW updates at once if its moments are narrower than the weights.
         on_gpu: the run is on GPUs, whose buckets of gradients are larger by default.
         sdpa_workspace: the backward of fused attention has a workspace beyond its gradients.
@@ -45,6 +47,8 @@ class KernelMemory:
     softmax_again: int
     adds_dw: bool
     update_piece: int
+    sums_rows: bool
+    fused_loss: bool
     on_gpu: bool = False
     sdpa_workspace: bool = False
     gemm_workspace: int = 0
@@ -61,6 +65,8 @@ KERNELS: Mapping[str, KernelMemory] = {
         adds_dw=True,
         update_piece=2**18,
         is_host=True,
+        sums_rows=True,
+        fused_loss=False,
     ),
     "gpu": KernelMemory(
         narrow_statistics=False,
@@ -71,6 +77,8 @@ KERNELS: Mapping[str, KernelMemory] = {
         adds_dw=False,
         update_piece=2**22,
         on_gpu=True,
+        sums_rows=False,
+        fused_loss=True,
         sdpa_workspace=True,
         gemm_workspace=2 * 32 * 2**20,  # cuBLAS on Hopper, for the thread of forward and that of backward
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.stages import Stage
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.spec import Pipeline
@@ -34,7 +35,7 @@ class StepSpec:
     schedule: str
     lowered: Schedule
     moment_itemsizes: tuple[int, int]
-    loss_chunk_tokens: int
+    loss_chunk: LossChunk
     bucket_bytes: float
     zero_stage: int = 0
     reduce_itemsize: int = 4
@@ -102,7 +103,7 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         config.parallel.pipeline_schedule,
         lower(spec.schedule),
         (first, second),
-        train.loss_chunk_tokens,
+        spec.loss_chunk(kernels.on_gpu),
         bucket_bytes=spec.bucket_bytes(kernels.on_gpu),
         zero_stage=config.parallel.zero_stage,
         reduce_itemsize=2 if train.grad_reduce_in_bf16 else local.wide,

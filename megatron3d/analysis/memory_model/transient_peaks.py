@@ -6,7 +6,6 @@ collective.  Small tensors (a number per token) are left out.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
@@ -14,6 +13,7 @@ from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.linears import FC1, FC2, LINEARS, PROJ, QKV
 from megatron3d.model.recompute_spec import NO_RECOMPUTE
+from megatron3d.parallel.loss_chunks import token_moves
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
 # `ops/dropout.py` hashes indices in int64; three of them are live per element.
@@ -113,21 +113,27 @@ def _padded(size: int, multiple: int) -> int:
 def head_peaks(step: StepSpec) -> dict[str, int]:
     """Return the bytes of the last chunk of logits and its gradients, and of the head's dW before its reduction.
 
-    They are the norm's output; the gathered W, X and dY of the chunk; logits in fp32 and in the model's dtype; dX and
-    dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own, and there is a copy
-    in the model's dtype.
+    They are the norm's output, and the gathered W and X of the chunk; then the logits in fp32 and their gradient in the
+    model's dtype, which a fused loss writes into the logits' memory; after that the gradient, the gathered dY, and dX
+    and dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own, and there is a
+    copy in the model's dtype.
     """
     local, size = step.local, step.local.itemsize
     plan, narrow = local.mode.expand.on(local.mesh), size if size < local.wide else 0
+    is_fused = local.kernels.fused_loss
     rows, ranks = chunk_rows(step)
     vocabulary, features = local.part(local.arch.padded_vocab_size, plan.n), local.part(local.arch.hidden_size, plan.k)
     x, w = rows * ranks * features, vocabulary * features
     dy = rows * ranks * vocabulary
     gathered, reordered = _gathered(plan, x, w, dy)
-    logits = dy // local.mesh.size(plan.dy) * (local.wide + (0 if plan.dy else narrow))
+    logits = dy // local.mesh.size(plan.dy)
+    whole_dy = dy if plan.dy else 0
+    at_loss = logits * (local.wide + (0 if is_fused else narrow))
     before = w * local.wide if plan.w and rows < local.tokens else 0
     dw = w if plan.w or local.kernels.adds_dw else 0
-    chunk = local.residual + gathered * size + logits + before + max(dw + x, reordered) * size
+    grad = logits * (local.wide if is_fused else size)
+    in_gemms = grad + (whole_dy + max(dw + x, reordered)) * size
+    chunk = local.residual + (gathered - whole_dy) * size + before + max(at_loss, in_gemms)
     return {"head and loss": chunk, "gradient of the head": 2 * local.residual + before + w * size if plan.w else 0}
 
 
@@ -135,12 +141,9 @@ def chunk_rows(step: StepSpec) -> tuple[int, int]:
     """Return the rows of this rank in a chunk of `ops/cross_entropy.py`, and the ranks whose rows are gathered."""
     local = step.local
     plan = local.mode.expand.on(local.mesh)
-    gathered, scattered = (
-        local.mesh.size(axis for axis, dim in table.items() if dim == "M") for table in (plan.x, plan.dy)
-    )
-    unit = scattered // math.gcd(gathered, scattered)
-    rows = max(step.loss_chunk_tokens // (gathered * unit), 1) * unit
-    return min(rows, local.tokens), gathered
+    token_bytes = local.part(local.arch.padded_vocab_size, plan.n) * local.wide
+    rows = step.loss_chunk.rows(local.tokens, token_bytes, plan, local.mesh)
+    return min(rows, local.tokens), local.mesh.size(token_moves(plan)[0])
 
 
 def embedding_peak(local: LocalSizes) -> int:

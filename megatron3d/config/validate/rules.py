@@ -131,6 +131,9 @@ def unused_problems(facts: Facts) -> Iterator[str]:
             yield f"{where}: not used with {style}; use WSD, or leave it out"
     if config.data.tokenizer_model and config.data.tokenizer_type == "ByteTokenizer":
         yield f"{facts.named('data.tokenizer_model')}: ByteTokenizer has no model file; leave it out"
+    if None not in (config.train.loss_chunk_tokens, config.train.loss_chunk_mb):
+        where, tokens = facts.named("train.loss_chunk_mb"), plain(config, "train.loss_chunk_tokens")
+        yield f"{where}: not used with {tokens}, which limits a chunk as well; leave one of the two out"
     yield from checkpoint_problems(facts)
     for key, wanted in RECOMPUTE_KEYS.items():
         if getattr(config.train, key) is not None and config.train.recompute_granularity != wanted:

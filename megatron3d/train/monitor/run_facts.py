@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from megatron3d.analysis.memory_model.transient_peaks import chunk_rows
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.sdpa_backends import describe_attention
+from megatron3d.ops.cross_entropy import LOSS_KERNEL_NAMES, loss_kernel
 from megatron3d.ops.gemm import onednn_gemms
 from megatron3d.train.monitor.oom_report import job_of
 from megatron3d.train.state import TrainState
@@ -35,6 +37,14 @@ def describe_attention_kernel(state: TrainState) -> str:
     heads = work.num_queries, work.num_groups, arch.kv_channels
     is_masked = state.spec.config.data.reset_attention_mask
     return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)
+
+
+def describe_loss(state: TrainState) -> str:
+    """Describe the kernel and the chunks of the loss."""
+    whole = state.buffers.flat_buffers[0].params
+    rows, ranks = chunk_rows(job_of(state.spec, whole.device))
+    kernel = LOSS_KERNEL_NAMES[loss_kernel(whole.is_cuda, whole.dtype)]
+    return f"loss: {kernel}, in chunks of {rows * ranks:,} tokens"
 
 
 def describe_installed_apex(state: TrainState) -> str | None:
@@ -73,6 +83,7 @@ def describe_buckets(state: TrainState) -> str | None:
 FACTS: tuple[Fact, ...] = (
     describe_gemms,
     describe_attention_kernel,
+    describe_loss,
     describe_installed_apex,
     describe_communicators,
     describe_buckets,

@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
+from tests.support.largest_tensor import LargestTensor
 from tests.support.shards import cut, error, normal, plan_comm
 from tests.support.turn_ranks import run_turns
 
@@ -56,7 +57,7 @@ def test_any_chunk_gives_torchs_loss_and_gradients(
     tokens: int, vocab: int, padding: int, chunk: int, num_tokens: int
 ) -> None:
     x_MH, w_VH, labels_M = whole_problem(tokens, vocab, vocab + padding, hidden=4)
-    head = LMHead(MatmulPlan(), ALONE, vocab, vocab + padding, chunk)
+    head = LMHead(MatmulPlan(), ALONE, vocab, vocab + padding, LossChunk(chunk))
     x, w = x_MH.clone().requires_grad_(), w_VH.clone().requires_grad_()
     loss = head_loss(x, w, labels_M, num_tokens, head, scale=torch.tensor(4.0))
     loss.backward()
@@ -71,7 +72,7 @@ def test_any_chunk_gives_torchs_loss_and_gradients(
 def split_errors(plan: MatmulPlan, chunk: int, comm: Comm) -> dict[str, float]:
     tokens, vocab, padded, mesh = 96, 61, 72, comm.mesh
     x_MH, w_VH, labels_M = whole_problem(tokens, vocab, padded, hidden=24)
-    head = LMHead(plan, comm, vocab, padded, chunk)
+    head = LMHead(plan, comm, vocab, padded, LossChunk(chunk))
     x, w = cut(x_MH, plan.x_layout, mesh).requires_grad_(), cut(w_VH, plan.w_layout, mesh).requires_grad_()
     share = head_loss(x, w, cut(labels_M, (plan.m,), mesh), 77, head)
     share.backward()
@@ -119,17 +120,6 @@ def test_split_loss_in_every_form(world_size: int) -> None:
     assert run_turns(wrong, world_size) == [[]] * world_size
 
 
-class LargestTensor(TorchDispatchMode):
-    """Track the number of elements of the largest tensor that any operation allocates."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
-        return out
-
-
 class Products(TorchDispatchMode):
     """Count GEMMs."""
 
@@ -149,7 +139,7 @@ def test_the_full_logits_never_exist() -> None:
             w_VH.requires_grad_(),
             labels_M,
             tokens,
-            LMHead(MatmulPlan(), ALONE, vocab, vocab, chunk),
+            LMHead(MatmulPlan(), ALONE, vocab, vocab, LossChunk(chunk)),
         )
         loss.backward()
     assert largest.numel == max(chunk * vocab, vocab * hidden)
@@ -157,7 +147,7 @@ def test_the_full_logits_never_exist() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     x_MH, w_VH, labels_M = whole_problem(10, 7, 8, hidden=4)
-    head = LMHead(MatmulPlan(), ALONE, 7, 8, 4)
+    head = LMHead(MatmulPlan(), ALONE, 7, 8, LossChunk(4))
     loss = head_loss(1e4 * x_MH.float(), w_VH.float(), labels_M, 10, head)
     expected, *_ = reference(1e4 * x_MH, w_VH, labels_M, 7, 10)
     assert error(loss.double(), expected) < 1e-5
@@ -167,7 +157,7 @@ def test_bf16_is_summed_in_fp32() -> None:
     """In bf16 neither the sum of a thousand equal token losses nor the weight's gradient would be right."""
     x_MH, w_VH = torch.ones(1024, 1, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.bfloat16)
     x, w = x_MH.requires_grad_(), w_VH.requires_grad_()
-    loss = head_loss(x, w, torch.zeros(1024, dtype=torch.int64), 1024, LMHead(MatmulPlan(), ALONE, 8, 8, 16))
+    loss = head_loss(x, w, torch.zeros(1024, dtype=torch.int64), 1024, LMHead(MatmulPlan(), ALONE, 8, 8, LossChunk(16)))
     loss.backward()
     assert loss.dtype == torch.float32 and w.grad is not None
     assert abs(loss.item() - 2.0794415) < 1e-6
@@ -176,6 +166,7 @@ def test_bf16_is_summed_in_fp32() -> None:
 
 def test_evaluation_multiplies_once_per_chunk() -> None:
     x_MH, w_VH, labels_M = whole_problem(10, 7, 8, hidden=4)
+    head = LMHead(MatmulPlan(), ALONE, 7, 8, LossChunk(5))
     with torch.no_grad(), Products() as products:
-        head_loss(x_MH.requires_grad_(), w_VH.requires_grad_(), labels_M, 10, LMHead(MatmulPlan(), ALONE, 7, 8, 5))
+        head_loss(x_MH.requires_grad_(), w_VH.requires_grad_(), labels_M, 10, head)
     assert products.count == 2

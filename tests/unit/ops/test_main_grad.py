@@ -19,29 +19,16 @@ from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.panelled_matmul import PanelledMatmul
 from megatron3d.ops.wgrad_queue import WgradQueue
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.tp_overlap import TPOverlap
+from tests.support.main_grad_buffer import Buffer
 
 ALONE = ProcessComm(Mesh((("t", 1),)), [])
 CUDA = pytest.param(
     "cuda", torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 )
-
-
-class Buffer:
-    """main_grad of one parameter, initialized with NaN that must be overwritten."""
-
-    def __init__(self, w: Tensor) -> None:
-        self.sum = torch.full(w.shape, torch.nan, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device)
-        self.num_opened = self.num_closed = 0
-
-    def open(self) -> tuple[Tensor, bool]:
-        self.num_opened += 1
-        return self.sum, self.num_opened > 1
-
-    def close(self) -> None:
-        self.num_closed += 1
 
 
 def registered(w: Tensor) -> tuple[MainGrads, Buffer]:
@@ -87,7 +74,7 @@ def test_the_heads_gradient_accumulates_in_main_grad(chunk_tokens: int) -> None:
     x, w, labels = matrix(8, 4), matrix(6, 4), torch.arange(8) % 6
     main_grads, buffer = registered(w)
     for _ in range(2):
-        head_loss(x, w, labels, 8, LMHead(MatmulPlan(), ALONE, 6, 6, chunk_tokens, main_grads))
+        head_loss(x, w, labels, 8, LMHead(MatmulPlan(), ALONE, 6, 6, LossChunk(chunk_tokens), main_grads))
     (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ w.T, labels), w)
     assert w.grad is None and buffer.num_closed == 2
     torch.testing.assert_close(buffer.sum, 2 * expected, rtol=1e-12, atol=1e-12)

@@ -31,6 +31,7 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import MODULES, NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
@@ -73,7 +74,7 @@ def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
     """Return a model of one stage with allocated parameters, and a microbatch."""
     stages = make_stages([local.arch.num_layers])
     assignment = StageAssignment(stages, (0,))
-    model = GPT(local.arch, local.mode, comm, assignment, loss_chunk_tokens=12, recompute=local.recompute)
+    model = GPT(local.arch, local.mode, comm, assignment, LossChunk(12), recompute=local.recompute)
     model.to_empty(device="cpu").to(DTYPES[local.itemsize])
     for parameter in model.parameters():
         nn.init.ones_(parameter)

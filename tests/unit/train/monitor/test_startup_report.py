@@ -70,7 +70,8 @@ def test_the_report_adds_up() -> None:
     assert f"{16 * values / 2**20:,.1f} MiB = weights" in text
     assert "2 TFLOP/s per device (a data sheet)" in text
     assert "set logging.peak_tflops" in startup_report(state, None, {})
-    assert "> attention: " in text and "> allocator: the usual one" in text and "> communicators" not in text
+    assert "> attention: " in text and "> loss: torch's operations, in chunks of" in text
+    assert "> allocator: the usual one" in text and "> communicators" not in text
 
 
 def describe_everywhere(rank: int, world_size: int) -> None:

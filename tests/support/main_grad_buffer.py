@@ -1,0 +1,21 @@
+"""`MainGrad` of one parameter, for tests of the routes by which gradients reach it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Buffer:
+    """main_grad of one parameter, initialized with NaN that must be overwritten."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.sum = torch.full(w.shape, torch.nan, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device)
+        self.num_opened = self.num_closed = 0
+
+    def open(self) -> tuple[Tensor, bool]:
+        self.num_opened += 1
+        return self.sum, self.num_opened > 1
+
+    def close(self) -> None:
+        self.num_closed += 1
