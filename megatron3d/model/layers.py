@@ -227,13 +227,14 @@ class Embedding(nn.Module):
 
     def __init__(self, name: str, build: Build) -> None:
         super().__init__()
-        self.plan, self.comm = build.plan(build.mode.embed), build.comm
+        self.plan, self.comm, self.main_grads = build.plan(build.mode.embed), build.comm, build.main_grads
         self.padded_vocab_size, self.tokens = build.arch.padded_vocab_size, build.mode.residual[0]
         self.weight = build.param(f"{name}.weight")
         self.position = build.optional(f"{name}.position")
 
     def forward(self, at: Pass) -> Tensor:
-        x_MH = embedding(at.tokens_BS.flatten(), self.weight, self.padded_vocab_size, self.plan, self.comm)
+        tokens_M, size = at.tokens_BS.flatten(), self.padded_vocab_size
+        x_MH = embedding(tokens_M, self.weight, size, self.plan, self.comm, self.main_grads)
         if self.position is None:
             return x_MH
         return x_MH + F.embedding(at.positions(self.tokens, self.comm.mesh, x_MH.device), self.position)

@@ -1,6 +1,7 @@
 """Word embedding: the contracting matmul of one-hot tokens with the LM head's stored matrix, as a lookup.
 
-Gradients of repeated tokens are summed in fp32 or wider.  Letters: M tokens, V vocabulary, H hidden.
+Gradients of repeated tokens are summed in fp32 or wider; where no axis reduces them, in main_grad itself, without a
+gradient of the table's size per microbatch.  Letters: M tokens, V vocabulary, H hidden, U distinct tokens.
 """
 
 from __future__ import annotations
@@ -13,17 +14,29 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.collectives import Y_DIMS, gather, gather_dy, reduce
+from megatron3d.ops.main_grad import MainGrad, MainGrads
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 
 W_DIMS = {"K": 0, "N": 1}
 
 
-def embedding(tokens_M: Tensor, w_VH: Tensor, padded_vocab: int, plan: MatmulPlan, comm: Comm) -> Tensor:
-    """Return rows of `w_VH` for int64 `tokens_M` (all tokens along `plan.m`), in the plan's Y layout."""
-    if not (plan.m or plan.k or plan.n) and w_VH.dtype == _wide(w_VH.dtype):
+def embedding(
+    tokens_M: Tensor,
+    w_VH: Tensor,
+    padded_vocab: int,
+    plan: MatmulPlan,
+    comm: Comm,
+    main_grads: MainGrads | None = None,
+) -> Tensor:
+    """Return rows of `w_VH` for int64 `tokens_M` (all tokens along `plan.m`), in the plan's Y layout.
+
+    If `main_grads` has a buffer for `w_VH` and no axis reduces its gradient, backward adds the gradient to the buffer.
+    """
+    buffer = None if main_grads is None or plan.w else main_grads.buffer(w_VH)
+    if buffer is None and not (plan.m or plan.k or plan.n) and w_VH.dtype == _wide(w_VH.dtype):
         return F.embedding(tokens_M, w_VH)
-    y_MH: Tensor = _Embedding.apply(tokens_M, w_VH, padded_vocab, plan, comm)
+    y_MH: Tensor = _Embedding.apply(tokens_M, w_VH, padded_vocab, plan, comm, buffer)
     return y_MH
 
 
@@ -31,23 +44,72 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _add_rows(buffer: MainGrad, rows_M: Tensor, dy_MH: Tensor) -> None:
+    """Add the gradient of each token to its row of main_grad, in an order that does not change from run to run."""
+    into_VH, holds_gradient = buffer.open()
+    if not holds_gradient:
+        into_VH.zero_()
+    add = _add_sorted if into_VH.is_cuda else _add_sums
+    add(into_VH, rows_M, dy_MH.to(into_VH.dtype))
+    buffer.close()
+
+
+def _add_sorted(into_VH: Tensor, rows_M: Tensor, dy_MH: Tensor) -> None:
+    """Add by one kernel that sorts the rows; `index_add_` uses atomics on a GPU, so that sums differ between runs."""
+    into_VH.index_put_((rows_M,), dy_MH, accumulate=True)
+
+
+def _add_sums(into_VH: Tensor, rows_M: Tensor, dy_MH: Tensor) -> None:
+    """Add the sum of each distinct row once, which rounds like adding a gradient of the table's size.
+
+    Sums that no row needs are zero and are added to row 0, so that shapes do not depend on the values.
+    """
+    if not len(rows_M):
+        return
+    sorted_M, order_M = rows_M.sort(stable=True)
+    is_new_M = sorted_M.diff(prepend=sorted_M[:1]) != 0
+    place_M = is_new_M.cumsum(0)
+    num_sums = min(len(rows_M), len(into_VH))
+    row_U = torch.zeros(num_sums, dtype=torch.int64, device=rows_M.device).scatter_(0, place_M, sorted_M)
+    place_M = torch.empty_like(place_M).scatter_(0, order_M, place_M)
+    sums_UH = dy_MH.new_zeros((num_sums, dy_MH.shape[1])).index_add_(0, place_M, dy_MH)
+    into_VH.index_add_(0, row_U, sums_UH)
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens_M: Tensor, w_VH: Tensor, padded_vocab: int, plan: MatmulPlan, comm: Comm) -> Tensor:
+    def forward(
+        ctx: Any,
+        tokens_M: Tensor,
+        w_VH: Tensor,
+        padded_vocab: int,
+        plan: MatmulPlan,
+        comm: Comm,
+        buffer: MainGrad | None,
+    ) -> Tensor:
         low, high = span(padded_vocab, plan.k, comm.mesh)
-        absent = (tokens_M < low) | (tokens_M >= high)
-        rows_M = (tokens_M - low).masked_fill_(absent, 0)
-        ctx.plan, ctx.comm = plan, comm
+        rows_M, absent_M1 = tokens_M, None
+        if plan.k:
+            absent_M = (tokens_M < low) | (tokens_M >= high)
+            rows_M, absent_M1 = (tokens_M - low).masked_fill_(absent_M, 0), absent_M.unsqueeze(-1)
+        ctx.plan, ctx.comm, ctx.buffer = plan, comm, buffer
         ctx.num_rows = high - low
-        ctx.save_for_backward(rows_M, absent)
+        ctx.save_for_backward(rows_M, absent_M1)
         whole_VH = gather(w_VH, plan.w, W_DIMS, comm).wait()
-        y_MH = whole_VH[rows_M].masked_fill_(absent.unsqueeze(-1), 0)
+        y_MH = F.embedding(rows_M, whole_VH)
+        if absent_M1 is not None:
+            y_MH.masked_fill_(absent_M1, 0)
         return reduce(y_MH, moves(plan.y), Y_DIMS, comm).wait()
 
     @staticmethod
     def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:
-        rows_M, absent = ctx.saved_tensors
-        dy = gather_dy(dy_MH, ctx.plan, ctx.comm).wait().masked_fill(absent.unsqueeze(-1), 0)
+        rows_M, absent_M1 = ctx.saved_tensors
+        dy = gather_dy(dy_MH, ctx.plan, ctx.comm).wait()
+        if absent_M1 is not None:
+            dy = dy.masked_fill(absent_M1, 0)
+        if ctx.buffer is not None:
+            _add_rows(ctx.buffer, rows_M, dy)
+            return None, None, None, None, None, None
         dw = torch.zeros((ctx.num_rows, dy.shape[1]), dtype=_wide(dy.dtype), device=dy.device)
         dw = dw.index_add_(0, rows_M, dy.to(dw.dtype)).to(dy.dtype)
-        return None, reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait(), None, None, None
+        return None, reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait(), None, None, None, None

@@ -1,4 +1,4 @@
-"""`main_grad`, the gradient buffer of a parameter in fp32 or wider, and the four routes by which gradients reach it."""
+"""`main_grad`, the gradient buffer of a parameter in fp32 or wider, and the five routes by which gradients reach it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class MainGrad(Protocol):
 
 
 class MainGrads:
-    """Registry of main_grad buffers by parameter, and the four routes by which a gradient reaches one.
+    """Registry of main_grad buffers by parameter, and the five routes by which a gradient reaches one.
 
-        norms, biases, embedding     autograd's backward ───── post-accumulate hook ──── collect ────┐
+        norms, biases                autograd's backward ───── post-accumulate hook ──── collect ────┐
+        embedding, dW is not reduced rows dY of each token, summed by token ──────────── buffer ─────┤
         linear, dW is not reduced    GEMM dY^T X with beta=1 ─────────────────────────── accumulate ─┤
         linear, dW reduced or late   GEMM dY^T X ──── reduction in flight, WgradQueue ── add ────────┼── main_grad
         LM head                      GEMMs per chunk of the fused loss ──── WgradSum ─── finish ─────┘

@@ -182,7 +182,8 @@ def skip_problems(state: TrainState) -> Iterator[str]:
     before, iteration, consumed_samples = updated_values(state), state.iteration, state.consumed_samples
     with contextlib.ExitStack() as stack:
         if mesh.rank == mesh.world_size - 1:
-            hook = next(state.model.parameters()).register_hook(lambda grad: grad / 0)
+            norm = next(param for name, param in state.model.named_parameters() if "norm" in name)
+            hook = norm.register_hook(lambda grad: grad / 0)
             stack.callback(hook.remove)
         result = train_step(state, loader.step(consumed_samples), 1e-2, settings)
     if not result.skipped:

@@ -58,8 +58,7 @@ def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return what the embedding keeps: the indices of its rows, and its dropout mask."""
     plan = local.mode.embed.on(local.mesh)
     read = local.part(local.num_tokens, plan.m)
-    is_plain = not (plan.m or plan.k or plan.n) and local.itemsize == local.wide
-    items = [KeptTensor("embedding", "rows", read * (_INDEX if is_plain else _INDEX + 1))]
+    items = [KeptTensor("embedding", "rows", read * (_INDEX + 1 if plan.k else _INDEX))]
     if (
         local.arch.position_embedding_type == "learned_absolute" and not local.resets_positions
     ):  # otherwise it is a view of a kept tensor

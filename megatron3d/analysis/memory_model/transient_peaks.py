@@ -147,10 +147,17 @@ def chunk_rows(step: StepSpec) -> tuple[int, int]:
 
 
 def embedding_peak(local: LocalSizes) -> int:
-    """Return the bytes of the embedding's backward: gathered dY, and dW in fp32 and in the network's dtype."""
-    mesh, plan = local.mesh, local.mode.embed.on(local.mesh)
+    """Return the bytes of the embedding's backward: gathered dY, in fp32 as well, and sums of its rows.
+
+    If no axis reduces the gradient, the rows are added to main_grad; else dW exists in fp32 and in the model's dtype.
+    """
+    plan = local.mode.embed.on(local.mesh)
     features, rows = local.part(local.arch.hidden_size, plan.n), local.part(local.arch.padded_vocab_size, plan.k)
     narrow = local.itemsize if local.itemsize < local.wide else 0
-    gathered_dy = local.part(local.num_tokens, plan.m) * features * (local.itemsize + narrow)
-    gathered_dy *= 1 if mesh.nontrivial((*plan.m, *plan.k, *plan.n)) or narrow else 0
-    return local.residual + gathered_dy + rows * features * (local.wide + narrow)
+    tokens = local.part(local.num_tokens, plan.m)
+    if plan.w:
+        gathered_dy = tokens * features * (local.itemsize + narrow)
+        return local.residual + gathered_dy + rows * features * (local.wide + narrow)
+    copies = (local.wide if narrow else 0) + local.itemsize * (bool(plan.dy) + bool(plan.k))
+    sums = min(tokens, rows) * local.wide if local.kernels.sums_rows else 0
+    return local.residual + features * (tokens * copies + sums)

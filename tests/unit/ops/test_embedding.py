@@ -1,17 +1,27 @@
-"""Fact: lookups in a sharded table return rows of the whole table, and its gradient is the whole gradient's shard."""
+"""Fact: lookups in a sharded table return rows of the whole table, and its gradient is the whole gradient's shard.
+
+Where no axis reduces the gradient it is added to main_grad, with every bit that adding a gradient of the table's size
+gives, but without its memory.  This catches a buffer that is not cleared before the first microbatch of a step, rows
+that are added token by token (which rounds differently for each number of microbatches), and sums in bf16.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.ops import embedding as embedding_module
 from megatron3d.ops.embedding import embedding
+from megatron3d.ops.main_grad import MainGrads
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
+from tests.support.largest_tensor import LargestTensor
+from tests.support.main_grad_buffer import Buffer
 from tests.support.shards import cut, error, every_group, normal
 from tests.support.turn_ranks import run_turns
 
@@ -89,3 +99,49 @@ def test_a_frequent_tokens_gradient_grows_on_one_rank_too() -> None:
     y_MH = embedding(torch.zeros(4096, dtype=torch.int64), w_VH, 4, MatmulPlan(), nobody)
     y_MH.backward(torch.ones(4096, 2, dtype=torch.bfloat16))
     assert w_VH.grad is not None and (w_VH.grad[0] == 4096).all()
+
+
+ALONE = ProcessComm(Mesh((("t", 1),)), [])
+
+
+def accumulated(dtype: torch.dtype, num_microbatches: int, has_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    """Return main_grad after some microbatches, and the sum of gradients of the table's size, in fp32 or wider."""
+    main_grads, w_VH = MainGrads(), normal(PADDED_VOCAB, HIDDEN, seed=1).to(dtype).requires_grad_()
+    buffer = Buffer(w_VH)
+    main_grads.register(w_VH, buffer)
+    expected = torch.zeros_like(buffer.sum)
+    if has_gradient:  # of the LM head, with tied embeddings
+        main_grads.add(w_VH, w_VH.detach())
+        expected += w_VH.detach()
+    for number in range(num_microbatches):
+        tokens_M = token_ids().roll(number)[: TOKENS - number]
+        dy_MH = normal(len(tokens_M), HIDDEN, seed=number + 2).to(dtype)
+        y_MH = embedding(tokens_M, w_VH, PADDED_VOCAB, MatmulPlan(), ALONE, main_grads)
+        y_MH.backward(dy_MH)
+        expected += torch.zeros_like(expected).index_add_(0, tokens_M, dy_MH.to(expected.dtype))
+    assert w_VH.grad is None and buffer.num_closed == num_microbatches + has_gradient
+    return buffer.sum, expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_main_grad_has_every_bit_of_gradients_of_the_tables_size(dtype: torch.dtype, has_gradient: bool) -> None:
+    found, expected = accumulated(dtype, 3, has_gradient)
+    assert torch.equal(found, expected)
+
+
+def test_the_kernel_of_gpus_adds_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_module, "_add_sums", embedding_module._add_sorted)
+    found, expected = accumulated(torch.float64, 3)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_no_gradient_of_the_tables_size_exists(tokens: int) -> None:
+    main_grads, w_VH = MainGrads(), torch.zeros(1000, 4, requires_grad=True)
+    main_grads.register(w_VH, buffer := Buffer(w_VH))
+    y_MH = embedding(torch.arange(tokens) // 2, w_VH, 1000, MatmulPlan(), ALONE, main_grads)
+    with LargestTensor({buffer.sum}) as largest:
+        y_MH.backward(torch.ones(tokens, 4))
+    assert largest.numel <= 4 * tokens
+    assert buffer.sum[:4, 0].tolist() == [2.0 if 2 * row < tokens - 1 else float(2 * row < tokens) for row in range(4)]

@@ -194,7 +194,7 @@ def check_left(local: LocalSizes) -> None:
     model, stage, at = build(local, every_group(local.mesh))
     assert at.target is not None, "a microbatch has labels"
     known = [at.documents.segments_BS, at.documents.positions_BS] if at.documents else []
-    known += [*model.parameters(), at.tokens_BS, at.target.labels_M, *(at.rotary or ())]
+    known += [*model.parameters(), at.target.labels_M, *(at.rotary or ())]
     with Live([tensor for tensor in known if tensor is not None]) as live:
         before = live.now
         loss = model(stage, None, at)
