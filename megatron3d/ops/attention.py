@@ -60,19 +60,22 @@ class _GatherColumns(torch.autograd.Function):
 
 
 def rotary_tables(seq_length: int, size: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [S, 1, D] of the rotary angles (Su et al. 2021, arXiv:2104.09864), in Llama's order."""
+    """Return cos and sin [S, 1, D] of the rotary angles (Su et al. 2021, arXiv:2104.09864), in Llama's order.
+
+    They are in fp32 or wider: in bf16, angles that differ by less than a degree would be the same.
+    """
     wide = torch.promote_types(like.dtype, torch.float32)
     positions = torch.arange(seq_length, device=like.device, dtype=wide)
     rates = base ** (-torch.arange(0, size, 2, device=like.device, dtype=wide) / size)
     angles = torch.outer(positions, rates).repeat(1, 2).unsqueeze(1)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return angles.cos(), angles.sin()
 
 
 def rotate(x_BSND: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x [B, S, N, D] rotated by the angles of its positions."""
+    """Return x [B, S, N, D] rotated by the angles of its positions, rounded once where it is narrower than these."""
     cos, sin = tables
     left, right = x_BSND.chunk(2, dim=-1)
-    return x_BSND * cos + torch.cat((-right, left), dim=-1) * sin
+    return (x_BSND * cos + torch.cat((-right, left), dim=-1) * sin).to(x_BSND.dtype)
 
 
 def attention(

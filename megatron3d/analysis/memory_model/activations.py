@@ -76,7 +76,7 @@ def rotary_tables(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return cos and sin of the rotary embedding, which all layers of a rank share."""
     if local.arch.position_embedding_type != "rope":
         return ()
-    return (KeptTensor("rotary", "cos and sin", 2 * local.arch.seq_length * local.arch.kv_channels * local.itemsize),)
+    return (KeptTensor("rotary", "cos and sin", 2 * local.arch.seq_length * local.arch.kv_channels * local.wide),)
 
 
 def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
@@ -86,7 +86,7 @@ def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     if local.masks_documents and (not local.arch.attention_dropout or local.recompute != NO_RECOMPUTE):
         items.append(KeptTensor("documents", "mask", tokens * local.arch.seq_length * local.itemsize))
     if local.resets_positions and is_rope:
-        items.append(KeptTensor("documents", "cos and sin", 2 * tokens * local.arch.kv_channels * local.itemsize))
+        items.append(KeptTensor("documents", "cos and sin", 2 * tokens * local.arch.kv_channels * local.wide))
     return tuple(items)
 
 

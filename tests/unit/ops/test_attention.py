@@ -177,11 +177,20 @@ def test_rotary_scores_depend_on_the_distance_only() -> None:
 
 
 def test_rotary_angles_of_far_positions_are_exact_in_low_precision() -> None:
-    """bf16 cannot represent 4097: angles are computed in fp32, and only their cosines are rounded."""
+    """bf16 cannot represent 4097, nor the cosines of angles that differ by less than a degree."""
     like = torch.zeros(1, dtype=torch.bfloat16)
     got, exact = rotary_tables(5000, 8, 10000.0, like), rotary_tables(5000, 8, 10000.0, like.double())
     for low, high in zip(got, exact, strict=True):
-        assert low.dtype == torch.bfloat16 and (low - high).abs().max() < 2**-8
+        assert low.dtype == torch.float32 and (low - high).abs().max() < 2**-10
+
+
+def test_a_rotation_in_bf16_is_rounded_once() -> None:
+    """Tables rounded to bf16 would have errors of 2^-9 of x, however small the rotated value is."""
+    x_BSND = torch.randn(1, 5000, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got = rotate(x_BSND, rotary_tables(5000, 8, 10000.0, x_BSND))
+    exact = rotate(x_BSND.double(), rotary_tables(5000, 8, 10000.0, x_BSND.double()))
+    assert got.dtype == torch.bfloat16
+    assert ((got - exact).abs() <= 2**-8 * exact.abs() + 2**-11 * x_BSND.abs().amax(-1, keepdim=True)).all()
 
 
 KEY = derive_seed(1, 2, "attention")
