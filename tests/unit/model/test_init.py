@@ -67,6 +67,13 @@ def test_every_layout_starts_from_the_same_tensors(
         assert (local == 0).sum() == local.numel() - filled, "padding is not zero"
 
 
+def test_threads_draw_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator that threads share, or a tile in the wrong place, would change the values."""
+    alone = normal_box(7, "w", (300, 2500), ((10, 290), (5, 2400)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert torch.equal(normal_box(7, "w", (300, 2500), ((10, 290), (5, 2400))), alone)
+
+
 def test_mean_deviation_and_shape_of_the_distribution() -> None:
     shape = (500, 2000)
     values = normal_box(1234, "w", shape, whole_box(shape)).double()
