@@ -103,13 +103,13 @@ def _watchdog(env: LauncherEnv, backend: str, timeout_s: float) -> Watchdog:
 def _flight_recorder(backend: str) -> Callable[[], bytes]:
     """Return the function that pickles the collectives that torch has recorded; it returns nothing on an older torch.
 
-    NCCL's are in a recorder of their own.
+    NCCL's are in a recorder of their own.  Stacks are left out: they take seconds, and heartbeats have them.
     """
     import torch
 
     name = "_dump_fr_trace" if backend == CPU_BACKEND else "_dump_nccl_trace"
-    dump: Callable[[], bytes] = getattr(torch._C._distributed_c10d, name, bytes)
-    return dump
+    dump: Callable[..., bytes] | None = getattr(torch._C._distributed_c10d, name, None)
+    return bytes if dump is None else lambda: dump(includeStackTraces=False)
 
 
 def environ_of_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:
