@@ -30,6 +30,9 @@ class Variable:
 def variables(timeout_s: float) -> tuple[Variable, ...]:
     """Return the variables of a run whose watchdog waits for `timeout_s`."""
     return (
+        # Segments of fixed sizes leave holes when sizes change (evaluation, ramps, offload); expandable ones are mapped
+        # page by page.
+        Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",), "GPU allocator"),
         Variable("TORCH_FR_BUFFER_SIZE", "2000", ("TORCH_NCCL_TRACE_BUFFER_SIZE",), "collectives in flight recorder"),
         Variable("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout_s + MONITOR_GRACE_S:.0f}"),
     )
