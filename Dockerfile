@@ -4,7 +4,10 @@
 #     apptainer build megatron3d.sif docker-daemon://megatron3d:latest      for --container apptainer
 # Jobs run the checkout that they are submitted from, which is mounted over this copy in the image.
 FROM python:3.12-slim
-RUN apt-get update && apt-get install -y --no-install-recommends git && rm -rf /var/lib/apt/lists/*
+# The compiler is for Triton, which torch.compile uses; the ibverbs and RDMA libraries are for NCCL, which uses TCP without.
+RUN apt-get update && apt-get install -y --no-install-recommends \
+        git build-essential libibverbs1 ibverbs-providers librdmacm1 rdma-core numactl \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/megatron3d
 COPY setup.py README.md ./
 COPY megatron3d megatron3d

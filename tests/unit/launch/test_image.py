@@ -44,3 +44,20 @@ def test_packages_of_the_image_exist() -> None:
     ((low, high),) = re.findall(r"python_requires=\">=(3\.\d+)(?:,<(3\.\d+))?\"", setup)
     (image,) = re.findall(r"^FROM python:3\.(\d+)-slim$", DOCKERFILE, re.M)
     assert int(low.partition(".")[2]) <= int(image) and (not high or int(image) < int(high.partition(".")[2]))
+
+
+@pytest.mark.parametrize(
+    ("library", "package"),
+    [
+        ("a C compiler, without which Triton builds no kernel", "build-essential"),
+        ("libibverbs.so.1, without which NCCL falls back to TCP", "libibverbs1"),
+        ("drivers of InfiniBand and RoCE cards for libibverbs", "ibverbs-providers"),
+        ("librdmacm.so.1, which network plugins of NCCL load", "librdmacm1"),
+        ("settings of RDMA devices", "rdma-core"),
+        ("numactl, for the binding of processes by hand", "numactl"),
+    ],
+)
+def test_the_image_has_what_torch_and_nccl_load_at_run_time(library: str, package: str) -> None:
+    """Bug that this finds: a package lost from the image, whose absence costs speed only, and no error says so."""
+    (installed,) = re.findall(r"apt-get install -y --no-install-recommends \\\n(.*?) \\\n", DOCKERFILE, re.S)
+    assert package in installed.split(), f"{package}: {library}"
