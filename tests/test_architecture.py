@@ -145,7 +145,11 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     ),
     "torch.distributed": (
         reads("torch.distributed"),
-        ("megatron3d.comm.process_comm", "megatron3d.runtime.process", "megatron3d.runtime.status_store", *PEERS),
+        (
+            *("megatron3d.comm.process_comm", "megatron3d.comm.process_groups"),
+            *("megatron3d.runtime.process", "megatron3d.runtime.status_store"),
+            *PEERS,
+        ),
         "from torch import distributed",
     ),
     "unpickling": (reads("pickle", "torch.load"), (), "torch.load(path)"),
@@ -276,6 +280,7 @@ def test_a_repeated_class_name_is_found() -> None:
 # Attributes of other libraries' objects that those libraries mean to be assigned, by module.
 LIBRARY_ATTRIBUTES = {
     "megatron3d.analysis.calibrate": {"grad"},
+    "megatron3d.comm.process_groups": {"max_ctas", "_timeout"},
     "megatron3d.ops.main_grad": {"grad"},
     "megatron3d.convert.tokenizer": {"post_processor"},
     "megatron3d.convert.tokenizer_candidates": {"pre_tokenizer", "decoder"},

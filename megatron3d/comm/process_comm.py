@@ -1,10 +1,12 @@
-"""`Comm` over torch.distributed: one process group per set of mesh axes, one per point-to-point link.
+"""`Comm` over torch.distributed, in process groups of mesh axes and of point-to-point links.
 
-No other module but the runtime imports torch.distributed.  Sizes are checked here, since not every backend does.
+No other module but its groups and the runtime import torch.distributed.  Sizes are checked here, since not every
+backend does.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,9 +18,10 @@ from torch import Tensor
 
 from megatron3d.comm.collective_log import CollectiveLog
 from megatron3d.comm.interface import Pending, completed
+from megatron3d.comm.process_groups import ProcessGroups
 from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
-from megatron3d.parallel.p2p import Link, matchings
+from megatron3d.parallel.p2p import Link
 from megatron3d.runtime.backends import CPU_BACKEND, GPU_BACKEND
 
 # torch 2.13 renamed these two and warns about the old names, the only ones in torch 2.11.
@@ -80,9 +83,7 @@ def background_comm(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectComm:
 class ProcessComm(ObjectComm):
     """Collectives of one process among `mesh.world_size`.
 
-    Groups are created once, in the order of `axis_sets` and then of `links`, which all lie along one axis.  A rank
-    creates only its own groups, so that thousands of ranks start as fast as eight.  torch sorts the ranks of a group;
-    if a caller names axes in another order, the shards are reordered.
+    torch sorts the ranks of a group; if a caller names axes in another order, the shards are reordered.
 
     A collective over all ranks runs over parts of the axes, one after another, unless a group of all ranks exists: one
     of `axis_sets`, or the one that gloo has made for the rendezvous.
@@ -105,50 +106,47 @@ class ProcessComm(ObjectComm):
         has_world_group: bool | None = None,
     ) -> None:
         super().__init__(mesh)
-        self._timeout = timeout
+        self._backend = GPU_BACKEND if mesh.world_size > 1 and dist.get_backend() == GPU_BACKEND else CPU_BACKEND
         if has_world_group is None:
-            has_world_group = mesh.world_size == 1 or dist.get_backend() != GPU_BACKEND
+            has_world_group = self._backend != GPU_BACKEND
         self.log = CollectiveLog(mesh)
         self._wait_hook: WaitHook = _no_hook
-        self._groups: dict[Axes, dist.ProcessGroup | None] = {}
+        groups = ProcessGroups(mesh, [*([mesh.names] if has_world_group else []), *axis_sets], links, timeout)
+        self._groups, self._links = groups.of_axes, groups.of_links
         self._orders: dict[Axes, list[int] | None] = {}
         self._lives: dict[Axes, Axes] = {}
-        axis_sets = [*([mesh.names] if has_world_group else []), *axis_sets]
-        for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
-            if axes:
-                self._groups[axes] = self._make_group(axes)
-                self.log.add(axes)
-        self._links: dict[Link, dist.ProcessGroup] = {}
-        for matching in matchings(links):
-            self._make_link(next((link for link in matching if self.mesh.coord(link.axis) in link.ends), None))
-
-    def _make_link(self, link: Link | None) -> None:
-        """Create a group of two ranks, so that a transfer waits only for transfers between the same two.
-
-        torch names a group by the number of groups that its ranks created before it.  A rank without a link in this
-        round therefore creates a group of only itself.
-        """
-        ranks = [self.mesh.rank] if link is None else list(link.ranks(self.mesh))
-        group = self._new_group(ranks, str(link))
-        if link is not None:
-            self._links[link] = group
+        for axes in self._groups:
+            self.log.add(axes)
+        for link in dict.fromkeys(link for link, _ in self._links):
             self.log.add_link(link)
 
+    def warm_up(self) -> list[tuple[str, float]]:
+        """Use every group once, so that all connections exist; return each one's name and seconds.
+
+        NCCL connects the ranks of a group when it is first used, while every later rank of a pipeline waits.  All ranks
+        must call this at the same place: they use groups in the order of their creation, in which none waits in a ring.
+        """
+        device, seconds = current_device(self._backend), list[tuple[str, float]]()
+        for axes in self._groups:
+            begin = time.perf_counter()
+            self.all_reduce(torch.ones(1, device=device), axes).wait().item()
+            seconds.append(("x".join(axes), time.perf_counter() - begin))
+        for link, sender in self._links:
+            begin, x = time.perf_counter(), torch.ones(1, device=device)
+            (self.send if self.mesh.coord(link.axis) == sender else self.receive)(x, link).wait().item()
+            (receiver,) = {*link.ends} - {sender}
+            seconds.append((f"{link.axis} {sender} to {receiver}", time.perf_counter() - begin))
+        return seconds
+
     def _far_end(self, link: Link, what: str) -> tuple[dist.ProcessGroup, int]:
-        assert link in self._links, f"no group was made for {link}; there are {list(self._links)}"
+        """Return the group of a link for a send, a receive or an all-reduce, and the rank of the other end."""
+        made = dict.fromkeys(each for each, _ in self._links)
+        assert link in made, f"no group was made for {link}; there are {list(made)}"
         (other,) = {*link.ranks(self.mesh)} - {self.mesh.rank}
         self.log.start((link, what), what)
-        return self._links[link], other
-
-    def _make_group(self, axes: Axes) -> dist.ProcessGroup | None:
-        ranks = self.mesh.ranks(axes)
-        if ranks == tuple(range(self.mesh.world_size)):
-            return None
-        return self._new_group(list(ranks), "x".join(axes))
-
-    def _new_group(self, ranks: list[int], name: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(ranks, self._timeout, use_local_synchronization=True, group_desc=name)
-        return group
+        mine = self.mesh.coord(link.axis)
+        sender = {"send": mine, "receive": link.low + link.high - mine, "all_reduce": link.low}[what]
+        return self._links[link, sender], other
 
     def set_wait_hook(self, hook: WaitHook | None) -> None:
         """Enter `hook(axes)` while this rank waits for a collective over these axes; None removes the hook."""
@@ -274,5 +272,5 @@ class ProcessComm(ObjectComm):
     def barrier(self) -> None:
         if self.mesh.world_size > 1:
             hook, self._wait_hook = self._wait_hook, _no_hook
-            self.all_reduce(torch.zeros(1, device=current_device(dist.get_backend())), self.mesh.names).wait().item()
+            self.all_reduce(torch.zeros(1, device=current_device(self._backend)), self.mesh.names).wait().item()
             self._wait_hook = hook

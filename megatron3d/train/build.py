@@ -40,7 +40,7 @@ from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state,
 from megatron3d.train.monitor.pipeline_trace import trace_folder
 from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
 from megatron3d.train.monitor.run_facts import describe_attention_kernel
-from megatron3d.train.monitor.startup_report import check_built, startup_report
+from megatron3d.train.monitor.startup_report import check_built, describe_connections, startup_report
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
 
@@ -110,7 +110,10 @@ def build_model(
     """Create the process groups, the model and the optimizer, and check that they are as configured."""
     with phases("process groups"):
         comm = connect(spec)
+        connected = comm.warm_up() if runtime.device.type != "cpu" else []
         comm.set_wait_hook(timers.waiting)
+    if runtime.rank == 0 and connected:
+        print(describe_connections(connected), flush=True)
     with phases("model and optimizer"):
         state = build_state(spec, comm, runtime.device)
         check_built(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.analysis.cost_model.forecast import forecast
 from megatron3d.analysis.memory_model.table import memory_table, stage_table
@@ -34,6 +34,13 @@ def check_built(state: TrainState) -> None:
             f"the built model has {found[0]:,} parameters in {found[1]} layers, "
             f"the configuration has {expected[0]:,} in {expected[1]}"
         )
+
+
+def describe_connections(seconds: Sequence[tuple[str, float]]) -> str:
+    """Return the line on the communicators of rank 0, given the name of each and the seconds until it was connected."""
+    total = sum(each for _, each in seconds)
+    shown = ", ".join(f"{name} {each:.2f}" for name, each in seconds)
+    return f"> {len(seconds)} communicators of rank 0 connected in {total:.2f} s: {shown}"
 
 
 def startup_report(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) -> str:

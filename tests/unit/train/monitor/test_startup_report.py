@@ -15,7 +15,7 @@ from megatron3d.hardware.peaks import Peak
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.monitor.run_facts import describe_buckets, describe_communicators
-from megatron3d.train.monitor.startup_report import check_built, startup_report
+from megatron3d.train.monitor.startup_report import check_built, describe_connections, startup_report
 from megatron3d.train.state import TrainState, build_state
 from tests.support.turn_ranks import connect, run_turns
 
@@ -97,3 +97,8 @@ def buckets_everywhere(rank: int, world_size: int) -> None:
 def test_the_report_names_the_size_of_buckets() -> None:
     run_turns(buckets_everywhere, 2)
     assert describe_buckets(build(0, 1, {})) is None
+
+
+def test_the_line_on_communicators_names_each() -> None:
+    line = describe_connections([("data", 1.25), ("pipeline 0 to 1", 0.5)])
+    assert line == "> 2 communicators of rank 0 connected in 1.75 s: data 1.25, pipeline 0 to 1 0.50"

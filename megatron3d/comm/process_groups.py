@@ -1,0 +1,87 @@
+"""Process groups of one rank: one per set of mesh axes, and one per direction of each point-to-point link.
+
+NCCL runs the operations of a group one after another.  A link therefore has a group for each direction: activations of
+the next microbatch and gradients of an earlier one cross at the same time, and neither waits for the other's sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.p2p import Link, matchings
+from megatron3d.runtime.backends import GPU_BACKEND
+
+# Most thread blocks that one collective may occupy.  Each takes a multiprocessor from the GEMM that it overlaps with:
+# 16 saturate NVLink and the network with large tensors, and leave 116 of an H100's 132 to the GEMM.  A transfer between
+# two ranks needs 4 at most, and waits on its multiprocessors until the other rank sends.  NCCL_MAX_CTAS overrides both.
+AXES_MAX_CTAS, LINK_MAX_CTAS = 16, 4
+
+
+class ProcessGroups:
+    """Process groups of a rank, created once, in the order of `axis_sets` and then of `links` along one axis.
+
+    A rank creates only its own groups, so that thousands of ranks start as fast as eight.
+
+    Attributes:
+        of_axes: group of each set of axes; None: the group of all ranks that the backend has made for the rendezvous.
+        of_links: group of each link and direction, by the coordinate of the sender.
+    """
+
+    def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link], timeout: timedelta | None) -> None:
+        self._mesh, self._timeout = mesh, timeout
+        self.of_axes: dict[Axes, dist.ProcessGroup | None] = {}
+        self.of_links: dict[tuple[Link, int], dist.ProcessGroup] = {}
+        for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
+            if axes:
+                self.of_axes[axes] = self._make_group(axes)
+        for link, direction in self._directions(links):
+            self._make_link(link, direction)
+
+    def _directions(self, links: Iterable[Link]) -> Iterator[tuple[Link | None, int]]:
+        """Yield this rank's link of each round, or None, twice: with the lower and with the higher end as sender."""
+        for matching in matchings(links):
+            link = next((each for each in matching if self._mesh.coord(each.axis) in each.ends), None)
+            yield from ((link, direction) for direction in (0, 1))
+
+    def _make_link(self, link: Link | None, direction: int) -> None:
+        """Create a group of two ranks, so that a transfer waits only for transfers between the same two.
+
+        torch names a group by the number of groups that its ranks created before it.  A rank without a link in this
+        round therefore creates a group of only itself.
+        """
+        if link is None:
+            self._new_group([self._mesh.rank], "None", LINK_MAX_CTAS)
+            return
+        sender, receiver = link.ends if direction == 0 else link.ends[::-1]
+        name = f"{link.axis} {sender} to {receiver}"
+        self.of_links[link, sender] = self._new_group(list(link.ranks(self._mesh)), name, LINK_MAX_CTAS)
+
+    def _make_group(self, axes: Axes) -> dist.ProcessGroup | None:
+        ranks = self._mesh.ranks(axes)
+        if ranks == tuple(range(self._mesh.world_size)) and dist.get_backend() != GPU_BACKEND:
+            return None
+        return self._new_group(sorted(ranks), "x".join(axes), AXES_MAX_CTAS)
+
+    def _new_group(self, ranks: list[int], name: str, max_ctas: int) -> dist.ProcessGroup:
+        options = _nccl_options(max_ctas, self._timeout) if dist.get_backend() == GPU_BACKEND else None
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, self._timeout, pg_options=options, use_local_synchronization=True, group_desc=name
+        )
+        return group
+
+
+def _nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
+    """Return options of a group whose kernels start before those of the compute stream, on few multiprocessors.
+
+    At normal priority a collective waits until the GEMM that it should overlap with has launched its last thread block.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
