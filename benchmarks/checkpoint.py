@@ -31,7 +31,7 @@ from torch.multiprocessing.spawn import spawn
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.store import Piece, load, resolve
-from megatron3d.comm.process_comm import background_comm
+from megatron3d.comm.objects import background_comm
 from megatron3d.parallel.layout import Shape, box, box_shape
 from megatron3d.parallel.mesh import Mesh
 

@@ -146,13 +146,14 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     "torch.distributed": (
         reads("torch.distributed"),
         (
-            *("megatron3d.comm.process_comm", "megatron3d.comm.process_groups"),
+            *("megatron3d.comm.process_comm", "megatron3d.comm.process_groups", "megatron3d.comm.objects"),
             *("megatron3d.runtime.process", "megatron3d.runtime.status_store"),
             *PEERS,
         ),
         "from torch import distributed",
     ),
-    "unpickling": (reads("pickle", "torch.load"), (), "torch.load(path)"),
+    # Objects that ranks of one run send each other are pickled, as by torch; files never are.
+    "unpickling": (reads("pickle", "torch.load"), ("megatron3d.comm.objects",), "torch.load(path)"),
     "device literal": (device_literals, ("megatron3d.runtime.process", "megatron3d.hardware"), 'move("cuda:0")'),
     "global": (global_statements, (), "def f():\n    global x"),
     "silent assert": (silent_asserts, (), "assert x"),

@@ -27,7 +27,7 @@ from megatron3d.checkpoint.lock import FolderLock
 from megatron3d.checkpoint.publish import candidates, resolve
 from megatron3d.checkpoint.store import save
 from megatron3d.checkpoint.verify import verify
-from megatron3d.comm.process_comm import ObjectComm
+from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import UserError
 from megatron3d.errors.foreign_text import one_line
 from megatron3d.parallel.mesh import Mesh
@@ -139,7 +139,7 @@ def average(args: argparse.Namespace) -> int:
     args.save.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(args.save)
     try:
-        folder = save(args.save, last.iteration, pieces, last.meta, ObjectComm(ALONE))
+        folder = save(args.save, last.iteration, pieces, last.meta, GroupObjects(ALONE))
         if (config := folders[-1].parent / "config.yaml").is_file():
             shutil.copy(config, args.save / config.name)
     finally:

@@ -4,10 +4,10 @@
     copy              |      |                    |      |
     thread                   | write, fsync, gather, publish |  | write ...
 
-Both run `store.save`.  The background thread gets copies in host memory and a separate communicator, by which rank 0
-learns that all ranks have written before it publishes; training's connections must neither be shared between threads
-nor wait for disks.  Unlike marker files, a communicator fails when a rank dies, so that no thread waits forever, and
-does not depend on how soon a file system such as NFS shows new files.
+Both run `store.save`.  The background thread gets copies in host memory and a separate connection to the rendezvous
+store, by which rank 0 learns that all ranks have written before it publishes; training's connections must neither be
+shared between threads nor wait for disks.  Unlike marker files, a store does not depend on how soon a file system such
+as NFS shows new files, and a wait for a rank that died ends after a limit.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron3d.comm.collective_log import CollectiveLog
 from megatron3d.comm.interface import Pending, completed
+from megatron3d.comm.objects import GroupObjects, store_objects
 from megatron3d.comm.process_groups import ProcessGroups
 from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
@@ -46,41 +47,7 @@ def current_device(backend: str) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-class ObjectComm:
-    """Collectives of small Python values over the world group, or over another group of all ranks."""
-
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup | None = None) -> None:
-        self.mesh, self._world_group = mesh, group
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        if self.mesh.world_size == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.mesh.world_size if self.mesh.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self._world_group)
-        return values
-
-    def broadcast_object(self, value: Any) -> Any:
-        if self.mesh.world_size == 1:
-            return value
-        values = [value]
-        device = torch.device("cpu") if dist.get_backend(self._world_group) == CPU_BACKEND else None
-        dist.broadcast_object_list(values, src=0, group=self._world_group, device=device)
-        return values[0]
-
-
-def background_comm(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectComm:
-    """Return collectives for a background thread, over a separate gloo group in host memory.
-
-    All ranks must call this at the same place.  A collective that takes longer than `timeout_s` raises RuntimeError.
-    """
-    if mesh.world_size == 1:
-        return ObjectComm(mesh)
-    ranks, timeout = list(range(mesh.world_size)), timedelta(seconds=timeout_s)
-    group = dist.new_group(ranks, timeout, backend=CPU_BACKEND, use_local_synchronization=True, group_desc="aside")
-    return ObjectComm(mesh, group)
-
-
-class ProcessComm(ObjectComm):
+class ProcessComm:
     """Collectives of one process among `mesh.world_size`.
 
     torch sorts the ranks of a group; if a caller names axes in another order, the shards are reordered.
@@ -105,10 +72,12 @@ class ProcessComm(ObjectComm):
         timeout: timedelta | None = None,
         has_world_group: bool | None = None,
     ) -> None:
-        super().__init__(mesh)
+        self.mesh = mesh
         self._backend = GPU_BACKEND if mesh.world_size > 1 and dist.get_backend() == GPU_BACKEND else CPU_BACKEND
         if has_world_group is None:
             has_world_group = self._backend != GPU_BACKEND
+        is_on_host = self._backend != GPU_BACKEND
+        self._objects = GroupObjects(mesh) if is_on_host else store_objects(mesh, timeout)
         self.log = CollectiveLog(mesh)
         self._wait_hook: WaitHook = _no_hook
         groups = ProcessGroups(mesh, [*([mesh.names] if has_world_group else []), *axis_sets], links, timeout)
@@ -274,3 +243,9 @@ class ProcessComm(ObjectComm):
             hook, self._wait_hook = self._wait_hook, _no_hook
             self.all_reduce(torch.zeros(1, device=current_device(self._backend)), self.mesh.names).wait().item()
             self._wait_hook = hook
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        return self._objects.gather_object(value)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self._objects.broadcast_object(value)

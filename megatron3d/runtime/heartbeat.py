@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-COLLECTIVES_FILE = "comm/process_comm.py"
+COLLECTIVES_FILES = ("comm/process_comm.py", "comm/objects.py")
 """Where a rank is whose main thread waits in a collective."""
 MAX_RANKS_NAMED = 8
 MAX_RANKS_AT_FAULT = 32
@@ -69,7 +69,7 @@ class Heartbeat:
     @property
     def in_collective(self) -> bool:
         """Whether the rank waits in a collective."""
-        return bool(self.stack) and self.stack[-1].startswith(COLLECTIVES_FILE)
+        return bool(self.stack) and self.stack[-1].startswith(COLLECTIVES_FILES)
 
     @property
     def location(self) -> str:

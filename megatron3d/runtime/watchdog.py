@@ -27,7 +27,7 @@ from types import FrameType, TracebackType
 
 from megatron3d.errors import UserError
 from megatron3d.runtime.files import write_bytes
-from megatron3d.runtime.heartbeat import COLLECTIVES_FILE, CollectiveStatus, Heartbeat, diagnose
+from megatron3d.runtime.heartbeat import COLLECTIVES_FILES, CollectiveStatus, Heartbeat, diagnose
 from megatron3d.runtime.status_store import StatusStore
 
 PACKAGE = Path(__file__).parents[1]
@@ -127,7 +127,7 @@ class Watchdog:
     ) -> None:
         """Report which rank was lost if a collective failed; the heartbeats continue meanwhile."""
         is_crash = isinstance(error, Exception) and not isinstance(error, UserError)
-        if is_crash and _innermost_file(trace) == COLLECTIVES_FILE:
+        if is_crash and _innermost_file(trace) in COLLECTIVES_FILES:
             self._save_trace()
             self._report(f"rank {self._rank} lost a connection")
         self._stop.set()

@@ -16,7 +16,8 @@ from megatron3d.checkpoint.retention import RetentionPolicy
 from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.comm.interface import Comm
-from megatron3d.comm.process_comm import ProcessComm, background_comm
+from megatron3d.comm.objects import background_comm
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved

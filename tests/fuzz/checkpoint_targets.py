@@ -16,7 +16,7 @@ from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.read import load_with_index
 from megatron3d.checkpoint.store import save
 from megatron3d.checkpoint.verify import newest_intact
-from megatron3d.comm.process_comm import ObjectComm
+from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.checkpointing import Meta, read_meta
@@ -79,7 +79,7 @@ def write_checkpoint(folder: Path) -> None:
         for low, high in pairwise(cuts):
             box = ((low, high), *((0, size) for size in tensor.shape[1:]))
             pieces.append(Piece(name, tuple(tensor.shape), box, tensor[low:high]))
-    save(folder / "run", 3, pieces, META.model_dump(), ObjectComm(Mesh((("data", 1),))))
+    save(folder / "run", 3, pieces, META.model_dump(), GroupObjects(Mesh((("data", 1),))))
 
 
 def intact(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import torch
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.checkpoint.store import Piece, load
-from megatron3d.comm.process_comm import ObjectComm
+from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime.exit_codes import ExitCode
@@ -66,7 +66,7 @@ def test_a_change_after_the_wait_does_not_reach_the_copy():
 def test_a_save_holds_the_state_at_its_start(tmp_path, holds):
     """Without `hold_update` the late stream shows the mistake that this test is for."""
     w = torch.ones(4)
-    comm = ObjectComm(Mesh((("data", 1),)))
+    comm = GroupObjects(Mesh((("data", 1),)))
     saver = CheckpointSaver(tmp_path, comm, in_background=True, snapshot=Snapshot(CPU, LateStream(0.2)))
     saver.prepare(source_of({"w": w}))
     saver.save(1, source_of({"w": w}), {})

@@ -60,7 +60,7 @@ import resource, sys, threading, time
 from pathlib import Path
 import torch
 from megatron3d.checkpoint.store import Piece, load, save
-from megatron3d.comm.process_comm import ObjectComm
+from megatron3d.comm.objects import GroupObjects
 from megatron3d.parallel.mesh import Mesh
 
 def memory(kind):
@@ -74,7 +74,7 @@ pieces = [Piece("w", (boxes * rows, 4096), ((i * rows, (i + 1) * rows), (0, 4096
           for i in range(boxes)]
 before = resource.getrlimit(resource.RLIMIT_DATA)
 resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + int(float(sys.argv[2]) * box_bytes), before[1]))
-folder = save(Path(sys.argv[1]), 1, pieces, {}, ObjectComm(Mesh((("x", 1),))))
+folder = save(Path(sys.argv[1]), 1, pieces, {}, GroupObjects(Mesh((("x", 1),))))
 resource.setrlimit(resource.RLIMIT_DATA, before)
 values.zero_()
 held, done = [memory("RssAnon")], threading.Event()

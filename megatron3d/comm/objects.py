@@ -1,0 +1,139 @@
+"""Object collectives: over a process group, or in a tree over the rendezvous store.
+
+    rank 0  <-  1 ... 32  <-  33 ... 1056  <-  ...        gather: every rank adds its children's values to its own
+    rank 0  ->  1 ... 32  ->  33 ... 1056  ->  ...        broadcast: every rank passes the value on to its children
+
+A group of all ranks would connect every rank with every other (gloo) or give each GPU one more communicator, and rank
+0's a buffer of world size times the largest value (NCCL).  The tree has one connection per rank, to the store.
+"""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron3d.comm.interface import ObjectCollectives
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime.backends import CPU_BACKEND
+
+FAN_IN = 32
+# The store refuses values of more than 8 MiB.
+CHUNK_BYTES = 4 * 2**20
+_HEADER_BYTES = 8
+
+
+class ByteStore(Protocol):
+    """Bytes by key, shared by all ranks; torch's stores are such."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Store a value under a key."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is there; raises RuntimeError after the store's timeout."""
+        ...
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; return whether it was there."""
+        ...
+
+
+class GroupObjects:
+    """Object collectives over a process group of all ranks; None: the one of the rendezvous."""
+
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup | None = None) -> None:
+        self.mesh, self._group = mesh, group
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        if self.mesh.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.mesh.world_size if self.mesh.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        if self.mesh.world_size == 1:
+            return value
+        values = [value]
+        device = torch.device("cpu") if dist.get_backend(self._group) == CPU_BACKEND else None
+        dist.broadcast_object_list(values, src=0, group=self._group, device=device)
+        return values[0]
+
+
+class StoreObjects:
+    """Object collectives in a tree over a store, from which every value is removed by the rank that reads it.
+
+    Of r ranks, each sends one value per gather and reads those of its children, at most `fan_in`; in a broadcast it
+    reads one and sends one to each child.  A rank waits for at most log(r) / log(fan_in) + 1 ranks in a row.
+    """
+
+    def __init__(self, mesh: Mesh, store: ByteStore, fan_in: int = FAN_IN) -> None:
+        self.mesh, self._store = mesh, store
+        first = fan_in * mesh.rank + 1
+        self._children = range(min(first, mesh.world_size), min(first + fan_in, mesh.world_size))
+        self._num_calls = 0
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        call = self._next_call()
+        values = {self.mesh.rank: pickle.dumps(value)}
+        for child in self._children:
+            values |= pickle.loads(self._take(f"{call}/{child}"))
+        if self.mesh.rank > 0:
+            self._put(f"{call}/{self.mesh.rank}", pickle.dumps(values))
+            return None
+        return [pickle.loads(values[rank]) for rank in range(self.mesh.world_size)]
+
+    def broadcast_object(self, value: Any) -> Any:
+        call = self._next_call()
+        content = pickle.dumps(value) if self.mesh.rank == 0 else self._take(f"{call}/{self.mesh.rank}")
+        for child in self._children:
+            self._put(f"{call}/{child}", content)
+        return value if self.mesh.rank == 0 else pickle.loads(content)
+
+    def _next_call(self) -> int:
+        self._num_calls += 1
+        return self._num_calls
+
+    def _put(self, key: str, content: bytes) -> None:
+        """Store chunks, the first one last and with their number, so that all are there once it is."""
+        chunks = [content[start : start + CHUNK_BYTES] for start in range(0, len(content), CHUNK_BYTES)]
+        for index, chunk in enumerate(chunks[1:], 1):
+            self._store.set(f"{key}/{index}", chunk)
+        self._store.set(key, len(chunks).to_bytes(_HEADER_BYTES, "little") + chunks[0])
+
+    def _take(self, key: str) -> bytes:
+        first = self._store.get(key)
+        count = int.from_bytes(first[:_HEADER_BYTES], "little")
+        keys = [key, *(f"{key}/{index}" for index in range(1, count))]
+        content = b"".join([first[_HEADER_BYTES:], *map(self._store.get, keys[1:])])
+        for each in keys:
+            self._store.delete_key(each)
+        return content
+
+
+def store_objects(mesh: Mesh, timeout: timedelta | None = None) -> ObjectCollectives:
+    """Return object collectives over a connection of their own to the rendezvous store.
+
+    All ranks must call this at the same place.  A rank that waits blocks its connection, so that threads, and torch's
+    own use of the store, need others.  A wait that takes longer than `timeout` raises RuntimeError.
+    """
+    if mesh.world_size == 1:
+        return GroupObjects(mesh)
+    shared = dist.distributed_c10d._get_default_store()
+    call = shared.add(f"object collectives of rank {mesh.rank}", 1)
+    store: Any = dist.PrefixStore(f"object collectives {call}", shared.clone())  # type: ignore[attr-defined]
+    if timeout is not None:
+        store.set_timeout(timeout)
+    return StoreObjects(mesh, store)
+
+
+def background_comm(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectCollectives:
+    """Return object collectives for a background thread, in host memory; a wait of `timeout_s` raises RuntimeError.
+
+    All ranks must call this at the same place.
+    """
+    return store_objects(mesh, timedelta(seconds=timeout_s))
