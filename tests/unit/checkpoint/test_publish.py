@@ -88,6 +88,7 @@ def _kill_at(monkeypatch, last):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iteration", [3, 4])
 def test_a_save_killed_at_any_moment_leaves_a_checkpoint(tmp_path, monkeypatch, run_ranks, iteration):
     """A run that saved iteration 3 dies at each call of its next save, of the same iteration or of another one."""

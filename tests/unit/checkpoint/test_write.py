@@ -101,6 +101,7 @@ def save_and_load(folder: Path, boxes_of_memory: float) -> subprocess.CompletedP
     return subprocess.run(typed, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA as Linux has it")
 def test_memory_for_a_few_boxes_is_enough(tmp_path):
     """The allocator keeps up to three boxes."""
@@ -108,6 +109,7 @@ def test_memory_for_a_few_boxes_is_enough(tmp_path):
     assert (done.returncode, done.stdout) == (0, "saved and loaded\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA as Linux has it")
 def test_memory_for_half_a_box_is_too_little(tmp_path):
     """Saving fails where it copies the first box, so that the limit of the other test is one."""

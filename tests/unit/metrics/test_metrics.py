@@ -241,6 +241,7 @@ def test_wandb_offline_needs_no_network(offline: Config, tmp_path: Path) -> None
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.slow
 def test_wandb_keeps_repeated_iterations(offline: Config, tmp_path: Path) -> None:
     """wandb's step counts rows, curves are over iterations, and the last row of an iteration is the latest attempt."""
     log_twice(tmp_path / "run", offline)

@@ -192,6 +192,7 @@ def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.Com
     ]
 
 
+@pytest.mark.slow
 def test_ranks_start_communicate_and_end(tmp_path: Path) -> None:
     ranks = _launch(
         """
@@ -207,6 +208,7 @@ def test_ranks_start_communicate_and_end(tmp_path: Path) -> None:
     assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "0 2 3.0\n"), (0, "1 2 3.0\n")], ranks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory is the C library's to manage")
 def test_freed_memory_is_reused(tmp_path: Path) -> None:
     """The last 20 of sixty allocations of 64 MiB, each freed before the next, take no memory from the system."""
@@ -228,6 +230,7 @@ def test_freed_memory_is_reused(tmp_path: Path) -> None:
     assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "0\n0\n")] * 2, ranks
 
 
+@pytest.mark.slow
 def test_a_crash_ends_the_process_although_collectives_are_pending(tmp_path: Path) -> None:
     ranks = _launch(
         """
@@ -256,6 +259,7 @@ def test_other_ranks_name_themselves(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_absent_ranks_are_reported(tmp_path: Path) -> None:
     ranks = _launch(
         """

@@ -130,6 +130,7 @@ def settings(name: str) -> list[LocalSizes]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_mode_keeps_the_predicted_activations(name: str) -> None:
     cases = settings(name)

@@ -102,6 +102,7 @@ def lasting(rank: int, world_size: int, config: Config) -> tuple[dict[str, int],
     return measured, {name: expected[name] for name in measured}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(3))
 def test_persistent_memory_is_exact_in_every_mode(turn: int) -> None:
     for config in layouts()[turn::3]:
