@@ -47,7 +47,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "2d": Layout(LLAMA, 4, tensor_keys(("2d", "weight_stationary"), (2, 2))),
     "2d, LayerNorm": Layout(GPT2, 4, tensor_keys(("2d", "weight_stationary"), (2, 2))),
     **{f"ZeRO {stage}": Layout(LLAMA, 2, {"zero_stage": stage}) for stage in range(4)},
-    "ZeRO 2, 1 bucket": Layout(
+    "ZeRO 2, one bucket": Layout(
         LLAMA, 2, {"zero_stage": 2}, {"micro_batch_size": 2, "global_batch_size": 8, "bucket_mb": 25}
     ),
     "pipeline": Layout(GPT2, 2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b"}),
