@@ -127,6 +127,7 @@ PEERS = tuple(
         "data_parallel",
         "dtensor_gpt",
         "dtensor_traffic",
+        "gpu_sections",
         "groups",
         "live",
         "overlaps",

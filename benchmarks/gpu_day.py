@@ -1,0 +1,220 @@
+"""Everything that a GPU can show, in one command of ten minutes: `python benchmarks/gpu_day.py --output runs/gpu_day`.
+
+Each section is a process with a time limit of its own; its JSON lines are on disk as soon as it prints them, so that an
+interrupted run keeps what it has.  The table comes last.  Only the standard library is needed here: other packages may
+lie as wheels in `wheels/`, which is not committed:
+
+    pip download --only-binary :all: -d wheels pydantic pyyaml safetensors pytest hypothesis pytest-xdist
+
+A second command compares switches, `--sections switches,overlap`; `--cpu --quick` shows that it all works without a
+GPU; `--two-nodes HOST:PORT --node-rank N`, on each of two nodes, trains over NVLink and the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+WHEELS = ROOT / "wheels"
+MAX_FILES, MAX_FILE_BYTES = 8, 16 * 2**20
+Row = dict[str, Any]
+
+
+class Section(NamedTuple):
+    """A program of this repository and its arguments, its limit in seconds, and what it shows."""
+
+    limit_s: int
+    program: tuple[str, ...]
+    shows: str
+
+
+def _measured(limit_s: int, name: str, shows: str) -> Section:
+    return Section(limit_s, ("benchmarks/gpu_sections.py", name), shows)
+
+
+SECTIONS: Mapping[str, Section] = {
+    "hardware": _measured(30, "hardware", "versions, bandwidth of a copy, the largest GEMM, attention kernel"),
+    "tests": Section(90, ("-m", "pytest", "tests/gpu", "-p", "no:cacheprovider"), "kernels and steps against the CPU"),
+    "layouts": _measured(120, "layouts", "ranks that share the GPU against one process, in float64"),
+    "nccl": _measured(30, "nccl", "a world of one: timeout of a subgroup, barrier"),
+    "mfu": _measured(180, "mfu", "step time, MFU, enqueueing and memory, eager and compiled"),
+    "ranks": _measured(90, "ranks", "single ranks of large layouts: time of each action, memory against prediction"),
+    "kernels": _measured(70, "kernels", "rates of the cost model, and a proposal for the accelerator's sheet"),
+    "profile": _measured(50, "profile", "the kernels that take most of a step, and its trace"),
+    "program": _measured(60, "program", "pretrain_gpt.py: exit code 3 on SIGUSR1, resume, asynchronous save"),
+}
+SECOND: Mapping[str, Section] = {
+    "switches": _measured(400, "switches", "switches against their baselines, in turns"),
+    "overlap": _measured(30, "overlap", "whether a copy on a side stream runs during a GEMM, by stream priority"),
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = {**SECTIONS, **SECOND}
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu_day", help="folder of the results")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(known)}, separated by commas")
+    parser.add_argument("--cpu", action="store_true", help="compute on the CPU")
+    parser.add_argument("--quick", action="store_true", help="small sizes, which only show that it works")
+    parser.add_argument("--two-nodes", metavar="HOST:PORT", help="address of node 0")
+    parser.add_argument("--node-rank", type=int, choices=(0, 1), default=0)
+    args = parser.parse_args(argv)
+    args.names = args.sections.split(",")
+    if unknown := set(args.names) - set(known):
+        parser.error(f"--sections {', '.join(sorted(unknown))}: use some of {', '.join(known)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sections and print the table; return 1 if one of them failed."""
+    args = parse_args(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.two_nodes:
+        return max(subprocess.run(command, cwd=ROOT).returncode for command in two_node_commands(args))
+    python_path = ":".join(map(str, (ROOT, ROOT / "benchmarks", *installed_wheels())))
+    (args.output / "log.txt").unlink(missing_ok=True)
+    with (args.output / "results.jsonl").open("w", encoding="utf-8") as results:
+        write(results, {"section": "run", **facts(argv)})
+        rows = [row for name in args.names for row in run_section(name, args, python_path, results)]
+    table = "\n".join(table_lines(rows))
+    (args.output / "table.txt").write_text(table + "\n", encoding="utf-8")
+    print(table)
+    for line in trim(args.output):
+        print(line)
+    return int(any(row.get("exit_code", 0) != 0 for row in rows))
+
+
+def facts(argv: Sequence[str] | None) -> Row:
+    """Return the command, the date, the commit and the machine."""
+    with contextlib.suppress(OSError):
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        commit = found.stdout.strip() or "unknown"
+    command = shlex.join(["python", "benchmarks/gpu_day.py", *(sys.argv[1:] if argv is None else argv)])
+    when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return {"command": command, "date": when, "commit": commit, "machine": platform.platform(), "cores": os.cpu_count()}
+
+
+def installed_wheels() -> Iterator[Path]:
+    """Install the wheels that travel with the repository, once, and yield their folder."""
+    files = sorted(WHEELS.glob("*.whl"))
+    folder = WHEELS / "installed"
+    if files and not folder.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(folder)]
+        subprocess.run([*pip, *map(str, files)], check=True)
+    if files:
+        yield folder
+
+
+def command_of(name: str, args: argparse.Namespace, python_path: str) -> list[str]:
+    """Return the command of a section."""
+    section = {**SECTIONS, **SECOND}[name]
+    prefix = ["env", f"PYTHONPATH={python_path}", sys.executable, "-u", *section.program]
+    if name == "tests":
+        return [*prefix, *(["--on-cpu"] if args.cpu else []), *(["-k", "bit or gemm"] if args.quick else [])]
+    flags = [f"--{flag}" for flag in ("cpu", "quick") if getattr(args, flag)]
+    return [*prefix, *flags, "--output", str(args.output)]
+
+
+def run_section(name: str, args: argparse.Namespace, python_path: str, results: Any) -> Iterator[Row]:
+    """Run a section; write and yield the rows that it prints, and at its end one with exit code and seconds."""
+    limit_s = {**SECTIONS, **SECOND}[name].limit_s
+    begin = time.monotonic()
+    child = subprocess.Popen(
+        command_of(name, args, python_path),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    timer = threading.Timer(limit_s, end, [child])
+    timer.start()
+    last = ""
+    assert child.stdout is not None, "the output is a pipe"
+    with (args.output / "log.txt").open("a", encoding="utf-8") as log, child.stdout as lines:
+        for line in lines:
+            log.write(f"[{name}] {line}")
+            last = line.strip() or last
+            if line.startswith("{"):
+                yield write(results, {"section": name, **json.loads(line)})
+    code = child.wait()
+    timer.cancel()
+    took_s = time.monotonic() - begin
+    summary = {"exit_code": code, "seconds": round(took_s, 1), "timed_out": took_s > limit_s, "last_line": last}
+    yield write(results, {"section": name, **summary})
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    """End a section and all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def write(results: Any, row: Row) -> Row:
+    """Append a row to the results, on disk at once."""
+    results.write(json.dumps(row) + "\n")
+    results.flush()
+    os.fsync(results.fileno())
+    return row
+
+
+def table_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the table: a line for each row, its section first."""
+    for row in rows:
+        section, *values = (f"{key}={_short(value)}" for key, value in row.items())
+        yield f"{section.partition('=')[2]:10} {'  '.join(values)}"
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def trim(folder: Path) -> Iterator[str]:
+    """Remove what is too much to bring home; yield a line for each file removed."""
+    names = {"results.jsonl": 0, "table.txt": 1, "log.txt": 2}
+    files = sorted((path for path in folder.iterdir() if path.is_file()), key=lambda path: names.get(path.name, 3))
+    for place, path in enumerate(files):
+        if place >= MAX_FILES or path.stat().st_size > MAX_FILE_BYTES:
+            yield f"removed {path.name}: {path.stat().st_size / 2**20:.0f} MiB; {MAX_FILES} files of 16 MiB are kept"
+            path.unlink()
+
+
+# What two nodes add: gradients, tokens, activations and matmuls over the network, each with its overlap.
+TWO_NODES: Mapping[str, Sequence[str]] = {
+    "data parallel, ZeRO 1": ("parallel.zero_stage=1",),
+    "data parallel, ZeRO 3": ("parallel.zero_stage=3",),
+    "tensor parallel in a node": ("parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"),
+    "pipeline of two nodes": ("parallel.pipeline_model_parallel_size=2", "parallel.tensor_model_parallel_size=4"),
+    "3-D in a node": ("parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"),
+}
+
+
+def two_node_commands(args: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield the commands of this node: 20 steps of each layout of TWO_NODES on bytes of the program's own source."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8"]
+    for place, (name, overrides) in enumerate(TWO_NODES.items()):
+        host, _, port = args.two_nodes.partition(":")
+        address = ["--node-rank", str(args.node_rank), "--master-addr", host, "--master-port", str(int(port) + place)]
+        folder = args.output / f"two_nodes_{place}"
+        print(f"> {name}: metrics in {folder}/metrics.jsonl", flush=True)
+        program = ["benchmarks/gpu_program.py", "--output", str(folder), *overrides]
+        yield [*torchrun, *address, *program]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
