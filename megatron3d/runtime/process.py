@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.errors import UserError
-from megatron3d.runtime import gpu_environment
+from megatron3d.runtime import gpu_environment, numa
 from megatron3d.runtime.backends import CPU_BACKEND, FAKE_BACKEND, backend_of, group_timeout
 from megatron3d.runtime.console import flush
 from megatron3d.runtime.ending import exit_code_of
@@ -82,6 +82,8 @@ def start(timeout_s: float = 600.0, on_cpu: bool = False, shares_gpus: bool = Fa
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // env.local_world_size))
+    else:
+        settings |= _use_cpus_next_to(device, env)
     if env.world_size == 1:
         yield Runtime(0, 1, env.local_rank, device, settings=settings)
         return
@@ -171,6 +173,19 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _use_cpus_next_to(device: torch.device, env: LauncherEnv) -> dict[str, str]:
+    """Bind this process to the CPUs next to its GPU, and choose the threads of CPU operators; return the settings."""
+    import torch
+
+    cores = num_cores()
+    gpu = torch.cuda.get_device_properties(device)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+    bound = numa.bind_to_gpu(address, os.sched_getaffinity(0))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(numa.num_threads(cores, env.local_world_size))
+    return {"CPUs of rank 0": bound, "threads of CPU operators": str(torch.get_num_threads())}
 
 
 def num_cores() -> int:
