@@ -58,13 +58,18 @@ def make(arguments: argparse.Namespace) -> None:
 
 
 def sbatch_options(arguments: argparse.Namespace, cluster: Cluster) -> Options:
-    """Return the default options, updated by those of the cluster and then by those of the command line."""
+    """Return the default options, updated by those of the cluster and then by those of the command line.
+
+    An empty value (`--sbatch exclusive=`, or "" in the file of a cluster) removes an option.
+    """
     defaults = dict(options(arguments.nodes, cluster.node_ranks, arguments.time, arguments.warn))
     defaults["job-name"] = arguments.config.stem
-    if cluster.cores is not None:  # the ranks of this cluster compute on CPUs
-        del defaults["gpus-per-node"]
+    if cluster.cores is not None:  # the ranks of this cluster compute on CPUs, and share its nodes
+        for name in ("gpus-per-node", "cpus-per-task", "exclusive"):
+            del defaults[name]
     typed = (text.partition("=") for text in arguments.sbatch)
-    return defaults | dict(cluster.slurm.options) | {name: value if equals else None for name, equals, value in typed}
+    chosen = defaults | dict(cluster.slurm.options) | {name: value if equals else None for name, equals, value in typed}
+    return {name: value for name, value in chosen.items() if value != "" or not name}
 
 
 def container(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -99,7 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="S",
         help="seconds for saving before the limit; default: %(default)s",
     )
-    add("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="an option of sbatch; may be repeated")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of sbatch, removed by an empty value; may be repeated",
+    )
     add("--setup", action="append", default=[], metavar="LINE", help="shell line that runs first; may be repeated")
     add("--python", metavar="COMMAND", help="default: .venv/bin/python, and python in a container")
     add("--container", choices=CONTAINERS, help="run everything in a container; default: none")

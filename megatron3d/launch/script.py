@@ -17,6 +17,9 @@ END = "# End of settings."
 FIRST = "#SBATCH"
 # A variable that bash expands, and nothing else: `${NAME:-$(command)}` or `$((NAME))` would run commands.
 VARIABLE = r"(\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\}))"
+# Cores of a rank without another number: step, backward, NCCL, loader and save are busy threads, and SLURM's default is
+# one core.
+CPUS_PER_TASK = 8
 # Options of sbatch by name without the dashes; None for an option without a value.
 Options = Mapping[str, str | int | None]
 
@@ -24,7 +27,8 @@ Options = Mapping[str, str | int | None]
 def options(num_nodes: int = 1, node_ranks: int = 8, time: str = "24:00:00", warn_s: int = 600) -> Options:
     """Return the options of a job with one rank per GPU, which SLURM warns `warn_s` seconds before its time limit.
 
-    Raises UserError if the limit is shorter than that.
+    A rank has `CPUS_PER_TASK` cores, and nobody else computes on its nodes.  Raises UserError if the limit is shorter
+    than the warning.
     """
     if not 0 < warn_s < seconds(time):
         raise UserError(f"--warn {warn_s}: not between 0 and --time {time}, {seconds(time)} s; use for example 600")
@@ -33,6 +37,8 @@ def options(num_nodes: int = 1, node_ranks: int = 8, time: str = "24:00:00", war
         "nodes": num_nodes,
         "ntasks-per-node": node_ranks,
         "gpus-per-node": node_ranks,
+        "cpus-per-task": CPUS_PER_TASK,
+        "exclusive": None,
         "time": time,
         "signal": f"B:USR1@{warn_s}",
         "requeue": None,

@@ -167,7 +167,7 @@ def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs
 
 def test_slurm_accepts_the_committed_job(slurm: Slurm) -> None:
     """SLURM accepts the job, which requests as many GPUs as the node has."""
-    sizes = ["--ntasks-per-node=2", "--gpus-per-node=2"]
+    sizes = ["--ntasks-per-node=2", "--gpus-per-node=2"]  # and 16 of its 32 CPUs
     slurm.run("sbatch", "--test-only", *sizes, "scripts/slurm/pretrain.sbatch", "--config", "configs/quickstart.yaml")
 
 

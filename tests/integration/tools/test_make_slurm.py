@@ -46,14 +46,32 @@ def test_a_job_differs_from_the_committed_one_in_its_settings(cluster: str, caps
 def test_options_of_the_cluster_and_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     typed = ["--sbatch", "account=m1", "--sbatch", "exclusive", "--sbatch", "qos=debug", "--setup", "module load cuda"]
     text = shown(capsys, *BASE, "--cluster", "perlmutter", "--nodes", "256", *typed)
-    assert re.findall("#SBATCH --(constraint|qos|account|exclusive)(.*)", text) == [
+    assert re.findall("#SBATCH --(constraint|qos|account|exclusive|cpus-per-task)(.*)", text) == [
+        ("cpus-per-task", "=32"),
+        ("exclusive", ""),
         ("constraint", "=gpu"),
         ("qos", "=debug"),
         ("account", "=m1"),
-        ("exclusive", ""),
     ]
     assert "\nmodule load cuda\n" in text
     assert "# world_size 1024 = TP 8" in text
+
+
+def test_a_rank_has_cores_and_its_node_alone_unless_asked_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug that this finds: a job whose ranks get one core each, SLURM's default, for five busy threads."""
+    lines = shown(capsys, *BASE).splitlines()
+    assert {"#SBATCH --cpus-per-task=8", "#SBATCH --exclusive"} <= {*lines}
+    typed = ["--sbatch", "cpus-per-task=24", "--sbatch", "exclusive="]
+    text = shown(capsys, *BASE, *typed)
+    assert "#SBATCH --cpus-per-task=24\n" in text and "exclusive" not in text
+
+
+def test_ranks_on_cpus_share_their_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = tmp_path / "cpus.yaml"
+    levels = "[{name: node, ranks: 2, gb_s: 1, latency_us: 1}]"
+    cluster.write_text(f"name: CPUs\naccelerator: cpu\ncores: 2\nlevels: {levels}\nsource: this test\n")
+    text = shown(capsys, "--config", "configs/gpt2-124m.yaml", "--cluster", str(cluster), "--nodes", "1")
+    assert not re.findall("#SBATCH --(cpus-per-task|exclusive|gpus-per-node)", text)
 
 
 @pytest.mark.parametrize("kind", ["pyxis", "apptainer"])
