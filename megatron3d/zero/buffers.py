@@ -12,6 +12,7 @@ summed in fp32 or wider.  (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ from megatron3d.zero.grad_reduction import GradReduction
 from megatron3d.zero.hooks import register_unshard_hooks, register_wait_hooks
 
 REPLICATED = Sharding()
+# All-gathers of updated parameters in flight while a unit computes.  A second one would wait for the first, and with
+# CUDA_DEVICE_MAX_CONNECTIONS=1 everything launched after it would wait as well.
+GATHERS_AHEAD = 1
 
 
 class Buffers:
@@ -67,6 +71,7 @@ class Buffers:
         is_grouped = bool(sharding.axes) and comm.mesh.sizes[DATA[0]] > 1
         self._is_sequential = sharding.grads or reduce_dtype is not None or is_grouped
         self._num_microbatches = 1
+        self._to_gather: deque[FlatBuffer] = deque()
         self._reductions: list[GradReduction] = []
         registry = main_grads or MainGrads()
         for flat in self.flat_buffers:
@@ -125,16 +130,23 @@ class Buffers:
         return torch.stack([square_sum(flat.grad) / flat.sync.copies for flat in self.flat_buffers]).sum()
 
     def publish(self) -> None:
-        """Start to all-gather the updated parameters in the order of their use; at ZeRO stage 3 free them instead."""
+        """Let the next forward use the updated parameters: start the first all-gather; at ZeRO stage 3 free them."""
         self.settle()
-        for flat in self.flat_buffers:
-            if self.sharding.params:
+        if self.sharding.params:
+            for flat in self.flat_buffers:
                 flat.free()
-            else:
-                flat.start_gather(self.comm)
+            return
+        self._to_gather = deque(self.flat_buffers)
+        self._start_gathers(GATHERS_AHEAD if self.sharding.axes else len(self.flat_buffers))
+
+    def _start_gathers(self, count: int) -> None:
+        """Start the next all-gathers of updated parameters, in the order of their use."""
+        for _ in range(min(count, len(self._to_gather))):
+            self._to_gather.popleft().start_gather(self.comm)
 
     def settle(self) -> None:
-        """Wait until no all-gather is in flight, so that `main` may be written."""
+        """All-gather all updated parameters and wait, so that they may be read and `main` may be written."""
+        self._start_gathers(len(self._to_gather))
         for flat in self.flat_buffers:
             flat.wait_for_gather()
 
@@ -145,9 +157,13 @@ class Buffers:
                 flat.start_gather(self.comm)
 
     def wait_for_unshard(self, path: str) -> None:
-        """Wait until the parameters of a unit are gathered."""
+        """Wait until the parameters of a unit are gathered; start to all-gather those that are used next."""
+        last = max((index for index, flat in enumerate(self._to_gather) if flat in self._buffers_of[path]), default=-1)
+        self._start_gathers(last + 1)
         for flat in self._buffers_of[path]:
             flat.wait_for_gather()
+        in_flight = sum(flat.is_gathering for flat in self.flat_buffers) if self._to_gather else 0
+        self._start_gathers(GATHERS_AHEAD - in_flight)
 
     def unshard(self, path: str) -> None:
         """All-gather the parameters of a unit and wait for them."""

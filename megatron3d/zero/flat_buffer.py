@@ -201,6 +201,11 @@ class FlatBuffer:
         self.allocate()
         self._gather = comm.all_gather_into(self.params_data, self.sharding.axes)
 
+    @property
+    def is_gathering(self) -> bool:
+        """Return whether an all-gather of `params` is in flight."""
+        return self._gather is not None
+
     def wait_for_gather(self) -> None:
         """Wait for the all-gather in flight, if there is one."""
         if self._gather is not None:

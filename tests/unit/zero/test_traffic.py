@@ -51,9 +51,10 @@ def moved(rank: int, world_size: int, config: Config) -> tuple[dict[str, float],
     for _ in range(2):
         comm.calls.clear()
         train_step(state, loader.step(state.consumed_samples), 1e-3, settings)
+    calls = list(comm.calls)
     state.buffers.settle()
     sent = dict.fromkeys(DATA, 0.0)
-    for call in comm.calls:
+    for call in calls:
         if set(call.axes) <= {*DATA}:
             sent["x".join(call.axes)] = sent.get("x".join(call.axes), 0.0) + call.wire_bytes
     sizes, stage, m = comm.mesh.sizes, config.parallel.zero_stage, MICROBATCHES
