@@ -164,6 +164,8 @@ def expected(section: str, name: str, given: object = None) -> str:
 
 
 def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
+    if "const" in kind:
+        return str(kind["const"])
     if "enum" in kind:
         near = nearest(str(given).lower(), map(str, kind["enum"]))
         return one_of(sorted(map(str, kind["enum"]), key=lambda value: value != near))

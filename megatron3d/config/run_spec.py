@@ -105,6 +105,11 @@ class RunSpec:
             return LossChunk(num_bytes=train.loss_chunk_mb * 2**20)
         return GPU_LOSS_CHUNK if on_gpu else LossChunk()
 
+    def compiles(self, on_gpu: bool) -> bool:
+        """Return whether layers are compiled: as configured, by default on GPUs only."""
+        setting = self.config.train.compile
+        return on_gpu if setting == "auto" else setting
+
     # Tensor parallelism
 
     @cached_property

@@ -192,7 +192,9 @@ class TrainConfig(Section):
     norm_implementation: Literal["torch", "apex"] = Field(
         "torch", description="fused LayerNorm and RMSNorm where features are not sharded: PyTorch's, or NVIDIA apex's"
     )
-    compile: bool = Field(False, description="torch.compile each layer; where that fails, warn and run eagerly")
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="torch.compile each layer; auto: on GPUs, not on CPUs; what does not compile is an error"
+    )
 
 
 class OptimizerConfig(Section):

@@ -1,14 +1,12 @@
-"""torch.compile for blocks of a model: every failure prints a warning, and what failed to compile runs eagerly.
+"""torch.compile for the layers of a model; what cannot be compiled ends the run with the reason and a way out.
 
-    one graph for all blocks of one kind;  a module that communicates stays eager and breaks the graph
+    one graph for all layers of one kind;  a module that communicates stays eager and splits the graph
 
-A graph that fails to compile runs eagerly in its place.  Nothing before it runs twice, since that may have been a
-collective.
+No part falls back to eager execution: a run would be slower, for days, than its configuration says.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,8 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from megatron3d.errors import UserError
+
 Graph = Callable[..., Any]
 Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Graph]
+WAY_OUT = (
+    "install what torch.compile needs (a C++ compiler such as g++, and Python's headers), or use train.compile=false"
+)
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
@@ -30,45 +33,48 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
         return cast(Graph, compile_fx(graph, inputs))
 
 
+class CompileError(RuntimeError):
+    """A graph does not compile; torch takes some exceptions of a backend for a request to run eagerly, not this one."""
+
+
 class Compiler:
-    """Compiles the blocks of one model.
+    """Compiles the layers of one model.
 
     Args:
-        rank: rank in the warnings; every rank prints that a part is not compiled, and rank 0 also prints the reason.
-        is_opaque: returns whether a module inside a block stays out of its graph, which is necessary if the module
+        is_opaque: returns whether a module inside a layer stays out of its graph, which is necessary if the module
             communicates or if its Python code depends on the step.
 
     Attributes:
         num_graphs: graphs compiled so far.
-        failures: the distinct reasons of failed compilations.
     """
 
     def __init__(
-        self, rank: int = 0, is_opaque: Callable[[nn.Module], bool] = lambda module: False, backend: Backend = inductor
+        self, is_opaque: Callable[[nn.Module], bool] = lambda module: False, backend: Backend = inductor
     ) -> None:
-        self._rank, self._is_opaque = rank, is_opaque
-        self._compile = backend
+        self._is_opaque, self._compile = is_opaque, backend
         self._opaque_classes: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
-        self.num_graphs, self.failures = 0, list[str]()
+        self.num_graphs = 0
 
     def block(self, block: nn.Module) -> nn.Module:
-        """Make the first call of `block` compile it, and return it with unchanged paths and parameters."""
+        """Make the first call of `block` compile it, and return it with unchanged paths and parameters.
+
+        A call raises UserError if the block cannot be compiled, as one graph where no module in it is opaque.
+        """
         import torch._dynamo.config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # the default is a warning and eager execution
         for module in block.modules():
             _compute_cached(module)
+        is_whole = not any(map(self._is_opaque, block.modules()))
         self._replace_opaque(block)
-        eager, compiled = block.forward, torch.compile(block.forward, backend=self._backend)
+        compiled = torch.compile(block.forward, backend=self._backend, fullgraph=is_whole)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 return compiled(*args, **kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                self._say(error)
-                block.forward = eager
-            return eager(*args, **kwargs)
+                raise UserError(f"train.compile: a layer cannot be compiled ({_reason(error)}): {WAY_OUT}") from error
 
         block.forward = forward
         return block
@@ -96,23 +102,21 @@ class Compiler:
         return self._opaque_classes[plain]
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
-        kept = fx.GraphModule(graph, copy.deepcopy(graph.graph))
         try:
             compiled = self._compile(graph, inputs)
-        except Exception as error:  # a compiler may raise anything; the run continues eagerly
-            self._say(error)
-            return kept
+        except Exception as error:  # a compiler may raise anything
+            raise CompileError(_reason(error)) from error
         self.num_graphs += 1
         return compiled
 
-    def _say(self, error: Exception) -> None:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
-        if reason not in self.failures:
-            self.failures.append(reason)
-            why = f" ({reason})" if self._rank == 0 else ""
-            text = f"WARNING: rank {self._rank}: train.compile: a part of a layer is not compiled and runs slower{why}"
-            print(text, flush=True)
+
+def _reason(error: BaseException) -> str:
+    """Return type and first line of an exception; of a failed graph, those of its cause."""
+    cause = getattr(error, "inner_exception", None)
+    if isinstance(cause, CompileError):
+        return str(cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
 def _compute_cached(module: nn.Module) -> None:

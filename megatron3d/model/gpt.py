@@ -22,6 +22,7 @@ from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.ops.attention import rotary_tables
+from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.kv_cache import CacheView, KVCache
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
@@ -55,6 +56,7 @@ class GPT(nn.Module):
         overlap: TPOverlap = OVERLAP_ALL,
         splits_backward: bool = False,
         norm_kernels: NormKernels = TORCH_NORMS,
+        compiles: bool = False,
     ) -> None:
         super().__init__()
         self.arch, self.mode = arch, mode
@@ -66,7 +68,9 @@ class GPT(nn.Module):
         self.main_grads = MainGrads()
         needs_queue = splits_backward or overlaps_reduction
         self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
-        build = Build(arch, mode, comm, self.specs, self.main_grads, self.wgrads, recompute, overlap, norm_kernels)
+        hooks = self.main_grads, self.wgrads
+        compiled = CompiledLinears(self.main_grads) if compiles else None
+        build = Build(arch, mode, comm, self.specs, *hooks, recompute, overlap, norm_kernels, compiled)
         self.recompute = recompute
         if self.stages[0].has_embedding:
             self.embedding = Embedding("embedding", build)

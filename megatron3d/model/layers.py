@@ -22,10 +22,10 @@ from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Recompute
 from megatron3d.ops.attention import AttentionHeads, attention, rotate
+from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.ops.embedding import embedding
-from megatron3d.ops.gemm import uses_onednn
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
@@ -60,7 +60,12 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True)
 class Build:
-    """Arguments of every module's constructor; without `wgrads`, linears compute weight gradients in backward."""
+    """Arguments of every module's constructor.
+
+    Attributes:
+        wgrads: defers weight gradients, or overlaps their reductions; None: linears compute them in backward.
+        compiled: operators of linears inside compiled graphs; None: layers are not compiled.
+    """
 
     arch: Architecture
     mode: Mode
@@ -71,6 +76,7 @@ class Build:
     recompute: Recompute = NO_RECOMPUTE
     overlap: TPOverlap = OVERLAP_ALL
     norm_kernels: NormKernels = TORCH_NORMS
+    compiled: CompiledLinears | None = None
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """Return the plan without axes of size 1."""
@@ -105,7 +111,8 @@ class Linear(nn.Module):
             self.matmul = PanelledMatmul(plan, comm, overlap, build.main_grads, build.wgrads, sliced)
         else:
             weight = PrefetchedWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
-            self.matmul = Matmul(plan, comm, overlap, build.main_grads, build.wgrads, weight)
+            compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
+            self.matmul = Matmul(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled)
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.matmul(x_MK, self.weight, self.bias)
@@ -271,7 +278,7 @@ def is_opaque(module: nn.Module) -> bool:
 
 
 _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
-    Linear: lambda m: not m.matmul.is_plain or uses_onednn(m.weight.device, m.weight.dtype),
+    Linear: lambda m: not m.matmul.is_plain,
     Norm: lambda m: bool(m.axes) or m.kernels is not TORCH_NORMS,
     HiddenDropout: lambda m: m.rate > 0,
     Attention: lambda m: m.dropout > 0 or m.recomputes_core or bool(m.heads.gather_axes),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, reduce
+from megatron3d.ops.compiled_matmul import CompiledLinear
 from megatron3d.ops.gemm import product, uses_onednn
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.plain_matmul import plain_matmul
@@ -36,6 +37,7 @@ class Matmul:
         main_grads: buffers that wgrad GEMMs accumulate in; None: gradients go back to autograd.
         wgrads: hook that defers weight gradients or keeps their reductions in flight; None: neither.
         weight: hook that prefetches or keeps the gathered W; None: W is gathered when it is needed.
+        compiled: Y(x, w, bias) inside a compiled graph, where the matmul is plain; None: `F.linear`.
     """
 
     def __init__(
@@ -46,9 +48,11 @@ class Matmul:
         main_grads: MainGrads | None = None,
         wgrads: WgradQueue | None = None,
         weight: PrefetchedWeight | None = None,
+        compiled: CompiledLinear | None = None,
     ) -> None:
         self.plan, self.comm = plan, comm
         self.overlap, self.weight = overlap, weight
+        self._compiled = compiled
         self.main_grads = main_grads or MainGrads()
         self.wgrads = wgrads or WgradQueue(self.main_grads)
         self.is_plain = not (plan.m or plan.k or plan.n or wgrads)
@@ -63,8 +67,8 @@ class Matmul:
 
     def _plain(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor | None:
         """Return Y by the shortest way that suffices without axes and hooks; None where none does."""
-        if torch.compiler.is_compiling():  # a compiled graph returns dW to autograd, not to main_grad
-            return None if uses_onednn(x_MK.device, x_MK.dtype) else F.linear(x_MK, w_NK, bias_N)
+        if torch.compiler.is_compiling():
+            return self._compiled(x_MK, w_NK, bias_N) if self._compiled else F.linear(x_MK, w_NK, bias_N)
         if not torch.is_grad_enabled():
             return product(x_MK, w_NK, bias_N)
         if self.main_grads.buffer(w_NK) is None:

@@ -59,7 +59,8 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
     chunk = spec.loss_chunk(device.type != "cpu")
     splits = spec.pipeline.splits_backward
     norms = fused_norms([device]) if config.train.norm_implementation == "apex" else TORCH_NORMS
-    model = GPT(spec.arch, spec.mode, comm, spec.pipeline, chunk, spec.recompute, spec.overlap, splits, norms)
+    compiles = has_values and spec.compiles(on_gpu=device.type != "cpu")
+    model = GPT(spec.arch, spec.mode, comm, spec.pipeline, chunk, spec.recompute, spec.overlap, splits, norms, compiles)
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,
@@ -73,8 +74,8 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
         units=model.fsdp_units(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
     )
-    if config.train.compile:
-        compiler = Compiler(comm.mesh.rank, is_opaque)
+    if compiles:
+        compiler = Compiler(is_opaque)
         for layer in model.layers.values():
             compiler.block(layer)
     for name, start, values in buffers.shards("main") if has_values else ():

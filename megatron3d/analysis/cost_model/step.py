@@ -92,7 +92,7 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
     simulated, shorter = simulated_specs(spec)
     rest, on_gpu = shorter.schedule if shorter else None, machine.network.cluster.cores is None
-    machine = machine.compiled() if train.compile else machine
+    machine = machine.compiled() if spec.compiles(on_gpu) else machine
     counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(on_gpu)
     return SimulatedStep(local, simulated.pipeline, *counts, machine, shorter=rest)
 

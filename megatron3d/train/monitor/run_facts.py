@@ -13,6 +13,7 @@ import torch
 from megatron3d.analysis.memory_model.transient_peaks import chunk_rows
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.sdpa_backends import describe_attention
+from megatron3d.model.layers import is_opaque
 from megatron3d.ops.cross_entropy import LOSS_KERNEL_NAMES, loss_kernel
 from megatron3d.ops.gemm import onednn_gemms
 from megatron3d.train.monitor.oom_report import job_of
@@ -45,6 +46,18 @@ def describe_loss(state: TrainState) -> str:
     rows, ranks = chunk_rows(job_of(state.spec, whole.device))
     kernel = LOSS_KERNEL_NAMES[loss_kernel(whole.is_cuda, whole.dtype)]
     return f"loss: {kernel}, in chunks of {rows * ranks:,} tokens"
+
+
+def describe_compilation(state: TrainState) -> str:
+    """Describe whether layers are compiled, why, and which of their modules split the graph."""
+    setting, device = state.spec.config.train.compile, state.buffers.flat_buffers[0].params.device
+    why = f"train.compile={str(setting).lower()}"
+    if not state.spec.compiles(on_gpu=device.type != "cpu"):
+        return f"layers: not compiled ({why}{' on a CPU' if setting == 'auto' else ''})"
+    layers = state.model.layers.values()
+    eager = sorted({type(m).__name__ for layer in layers for m in layer.modules() if is_opaque(m)})
+    parts = f"in parts between {', '.join(eager)}, which stay eager" if eager else "each as one graph"
+    return f"layers: compiled {parts} ({why}), in the first step"
 
 
 def describe_installed_apex(state: TrainState) -> str | None:
@@ -84,6 +97,7 @@ FACTS: tuple[Fact, ...] = (
     describe_gemms,
     describe_attention_kernel,
     describe_loss,
+    describe_compilation,
     describe_installed_apex,
     describe_communicators,
     describe_buckets,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
+from megatron3d.train.monitor.run_facts import describe_compilation
 from megatron3d.train.state import TrainState, build_state, connect
 from tests.support.shards import pretended_world
 
@@ -24,10 +25,18 @@ def build(**train: Any) -> TrainState:
     return build_state(spec, connect(spec), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_each_layer_is_compiled_if_configured(compiled: bool) -> None:
-    layers = build(compile=compiled).model.layers.values()
-    assert ["forward" in vars(layer) for layer in layers] == [compiled] * 2
+@pytest.mark.parametrize("setting", [True, False, "auto"])
+def test_each_layer_is_compiled_if_configured(setting: bool | str) -> None:
+    state = build(compile=setting)
+    is_compiled = setting is True
+    assert ["forward" in vars(layer) for layer in state.model.layers.values()] == [is_compiled] * 2
+    expected = {
+        True: "layers: compiled each as one graph (train.compile=true), in the first step",
+        False: "layers: not compiled (train.compile=false)",
+        "auto": "layers: not compiled (train.compile=auto on a CPU)",
+    }
+    assert describe_compilation(state) == expected[setting]
+    assert state.spec.compiles(on_gpu=True) == (setting is not False)
 
 
 def test_offloading_from_the_host_to_the_host_is_refused() -> None:

@@ -39,7 +39,7 @@ def run(row: Row, num_stages: int = 1, **train: Any) -> Config:
     sections = {
         "model": model,
         "parallel": parallel | row.get("parallel_keys", {}),
-        "train": {"bucket_mb": 25.0, **train},
+        "train": {"bucket_mb": 25.0, "compile": False, **train},
     }
     return Config.model_validate(sections)
 
