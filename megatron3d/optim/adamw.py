@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on flat tensors, as three functions with the same signature.
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on flat tensors, as functions with the same signature.
 
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
     w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
@@ -11,6 +11,7 @@ they do not depend on how the tensor is sharded.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from megatron3d.config.schema import OptimizerConfig
 # Elements that `update_chunked` updates at once: on a CPU they fit a core's cache, on a GPU they amortize launches.
 CPU_CHUNK, GPU_CHUNK = 2**18, 2**22
 _MAX_KERNEL_SIZE = 2**30
+LOW_HALF = 0 if sys.byteorder == "little" else 1
 
 
 @dataclass
@@ -96,22 +98,53 @@ def update_with_apex(kernel: Callable[..., None]) -> Update:
 
 
 @torch.no_grad()
+def update_with_triton(
+    group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor
+) -> None:
+    """Update fp32 weights like `update_chunked`, by one kernel per flat tensor and without a workspace."""
+    from megatron3d.optim.triton_adamw import update_tensor
+
+    step = num_steps.double() + 1
+    rate, correction = lr / (1 - config.adam_beta1**step), 1 - config.adam_beta2**step
+    scalars = torch.stack((rate, correction, skipped.to(rate.dtype))).float()
+    factors = 1 - lr * group.weight_decay, config.adam_beta1, config.adam_beta2, config.adam_eps
+    for tensors in zip(*group.lists, strict=True):
+        update_tensor(tensors, scalars, _salt(num_steps), factors)
+
+
+@torch.no_grad()
 def update_chunked(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
     """Update chunk by chunk, with moments of any dtype, arithmetic in the weights' dtype, and a small workspace."""
     step = num_steps.double() + 1
-    corrections = 1 - config.adam_beta1**step, 1 - config.adam_beta2**step
+    rate, correction = lr / (1 - config.adam_beta1**step), 1 - config.adam_beta2**step
+    salt, is_skipped = _salt(num_steps), skipped != 0
     for tensors in zip(*group.lists, strict=True):
         size = CPU_CHUNK if tensors[0].device.type == "cpu" else GPU_CHUNK
         for g, w, m, v in zip(*(t.split(size) for t in tensors), strict=True):
-            new = _adamw_step(g, w, m, v, config, lr, group.weight_decay, corrections)
-            noise = _random_bits(w, g, num_steps) if torch.bfloat16 in (m.dtype, v.dtype) else None
-            for old, wide, shift in zip((w, m, v), new, (0, 0, 16), strict=True):
-                rounded = (
-                    _round_stochastically(wide, noise >> shift)
-                    if noise is not None and old.dtype == torch.bfloat16
-                    else wide
-                )
-                old.copy_(torch.where(skipped != 0, old, rounded.to(old.dtype)))
+            _update_chunk(g, w, m, v, config, (1 - lr * group.weight_decay, rate, correction), salt, is_skipped)
+
+
+def _update_chunk(
+    g: Tensor,
+    w: Tensor,
+    m: Tensor,
+    v: Tensor,
+    config: OptimizerConfig,
+    factors: tuple[float, Tensor, Tensor],
+    salt: Tensor,
+    is_skipped: Tensor,
+) -> None:
+    """Update one chunk; at most five numbers of the weights' size are live per element."""
+    new = _adamw_step(g, w, m, v, config, factors)
+    noise = _random_bits(w, g, salt) if torch.bfloat16 in (m.dtype, v.dtype) else None
+    for old, wide, shift in zip((w, m, v), new, (0, 0, 16), strict=True):
+        if noise is None or old.dtype != torch.bfloat16:
+            torch.where(is_skipped, old, wide.to(old.dtype), out=old)
+        else:
+            bits = _low_bits(noise, shift).add_(wide.float().view(torch.int32))
+            old_bits = old.view(torch.int16)
+            torch.where(is_skipped, old_bits, _halves(bits)[1], out=old_bits)
+            del bits  # otherwise two of them would be live
 
 
 def _adamw_step(
@@ -120,30 +153,55 @@ def _adamw_step(
     m: Tensor,
     v: Tensor,
     config: OptimizerConfig,
-    lr: float,
-    weight_decay: float,
-    corrections: tuple[Tensor, Tensor],
+    factors: tuple[float, Tensor, Tensor],
 ) -> Sequence[Tensor]:
-    """Return new weights and moments, in the weights' dtype."""
+    """Return new weights and moments, in the weights' dtype.
+
+    Args:
+        factors: factor of the weights by weight decay, corrected learning rate, and correction of the second moment.
+    """
+    decay, rate, correction = factors
     m = torch.lerp(m.to(w.dtype), g, 1 - config.adam_beta1)
     v = (v.to(w.dtype) * config.adam_beta2).addcmul_(g, g, value=1 - config.adam_beta2)
-    root = (v / corrections[1]).sqrt_().add_(config.adam_eps)
-    w = (w * (1 - lr * weight_decay)).sub_((m * (lr / corrections[0])).div_(root))
+    root = (v / correction).sqrt_().add_(config.adam_eps)
+    w = (w * decay).sub_((m * rate).div_(root))
     return w, m, v
 
 
-def _random_bits(w: Tensor, g: Tensor, num_steps: Tensor) -> Tensor:
-    """Hash the step and the first 16 bits of weight and gradient to 32 bits per element (Wellons' lowbias32)."""
-    w, g = (t.float().view(torch.int32) for t in (w, g))
-    x = (w & -0x10000) | ((g >> 16) & 0xFFFF)
-    x += num_steps.to(torch.int32) * 0x61C88647
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-        x ^= (x >> shift) & ((1 << 32 - shift) - 1)
-        x *= factor
-    return x.bitwise_xor_((x >> 16) & 0xFFFF)
+def _salt(num_steps: Tensor) -> Tensor:
+    """Return the number, different in each step, that is hashed with every element."""
+    return num_steps.to(torch.int32) * 0x61C88647
+
+
+def _random_bits(w: Tensor, g: Tensor, salt: Tensor) -> Tensor:
+    """Hash a salt and the first 16 bits of weight and gradient to 32 bits per element (Wellons' lowbias32).
+
+    A shift by 16 bits moves one half of a number to the other, which is one kernel and no workspace.
+    """
+    x = w.to(torch.float32, copy=True).view(torch.int32)
+    low, high = _halves(x)
+    low.copy_(_halves(g.float())[1])
+    x += salt
+    low ^= high
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_((1 << 32 - 15) - 1)
+    x *= 0x846CA68B - 2**32
+    low ^= high
+    return x
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the low and the high 16 bits of each element of a 1-D tensor of 32 bits, as views."""
+    pairs = x.view(torch.int16)
+    return pairs[LOW_HALF::2], pairs[1 - LOW_HALF :: 2]
+
+
+def _low_bits(noise: Tensor, shift: int) -> Tensor:
+    """Return 16 bits of `noise` from `shift` on."""
+    return (noise >> shift).bitwise_and_(0xFFFF) if shift else noise & 0xFFFF
 
 
 def _round_stochastically(wide: Tensor, noise: Tensor) -> Tensor:
     """Round stochastically to one of the two nearest bf16 numbers; 16 bits of `noise` decide."""
-    bits = wide.float().view(torch.int32) + (noise & 0xFFFF)
-    return (bits & -0x10000).view(torch.float32).bfloat16()
+    bits = _low_bits(noise, 0).add_(wide.float().view(torch.int32))
+    return _halves(bits)[1].view(torch.bfloat16)

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.apex import adam_kernel
-from megatron3d.optim.adamw import ParamGroup, Update, update_chunked, update_fused, update_with_apex
+from megatron3d.ops.fused_cross_entropy import has_triton
+from megatron3d.optim.adamw import (
+    ParamGroup,
+    Update,
+    update_chunked,
+    update_fused,
+    update_with_apex,
+    update_with_triton,
+)
 from megatron3d.optim.loss_scale import LossScale
 from megatron3d.zero import Buffers, FlatBuffer
 
@@ -97,7 +105,8 @@ def choose_update(config: OptimizerConfig, flats: Sequence[FlatBuffer]) -> Updat
     main = {flat.main.dtype for flat in flats}
     moments = {MOMENT_DTYPES[name] for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype)} - {None}
     if moments - main:
-        return update_chunked
+        on_gpus = all(flat.main.is_cuda for flat in flats)
+        return update_with_triton if on_gpus and main == {torch.float32} and has_triton() else update_chunked
     if config.adam_implementation == "apex":
         return update_with_apex(adam_kernel({flat.main.device for flat in flats}))
     return update_fused

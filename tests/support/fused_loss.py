@@ -21,6 +21,7 @@ from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from tests.support.shards import cut, error, normal, plan_comm
+from tests.support.triton_process import assemble
 from tests.support.turn_ranks import make_comm, run_turns
 
 IGNORED = -100
@@ -123,33 +124,24 @@ def interpret() -> Mapping[str, float]:
     }
 
 
-def assemble() -> Mapping[str, str]:
-    """Return the PTX of every kernel by name and compute capability; its machine code is made as well."""
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    numbers = {"num_tokens": "i32", "vocab": "i32", "row_stride": "i32", "BLOCK": "constexpr"}
+def compiled() -> Mapping[str, str]:
+    """Return the PTX of every kernel by name and compute capability."""
+    numbers = {"num_tokens": "i32", "vocab": "i32", "row_stride": "i32"}
     statistics = {"logits": "*fp32", "columns": "*i64", "statistics": "*fp32", **numbers}
-    gradient: dict[str, Any] = {"logits": "*fp32", "columns": "*i64", "factors": "*fp32", "grad": "*bf16", **numbers}
-    gradient = dict(list(gradient.items())[:-1]) | {"grad_stride": "i32", "BLOCK": "constexpr"}
+    gradient = {"logits": "*fp32", "columns": "*i64", "factors": "*fp32", "grad": "*bf16", **numbers}
     kernels = {
         "statistics": (triton_cross_entropy.statistics_kernel, statistics),
-        "gradient": (triton_cross_entropy.gradient_kernel, gradient),
+        "gradient": (triton_cross_entropy.gradient_kernel, {**gradient, "grad_stride": "i32"}),
     }
-    out = {}
-    for capability in (80, 90):
-        for name, (kernel, signature) in kernels.items():
-            source = ASTSource(kernel, signature, {"BLOCK": triton_cross_entropy.BLOCK})
-            built = compile_kernel(
-                source, target=GPUTarget("cuda", capability, 32), options=triton_cross_entropy.OPTIONS
-            )
-            assert built.asm["cubin"], "no machine code"
-            out[f"{name} sm_{capability}"] = built.asm["ptx"]
-    return out
+    constants, options = {"BLOCK": triton_cross_entropy.BLOCK}, triton_cross_entropy.OPTIONS
+    return {
+        f"{name} sm_{sm}": assemble(kernel, signature, constants, options, sm)
+        for name, (kernel, signature) in kernels.items()
+        for sm in (80, 90)
+    }
 
 
-CHECKS: Mapping[str, Callable[[], Mapping[str, Any]]] = {"interpret": interpret, "assemble": assemble}
+CHECKS: Mapping[str, Callable[[], Mapping[str, Any]]] = {"interpret": interpret, "assemble": compiled}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

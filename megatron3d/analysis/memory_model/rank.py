@@ -39,9 +39,8 @@ from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, act
 _TOKEN_BYTES = 2 * 8
 # The number of its document, or its position there.
 _DOCUMENT_BYTES = 8
-# Of an element: what AdamW holds when it rounds a moment, when it computes, and of the piece before.
-_ROUNDED_BYTES, _COMPUTED_BYTES = 30, 20
-_LEFT_BYTES = 18
+# Of an element: what AdamW holds when it computes, and when it rounds a moment.
+_UPDATE_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -281,7 +280,6 @@ def _update_peak(step: StepSpec, is_over: int) -> dict[str, int]:
     """Return the peak of AdamW with moments narrower than the weights; activations are freed by then."""
     if min(step.moment_itemsizes) == step.local.wide:
         return {}
-    most, parts = step.local.kernels.update_piece, [-(-size // step.zero_ranks) for size in flat_numels(step)]
-    pieces = [min(most, part - start) for part in parts for start in range(0, min(part, 2 * most), most)]
-    first, second = sorted([*pieces, 0])[-1:-3:-1]
-    return {"update": max(_ROUNDED_BYTES * first, _COMPUTED_BYTES * first + _LEFT_BYTES * second) - is_over}
+    parts = (-(-size // step.zero_ranks) for size in flat_numels(step))
+    largest = max((min(part, step.local.kernels.update_piece) for part in parts), default=0)
+    return {"update": _UPDATE_BYTES * largest - is_over}

@@ -7,43 +7,20 @@ padding that counts, and a narrow gradient that overwrites logits of the next ro
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, loss_kernel
 from megatron3d.ops.fused_cross_entropy import has_triton
-
-ROOT = Path(__file__).parents[3]
-
-needs_triton = pytest.mark.skipif(not has_triton(), reason="the triton package is not installed")
-
-
-def check(name: str, folder: Path, **env: str) -> dict[str, Any]:
-    """Return what a check of `tests/support/fused_loss.py` prints in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.fused_loss", name],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_CACHE_DIR": str(folder), **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+from tests.support.triton_process import check, needs_triton
 
 
 @needs_triton
 @pytest.mark.slow
 def test_interpreted_kernels_have_the_values_of_torchs_operations(tmp_path: Path) -> None:
-    found = check("interpret", tmp_path, TRITON_INTERPRET="1")
+    found = check("fused_loss", "interpret", tmp_path, TRITON_INTERPRET="1")
     assert len(found) > 150
     assert {name: value for name, value in found.items() if not value <= 1} == {}
 
@@ -52,7 +29,7 @@ def test_interpreted_kernels_have_the_values_of_torchs_operations(tmp_path: Path
 @pytest.mark.slow
 def test_kernels_compile_for_gpus_and_read_before_they_overwrite(tmp_path: Path) -> None:
     """Without the barrier between reading and writing, a warp could overwrite logits that another has yet to read."""
-    found = check("assemble", tmp_path)
+    found = check("fused_loss", "assemble", tmp_path)
     assert {f"{name} sm_{capability}" for name in ("statistics", "gradient") for capability in (80, 90)} == set(found)
     for capability in (80, 90):
         ptx = found[f"gradient sm_{capability}"]
