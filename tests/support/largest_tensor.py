@@ -11,15 +11,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """Track the number of elements of the largest tensor that any operation returns, those of `known` not counted."""
+    """Track elements and bytes of the largest tensor that any operation returns, those of `known` not counted."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.numel = 0
+        self.numel = self.num_bytes = 0
         self._known = {t.untyped_storage()._cdata for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        self.numel = max([self.numel, *(t.numel() for t in made if t.untyped_storage()._cdata not in self._known)])
+        tensors = (t for t in tree_leaves(out) if isinstance(t, Tensor))
+        made = [t for t in tensors if t.untyped_storage()._cdata not in self._known]
+        self.numel = max([self.numel, *(t.numel() for t in made)])
+        self.num_bytes = max([self.num_bytes, *(t.nbytes for t in made)])
         return out

@@ -16,8 +16,8 @@ from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.parallel.loss_chunks import token_moves
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
-# `ops/dropout.py` hashes indices in int64; three of them are live per element.
-_HASH_BYTES = 24
+# `ops/dropout.py` hashes indices in int64, in chunks of at most this many elements; two numbers are live per element.
+_HASH_BYTES, HASH_CHUNK = 16, 2**16
 # A norm that is not one kernel casts to fp32: input, gradient, their products and sums.
 _NORM_COPIES = 6
 # Rows of a block of fused attention.
@@ -75,10 +75,11 @@ def layer_peaks(local: LocalSizes) -> dict[str, int]:
     inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
     if local.arch.hidden_dropout:
-        needed["hash of a dropout mask"] = "mlp_dropout", _HASH_BYTES * local.tokens * local.hidden
+        needed["hash of a dropout mask"] = "mlp_dropout", _hash_bytes(local.tokens * local.hidden)
     if local.arch.attention_dropout:
-        to_come = 1 if local.itemsize < local.wide else 1 + local.itemsize
-        size = (_HASH_BYTES + local.wide - to_come) * local.inner_tokens * local.num_queries * local.arch.seq_length
+        scores = local.inner_tokens * local.num_queries * local.arch.seq_length
+        to_come = 0 if local.itemsize < local.wide else local.itemsize
+        size = _hash_bytes(scores) + (local.wide - to_come) * scores
         needed["hash of attention's dropout mask"] = (
             "attention.core",
             size + local.inner(queries + 2 * local.keys_width),
@@ -108,6 +109,10 @@ def sdpa_workspace(local: LocalSizes) -> int:
 
 def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def _hash_bytes(numel: int) -> int:
+    return _HASH_BYTES * min(numel, HASH_CHUNK)
 
 
 def head_peaks(step: StepSpec) -> dict[str, int]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron3d.ops import dropout as dropout_module
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.ops.seeds import derive_seed
+from tests.support.largest_tensor import LargestTensor
+from tests.support.triton_process import check, needs_triton
 
 KEYS = [derive_seed(1234, 0, "layers.0.mlp"), derive_seed(1234, 1, "layers.0.mlp"), derive_seed(7, 0, "embedding")]
 ROWS, COLUMNS = torch.arange(600), torch.arange(500)
@@ -73,6 +77,33 @@ def test_neighbouring_elements_are_independent(key: int) -> None:
     products = mask @ mask.T / mask.shape[1] ** 0.5
     products.fill_diagonal_(0)
     assert products.abs().max() < 6
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000, 10**6])
+def test_chunks_have_the_same_mask(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = keep_mask(KEYS[0], ROWS[:20], COLUMNS[:30], 0.3)
+    monkeypatch.setattr(dropout_module, "CPU_HASH_CHUNK", chunk)
+    assert torch.equal(keep_mask(KEYS[0], ROWS[:20], COLUMNS[:30], 0.3), expected)
+
+
+def test_the_workspace_is_that_of_a_chunk() -> None:
+    """Before, three numbers of 8 bytes per element were there at a time."""
+    with LargestTensor() as largest:
+        keep = keep_mask(KEYS[0], torch.arange(2000), COLUMNS, 0.3)
+    assert largest.numel == keep.numel() and largest.num_bytes == keep.nbytes
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_interpreted_kernel_writes_the_same_mask(tmp_path: Path) -> None:
+    found = check("fused_dropout", "interpret", tmp_path, TRITON_INTERPRET="1")
+    assert len(found) == 12 and not any(found.values()), found
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernel_compiles_for_gpus(tmp_path: Path) -> None:
+    assert all("st.global" in ptx for ptx in check("fused_dropout", "assemble", tmp_path).values())
 
 
 def test_far_rows_do_not_repeat_near_ones() -> None:

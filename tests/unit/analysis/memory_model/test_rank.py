@@ -25,12 +25,14 @@ from megatron3d.analysis.memory_model.rank import (
     stage_activations,
 )
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
+from megatron3d.analysis.memory_model.transient_peaks import HASH_CHUNK
 from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.model.recompute_spec import Recompute
+from megatron3d.ops.dropout import CPU_HASH_CHUNK
 from megatron3d.ops.gemm import onednn_gemms
 from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK
 from megatron3d.optim.optimizer import MOMENTS
@@ -276,6 +278,7 @@ def test_flat_buffers_are_filled_from_the_end() -> None:
 def test_constants_equal_those_of_the_code_that_they_describe() -> None:
     assert (KERNELS["cpu"].update_piece, KERNELS["gpu"].update_piece) == (CPU_CHUNK, GPU_CHUNK)
     assert KERNELS["cpu"].num_leaving == MAX_SENDS_IN_FLIGHT
+    assert HASH_CHUNK == CPU_HASH_CHUNK
     assert KERNELS["gpu"].num_leaving == MAX_SENDS_IN_FLIGHT + 1, "the CPU runs ahead of all sends that it may start"
 
 
