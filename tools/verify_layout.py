@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     UserError.collect((*check(small, num_ranks), *too_large(small, num_ranks)))
     print(f"asked:    {batch_arithmetic(RunSpec(config, world_size))}", flush=True)
     print(f"verified: {batch_arithmetic(RunSpec(small, num_ranks))}", flush=True)
-    found = process.launch(num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance, args.device)
+    found = process.launch(
+        num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance, args.device, args.lag_ms / 1e3
+    )
     for line in found[:10]:
         print(f"DIFFERENT {line}")
     if not found:
@@ -93,6 +95,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=whole(1, 1000), default=3)
     parser.add_argument("--tolerance", type=real(0, 1), default=1e-10, help="relative")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="what the ranks compute on")
+    parser.add_argument(
+        "--lag-ms",
+        type=real(0, 1000),
+        default=0.0,
+        help="start every collective later by this, with its output poisoned, so that a missing wait is found",
+    )
     parser.add_overrides("values that replace those in the file")
     return parser.parse_args(argv)
 
@@ -161,16 +169,22 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
     )
 
 
-def compare(config_json: str, steps: int, tolerance: float, device: str = "cpu") -> list[str]:
+def compare(config_json: str, steps: int, tolerance: float, device: str = "cpu", lag_s: float = 0.0) -> list[str]:
     """Run this rank of the layout, and on rank 0 also the single-process reference; return the differences."""
     from megatron3d.comm.host_comm import HostComm
+    from megatron3d.comm.interface import Comm
+    from megatron3d.comm.lagging_comm import LaggingComm
     from megatron3d.train.state import connect
     from megatron3d.verify.layouts import differences, trace
 
     config, on_cpu = Config.model_validate_json(config_json), device == "cpu"
     with process.start(on_cpu=on_cpu, shares_gpus=not on_cpu) as here:
         spec = RunSpec(config, here.world_size, VOCAB_SIZE, here.rank)
-        comm = connect(spec) if on_cpu else HostComm(connect(spec))
+        comm: Comm = connect(spec)
+        if lag_s:
+            comm = LaggingComm(comm, lag_s)
+        elif not on_cpu:
+            comm = HostComm(comm)
         got = trace(spec, comm, steps, device=here.device)
     if got is None:
         return []

@@ -7,7 +7,7 @@ It is slow and overlaps nothing; its numbers are those of the other `Comm`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
+
+# Starts a collective on a tensor in host memory.
+Start = Callable[[Tensor], Pending]
 
 
 class HostComm:
@@ -29,17 +32,21 @@ class HostComm:
         """Mesh of the other communicator."""
         return self._comm.mesh
 
-    def _moved(self, x: Tensor, axes: Axes, start: Callable[[Tensor], Pending]) -> Pending:
+    def _start(self, x: Tensor, start: Start, written: Sequence[Tensor] = ()) -> Callable[[], Tensor]:
+        """Start a collective on a host copy of `x` and return what waits for it; its result replaces `written`."""
+        return start(host_copy(x)).wait
+
+    def _moved(self, x: Tensor, axes: Axes, start: Start) -> Pending:
         """Run a collective whose result is a tensor of its own."""
         if self.mesh.size(axes) == 1:
             return completed(x)
-        pending = start(_host_copy(x))
-        return Pending(lambda: pending.wait().to(x.device))
+        wait = self._start(x, start)
+        return Pending(lambda: wait().to(x.device))
 
-    def _in_place(self, x: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
-        """Run a collective whose result replaces `x`."""
-        pending = start(_host_copy(x))
-        return Pending(lambda: _replace(x, pending.wait()))
+    def _in_place(self, x: Tensor, start: Start, written: Sequence[Tensor] = ()) -> Pending:
+        """Run a collective whose result replaces `x`, or only its parts `written` where these are given."""
+        wait = self._start(x, start, written or [x])
+        return Pending(lambda: _replace(x, wait()))
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         return self._moved(x, axes, lambda host: self._comm.all_gather(host, axes, dim))
@@ -47,7 +54,9 @@ class HostComm:
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         if self.mesh.size(axes) == 1:
             return completed(whole)
-        return self._in_place(whole, lambda host: self._comm.all_gather_into(host, axes))
+        parts = list(whole.chunk(self.mesh.size(axes)))
+        parts.pop(self.mesh.index(axes))
+        return self._in_place(whole, lambda host: self._comm.all_gather_into(host, axes), parts)
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
         return self._moved(x, axes, lambda host: self._comm.reduce_scatter(host, axes, dim))
@@ -58,8 +67,8 @@ class HostComm:
         return self._in_place(x.contiguous(), lambda host: self._comm.all_reduce(host, axes, op))
 
     def send(self, x: Tensor, link: Link) -> Pending:
-        pending = self._comm.send(_host_copy(x), link)
-        return Pending(lambda: (pending.wait(), x)[1], pending.is_done)
+        wait = self._start(x, lambda host: self._comm.send(host, link))
+        return Pending(lambda: (wait(), x)[1], lambda: False)
 
     def receive(self, out: Tensor, link: Link) -> Pending:
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
@@ -78,7 +87,8 @@ class HostComm:
         return self._comm.broadcast_object(value)
 
 
-def _host_copy(x: Tensor) -> Tensor:
+def host_copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy in host memory."""
     return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -106,10 +107,10 @@ def test_a_correct_pipeline_equals_one_process(tmp_path: Path) -> None:
     assert "EQUAL: 1 steps in float64 on 2 ranks" in out
 
 
-def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float, device: str) -> list[str]:
+def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float, *rest: Any) -> list[str]:
     """Call verify_layout.compare without the gradient reduction over the ranks that share a parameter."""
     with mock.patch.object(ParamSpec, "reduce_axes", lambda spec, mesh: ()):
-        return verify_layout.compare(config_json, steps, tolerance, device)
+        return verify_layout.compare(config_json, steps, tolerance, *rest)
 
 
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
