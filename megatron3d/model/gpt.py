@@ -26,7 +26,8 @@ from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.kv_cache import CacheView, KVCache
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
-from megatron3d.ops.recompute import offload_saved_tensors, recomputed
+from megatron3d.ops.offload import ActivationOffload
+from megatron3d.ops.recompute import recomputed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import ParamSpec, span
@@ -71,7 +72,7 @@ class GPT(nn.Module):
         hooks = self.main_grads, self.wgrads
         compiled = CompiledLinears(self.main_grads) if compiles else None
         build = Build(arch, mode, comm, self.specs, *hooks, recompute, overlap, norm_kernels, compiled)
-        self.recompute = recompute
+        self.recompute, self.offload = recompute, ActivationOffload()
         if self.stages[0].has_embedding:
             self.embedding = Embedding("embedding", build)
             self.embedding_dropout = HiddenDropout("embedding", build)
@@ -238,9 +239,10 @@ class GPT(nn.Module):
             self._call_activation_hook("embedding", x_MH)
         assert x_MH is not None, f"stage {stage.index} was given nothing"
         at = self._with_documents(at)
+        offloaded = self.offload.begin(self.parameters(), x_MH.device) if self.recompute.offloads else None
         for run in self.recompute.runs(stage.layers):
             compute = partial(recomputed, self._layers) if run.is_recomputed else self._layers
-            with offload_saved_tensors(self.parameters()) if run.is_offloaded else nullcontext():
+            with offloaded.group() if offloaded else nullcontext():
                 x_MH = compute(run.layers, x_MH, at)
         if not stage.has_head or (at.cached and not at.cached.has_logits):
             return x_MH

@@ -20,7 +20,7 @@ UNIFORM, BLOCK = METHODS = ("uniform", "block")
 
 
 class LayerRun(NamedTuple):
-    """Consecutive layers that are recomputed together, if they are recomputed."""
+    """Consecutive layers that are recomputed together, if they are recomputed; a single one if it is only offloaded."""
 
     layers: range
     is_recomputed: bool
@@ -56,7 +56,11 @@ class Recompute:
             )
         elif self.granularity == "full":
             recomputed, rest = [range(n, n + 1) for n in layers[: self.num_layers]], layers[self.num_layers :]
-        return [*(LayerRun(each, True, self.offloads) for each in recomputed), LayerRun(rest, False, self.offloads)]
+        others = [range(n, n + 1) for n in rest] if self.offloads else [rest]
+        return [
+            *(LayerRun(each, True, self.offloads) for each in recomputed),
+            *(LayerRun(each, False, self.offloads) for each in others),
+        ]
 
 
 NO_RECOMPUTE = Recompute()

@@ -1,9 +1,9 @@
-"""Activation recomputation (activation checkpointing), and offloading of saved activations to host memory."""
+"""Activation recomputation (activation checkpointing)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,29 +40,3 @@ def recompute_from_input(function: Callable[[Tensor], Tensor], x: Tensor, y: Ten
     del y
     hooks: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
     return hooks if torch.is_grad_enabled() else contextlib.nullcontext()
-
-
-def offload_saved_tensors(params: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which tensors saved for backward, except `params`, are kept in pinned host memory.
-
-    Copies run in the compute stream.  torch.autograd.graph.save_on_cpu would offload the parameters as well, and loses
-    the strides of saved tensors.
-    """
-
-    staying = {param.untyped_storage()._cdata for param in params}
-
-    def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if saved.untyped_storage()._cdata in staying:
-            return saved
-        is_remote = saved.device.type != "cpu"
-        there = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype, pin_memory=is_remote)
-        return saved.device, there.copy_(saved.detach(), non_blocking=is_remote)
-
-    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        device, there = packed
-        return there.to(device, non_blocking=True)
-
-    hooks: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
-    return hooks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron3d.checkpoint.piece import Piece
+from megatron3d.checkpoint.snapshot import Snapshot
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
 from megatron3d.ops.dropout import keep_mask
-from megatron3d.ops.recompute import offload_saved_tensors
+from megatron3d.ops.offload import ActivationOffload
 from megatron3d.optim.adamw import _random_bits, _round_stochastically
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.state import connect
@@ -79,18 +82,38 @@ def noise(weight: Tensor, grad: Tensor) -> Tensor:
 
 
 def test_offloaded_tensors_come_back(device: torch.device) -> None:
-    """Non-contiguous ones too; parameters stay where they are."""
-    weight = normal(65, 33, seed=1).to(device).requires_grad_()
-    x = normal(33, 129, seed=2).to(device).T.requires_grad_()
+    """Tensors of several layers return, non-contiguous ones too; parameters stay where they are."""
+    weight = normal(65, 65, seed=1).to(device).requires_grad_()
+    x = normal(65, 129, seed=2).to(device).T.requires_grad_()
     grads: list[tuple[Tensor, Tensor]] = []
-    for offloads in (False, True):
+    for offload in (None, ActivationOffload()):
         weight.grad = x.grad = None
-        with offload_saved_tensors([weight]) if offloads else torch.enable_grad():
-            y = (x @ weight.T).sin().square().sum()
-        y.backward()
+        offloaded, y = offload and offload.begin([weight], device), x
+        for _ in range(4):
+            with offloaded.group() if offloaded else torch.enable_grad():
+                y = (y @ weight.T).sin().T.contiguous().T
+        y.square().sum().backward()
         assert weight.grad is not None and x.grad is not None, "both need a gradient"
         grads.append((weight.grad.clone(), x.grad.clone()))
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_a_snapshot_holds_the_state_at_its_start(device: torch.device) -> None:
+    """The state changes while the copy may still run; the change waits for it."""
+    states = [torch.arange(2**22, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)]
+    expected, snapshot = [x.cpu().clone() for x in states], Snapshot(device)
+
+    def source(copy: Callable[[Tensor], Tensor]) -> Iterator[Piece]:
+        for x in states:
+            yield Piece(str(x.dtype), tuple(x.shape), ((0, len(x)),), copy(x))
+
+    pieces = snapshot.take(source)
+    snapshot.hold_update()
+    for x in states:
+        x.zero_()
+    snapshot.wait()
+    assert all(torch.equal(piece.tensor, x) for piece, x in zip(pieces, expected, strict=True))
+    assert device.type == "cpu" or all(piece.tensor.is_pinned() for piece in pieces)
 
 
 def test_a_loader_moves_what_it_reads(device: torch.device) -> None:

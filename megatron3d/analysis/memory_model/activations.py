@@ -46,12 +46,18 @@ def run_activations(local: LocalSizes, run: LayerRun) -> int:
 
 
 def recomputed_activations(local: LocalSizes) -> int:
-    """Return the most bytes of recomputed activations that exist while their backward runs."""
+    """Return the most bytes of recomputed activations that exist while their backward runs.
+
+    Offloaded activations count as well: those of the layer that is computed, and of the one that leaves or arrives.
+    """
     everything = total_bytes(layer_activations(replace(local, recompute=NO_RECOMPUTE)))
     runs = local.recompute.runs(range(local.arch.num_layers))
     longest = max((len(run.layers) for run in runs if run.is_recomputed), default=0)
     again = longest * everything - local.residual if longest else everything - total_bytes(layer_activations(local))
-    return max(again, everything if local.recompute.offloads else 0)
+    if not local.recompute.offloads:
+        return max(again, 0)
+    transferred = local.residual if longest else total_bytes(layer_activations(local))
+    return max(again, everything) + transferred
 
 
 def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:

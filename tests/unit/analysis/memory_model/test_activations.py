@@ -229,6 +229,6 @@ def test_recomputed_activations_set_a_transient_peak(name: str) -> None:
 
 def test_offloaded_layers_keep_nothing_on_the_device() -> None:
     local = replace(alone("llama"), recompute=Recompute(offloads=True))
-    (run,) = local.recompute.runs(range(3))
-    assert run_activations(local, run) == 0
-    assert recomputed_activations(local) == total_bytes(layer_activations(local))
+    runs = local.recompute.runs(range(3))
+    assert len(runs) == 3 and not any(run_activations(local, run) for run in runs)
+    assert recomputed_activations(local) == 2 * total_bytes(layer_activations(local)), "one is computed, one copied"
