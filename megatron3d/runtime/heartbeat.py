@@ -51,7 +51,7 @@ class Heartbeat:
         pid: process id.
         num_collectives: collectives started so far.
         last_collective: name, axes and number of the last one, empty before the first.
-        stack: innermost frames of this package in the main thread, outermost first.
+        stack: innermost frames of this package in the main thread, and in that of the backward, outermost first.
         idle_s: seconds since iteration, collectives or stack changed.
         groups: status of each group, by a name that is the same on all its ranks.
     """

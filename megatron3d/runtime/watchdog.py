@@ -5,7 +5,7 @@ stack of the main thread, collectives of each group.  A rank that makes no progr
 writes what torch recorded of its collectives, and compares the heartbeats of all ranks (`heartbeat.diagnose`).
 
 Then all ranks end, also where the store does not answer since the process that keeps it is stopped: only one thread
-calls the store, and others watch for progress and end the process.  The main thread is sampled from outside
+calls the store, and others watch for progress and end the process.  The threads of a step are sampled from outside
 (`sys._current_frames`), so the watchdog costs the training loop nothing.
 
 Before that, each rank listens to the heartbeat of the next one, and says when it stops and when it comes back.
@@ -50,6 +50,17 @@ def package_stack(frame: FrameType | None) -> tuple[str, ...]:
             found.append(f"{path.relative_to(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return tuple(reversed(found))
+
+
+def program_stack(main: int) -> tuple[str, ...]:
+    """Return the stack of the thread `main`, and below it that of the backward where that has a thread of its own.
+
+    On GPUs autograd has a thread for each device, which Python did not start, while the main thread waits for it.
+    """
+    frames = sys._current_frames()
+    ours = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
+    foreign = [package_stack(frame) for ident, frame in frames.items() if ident not in ours]
+    return package_stack(frames.get(main)) + max(foreign, key=len, default=())
 
 
 class Silence:
@@ -137,7 +148,7 @@ class Watchdog:
     def _heartbeat(self, sequence: int) -> Heartbeat:
         done = self._collectives()
         last = f"{done.last}, the {done.num_started}th" if done.num_started else ""
-        stack = package_stack(sys._current_frames().get(self._main))
+        stack = program_stack(self._main)
         return Heartbeat(
             sequence,
             socket.gethostname(),

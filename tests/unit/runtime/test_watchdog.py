@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import threading
 import time
@@ -9,10 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron3d.comm.interface import Pending
 from megatron3d.runtime import watchdog
 from megatron3d.runtime.heartbeat import CollectiveStatus
-from megatron3d.runtime.watchdog import Silence, Watchdog
+from megatron3d.runtime.watchdog import Silence, Watchdog, program_stack
 from tests.unit.runtime.test_heartbeat import FIRST
 
 
@@ -86,6 +90,42 @@ def test_a_silence_and_its_end_are_said_once() -> None:
     assert [now_s for now_s, _ in said] == [25, 60]
     assert said[0][1].startswith("rank 4 has sent no heartbeat for 20 s (host node1, process 10); before that after ")
     assert said[1][1] == "rank 4 answers again, after 55 s"
+
+
+def test_the_stack_goes_on_in_the_thread_of_the_backward() -> None:
+    """Bug that this finds: a rank that waits in the backward of a GPU is taken for one outside of any collective."""
+    begun, end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> Tensor:
+        begun.set()
+        end.wait(10)
+        return torch.empty(0)
+
+    def backward() -> None:
+        Pending(wait).wait()
+        ended.set()
+
+    _thread.start_new_thread(backward, ())
+    assert begun.wait(10)
+    stack = program_stack(threading.get_ident())
+    end.set()
+    assert ended.wait(10)
+    assert len(stack) == 1 and stack[0].startswith("comm/interface.py:") and stack[0].endswith(" wait")
+
+
+def test_threads_of_the_loader_are_not_the_backward() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def wait() -> Tensor:
+        begun.set()
+        end.wait(10)
+        return torch.empty(0)
+
+    loader = threading.Thread(target=lambda: Pending(wait).wait())
+    loader.start()
+    assert begun.wait(10) and program_stack(threading.get_ident()) == ()
+    end.set()
+    loader.join()
 
 
 def test_a_rank_that_never_sent_a_heartbeat_is_silent() -> None:
