@@ -2,6 +2,7 @@
 
     context + communicators x bytes of one         (a communicator per process group and per link of the pipeline)
 
+A link has two communicators, one per direction, but with a quarter of the channels they hold less than one of a group.
 The bytes of one of each stand in `hardware/*.yaml`; no tensor can use them, and no count of tensors shows them.
 """
 
@@ -12,10 +13,11 @@ from megatron3d.parallel.parallel_state import ParallelState
 
 
 def num_communicators(state: ParallelState) -> int:
-    """Return the communicators of a rank: its groups of more than one rank, the world, and its links."""
-    groups = {axes for axes in state.group_axes if state.mesh.size(axes) > 1}
-    is_alone = state.world_size == 1
-    return 0 if is_alone else len({*groups, state.mesh.nontrivial(state.mesh.names)}) + len(state.my_links)
+    """Return the communicators of a rank: its groups of more than one rank, and its links.
+
+    None is of all ranks unless training needs one: numbers of all ranks are reduced over the others.
+    """
+    return len({axes for axes in state.group_axes if state.mesh.size(axes) > 1}) + len(state.my_links)
 
 
 def library_bytes(state: ParallelState, rates: KernelRates) -> int:

@@ -61,7 +61,7 @@ def test_sends_that_the_cpu_has_started_are_held() -> None:
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "one rank": (1, {}, 0),
     "data parallelism alone is the world": (8, {}, 1),
-    "tensor and data parallelism, and the world": (8, {"tensor_model_parallel_size": 2}, 3),
+    "tensor and data parallelism, and no group of all ranks": (8, {"tensor_model_parallel_size": 2}, 2),
 }
 
 
