@@ -72,6 +72,13 @@ def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return _strided(a_MK, b_NK, bias_N).contiguous()
 
 
+def product_in(dtype: torch.dtype, a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """Return a b^T [M, N] in `dtype`, without rounding to the operands' dtype first where one kernel does so."""
+    if a_MK.is_cuda and dtype == torch.float32 and a_MK.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a_MK, b_NK.T, out_dtype=dtype)
+    return product(a_MK, b_NK).to(dtype)
+
+
 def product_of_rows(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """Return a b [M, N]: the bits of `product(a, b^T)`, without its views of b."""
     return product(a_MK, b_KN.T) if _takes_onednn(a_MK) else torch.mm(a_MK, b_KN)

@@ -10,12 +10,17 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.ops.collectives import W_DIMS, reduce
-from megatron3d.ops.gemm import add_product, product, put_product
+from megatron3d.ops.gemm import add_product, product_in, put_product
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 
 
 class MainGrad(Protocol):
     """Buffer that sums one parameter's gradients over the microbatches of a step."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which partial gradients are reduced over axes: that of the buffer."""
+        ...
 
     def open(self) -> tuple[Tensor, bool]:
         """Return the buffer, and whether it already holds gradients of this step; else it is to be overwritten."""
@@ -50,6 +55,14 @@ class MainGrads:
     def buffer(self, param: Tensor) -> MainGrad | None:
         """Return the buffer of a parameter, None where it has none."""
         return self._buffers.get(param)
+
+    def reduce_dtype(self, param: Tensor, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which axes reduce dW, whose operands have `dtype`: that of main_grad where there is one.
+
+        Rounding each rank's term to bf16 first would lose what main_grad's fp32 is for.
+        """
+        buffer = self.buffer(param)
+        return dtype if buffer is None else torch.promote_types(dtype, buffer.reduce_dtype)
 
     def accumulate(self, param: Tensor, a_MK: Tensor, b_NK: Tensor) -> bool:
         """Add a b^T [M, N] to the buffer in the GEMM itself; if there is no buffer, do nothing and return False."""
@@ -92,6 +105,7 @@ class WgradSum:
     def __init__(self, param: Tensor, plan: MatmulPlan, comm: Comm, main_grads: MainGrads) -> None:
         self._plan, self._comm = plan, comm
         self._buffer = None if plan.w else main_grads.buffer(param)
+        self._reduce_dtype = partial(main_grads.reduce_dtype, param)
         self._sum: Tensor | None = None
         self._dtype: torch.dtype | None = None
 
@@ -100,7 +114,8 @@ class WgradSum:
         if self._sum is not None:
             self._sum = add_product(self._sum, a_MK, b_NK)
         elif self._buffer is None:
-            self._sum, self._dtype = product(a_MK, b_NK), a_MK.dtype
+            self._dtype = self._reduce_dtype(a_MK.dtype)
+            self._sum = product_in(self._dtype, a_MK, b_NK)
         else:
             self._sum, holds_gradient = self._buffer.open()
             (add_product if holds_gradient else put_product)(self._sum, a_MK, b_NK)

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, reduce
 from megatron3d.ops.compiled_matmul import CompiledLinear
-from megatron3d.ops.gemm import product, uses_onednn
+from megatron3d.ops.gemm import product, product_in, uses_onednn
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.plain_matmul import plain_matmul
 from megatron3d.ops.weight_prefetch import PrefetchedWeight
@@ -103,13 +103,21 @@ class Matmul:
             return self._wgrad(param, operands.pop(), x_whole)
 
         dw = self.wgrads.submit(param, wgrad) if needs_dw else None
-        return dx.wait() if dx else None, dw.wait() if dw else None, db_N
+        return dx.wait() if dx else None, self._added(param, dw) if dw else None, db_N
+
+    def _added(self, param: Tensor, dw: Pending) -> Tensor | None:
+        """Add dW to main_grad, past autograd, which would round it; without a buffer return it to autograd."""
+        if self.main_grads.buffer(param) is None:
+            return dw.wait()
+        self.main_grads.add(param, dw.wait())
+        return None
 
     def _wgrad(self, param: Tensor, dy_MN: Tensor, x_MK: Tensor) -> Pending | None:
         """Multiply dY^T X and start to reduce it; accumulate it in main_grad where nothing reduces it."""
         if not self.plan.w and self.main_grads.accumulate(param, dy_MN.T, x_MK.T):
             return None
-        return reduce(product(dy_MN.T, x_MK.T), moves(self.plan.w), W_DIMS, self.comm)
+        dtype = self.main_grads.reduce_dtype(param, dy_MN.dtype)
+        return reduce(product_in(dtype, dy_MN.T, x_MK.T), moves(self.plan.w), W_DIMS, self.comm)
 
     def gather_weight(self, at: Direction, w_NK: Tensor, backward_follows: bool = False) -> Pending:
         """Return the gathered W, through the prefetch hook where there is one."""

@@ -124,7 +124,7 @@ class PanelledMatmul(Matmul):
             return dw.finish()
 
         dw_NK = self.wgrads.submit(param, wgrad) if needs_dw else None
-        return dx.finish().wait() if needs_dx else None, dw_NK.wait() if dw_NK else None, db_N
+        return dx.finish().wait() if needs_dx else None, self._added(param, dw_NK) if dw_NK else None, db_N
 
     def _weight_operand(
         self, at: Direction, w_NK: Tensor, panels: PanelPlan, backward_follows: bool = False
@@ -136,7 +136,8 @@ class PanelledMatmul(Matmul):
     def _wgrad_result(self, param: Tensor, panels: PanelPlan) -> Result | WgradPanels:
         """Return dW in panels where they slice it, else as one sum."""
         if panels.num_panels > 1 and panels.dim in W_DIMS:
-            return Result(moves(self.plan.w), self.plan.w, W_DIMS, self.comm, panels)
+            dtype = self.main_grads.reduce_dtype(param, param.dtype)
+            return Result(moves(self.plan.w), self.plan.w, W_DIMS, self.comm, panels, dtype=dtype)
         return WgradPanels(WgradSum(param, self.plan, self.comm, self.main_grads), panels.num_panels)
 
 

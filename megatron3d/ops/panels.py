@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.ops.collectives import gather, reduce
-from megatron3d.ops.gemm import add_product, product
+from megatron3d.ops.gemm import add_product, product, product_in
 from megatron3d.parallel.matmul_plan import Move
 from megatron3d.parallel.panel_plan import PanelPlan, stored_over
 
@@ -97,8 +98,16 @@ class Result:
     """
 
     def __init__(
-        self, steps: tuple[Move, ...], table: Table, dims: Dims, comm: Comm, panels: PanelPlan, overlap: bool = True
+        self,
+        steps: tuple[Move, ...],
+        table: Table,
+        dims: Dims,
+        comm: Comm,
+        panels: PanelPlan,
+        overlap: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self._dtype = dtype
         self._steps, self._dims = steps, dims
         self._comm, self._panels = comm, panels
         self._is_sliced, self._overlap = panels.dim in dims, overlap and bool(steps)
@@ -110,7 +119,7 @@ class Result:
     def multiply(self, panel: int, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
         """Compute a [M, K] b [N, K]^T + bias [N] as a panel of the result, or as a term of its sum."""
         if self._is_sliced:
-            self._reduce(panel, product(a, b, bias))
+            self._reduce(panel, product(a, b, bias) if self._dtype is None else product_in(self._dtype, a, b))
             return
         self._sum = product(a, b, bias) if self._sum is None else add_product(self._sum, a, b)
         if panel == self._panels.num_panels - 1:

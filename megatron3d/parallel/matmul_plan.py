@@ -133,8 +133,10 @@ class Flows(NamedTuple):
     reduce_dw: list[Traffic]
 
 
-def flows(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -> Flows:
-    """Return the collectives of one matmul for global sizes m, n, k.
+def flows(
+    plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int, wgrad_itemsize: int | None = None
+) -> Flows:
+    """Return the collectives of one matmul for global sizes m, n, k; `wgrad_itemsize`: of dW, if it has another dtype.
 
     A ring all-gather or reduce-scatter over p ranks sends (p-1)/p of the whole tensor, an all-reduce twice that (Thakur
     et al. 2005).
@@ -147,7 +149,7 @@ def flows(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int) -
         reductions(moves(plan.y), y, mesh),
         _gathers(moves(plan.dy), y, mesh),
         reductions(plan.dx_moves, x, mesh),
-        reductions(moves(plan.w), w, mesh),
+        reductions(moves(plan.w), w / itemsize * (wgrad_itemsize or itemsize), mesh),
     )
 
 

@@ -192,6 +192,10 @@ class _MainGradView:
     name: str
     shape: torch.Size
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.flat.main_dtype
+
     def open(self) -> tuple[Tensor, bool]:
         return self.flat.main_grad(self.name, self.shape)
 

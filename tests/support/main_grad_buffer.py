@@ -13,6 +13,10 @@ class Buffer:
         self.sum = torch.full(w.shape, torch.nan, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device)
         self.num_opened = self.num_closed = 0
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.sum.dtype
+
     def open(self) -> tuple[Tensor, bool]:
         self.num_opened += 1
         return self.sum, self.num_opened > 1

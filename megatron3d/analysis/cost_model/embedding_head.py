@@ -32,7 +32,7 @@ def head_times(local: LocalSizes, machine: Machine) -> TimeBreakdown:
     arch, plan = local.arch, local.mode.expand
     device = machine.device
     sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
-    sent = flows(plan, local.mesh, *sizes)
+    sent = flows(plan, local.mesh, *sizes, max(device.itemsize, machine.profile.wgrad_itemsize))
     copied = concat_copies(plan, local.mesh, *sizes) if machine.profile.copies_concats else ConcatCopies()
     over, live = OverlapModel(machine, local.mesh, 1), plan.on(local.mesh)
     tokens, columns = local.num_tokens / local.mesh.size(plan.m), arch.padded_vocab_size / local.mesh.size(plan.n)

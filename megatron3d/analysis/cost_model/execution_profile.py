@@ -43,6 +43,7 @@ class ExecutionProfile:
         logit_bytes: bytes moved per logit by the loss and its gradient, the GEMMs not included.
         optimizer_bytes: bytes moved per updated parameter: norm, clipping, update, and the copy to the network's dtype.
         reduce_itemsize: bytes of a gradient element in the data-parallel reduction; None: as accumulated.
+        wgrad_itemsize: bytes of an element of dW in its reduction over tensor axes, if wider than the network's dtype.
         overlaps_reduction: the data-parallel gradient reduction overlaps with the last backward.
         overlaps_gather: ZeRO's weight all-gather overlaps with the forward.
         overlaps_pipeline: send/recv between stages overlaps with computation; otherwise both ranks wait.
@@ -68,6 +69,7 @@ class ExecutionProfile:
     logit_bytes: float = 48.0
     optimizer_bytes: float = 40.0
     reduce_itemsize: int | None = None
+    wgrad_itemsize: int = 0
     overlaps_reduction: bool = True
     overlaps_gather: bool = True
     overlaps_pipeline: bool = True
@@ -88,4 +90,5 @@ OURS = ExecutionProfile(
     fuses_grad_sum=True,
     logit_bytes=44.0,
     optimizer_bytes=38.0,
+    wgrad_itemsize=4,
 )

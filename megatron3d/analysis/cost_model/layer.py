@@ -75,7 +75,8 @@ class LinearTime(NamedTuple):
         plan, m, n, k, *_ = matmul
         m_here, n_here = m / mesh.size(plan.m), n / mesh.size(plan.n)
         k_here = k / mesh.size(plan.k)
-        sent = flows(plan, mesh, m, n, k, machine.device.itemsize)
+        itemsize = machine.device.itemsize
+        sent = flows(plan, mesh, m, n, k, itemsize, max(itemsize, machine.profile.wgrad_itemsize))
         y_parts = mesh.size(axis for axis, dim in plan.y.items() if dim)
         seconds = machine.device.gemm_s(m_here, n_here, k_here)
         copied = (

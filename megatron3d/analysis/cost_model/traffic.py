@@ -109,7 +109,9 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
 
 def _linear_flows(local: LocalSizes) -> list[Flows]:
     """Return the collectives of a layer's linears."""
-    return [flows(plan, local.mesh, m, n, k, local.itemsize) for plan, m, n, k, *_ in local.matmuls.values()]
+    return [
+        flows(plan, local.mesh, m, n, k, local.itemsize, local.wide) for plan, m, n, k, *_ in local.matmuls.values()
+    ]
 
 
 def _norm(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
@@ -129,7 +131,8 @@ def _head(step: StepSpec) -> Iterator[Traffic]:
     mesh, plan = local.mesh, local.mode.expand.on(local.mesh)
     rows, gathered = chunk_rows(step)
     vocabulary = mesh.nontrivial(plan.y_layout[1])
-    whole = flows(plan, mesh, local.num_tokens, arch.padded_vocab_size, arch.hidden_size, local.itemsize)
+    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, local.itemsize, local.wide
+    whole = flows(plan, mesh, *sizes)
     yield from whole.gather_w + whole.reduce_dw
     scattered = mesh.size(axis for axis, dim in plan.dy.items() if dim == "M")
     for start in range(0, local.tokens, rows):

@@ -145,7 +145,7 @@ class LocalSizes:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of main_grad and of fp32 statistics (8 in fp64)."""
+        """Bytes of an element of main_grad, of a dW that axes reduce, and of fp32 statistics (8 in fp64)."""
         return max(self.itemsize, 4)
 
     @property

@@ -34,9 +34,17 @@ def matmul_backward(local: LocalSizes, site: str) -> int:
     whole_dy = matmul.y * mesh.size(plan.dy)
     gathered, reordered = _gathered(plan, whole_x, whole_w, whole_dy)
     ahead = matmuls[before].whole_w * (overlap.weight_gather and not overlap.keep_gathered_weights)
+    kept = matmul.y + gathered + reordered + whole_x
+    if not plan.w:
+        return (kept + whole_w) * local.itemsize
     late = matmuls[after].whole_w * overlap.weight_grad
-    overlapped = ahead + late if plan.w else 0
-    return (matmul.y + gathered + reordered + whole_x + whole_w + overlapped) * local.itemsize
+    return (kept + ahead) * local.itemsize + wgrad_bytes(local, whole_w) + late * local.wide
+
+
+def wgrad_bytes(local: LocalSizes, num_elements: int) -> int:
+    """Return the bytes of a dW that is about to be reduced in main_grad's dtype, after another one on CPUs."""
+    is_widened = local.itemsize < local.wide and not local.kernels.on_gpu
+    return num_elements * (local.wide + is_widened * local.itemsize)
 
 
 def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
@@ -120,8 +128,7 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
 
     They are the norm's output, and the gathered W and X of the chunk; then the logits in fp32 and their gradient in the
     model's dtype, which a fused loss writes into the logits' memory; after that the gradient, the gathered dY, and dX
-    and dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own, and there is a
-    copy in the model's dtype.
+    and dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own.
     """
     local, size = step.local, step.local.itemsize
     plan, narrow = local.mode.expand.on(local.mesh), size if size < local.wide else 0
@@ -135,11 +142,13 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
     whole_dy = dy if plan.dy else 0
     at_loss = logits * (local.wide + (0 if is_fused else narrow))
     before = w * local.wide if plan.w and rows < local.tokens else 0
-    dw = w if plan.w or local.kernels.adds_dw else 0
+    dw = w * size if plan.w or local.kernels.adds_dw else 0
+    if plan.w and not before:
+        dw = wgrad_bytes(local, w)
     grad = logits * (local.wide if is_fused else size)
-    in_gemms = grad + (whole_dy + max(dw + x, reordered)) * size
+    in_gemms = grad + whole_dy * size + max(dw + x * size, reordered * size)
     chunk = local.residual + (gathered - whole_dy) * size + before + max(at_loss, in_gemms)
-    return {"head and loss": chunk, "gradient of the head": 2 * local.residual + before + w * size if plan.w else 0}
+    return {"head and loss": chunk, "gradient of the head": 2 * local.residual + w * local.wide if plan.w else 0}
 
 
 def chunk_rows(step: StepSpec) -> tuple[int, int]:
