@@ -52,6 +52,15 @@ def make_machine(
     return Machine(computes, Network(cluster, slowdown), profile)
 
 
+def as_configured(machine: Machine, spec: RunSpec) -> Machine:
+    """Return the machine with the kernels that a run uses: eager ones, or compiled ones."""
+    return machine.compiled() if spec.compiles(_on_gpu(machine)) else machine
+
+
+def _on_gpu(machine: Machine) -> bool:
+    return machine.network.cluster.cores is None
+
+
 def predict_time(spec: RunSpec, machine: Machine) -> TimePrediction:
     """Predict the step time of a valid run on a machine."""
     return step_time(simulated_step(spec, machine))
@@ -91,9 +100,9 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     sizes = train.micro_batch_size, ITEMSIZES[train.precision]
     local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
     simulated, shorter = simulated_specs(spec)
-    rest, on_gpu = shorter.schedule if shorter else None, machine.network.cluster.cores is None
-    machine = machine.compiled() if spec.compiles(on_gpu) else machine
-    counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(on_gpu)
+    rest = shorter.schedule if shorter else None
+    machine = as_configured(machine, spec)
+    counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(_on_gpu(machine))
     return SimulatedStep(local, simulated.pipeline, *counts, machine, shorter=rest)
 
 

@@ -16,16 +16,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron3d.analysis.cost_model.breakdown import TimePrediction
-from megatron3d.analysis.cost_model.data_axis import ParamCounts, collectives_per_step, data_axis_time
+from megatron3d.analysis.cost_model.data_axis import ParamCounts
 from megatron3d.analysis.cost_model.embedding_head import head_times
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine, layer_times
-from megatron3d.analysis.cost_model.step import load_machine, predict_time, simulated_specs
+from megatron3d.analysis.cost_model.step import as_configured, load_machine, predict_time, simulated_specs
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
 from megatron3d.analysis.memory_model.libraries import library_bytes
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
 from megatron3d.analysis.memory_model.rank import RankMemory, rank_memory
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_step_spec
+from megatron3d.analysis.planner.data_axis_bound import DataAxisBound
 from megatron3d.analysis.planner.options import (
     RECOMPUTATIONS,
     LayoutChoice,
@@ -47,7 +48,7 @@ from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate
 
 # Layouts that fit or are slower, and are predicted, at most, and the part of memory that is left to the allocator.
-MOST, SPARE = 40, 0.06
+MOST, SPARE = 400, 0.06
 # By pipeline ranks, schedule, virtual stages and microbatches: as a part of a microbatch's time on a rank.
 Bubbles = dict[tuple[int, str, int, int], float]
 
@@ -89,8 +90,9 @@ class PlanningProblem:
 
     @cached_property
     def machine(self) -> Machine:
-        """The machine that the run is planned for."""
-        return load_machine(self.cluster, self.config.train.precision, self.num_ranks, self.profile)
+        """The machine that the run is planned for, with its kernels."""
+        machine = load_machine(self.cluster, self.config.train.precision, self.num_ranks, self.profile)
+        return as_configured(machine, self.spec(self.config))
 
     @property
     def memory_bytes(self) -> float:
@@ -216,7 +218,7 @@ def _bounds_of(
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes))
     held = ParamCounts.of(arch, mode, mesh)
     weights = arch.num_layers * sum(held.layer.values())
-    along_data = _DataAxisBound(problem, arch.num_layers, held, mesh)
+    along_data = DataAxisBound(problem.machine, arch.num_layers, held, mesh)
     batch = config.train.global_batch_size
     rest = problem.num_ranks // tensor.size
     for size in microbatch_sizes(batch):
@@ -244,27 +246,6 @@ def _with_batch(config: Config, problem: PlanningProblem, tensor: TensorChoice) 
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
 
 
-class _DataAxisBound:
-    """Lower bound of the data axis for layouts of one tensor mode: the slowdown of computation by its transfers."""
-
-    def __init__(self, problem: PlanningProblem, num_layers: int, held: ParamCounts, mesh: Mesh) -> None:
-        self._machine, self._num_layers = problem.machine, num_layers
-        self._held, self._mesh = held, mesh
-        self._once: dict[tuple[int, bool], tuple[float, float]] = {}
-
-    def least_s(self, layout: LayoutChoice, data: int, num: int) -> float:
-        """Return the least seconds of a step of `num` microbatches, embedding and head left out."""
-        key = layout.pipeline, layout.zero_stage > 0
-        if key not in self._once:
-            mesh = Mesh((("pipeline", layout.pipeline), ("replica", 1), ("data", data), *self._mesh.axes[3:]))
-            counts = {axes: count * self._num_layers // layout.pipeline for axes, count in self._held.layer.items()}
-            found = data_axis_time(counts, mesh, self._machine, layout.zero_stage, (1, 1), math.inf)
-            self._once[key] = found.sums.total, found.gathers.total
-        sums_s, gathers_s = self._once[key]
-        num_sums, num_gathers = collectives_per_step(layout.zero_stage, num)
-        return self._machine.device.comm_tax * (num_sums * sums_s + num_gathers * gathers_s)
-
-
 class _LayoutBound:
     """Lower bounds of time and memory for layouts with one tensor mode, microbatch size and recomputation."""
 
@@ -273,20 +254,35 @@ class _LayoutBound:
         phases = layer_times(local, problem.machine)
         self._layer_s = phases.forward.total + phases.backward.total
         self._head_s = head_times(local, problem.machine).total
+        self._busiest: dict[int, float] = {}
         activations = total_bytes(layer_activations(local))
         is_full = local.recompute.granularity == "full"
         self._activations = local.residual if is_full else activations
         self._again = recomputed_activations(local) if is_full else 0
 
     def least_s(self, layout: LayoutChoice, num: int, bubbles: Bubbles) -> float:
-        """Return the seconds of a step with equal stages and free communication over data and pipeline."""
+        """Return the seconds of a step with free communication over data and pipeline.
+
+        It is at least that of equal stages without a head, and the work of the busiest rank for all microbatches.
+        """
         few = min(num, 2 * layout.pipeline)
         key = layout.pipeline, layout.schedule, layout.virtual, few
         if key not in bubbles:
             schedule = build_schedule(layout.schedule, layout.pipeline, few, layout.virtual)
             bubbles[key] = simulate(schedule).makespan / UNIT_COSTS.total - few if layout.pipeline > 1 else 0.0
         stages = self._work.arch.num_layers * self._layer_s / layout.pipeline
-        return max((num + bubbles[key]) * stages, num * (stages + self._head_s / layout.pipeline))
+        return max((num + bubbles[key]) * stages, num * self._busiest_s(layout.pipeline))
+
+    def _busiest_s(self, ranks: int) -> float:
+        """Return the least seconds of a microbatch on the busiest rank, where each rank holds whole layers."""
+        if ranks not in self._busiest:
+            num_layers, layer_s = self._work.arch.num_layers, self._layer_s
+            # A number of layers with the head, and the largest part of the others.
+            self._busiest[ranks] = min(
+                max(mine * layer_s + self._head_s, math.ceil((num_layers - mine) / max(ranks - 1, 1)) * layer_s)
+                for mine in (range(num_layers + 1) if ranks > 1 else (num_layers,))
+            )
+        return self._busiest[ranks]
 
     def least_bytes(self, layout: LayoutChoice, data: int, num: int) -> float:
         """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank."""
