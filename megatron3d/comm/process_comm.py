@@ -73,9 +73,11 @@ class ProcessComm:
         has_world_group: bool | None = None,
     ) -> None:
         self.mesh = mesh
-        self._backend = GPU_BACKEND if mesh.world_size > 1 and dist.get_backend() == GPU_BACKEND else CPU_BACKEND
+        is_connected = mesh.world_size == 1 or dist.is_initialized()  # a mesh without processes has no groups
+        is_over_nccl = mesh.world_size > 1 and is_connected and dist.get_backend() == GPU_BACKEND
+        self._backend = GPU_BACKEND if is_over_nccl else CPU_BACKEND
         if has_world_group is None:
-            has_world_group = self._backend != GPU_BACKEND
+            has_world_group = is_connected and not is_over_nccl
         is_on_host = self._backend != GPU_BACKEND
         self._objects = GroupObjects(mesh) if is_on_host else store_objects(mesh, timeout)
         self.log = CollectiveLog(mesh)
