@@ -18,11 +18,13 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.sdpa_backends import NAMES, usable
 from megatron3d.ops.attention import attention, rotary_tables, rotate
+from megatron3d.ops.cross_entropy import LOSS_KERNELS, cross_entropy_
 from megatron3d.ops.embedding import embedding
+from megatron3d.ops.fused_cross_entropy import VocabShard, has_triton
 from megatron3d.ops.gemm import add_product, put_product
 from megatron3d.ops.gemm import product as gemm
 from megatron3d.ops.norm import norm
-from megatron3d.optim.adamw import ParamGroup, update_chunked, update_fused
+from megatron3d.optim.adamw import ParamGroup, update_chunked, update_fused, update_with_triton
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from tests.support.shards import normal
@@ -134,12 +136,42 @@ def test_embedding_sums_the_gradients_of_repeated_tokens(device: torch.device, d
     check(w.grad, wide_w.grad, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+def test_loss_kernels(device: torch.device, name: str, dtype: torch.dtype | None) -> None:
+    """Ignored labels and a padded vocabulary; on CPUs torch's operations stand for Triton's kernels."""
+    shard = VocabShard(0, 1003, (), ProcessComm(Mesh((("x", 1),)), []))
+    labels = torch.randint(1000, (37,), generator=torch.Generator().manual_seed(3))
+    labels[::5] = -100
+    logits, wide = rounded(normal(37, 1003, seed=4), torch.float32, device)
+    logits[:, 1000:] = wide[:, 1000:] = float("-inf")
+    kernel = LOSS_KERNELS[name if has_kernels(device) else "torch"]
+    loss, grad = kernel(logits, labels.to(device), 30, 2.0, shard, dtype)
+    right_loss, right_grad = cross_entropy_(wide, labels, 30, 2.0, shard, torch.float64)
+    check(loss, right_loss, TOLERANCES[torch.float32])
+    assert (grad is None) == (dtype is None)
+    if dtype is not None:
+        check(grad, right_grad, TOLERANCES[dtype])
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on the device."""
+    return device.type != "cpu" and has_triton()
+
+
+UPDATES = {"fused": update_fused, "chunked": update_chunked, "triton": update_with_triton}
+
+
 @pytest.mark.parametrize(
-    ("update", "moments"),
-    [(update_fused, torch.float32), (update_chunked, torch.float32), (update_chunked, torch.bfloat16)],
+    ("name", "moments"),
+    [
+        ("fused", torch.float32),
+        *((name, kind) for name in ("chunked", "triton") for kind in (torch.float32, torch.bfloat16)),
+    ],
 )
-def test_adamw(device: torch.device, update: Any, moments: torch.dtype) -> None:
+def test_adamw(device: torch.device, name: str, moments: torch.dtype) -> None:
     """Three updates of fp32 weights; a skipped one changes nothing."""
+    update = UPDATES["chunked" if name == "triton" and not has_kernels(device) else name]
     config = OptimizerConfig(lr=1e-2)
     groups = [group(device, torch.float32, moments), group(torch.device("cpu"), torch.float64, torch.float64)]
     for place, rule in zip(groups, (update, update_chunked), strict=True):

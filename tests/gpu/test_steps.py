@@ -16,7 +16,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
 from megatron3d.ops.dropout import keep_mask
 from megatron3d.ops.offload import ActivationOffload
-from megatron3d.optim.adamw import _random_bits, _round_stochastically
+from megatron3d.optim.adamw import _random_bits, _round_stochastically, _salt
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.state import connect
 from megatron3d.verify.layouts import RandomSamples, StepTrace, differences, trace
@@ -78,7 +78,7 @@ def test_stochastic_rounding_is_equal_in_every_bit(device: torch.device) -> None
 
 
 def noise(weight: Tensor, grad: Tensor) -> Tensor:
-    return _random_bits(weight, grad, torch.tensor(5.0, device=weight.device))
+    return _random_bits(weight, grad, _salt(torch.tensor(5.0, device=weight.device)))
 
 
 def test_offloaded_tensors_come_back(device: torch.device) -> None:
