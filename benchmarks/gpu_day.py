@@ -1,4 +1,4 @@
-"""Everything that a GPU can show, in one command of ten minutes: `python benchmarks/gpu_day.py --output runs/gpu_day`.
+"""Everything that a GPU can show in ten minutes: `python benchmarks/gpu_day.py --minutes 10 --output runs/gpu_day`.
 
 Each section is a process with a time limit of its own; its JSON lines are on disk as soon as it prints them, so that an
 interrupted run keeps what it has.  The table comes last.  Only the standard library is needed here: other packages may
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 WHEELS = ROOT / "wheels"
+END_S = 5.0  # for the table
 MAX_FILES, MAX_FILE_BYTES = 8, 16 * 2**20
 Row = dict[str, Any]
 
@@ -68,11 +69,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     known = {**SECTIONS, **SECOND}
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu_day", help="folder of the results")
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(known)}, separated by commas")
+    parser.add_argument("--minutes", type=float, default=60.0, help="limit of the whole command, the table included")
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU")
     parser.add_argument("--quick", action="store_true", help="small sizes, which only show that it works")
     parser.add_argument("--two-nodes", metavar="HOST:PORT", help="address of node 0")
     parser.add_argument("--node-rank", type=int, choices=(0, 1), default=0)
     args = parser.parse_args(argv)
+    args.end_s = time.monotonic() + 60 * args.minutes - END_S
     args.names = args.sections.split(",")
     if unknown := set(args.names) - set(known):
         parser.error(f"--sections {', '.join(sorted(unknown))}: use some of {', '.join(known)}")
@@ -131,8 +134,13 @@ def command_of(name: str, args: argparse.Namespace, python_path: str) -> list[st
 
 def run_section(name: str, args: argparse.Namespace, python_path: str, results: Any) -> Iterator[Row]:
     """Run a section; write and yield the rows that it prints, and at its end one with exit code and seconds."""
-    limit_s = {**SECTIONS, **SECOND}[name].limit_s
     begin = time.monotonic()
+    limit_s = min({**SECTIONS, **SECOND}[name].limit_s, args.end_s - begin)
+    if limit_s < 1:
+        yield write(
+            results, {"section": name, "exit_code": -1, "last_line": f"no time left of --minutes {args.minutes}"}
+        )
+        return
     child = subprocess.Popen(
         command_of(name, args, python_path),
         cwd=ROOT,

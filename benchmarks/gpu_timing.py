@@ -6,6 +6,7 @@ Weights are random: with zeros the GPU needs less power, and measures 13 % too f
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import subprocess
 import time
@@ -91,7 +92,8 @@ class Place:
         return None if peak is None else peak.flops / 1e12
 
     def free(self) -> None:
-        """Give cached memory back and start a new peak."""
+        """Collect cycles of modules and hooks, give cached memory back and start a new peak."""
+        gc.collect()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
             torch.accelerator.reset_peak_memory_stats(self.device)
@@ -160,8 +162,15 @@ class Steps:
             "tokens_per_s": num_tokens / step_s,
             **({"mfu": tflops / peak} if peak and alone else {}),
             **self.memory(),
-            **power(),
+            **self._power(),
         }
+
+    def _power(self) -> Row:
+        """Return clock and power while a step runs."""
+        self()
+        found = power()
+        self.place.synchronize()
+        return found
 
     def memory(self) -> Row:
         """Return the peak in GiB and, on a GPU, how far the prediction is from it."""

@@ -59,6 +59,15 @@ def test_rows_are_kept_when_a_section_is_ended(tmp_path: Path, monkeypatch: pyte
     assert "a=1" in (tmp_path / "table.txt").read_text(encoding="utf-8")
 
 
+def test_the_table_comes_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section gets the time that is left, the next one none."""
+    section = gpu_day.Section(60, ("-c", "import time; time.sleep(60)"), "")
+    monkeypatch.setattr(gpu_day, "SECTIONS", {"hangs": section, "waits": section})
+    assert gpu_day.main(["--minutes", "0.11", "--output", str(tmp_path)]) == 1
+    _, ended, skipped = results(tmp_path)
+    assert ended["timed_out"] and skipped["last_line"] == "no time left of --minutes 0.11"
+
+
 def test_the_command_runs_a_section_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert gpu_day.main(["--cpu", "--quick", "--sections", "hardware", "--output", str(tmp_path)]) == 0
     assert any("torch" in row for row in results(tmp_path))
