@@ -41,7 +41,9 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train
 
-    with process.start(60 * resolved.config.train.distributed_timeout_minutes) as here, StopSignal() as stop:
+    settings = resolved.config.train
+    timeout_s, deterministic = 60 * settings.distributed_timeout_minutes, settings.deterministic_mode
+    with process.start(timeout_s, deterministic=deterministic) as here, StopSignal() as stop:
         run = build_run(resolved, here, phases)
         if here.rank == 0:
             print(f"> ready after {phases.total_s:.2f} s; training", flush=True)

@@ -185,6 +185,13 @@ class TrainConfig(Section):
     recompute_num_layers: int | None = Field(
         None, ge=1, description="with full: layers per group (uniform) or per stage (block); default: 1"
     )
+    manual_gc: bool = Field(
+        False, description="collect Python's garbage only every manual_gc_interval iterations, on all ranks at once"
+    )
+    manual_gc_interval: int = Field(0, ge=0, description="with manual_gc; 0: never during training")
+    deterministic_mode: bool = Field(
+        False, description="kernels that give the same bits in every run; an operation without one is an error"
+    )
     cpu_offloading: bool = Field(False, description="keep saved activations in CPU memory until backward; GPUs only")
     grad_reduce_in_bf16: bool = Field(
         False, description="communicate gradients in bf16; they are still accumulated in fp32"

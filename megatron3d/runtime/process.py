@@ -20,6 +20,7 @@ from megatron3d.errors import UserError
 from megatron3d.runtime import gpu_environment, numa
 from megatron3d.runtime.backends import CPU_BACKEND, FAKE_BACKEND, backend_of, group_timeout
 from megatron3d.runtime.console import flush
+from megatron3d.runtime.determinism import set_up_determinism, sum_gemms_in_fp32
 from megatron3d.runtime.ending import exit_code_of
 from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.host_allocator import keep_freed_memory
@@ -61,19 +62,23 @@ def slurm_job() -> SlurmJob:
 
 
 @contextlib.contextmanager
-def start(timeout_s: float = 600.0, on_cpu: bool = False, shares_gpus: bool = False) -> Iterator[Runtime]:
+def start(
+    timeout_s: float = 600.0, on_cpu: bool = False, shares_gpus: bool = False, deterministic: bool = False
+) -> Iterator[Runtime]:
     """Choose the device and set up torch.distributed with the other ranks; tear it down at the end.
 
     Args:
         timeout_s: limit for a rank without progress, and for the rendezvous.
         on_cpu: compute on the CPU even if there is a GPU.
         shares_gpus: let several ranks compute on one GPU; they communicate over gloo, through host memory.
+        deterministic: choose kernels that give the same bits in every run.
     """
     import torch
 
     env = launcher_env()
     raise_open_file_limit()
-    settings: dict[str, str] = {}
+    settings = set_up_determinism(os.environ, deterministic)
+    sum_gemms_in_fp32()
     if not on_cpu and torch.cuda.is_available():  # before the first call that starts CUDA
         settings |= gpu_environment.set_up(os.environ, timeout_s)
     device = torch.device("cpu") if on_cpu else _device(env, shares_gpus)

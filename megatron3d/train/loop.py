@@ -13,6 +13,7 @@ from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.stop_signal import StopSignal
 from megatron3d.train.checkpointing import describe, source_of
 from megatron3d.train.evaluate import evaluate
+from megatron3d.train.manual_gc import ManualGc
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.oom_report import job_of, oom_report
 from megatron3d.train.replica_check import check_replicas
@@ -25,6 +26,11 @@ STOP_FILE = "stop"
 
 def train(run: Run, stop: StopSignal) -> int:
     """Train to the last iteration, or until a stop is requested; save, and return the exit code."""
+    with ManualGc(run.config.train) as collector:
+        return _train(run, stop, collector)
+
+
+def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
     config, state = run.config.train, run.state
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
@@ -47,6 +53,7 @@ def train(run: Run, stop: StopSignal) -> int:
             settings, observer = run.step_settings(batch), monitor.begin_step()
             result = train_step(state, microbatches, lr, settings, stop_requested, observer, hold_update)
         monitor.end_step(result, lr, batch)
+        collector.after_step(state.iteration)
 
         if is_due(state.iteration, config.eval_interval):
             with monitor.between_steps(EVALUATE):

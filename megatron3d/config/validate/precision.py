@@ -14,6 +14,7 @@ def precision_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems of loss scale, gradient dtype and apex kernels under `train.precision`."""
     yield from _loss_scale_problems(facts)
     yield from _apex_problems(facts)
+    yield from _process_problems(facts)
     if facts.config.train.grad_reduce_in_bf16 and facts.config.train.precision == "fp64":
         where = facts.named("train.grad_reduce_in_bf16")
         yield f"{where}: would undo {plain(facts.config, 'train.precision')}, which is for verification; use false"
@@ -51,3 +52,18 @@ def _apex_problems(facts: Facts) -> Iterator[str]:
                 f"{where}: its kernel does not support {plain(config, f'optimizer.{key}')}; "
                 f"use torch, or leave {key} out"
             )
+
+
+def _process_problems(facts: Facts) -> Iterator[str]:
+    """Yield problems of deterministic kernels and of manual garbage collection."""
+    train, optimizer = facts.config.train, facts.config.optimizer
+    chosen = {"train.norm_implementation": train.norm_implementation}
+    chosen["optimizer.adam_implementation"] = optimizer.adam_implementation
+    for key in (key for key, value in chosen.items() if train.deterministic_mode and value == "apex"):
+        yield (
+            f"{facts.named(key)}: torch cannot tell whether apex's kernels are deterministic, as "
+            "train.deterministic_mode=true asks; use torch"
+        )
+    if train.manual_gc_interval and not train.manual_gc:
+        where = facts.named("train.manual_gc_interval")
+        yield f"{where}: without train.manual_gc Python collects on its own; set that to true, or use 0"
