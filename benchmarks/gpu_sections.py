@@ -106,7 +106,7 @@ def program(place: Place) -> Iterator[Row]:
         yield {"run": "resumed", "from": iteration, "code": done.returncode, "line": _last(done.stdout + done.stderr)}
 
 
-def stopped(typed: Sequence[str], output: Path, limit_s: float = 40.0) -> Row:
+def stopped(typed: Sequence[str], output: Path, limit_s: float = 150.0) -> Row:
     """Start a run, send SIGUSR1 once it has made some steps, and return its exit code."""
     child = subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics, end_s = output / "metrics.jsonl", time.monotonic() + limit_s
