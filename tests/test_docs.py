@@ -32,6 +32,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 CLUSTER = "of a cluster: tests/integration/test_slurm.py starts one and submits the like"
 HUB = "asks a hub for questions: tests/unit/inference/test_scoring.py scores without one"
 IMAGE = "makes an image of a container from others, which come from a registry"
+GPU = "needs GPUs: tests/integration/test_gpu_presets.py runs presets dry"
 # The first words of a command that cannot run here, and why.
 NOT_DONE: Mapping[str, str] = {
     "bash scripts/quickstart.sh": "installs, and trains for minutes; the walk has its programs",
@@ -46,6 +47,8 @@ NOT_DONE: Mapping[str, str] = {
     "python tools/lm_harness.py": HUB,
     "torchrun --nproc-per-node 8 tools/lm_harness.py": HUB,
     "python tools/calibrate.py": "keeps every core busy for a minute: tests/unit/analysis/test_calibrate.py",
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --config configs/gpus/": GPU,
+    "python benchmarks/gpu_day.py": GPU,
     "sbatch": CLUSTER,
     "srun": CLUSTER,
     "scancel": CLUSTER,
