@@ -59,7 +59,7 @@ class PaddedTokens:
         width, last = tokens.shape[1], cache.capacity - 1
         positions = (first.unsqueeze(1) + torch.arange(width, device=device)).clamp_(max=last)
         low, high = span(len(tokens), model.mode.batch_axes, model.comm.mesh)
-        length = min(max(self.starts) + width, cache.capacity)
+        length = cache.attended_length(min(max(self.starts) + width, cache.capacity), device)
         return model.begin_extending(tokens[low:high], positions, length, cache, has_logits=has_logits)
 
 

@@ -32,6 +32,13 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(t.nbytes for pair in self._kept.values() for t in pair)
 
+    def attended_length(self, length: int, device: torch.device) -> int:
+        """Return a number of positions to attend to, at least `length`; those beyond are masked.
+
+        On an accelerator it is whole blocks, since cuDNN builds a graph for every length that it sees.
+        """
+        return length if device.type == "cpu" else min(-(-length // self.BLOCK) * self.BLOCK, self.capacity)
+
     def write(
         self, site: str, k_BSGD: Tensor, v_BSGD: Tensor, positions_BS: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:

@@ -135,6 +135,20 @@ def test_decoding_a_token_computes_one_position(executor: PipelineExecutor, monk
     assert widths == [(3, False), *[(1, True)] * 5] and len(text.tokens) == 9
 
 
+def test_attention_over_whole_blocks_gives_the_same_logits(
+    executor: PipelineExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches positions beyond the last token that are attended to."""
+    on_gpu = torch.device("meta")
+    assert [KVCache(100).attended_length(length, on_gpu) for length in (1, 64, 65)] == [64, 64, 100]
+    assert KVCache(100).attended_length(65, CPU) == 65
+    monkeypatch.setattr(KVCache, "attended_length", lambda self, length, device: self.capacity)
+    sampler = Sampler(executor, CPU)
+    for contexts in CONTEXTS[:5]:
+        for context, logits in zip(contexts, sampler.next_logits(contexts), strict=True):
+            torch.testing.assert_close(logits, whole_logits(executor, context), rtol=0, atol=TOLERANCE)
+
+
 def test_the_cache_grows_in_blocks() -> None:
     cache = KVCache(capacity=100)
     k = torch.arange(2 * 70 * 3, dtype=torch.float64).view(2, 70, 1, 3)
