@@ -50,12 +50,12 @@ def norm(
     return kernels.layer_norm(x_MH, weight_H, bias_H, eps)
 
 
-def _statistics(x_MH: Tensor, centred: bool, axes: Axes, comm: Comm) -> tuple[Tensor, Tensor]:
-    """Return the mean (0 where not centred) and the mean square about it, each [M, 1], over all features."""
+def _statistics(x_MH: Tensor, centred: bool, axes: Axes, comm: Comm) -> tuple[Tensor | None, Tensor]:
+    """Return the mean (None where not centred) and the mean square about it, each [M, 1], over all features."""
     ranks = comm.mesh.size(axes)
     if not centred:
         square = x_MH.square().mean(-1, keepdim=True) / ranks
-        return torch.zeros_like(square), comm.all_reduce(square, axes).wait()
+        return None, comm.all_reduce(square, axes).wait()
     var, mean = torch.var_mean(x_MH, -1, keepdim=True, correction=0)
     shards_M2R = comm.all_gather(torch.cat((mean, var), -1).unsqueeze(-1), axes, dim=2).wait()
     means, variances = shards_M2R.unbind(1)
@@ -74,20 +74,23 @@ class _ShardedNorm(torch.autograd.Function):
         ctx.axes, ctx.comm = axes, comm
         ctx.centred = bias_H is not None
         ctx.save_for_backward(x_MH, weight_H, mean, scale)
-        unit = (wide - mean) * scale
+        unit = (wide if mean is None else wide - mean) * scale
         y = unit * weight_H if bias_H is None else torch.addcmul(bias_H.to(wide.dtype), unit, weight_H.to(wide.dtype))
         return y.to(x_MH.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:
         x_MH, weight_H, mean, scale = ctx.saved_tensors
-        unit, dy = (x_MH.to(mean.dtype) - mean) * scale, dy_MH.to(mean.dtype)
-        dunit = dy * weight_H.to(mean.dtype)
-        sums = [(dunit * unit).sum(-1), dunit.sum(-1)] if ctx.centred else [(dunit * unit).sum(-1)]
-        pending = ctx.comm.all_reduce(torch.stack(sums), ctx.axes)
+        unit, dy = x_MH.to(scale.dtype), dy_MH.to(scale.dtype)
+        unit = (unit - mean if ctx.centred else unit) * scale
+        dunit = dy * weight_H.to(scale.dtype)
+        product = (dunit * unit).sum(-1)
+        sums = torch.stack((product, dunit.sum(-1))) if ctx.centred else product.unsqueeze(0)
+        pending = ctx.comm.all_reduce(sums, ctx.axes)
         dweight = (dy * unit).sum(0).to(weight_H.dtype)
         dbias = dy.sum(0).to(weight_H.dtype) if ctx.centred else None
         features = x_MH.shape[-1] * ctx.comm.mesh.size(ctx.axes)
         means = (pending.wait() / features).unsqueeze(-1)
-        dx = (dunit - unit * means[0] - (means[1] if ctx.centred else 0)) * scale
+        dunit = dunit - unit * means[0]
+        dx = (dunit - means[1] if ctx.centred else dunit) * scale
         return dx.to(x_MH.dtype), dweight, dbias, None, None, None

@@ -134,7 +134,8 @@ def _norm(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> I
 def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
     is_layer_norm = local.arch.normalization == "LayerNorm"
     if split:
-        yield KeptTensor(site, "mean and scale", 2 * rows * local.wide)
+        kept = "mean and scale" if is_layer_norm else "scale"
+        yield KeptTensor(site, kept, (1 + is_layer_norm) * rows * local.wide)
     elif is_layer_norm:
         yield KeptTensor(
             site, "mean and scale", 2 * rows * (local.itemsize if local.kernels.narrow_statistics else local.wide)

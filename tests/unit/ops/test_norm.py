@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron3d.ops.norm import norm
 from megatron3d.parallel.mesh import Axes, Mesh
-from tests.support.shards import cut, error, every_group, normal
+from tests.support.shards import cut, error, every_group, normal, pretended_world
 from tests.support.turn_ranks import run_turns
 
 MESH = Mesh((("x", 2), ("y", 2), ("z", 2)))
@@ -99,3 +100,33 @@ def test_on_one_rank_it_equals_torch(centred: bool) -> None:
     got = norm(*inputs, *bias, 1e-5, (), nobody)  # type: ignore[call-arg]
     assert error(got.detach(), reference(*inputs, *bias, 1e-5).detach()) < 1e-13  # type: ignore[call-arg]
     assert got.grad_fn is not None and "SplitNorm" not in got.grad_fn.name()
+
+
+NO_KERNEL = ("c10d", "aten.detach", "aten.empty", "aten.new_empty", "aten.promote_types")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that return no view; collectives of a fake group are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        if not (returns and returns[0].alias_info) and not str(func).startswith(NO_KERNEL):
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("centred", "most"), [(False, 17), (True, 25)])
+def test_a_sharded_norm_has_few_kernels(centred: bool, most: int) -> None:
+    """Would catch a mean of zeros that RMSNorm subtracts, and a stack of one sum."""
+    with pretended_world(0, 2):
+        comm = every_group(Mesh((("a", 2),)))
+        x, weight = torch.ones(3, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+        bias = torch.ones(4, requires_grad=True) if centred else None
+        dy = torch.ones(3, 4)
+        with Kernels() as kernels:
+            norm(x, weight, bias, 1e-5, ("a",), comm).backward(dy)
+    assert len(kernels.names) <= most, f"{len(kernels.names)}: {kernels.names}"
