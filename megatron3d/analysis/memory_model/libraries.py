@@ -13,11 +13,11 @@ from megatron3d.parallel.parallel_state import ParallelState
 
 
 def num_communicators(state: ParallelState) -> int:
-    """Return the communicators of a rank: its groups of more than one rank, and its links.
+    """Return the communicators of a rank: its groups of more than one rank, and two for each link, one a direction.
 
     None is of all ranks unless training needs one: numbers of all ranks are reduced over the others.
     """
-    return len({axes for axes in state.group_axes if state.mesh.size(axes) > 1}) + len(state.my_links)
+    return len({axes for axes in state.group_axes if state.mesh.size(axes) > 1}) + 2 * len(state.my_links)
 
 
 def library_bytes(state: ParallelState, rates: KernelRates) -> int:
