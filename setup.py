@@ -12,8 +12,10 @@ README = Path(__file__).parent / "README.md"
 
 # Further kinds of input: parquet, gzip and zstd; datasets of the hub; a tokenizer; sentences.
 DATA = ["pyarrow", "datasets", "tiktoken", "nltk"]
-# The documentation site: scripts/docs.sh.
 TESTS = ["pytest>=8", "pytest-xdist>=3", "hypothesis"]
+# CUDA builds of torch bring Triton; on CPUs it interprets the kernels in the tests, and compiles them for GPUs.
+TRITON = "triton>=3.5; platform_system == 'Linux' and platform_machine == 'x86_64'"
+# The documentation site: scripts/docs.sh.
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1"]
 
 setup(
@@ -42,7 +44,7 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "dev": [*TESTS, "ruff", "mypy", "types-PyYAML", "transformers", "wandb", *DATA, *DOCS],
+        "dev": [*TESTS, "ruff", "mypy", "types-PyYAML", "transformers", TRITON, "wandb", *DATA, *DOCS],
         "data": DATA,
         "docs": DOCS,
         "wandb": ["wandb"],
