@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ from megatron3d.runtime.limits import read_limited, shorten
 
 MAX_BYTES = 1 << 30
 MAX_VOCAB_SIZE = 1 << 24
+MAX_TOKEN_LENGTH = 4096
+_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 def read_model(tokenizer_type: str, tokenizer_model: str | None) -> tuple[Path, bytes]:
@@ -45,6 +49,27 @@ def parse_ranks(content: bytes, special: Mapping[str, int]) -> dict[bytes, int]:
     if missing := [byte for byte in range(256) if bytes([byte]) not in ids]:
         raise ValueError(f"byte {missing[0]} is no token")
     return ids
+
+
+def tokenizer_json(content: bytes) -> str:
+    """Return the text of a tokenizer.json; raises ValueError where Hugging Face's library would end the process.
+
+    It aborts on bytes that are not UTF-8, and where it cuts the prefix of a merge out of a character.  To free the trie
+    of a Unigram model it recurses once per byte of a token.
+    """
+    text = content.decode("utf-8")
+    if '"Unigram"' in text:
+        longest = max((len(entry[0]) for entry in json.loads(text)["model"]["vocab"]), default=0)
+        if longest > MAX_TOKEN_LENGTH:
+            raise ValueError(f"a token has {longest} characters, more than {MAX_TOKEN_LENGTH}")
+    if _PREFIX.search(text):
+        model = json.loads(text)["model"]
+        prefix = model["continuing_subword_prefix"]
+        for merge in model.get("merges", ()):
+            right = merge.split(" ")[-1] if isinstance(merge, str) else merge[1]
+            if not right.startswith(prefix):
+                raise ValueError(f"the merge {merge} goes on without the prefix {prefix!r}")
+    return text
 
 
 def not_of_type(path: Path, tokenizer_type: str, wanted: str) -> Callable[[str], UserError]:

@@ -24,6 +24,7 @@ from megatron3d.data.tokenizers.model_file import (
     not_of_type,
     parse_ranks,
     read_model,
+    tokenizer_json,
     unable,
 )
 from megatron3d.data.tokenizers.special_tokens import (
@@ -120,7 +121,7 @@ class HuggingFaceTokenizer:
         path, model = read_model("HuggingFaceTokenizer", tokenizer_model)
         self._path = path
         with library_errors(not_of_type(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers")):
-            self._model = tokenizers.Tokenizer.from_buffer(model)
+            self._model = tokenizers.Tokenizer.from_str(tokenizer_json(model))
             self._model.no_truncation()  # a file may ask for both, for other uses
             self._model.no_padding()
             ids = self._model.get_vocab(with_added_tokens=True)

@@ -38,6 +38,11 @@ HUGGING_FACE: list[tuple[Mapping[str, object], str]] = [
     ({"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "<unk>"}, "cannot encode a text (Unk token"),
     ({"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}, "its largest id is 4294967295"),
     ({"type": "BPE", "vocab": {}, "merges": []}, "it has no tokens"),
+    (
+        {"type": "BPE", "continuing_subword_prefix": "a", "vocab": {"\u00e9": 0}, "merges": [["\u00e9", "\u00e9"]]},
+        "goes on without the prefix 'a'",
+    ),
+    ({"type": "Unigram", "vocab": [["- " * 10**5, -1.0]], "unk_id": 0}, "a token has 200000 characters"),
 ]
 
 
@@ -49,6 +54,13 @@ def test_a_tokenizer_json_without_a_token_for_unknown_text(
     with pytest.raises(UserError) as error:
         use("HuggingFaceTokenizer", tmp_path)
     assert message in str(error.value) and f"data.tokenizer_model={tmp_path}" in str(error.value)
+
+
+def test_a_tokenizer_json_that_is_not_utf_8(tmp_path: Path) -> None:
+    """The library, given these bytes, ends the process."""
+    (tmp_path / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {"type": "\xa0"}}')
+    with pytest.raises(UserError, match="invalid start byte"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
 def test_a_pattern_of_a_tokenizer_json_beyond_the_limit(tmp_path: Path) -> None:
