@@ -6,6 +6,7 @@ import _thread
 import json
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from megatron3d.runtime import watchdog
 from megatron3d.runtime.heartbeat import CollectiveStatus
 from megatron3d.runtime.watchdog import Silence, Watchdog, program_stack
 from tests.unit.runtime.test_heartbeat import FIRST
+
+pytestmark = pytest.mark.slow  # each waits for seconds
 
 
 class HungStore:
@@ -44,8 +47,14 @@ class HungStore:
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Wait for threads that still report at the end: their lines would be another test's errors."""
+    before = threading.enumerate()
     monkeypatch.setattr(watchdog, "REPORT_INTERVALS", 2)
+    yield
+    for thread in threading.enumerate():
+        if thread not in before and not isinstance(thread, threading._DummyThread):
+            thread.join(10)
 
 
 def ended(store: HungStore) -> bool:
