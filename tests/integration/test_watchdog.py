@@ -39,6 +39,12 @@ def begin(config: Path, program: str, timeout_s: float) -> list[subprocess.Popen
     return ranks
 
 
+def train_on(ranks: list[subprocess.Popen[str]]) -> None:
+    """Wait until each rank has published a heartbeat with an iteration; two are half a second apart."""
+    end = time.monotonic() + 1.5
+    assert ranks[0].stdout is not None and any(time.monotonic() > end for _ in ranks[0].stdout)
+
+
 def said(ranks: list[subprocess.Popen[str]], *blamed: int) -> str:
     """Return the messages of the other ranks, which must end with the exit code of a crash."""
     errors = {rank: ranks[rank].communicate(timeout=60)[1] for rank in range(3) if rank not in blamed}
@@ -53,6 +59,7 @@ def said(ranks: list[subprocess.Popen[str]], *blamed: int) -> str:
 def test_a_rank_that_dies_is_named(tmp_path: Path, rank: int) -> None:
     """The message differs for rank 0, whose process keeps the heartbeats."""
     ranks = begin(write_config(tmp_path), "pretrain_gpt.py", timeout_s=600)
+    train_on(ranks)
     began = time.monotonic()
     ranks[rank].kill()
     text = said(ranks, rank)
@@ -83,6 +90,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, how: str, monkeypatch: pytes
     program = str(tmp_path / "hold.py") if how == "busy" else str(ROOT / "pretrain_gpt.py")
     ranks = begin(write_config(tmp_path), program, timeout_s=6)
     if how == "stopped":
+        train_on(ranks)
         ranks[1].send_signal(signal.SIGSTOP)
     began = time.monotonic()
     text = said(ranks, *([1] if how == "stopped" else []))
