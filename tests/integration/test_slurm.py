@@ -122,10 +122,10 @@ def submit_array(slurm: Slurm, folder: Path) -> str:
 def test_a_requeued_run_ends_with_the_numbers_of_an_uninterrupted_one(
     slurm: Slurm, config: Path, jobs: Jobs, pool: Pool
 ) -> None:
-    """Once the run trains, its time limit is lowered, so that SLURM's warning signal comes within half a minute."""
+    """Once the run trains, its limit is lowered to one to two minutes: SLURM checks twice a minute, and warns it."""
     folder, whole = config.parent / "limited", config.parent / "whole"
     slurm.until(lambda: num_steps(folder) > 1, lambda: said(config, "limited"))
-    slurm.run("scontrol", "update", f"JobId={jobs.limited}", f"TimeLimit={slurm.elapsed_min(jobs.limited) + 1}")
+    slurm.run("scontrol", "update", f"JobId={jobs.limited}", f"TimeLimit={slurm.elapsed_min(jobs.limited) + 2}")
     assert pool.run(run_as_rank, 4, config, [[*in_run(str(whole)), *LAYOUT]]) == [[ExitCode.DONE]] * 4
     slurm.until(lambda: slurm.job(jobs.limited).num_requeues > 0, lambda: said(config, "limited"))
     slurm.run("scontrol", "update", f"JobId={jobs.limited}", "TimeLimit=10")

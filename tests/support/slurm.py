@@ -144,11 +144,9 @@ class Slurm:
         return Job(facts["JobState"], int(facts["ExitCode"].partition(":")[0]), int(facts["Restarts"]))
 
     def elapsed_min(self, number: str) -> int:
-        """Return the minutes since a job last started plus half a minute, rounded down."""
-        hours, minutes, seconds = re.findall(
-            r"RunTime=(\d+):(\d+):(\d+)", self._run("scontrol", "show", "job", number)
-        )[0]
-        return (3600 * int(hours) + 60 * int(minutes) + int(seconds) + 30) // 60
+        """Return the full minutes since a job last started."""
+        hours, minutes = re.findall(r"RunTime=(\d+):(\d+):", self._run("scontrol", "show", "job", number))[0]
+        return 60 * int(hours) + int(minutes)
 
     def wait(self, number: str) -> Job:
         """Wait until a job has ended for good and return its state; one about to be requeued looks ended briefly."""
