@@ -18,12 +18,13 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
-from megatron3d.ops.fused_cross_entropy import VocabShard, fused_cross_entropy_, has_triton
+from megatron3d.ops.fused_cross_entropy import VocabShard, fused_cross_entropy_
 from megatron3d.ops.gemm import product, put_product
 from megatron3d.ops.main_grad import MainGrads, WgradSum
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.loss_chunks import LossChunk, token_moves
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
+from megatron3d.runtime.triton_package import has_triton
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.ops.fused_cross_entropy import has_triton
+from megatron3d.runtime.triton_package import has_triton
 
 # Elements that are hashed at once; each needs two numbers of 8 bytes.
 CPU_HASH_CHUNK, GPU_HASH_CHUNK = 2**16, 2**21

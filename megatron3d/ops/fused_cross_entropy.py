@@ -11,8 +11,6 @@ Letters: C tokens of one chunk, V this rank's vocabulary.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -29,12 +27,6 @@ class VocabShard(NamedTuple):
     high: int
     axes: Axes
     comm: Comm
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether the triton package is installed."""
-    return find_spec("triton") is not None
 
 
 def fused_cross_entropy_(

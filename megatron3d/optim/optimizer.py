@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.apex import adam_kernel
-from megatron3d.ops.fused_cross_entropy import has_triton
 from megatron3d.optim.adamw import (
     ParamGroup,
     Update,
@@ -19,6 +18,7 @@ from megatron3d.optim.adamw import (
     update_with_triton,
 )
 from megatron3d.optim.loss_scale import LossScale
+from megatron3d.runtime.triton_package import has_triton
 from megatron3d.zero import Buffers, FlatBuffer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

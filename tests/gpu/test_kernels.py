@@ -20,13 +20,14 @@ from megatron3d.hardware.sdpa_backends import NAMES, usable
 from megatron3d.ops.attention import attention, rotary_tables, rotate
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, cross_entropy_
 from megatron3d.ops.embedding import embedding
-from megatron3d.ops.fused_cross_entropy import VocabShard, has_triton
+from megatron3d.ops.fused_cross_entropy import VocabShard
 from megatron3d.ops.gemm import add_product, put_product
 from megatron3d.ops.gemm import product as gemm
 from megatron3d.ops.norm import norm
 from megatron3d.optim.adamw import ParamGroup, update_chunked, update_fused, update_with_triton
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime.triton_package import has_triton
 from tests.support.shards import normal
 
 # A few units in the last place of each dtype: sums of a hundred terms round more than once.
