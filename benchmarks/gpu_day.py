@@ -207,6 +207,11 @@ TWO_NODES: Mapping[str, Sequence[str]] = {
     "data parallel, ZeRO 1": ("parallel.zero_stage=1",),
     "data parallel, ZeRO 3": ("parallel.zero_stage=3",),
     "tensor parallel in a node": ("parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"),
+    "async tensor parallel in a node": (
+        "parallel.tensor_model_parallel_size=8",
+        "parallel.sequence_parallel=true",
+        "parallel.tp_comm_overlap=true",
+    ),
     "pipeline of two nodes": ("parallel.pipeline_model_parallel_size=2", "parallel.tensor_model_parallel_size=4"),
     "3-D in a node": ("parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"),
 }

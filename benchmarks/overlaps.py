@@ -1,6 +1,7 @@
-"""Speed-up by each overlap of our matmul, by kept weights and by panels: training steps of every mode, on and off.
+"""Speed-up by each overlap of our matmul, by kept weights, panels and rounds: training steps of every mode.
 
-python benchmarks/overlaps.py [--ranks 2 4 8] [--wires-gb-per-s 0.1 0.3 1] [--output benchmarks/results/overlaps.json]
+python benchmarks/overlaps.py [--ranks 2 4 8] [--wires-gb-per-s 0.1 0.3 1] [--forms sequence_parallel ...]
+    [--executions "all overlaps" "in rounds" ...] [--output benchmarks/results/overlaps.json]
 
 Variants of a form are interleaved; a step takes as long as the slowest rank.  Over gloo the CPU cores that compute
 also copy, and there may be fewer cores than ranks, so that overlaps gain little.  Hence each rank also simulates the
@@ -27,12 +28,14 @@ from tensor_parallel import slowest_rank
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from megatron3d.comm.interface import Comm, Pending
+from megatron3d.comm import matmul_rounds
+from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Microbatch
 from megatron3d.errors import UserError
+from megatron3d.parallel.async_plan import async_plan
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes import MODES
@@ -41,7 +44,7 @@ from megatron3d.train.step import StepSettings, train_step
 
 NOTHING = "no overlap"
 OFF = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
-# What every form has, and what only those have that gather weights.
+# What every form has, what only those have that gather weights, and those whose collectives fit their own GEMM.
 EXECUTIONS: Mapping[str, Mapping[str, Any]] = {
     NOTHING: OFF,
     "all overlaps": {},
@@ -49,6 +52,7 @@ EXECUTIONS: Mapping[str, Mapping[str, Any]] = {
     "4 panels": {"tp_num_panels": 4},
     "4 panels, no overlap": {**OFF, "tp_num_panels": 4},
 }
+OF_ROUNDS: Mapping[str, Mapping[str, Any]] = {"in rounds": {"tp_comm_overlap": True}}
 OF_WEIGHTS: Mapping[str, Mapping[str, Any]] = {
     "only dW late": {**OFF, "tp_comm_overlap_weight_grad": True},
     "only W ahead": {**OFF, "tp_comm_overlap_weight_gather": True},
@@ -108,6 +112,16 @@ class Wires(Recorder):
         pending = super().reduce_scatter(x, axes, dim)
         return self._timed(pending) if self.mesh.nontrivial(axes) else pending
 
+    def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
+        pending = super().shift(x, out, axes, by)
+        return self._timed(pending) if self.mesh.nontrivial(axes) else pending
+
+    def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
+        return matmul_rounds.all_gather_matmul(self, a_MK, b_NK, axes, put)
+
+    def matmul_reduce_scatter(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, dim: int, put: PutProduct) -> Pending:
+        return matmul_rounds.matmul_reduce_scatter(self, a_MK, b_NK, axes, dim, put)
+
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         pending = super().all_reduce(x, axes, op)
         return self._timed(pending) if self.mesh.nontrivial(axes) else pending
@@ -142,16 +156,21 @@ class Contestant:
         return loss
 
 
-def forms(size: Size, num_ranks: int) -> Iterator[tuple[str, dict[str, Config]]]:
-    """Return every mode and form with its variants."""
+def forms(options: argparse.Namespace, num_ranks: int) -> Iterator[tuple[str, dict[str, Config]]]:
+    """Return the chosen forms of every mode with their variants."""
+    size = SIZES[options.size]
     for mode, entry in MODES.items():
         for form in entry.forms:
+            if options.forms and form not in options.forms:
+                continue
             shape = entry.default_shape(num_ranks)
             chosen = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
             spec = size.spec(size.config("fp32", chosen), num_ranks)
             UserError.collect(check(spec.config, num_ranks, size.vocab_size))
-            plan = spec.mode.expand.on(spec.mesh)
-            executions = {**EXECUTIONS, **(OF_WEIGHTS if plan.w else {})}
+            plans = [plan.on(spec.mesh) for plan in (spec.mode.expand, spec.mode.contract)]
+            has_rounds = not all(async_plan(plan).is_empty for plan in plans)
+            executions = {**EXECUTIONS, **(OF_WEIGHTS if plans[0].w else {}), **(OF_ROUNDS if has_rounds else {})}
+            executions = {how: keys for how, keys in executions.items() if how in (NOTHING, *options.executions)}
             name = f"{mode} {form} {'x'.join(map(str, shape))}"
             yield name, {how: size.config("fp32", {**chosen, **keys}) for how, keys in executions.items()}
 
@@ -208,7 +227,7 @@ def main() -> None:
     options = arguments()
     rows: list[Row] = []
     for num_ranks in options.ranks:
-        for name, configs in forms(SIZES[options.size], num_ranks):
+        for name, configs in forms(options, num_ranks):
             with tempfile.TemporaryDirectory() as folder:
                 spawn(run_rank, (num_ranks, folder, name, configs, options), nprocs=num_ranks)
                 rows += json.loads((Path(folder) / "rows").read_text())
@@ -220,6 +239,9 @@ def arguments() -> argparse.Namespace:
     """Parse the options; `--quick` is two rounds of a tiny size on two ranks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--forms", nargs="+", help="default: every form of every mode")
+    every = [*EXECUTIONS, *OF_WEIGHTS, *OF_ROUNDS]
+    parser.add_argument("--executions", nargs="+", choices=every, default=every, help="besides no overlap")
     parser.add_argument("--size", choices=SIZES, default="3M, 8 heads")
     parser.add_argument(
         "--wires-gb-per-s", nargs="+", type=float, default=[0.1, 0.3, 1.0], help="bandwidths of the simulated link"

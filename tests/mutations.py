@@ -44,6 +44,31 @@ MUTATIONS = [
     ),
     Mutation("bias gradient dropped", "ops/matmul.py", "dy_MN.sum(0) if needs_db", "dy_MN.sum(0) * 0 if needs_db"),
     Mutation(
+        "dX of a dY gathered in rounds not reduced",
+        "ops/async_matmul.py",
+        "reduce(dx_MK, plan.dx_moves, X_DIMS, self.comm)",
+        "reduce(dx_MK, (), X_DIMS, self.comm)",
+    ),
+    Mutation("bias of a matmul in rounds dropped", "ops/async_matmul.py", "else y_MN.add_(bias_N)", "else y_MN"),
+    Mutation(
+        "rows in rounds multiplied in another rank's place",
+        "comm/matmul_rounds.py",
+        "put(product[(mine - by) % ranks]",
+        "put(product[(mine + by) % ranks]",
+    ),
+    Mutation(
+        "part in rounds computed for another rank",
+        "comm/matmul_rounds.py",
+        "to = (mine + by) % ranks",
+        "to = (mine - by) % ranks",
+    ),
+    Mutation(
+        "sum in rounds without this rank's term",
+        "comm/matmul_rounds.py",
+        "return terms.sum(0)",
+        "return terms.sum(0) - terms[mine]",
+    ),
+    Mutation(
         "reduce-scatter along the first dim always",
         "comm/process_comm.py",
         "if dim != 0 or order is not None:",

@@ -148,6 +148,7 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
         reads("torch.distributed"),
         (
             *("megatron3d.comm.process_comm", "megatron3d.comm.process_groups", "megatron3d.comm.objects"),
+            *("megatron3d.comm.transfers", "megatron3d.comm.symmetric_memory"),
             *("megatron3d.runtime.process", "megatron3d.runtime.status_store"),
             *PEERS,
         ),

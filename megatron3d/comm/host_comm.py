@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.comm.interface import Comm, Pending, completed
+from megatron3d.comm import matmul_rounds
+from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
 
@@ -65,6 +66,17 @@ class HostComm:
         if self.mesh.size(axes) == 1:
             return completed(x)
         return self._in_place(x.contiguous(), lambda host: self._comm.all_reduce(host, axes, op))
+
+    def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
+        assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
+        wait = self._start(x, lambda host: self._comm.shift(host, torch.empty_like(host), axes, by), [out])
+        return Pending(lambda: _replace(out, wait()))
+
+    def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
+        return matmul_rounds.all_gather_matmul(self, a_MK, b_NK, axes, put)
+
+    def matmul_reduce_scatter(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, dim: int, put: PutProduct) -> Pending:
+        return matmul_rounds.matmul_reduce_scatter(self, a_MK, b_NK, axes, dim, put)
 
     def send(self, x: Tensor, link: Link) -> Pending:
         wait = self._start(x, lambda host: self._comm.send(host, link))

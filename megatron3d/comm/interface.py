@@ -7,12 +7,15 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
+
+# Writes a b^T into the first tensor [M, N], of a [M, K] and b [N, K].
+PutProduct = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Pending:
@@ -37,6 +40,13 @@ class Pending:
 def completed(x: Tensor) -> Pending:
     """Return a `Pending` for a tensor that needs no communication."""
     return Pending(lambda: x)
+
+
+class GatheredProduct(NamedTuple):
+    """Rows of all ranks [ranks * M, K], and their product [ranks * M, N]."""
+
+    rows: Tensor
+    product: Tensor
 
 
 class ObjectCollectives(Protocol):
@@ -73,6 +83,29 @@ class Comm(ObjectCollectives, Protocol):
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         """Return `x` of any shape reduced over `axes` (`op`: sum or max), in place if it is contiguous."""
+        ...
+
+    def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
+        """Send `x` to the rank `by` places further along `axes`, around its end to the first; return `out`.
+
+        `out`, contiguous and of the shape of `x`, receives what the rank `by` places before has sent.
+        """
+        ...
+
+    def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
+        """Return all ranks' rows `a`, in the order of `all_gather`, and their product with b^T.
+
+        Each rank's rows are multiplied when they have arrived, while others are on their way; `put` is the GEMM of
+        this rank's device.
+        """
+        ...
+
+    def matmul_reduce_scatter(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, dim: int, put: PutProduct) -> Pending:
+        """Return this rank's part along `dim` of the sum over `axes` of a b^T.
+
+        The parts of other ranks are sent as soon as they are computed, while the next is computed.  Each rank adds in
+        the order of the ranks, so that the result repeats bit for bit.
+        """
         ...
 
     def send(self, x: Tensor, link: Link) -> Pending:

@@ -2,6 +2,7 @@
 
     all-gather      repeats this rank's shard          reduce-scatter   takes this rank's chunk
     all-reduce      leaves its operand as it is        receive          gives random values
+    shift           returns what this rank sends
 
 Shapes, kernels and memory are those of a real rank; values are not, and communication takes no time but that of the
 copies on this device.
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.comm.interface import Pending, completed
+from megatron3d.comm import matmul_rounds
+from megatron3d.comm.interface import GatheredProduct, Pending, PutProduct, completed
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
 
@@ -60,6 +62,16 @@ class LoopbackComm:
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         return completed(x.contiguous() if self.mesh.size(axes) > 1 else x)
+
+    @torch.no_grad()
+    def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
+        return completed(out.copy_(x))
+
+    def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
+        return matmul_rounds.all_gather_matmul(self, a_MK, b_NK, axes, put)
+
+    def matmul_reduce_scatter(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, dim: int, put: PutProduct) -> Pending:
+        return matmul_rounds.matmul_reduce_scatter(self, a_MK, b_NK, axes, dim, put)
 
     def send(self, x: Tensor, link: Link) -> Pending:
         x = x.contiguous()

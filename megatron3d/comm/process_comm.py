@@ -1,6 +1,6 @@
 """`Comm` over torch.distributed, in process groups of mesh axes and of point-to-point links.
 
-No other module but its groups and the runtime import torch.distributed.  Sizes are checked here, since not every
+Only modules of this package and of the runtime import torch.distributed.  Sizes are checked here, since not every
 backend does.
 """
 
@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron3d.comm import matmul_rounds, symmetric_memory
 from megatron3d.comm.collective_log import CollectiveLog
-from megatron3d.comm.interface import Pending, completed
+from megatron3d.comm.interface import GatheredProduct, Pending, PutProduct, completed
 from megatron3d.comm.objects import GroupObjects, store_objects
 from megatron3d.comm.process_groups import ProcessGroups
+from megatron3d.comm.transfers import Works, send_and_receive
 from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
 from megatron3d.parallel.p2p import Link
@@ -86,6 +88,7 @@ class ProcessComm:
         self._groups, self._links = groups.of_axes, groups.of_links
         self._orders: dict[Axes, list[int] | None] = {}
         self._lives: dict[Axes, Axes] = {}
+        self._shared: dict[Axes, bool] = {}
         for axes in self._groups:
             self.log.add(axes)
         for link in dict.fromkeys(link for link, _ in self._links):
@@ -129,7 +132,7 @@ class ProcessComm:
         return tuple(self._groups)
 
     def _pending(
-        self, work: dist.Work | None, x: Tensor, axes: Axes, result: Callable[[Tensor], Tensor] = lambda x: x
+        self, work: dist.Work | Works | None, x: Tensor, axes: Axes, result: Callable[[Tensor], Tensor] = lambda x: x
     ) -> Pending:
         """Return a `Pending` of `result(x)` once `work` is done."""
         assert work is not None, "this rank is not in its own group"
@@ -225,6 +228,38 @@ class ProcessComm:
             return completed(x)
         x = x.contiguous()
         return self._pending(dist.all_reduce(x, _OPS[op], group=group, async_op=True), x, axes)
+
+    def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
+        group, ranks = self._group(axes, "shift")
+        assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
+        members, mine, x = self.mesh.ranks(axes), self.mesh.index(axes), x.contiguous()
+        if by % ranks == 0:
+            return completed(out.copy_(x))
+        works = send_and_receive(x, members[(mine + by) % ranks], out, members[(mine - by) % ranks], group)
+        return self._pending(works, out, axes)
+
+    def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
+        if shared := self._symmetric(a_MK.device, axes, "all_gather_matmul"):
+            return symmetric_memory.all_gather_matmul(a_MK, b_NK, shared)
+        return matmul_rounds.all_gather_matmul(self, a_MK, b_NK, axes, put)
+
+    def matmul_reduce_scatter(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, dim: int, put: PutProduct) -> Pending:
+        if shared := self._symmetric(a_MK.device, axes, "matmul_reduce_scatter"):
+            return completed(symmetric_memory.matmul_reduce_scatter(a_MK, b_NK, dim, shared))
+        return matmul_rounds.matmul_reduce_scatter(self, a_MK, b_NK, axes, dim, put)
+
+    def _symmetric(self, device: torch.device, axes: Axes, what: str) -> dist.ProcessGroup | None:
+        """Return the group if its GPUs share symmetric memory, which its ranks find out together at its first use."""
+        if self._backend != GPU_BACKEND or self._order(axes) is not None:
+            return None
+        if axes not in self._shared:
+            votes = torch.tensor(symmetric_memory.votes(device), device=device)
+            self._shared[axes] = symmetric_memory.is_shared(self.all_reduce(votes, axes, "max").wait().tolist())
+        if not self._shared[axes]:
+            return None
+        group, _ = self._group(axes, what)
+        self.log.wait(self.log.last)
+        return group
 
     def send(self, x: Tensor, link: Link) -> Pending:
         group, other = self._far_end(link, "send")

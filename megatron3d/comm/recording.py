@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron3d.comm.interface import Comm, Pending
+from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
@@ -64,6 +64,21 @@ class Recorder:
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         self._record("all_reduce", axes, x, x.nbytes, passes=2)
         return self.comm.all_reduce(x, axes, op)
+
+    def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
+        live = self.mesh.nontrivial(axes)
+        if live:
+            self.calls.append(Traffic("shift", live, x.nbytes))
+            self._note(f"shift by {by}", self.mesh.in_order(live), x)
+        return self.comm.shift(x, out, axes, by)
+
+    def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
+        self._record("all_gather_matmul", axes, a_MK, a_MK.nbytes * self.mesh.size(axes))
+        return self.comm.all_gather_matmul(a_MK, b_NK, axes, put)
+
+    def matmul_reduce_scatter(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, dim: int, put: PutProduct) -> Pending:
+        self._record("matmul_reduce_scatter", axes, a_MK, len(a_MK) * len(b_NK) * a_MK.itemsize)
+        return self.comm.matmul_reduce_scatter(a_MK, b_NK, axes, dim, put)
 
     def send(self, x: Tensor, link: Link) -> Pending:
         self.calls.append(Traffic("send", (link.axis,), x.nbytes))

@@ -142,6 +142,7 @@ class RunSpec:
             parallel.tp_comm_overlap_weight_grad,
             parallel.tp_comm_overlap_weight_gather,
             parallel.tp_keep_gathered_weights,
+            parallel.tp_comm_overlap,
         )
 
     # Ranks

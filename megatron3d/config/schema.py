@@ -97,6 +97,11 @@ class ParallelConfig(Section):
     num_distributed_optimizer_instances: int = Field(
         1, ge=1, description="HSDP: number of replicas; ZeRO shards over the data-parallel ranks of one replica"
     )
+    tp_comm_overlap: bool = Field(
+        False,
+        description="async tensor parallelism: exposed all-gathers and reduce-scatters overlap with their own GEMM, "
+        "in as many rounds as ranks",
+    )
     tp_comm_overlap_input_grad: bool = Field(
         True, description="overlap the reduction of the input gradient (dgrad) with the wgrad GEMM"
     )

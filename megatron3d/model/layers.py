@@ -21,6 +21,7 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Recompute
+from megatron3d.ops.async_matmul import AsyncMatmul
 from megatron3d.ops.attention import AttentionHeads, attention, rotate
 from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
@@ -112,7 +113,8 @@ class Linear(nn.Module):
         else:
             weight = PrefetchedWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
             compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
-            self.matmul = Matmul(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled)
+            kind = AsyncMatmul if overlap.in_rounds else Matmul
+            self.matmul = kind(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled)
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.matmul(x_MK, self.weight, self.bias)

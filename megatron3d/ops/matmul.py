@@ -88,12 +88,12 @@ class Matmul:
         """Return the gradients that autograd needs of X, W and bias; dW is None where it goes to main_grad."""
         plan, comm = self.plan, self.comm
         needs_dx, needs_dw, needs_db = needs
-        dy_pending = gather(dy_MN, plan.dy, Y_DIMS, comm)
+        dy_pending = self.start_dy(dy_MN, needs_dx)
         w = self.gather_weight(Direction.BACKWARD, w_NK) if needs_dx else None
         x = gather(x_MK, plan.x, X_DIMS, comm) if needs_dw and not self.wgrads.is_deferring else None
         db_N = dy_MN.sum(0) if needs_db else None
-        dy = dy_pending.wait()
-        dx = reduce(product(dy, w.wait().T), plan.dx_moves, X_DIMS, comm) if w else None
+        wgrad_follows = needs_dw and not self.wgrads.is_deferring and self.overlap.input_grad
+        dy, dx = self.dgrad(dy_pending, w, wgrad_follows)
         if dx and not self.overlap.input_grad:
             dx = completed(dx.wait())
         operands = [dy]  # taken by the wgrad GEMM, so that a deferred dY is freed before dW is reduced
@@ -104,6 +104,19 @@ class Matmul:
 
         dw = self.wgrads.submit(param, wgrad) if needs_dw else None
         return dx.wait() if dx else None, self._added(param, dw) if dw else None, db_N
+
+    def start_dy(self, dy_MN: Tensor, needs_dx: bool) -> Pending:
+        """Start to all-gather dY, for the dgrad GEMM where `needs_dx`, and for the wgrad GEMM."""
+        return gather(dy_MN, self.plan.dy, Y_DIMS, self.comm)
+
+    def dgrad(self, dy: Pending, w: Pending | None, wgrad_follows: bool) -> tuple[Tensor, Pending | None]:
+        """Return the gathered dY, and dX in flight; None without W.
+
+        Args:
+            wgrad_follows: the reduction of dX will overlap with the wgrad GEMM.
+        """
+        plan, comm, dy_MN = self.plan, self.comm, dy.wait()
+        return dy_MN, reduce(product(dy_MN, w.wait().T), plan.dx_moves, X_DIMS, comm) if w else None
 
     def _added(self, param: Tensor, dw: Pending) -> Tensor | None:
         """Add dW to main_grad, past autograd, which would round it; without a buffer return it to autograd."""

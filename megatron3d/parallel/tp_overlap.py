@@ -23,6 +23,7 @@ class TPOverlap:
         weight_grad: overlap the reduction of dW with the backward of the preceding layers.
         weight_gather: prefetch W, in forward and in backward, during the GEMMs of the linear before it.
         keep_gathered_weights: keep the W gathered in forward until backward, which saves one all-gather.
+        in_rounds: run exposed all-gathers and reduce-scatters in rounds with their own GEMM (parallel/async_plan.py).
     """
 
     num_panels: int = 1
@@ -30,6 +31,7 @@ class TPOverlap:
     weight_grad: bool = True
     weight_gather: bool = True
     keep_gathered_weights: bool = False
+    in_rounds: bool = False
 
 
 OVERLAP_ALL = TPOverlap()

@@ -125,6 +125,26 @@ def test_kept_weights_in_a_pipeline() -> None:
     assert problems(config, 32, (0, 8, 31)) == []
 
 
+@pytest.mark.parametrize(
+    ("mode", "form", "schedule", "overlaps_dx"),
+    [
+        ("1d", "sequence_parallel", "zb-h1", True),
+        ("3d", "tokens", "1f1b", False),
+        ("2.5d", "weight_stationary", "zb-v", True),
+    ],
+)
+def test_collectives_in_rounds(mode: str, form: str, schedule: str, overlaps_dx: bool) -> None:
+    """The dry run names them, with the bytes of the plain collectives; split backwards reduce dX in rounds."""
+    parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_model_parallel_size": 8}
+    overlap = {"tp_comm_overlap": True, "tp_comm_overlap_input_grad": overlaps_dx}
+    pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule}
+    config = configure("llama", parallel | overlap | pipeline, 16, global_batch_size=48)
+    assert problems(config, 16, (0, 13)) == []
+    assert {"all_gather_matmul", "matmul_reduce_scatter"} & {
+        name for name, _ in step_traffic(step_of(config, 16, 0)).calls
+    }
+
+
 def runs_of(world_size: int) -> tuple[RunSpec, list[RankDryRun]]:
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     config = configure("gpt2", parallel, world_size, global_batch_size=32)

@@ -93,6 +93,7 @@ RECOMPUTATIONS: Mapping[str, dict[str, Any]] = {
 NO_OVERLAP = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
 OVERLAPS: Mapping[str, dict[str, Any]] = {
     "all": {},
+    "in rounds with the GEMM": {"tp_comm_overlap": True},
     "gathered weights kept": {"tp_keep_gathered_weights": True},
     "3 panels": {"tp_num_panels": 3},
     "2 panels, gathered weights kept, nothing else": {

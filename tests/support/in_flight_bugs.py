@@ -44,6 +44,7 @@ class Layout(NamedTuple):
 
 LAYOUTS: Mapping[str, Layout] = {
     "1d": Layout(LLAMA, 2, tensor_keys(("1d", "sequence_parallel"), (2,))),
+    "1d in rounds": Layout(LLAMA, 2, tensor_keys(("1d", "sequence_parallel"), (2,)) | {"tp_comm_overlap": True}),
     "2d": Layout(LLAMA, 4, tensor_keys(("2d", "weight_stationary"), (2, 2))),
     "2d, LayerNorm": Layout(GPT2, 4, tensor_keys(("2d", "weight_stationary"), (2, 2))),
     **{f"ZeRO {stage}": Layout(LLAMA, 2, {"zero_stage": stage}) for stage in range(4)},
@@ -170,6 +171,11 @@ BUGS = [
     InFlightBug("no wait for Y in forward", "1d", _no_wait("reduce_scatter", "ops/matmul.py:forward"), NUMBERS),
     InFlightBug("no wait for dY in backward", "1d", _no_wait("all_gather", "ops/matmul.py:backward"), NUMBERS),
     InFlightBug("no wait for dX", "1d", _no_wait("reduce_scatter", "ops/matmul.py:backward"), NUMBERS),
+    *(
+        InFlightBug(f"{name}, {verb}", "1d in rounds", seed("shift", f"comm/matmul_rounds.py:{verb}"), found_by)
+        for name, seed, found_by in (("no wait", _no_wait, NUMBERS), ("input overwritten", _write_input, WRITTEN))
+        for verb in ("all_gather_matmul", "matmul_reduce_scatter")
+    ),
     InFlightBug("no wait for dW", "2d", _no_wait("reduce_scatter", "ops/matmul.py:_wgrad"), NUMBERS),
     InFlightBug("no wait for W", "2d", _no_wait("all_gather", "ops/weight_prefetch.py:_all_gather"), NUMBERS),
     InFlightBug("no wait for a norm's squares", "2d", _no_wait("all_reduce", "ops/norm.py"), NUMBERS),

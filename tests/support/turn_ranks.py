@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron3d.comm.interface import Comm, Pending, completed
+from megatron3d.comm import matmul_rounds
+from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.config.run_spec import RunSpec
@@ -216,6 +217,21 @@ class TurnComm:
             return all_reduce_by_parts(self, x, parts, op)
         x = x.contiguous()
         return self._collective(f"all_reduce {op}", axes, x, {"sum": _sum, "max": _max}[op], x)
+
+    def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
+        live, ranks = self.mesh.nontrivial(self.mesh.in_order(axes)), self.mesh.ranks(axes)
+        assert live in self._groups, f"no group was made for {live}; there are {self._groups}"
+        assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
+        source = ranks[(self.mesh.index(axes) - by) % len(ranks)]
+        meeting = self._exchange(ranks, f"shift by {by} {tuple(x.shape)} {x.dtype}", x.detach().clone())
+        memory = InFlight(meeting.what, [x], [out])
+        return self._pending(meeting, (source,), lambda sent: sent[0], memory, out)
+
+    def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
+        return matmul_rounds.all_gather_matmul(self, a_MK, b_NK, axes, put)
+
+    def matmul_reduce_scatter(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, dim: int, put: PutProduct) -> Pending:
+        return matmul_rounds.matmul_reduce_scatter(self, a_MK, b_NK, axes, dim, put)
 
     def _pair(self, link: Link) -> tuple[int, int]:
         assert link in self._links, f"no group was made for {link}; there are {self._links}"

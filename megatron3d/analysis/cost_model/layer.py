@@ -4,7 +4,8 @@
     backward    all-gather dY; dgrad GEMM overlaps with the all-gather of X, wgrad GEMM with the reduction of dX;
                 W is prefetched during the GEMMs before, dW is reduced during those that follow
 
-Communication that overlaps with a GEMM takes multiprocessors from it; what is longer than the GEMM is exposed.
+With `tp_comm_overlap`, X, Y and dY move in rounds with the GEMM of their matmul where the plan allows.  Communication
+that overlaps with a GEMM takes multiprocessors from it; what is longer than the GEMM is exposed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from megatron3d.analysis.cost_model.breakdown import (
 )
 from megatron3d.analysis.cost_model.concat_copies import ConcatCopies, concat_copies
 from megatron3d.analysis.cost_model.execution_profile import TWO_COPIES, ExecutionProfile, MemoryAccesses
+from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_excess
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
+from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
 from megatron3d.parallel.matmul_plan import Flows, Traffic, flows
 from megatron3d.parallel.mesh import Mesh
 
@@ -61,18 +64,23 @@ class LayerTimes(NamedTuple):
 
 
 class LinearTime(NamedTuple):
-    """Time of a linear's GEMM, its collectives, and the sizes of its weight and output."""
+    """Time of a linear's GEMM, its collectives, and the sizes of its weight and output.
+
+    `rounds` are the collectives with those under their names that run in rounds with the GEMM; `excess` is their cost.
+    """
 
     gemm_s: float
     sent: Flows
+    rounds: Flows
     weight: float
     output: float
     joins: ConcatCopies
+    excess: RoundsExcess = RoundsExcess()
 
     @staticmethod
-    def of(matmul: LocalMatmul, mesh: Mesh, machine: Machine) -> LinearTime:
+    def of(matmul: LocalMatmul, local: LocalSizes, machine: Machine) -> LinearTime:
         """Return the time of a linear with the sizes that this rank multiplies."""
-        plan, m, n, k, *_ = matmul
+        (plan, m, n, k, *_), mesh = matmul, local.mesh
         m_here, n_here = m / mesh.size(plan.m), n / mesh.size(plan.n)
         k_here = k / mesh.size(plan.k)
         itemsize = machine.device.itemsize
@@ -84,7 +92,11 @@ class LinearTime(NamedTuple):
             if machine.profile.copies_concats
             else ConcatCopies()
         )
-        return LinearTime(seconds, sent, n_here * k_here / mesh.size(plan.w), m_here * n_here / y_parts, copied)
+        found = LinearTime(seconds, sent, sent, n_here * k_here / mesh.size(plan.w), m_here * n_here / y_parts, copied)
+        if not local.overlap.in_rounds:
+            return found
+        excess = rounds_excess(plan, mesh, m_here, n_here, k_here, machine.device)
+        return found._replace(rounds=in_rounds(sent, plan), excess=excess)
 
 
 class OverlapModel:
@@ -108,8 +120,11 @@ class OverlapModel:
         return times.scaled(1 - hidden / times.total).plus(tax)
 
     def panelled(self, calls: list[Traffic], seconds: float) -> TimeBreakdown:
-        """Return the exposed rest of collectives of a GEMM's own operands, all panels but one overlapping with the
-        GEMM."""
+        """Return the exposed rest of collectives of a GEMM's own operands: of all panels but one, or of rounds."""
+        rounds = [call for call in calls if call.collective in IN_ROUNDS]
+        if rounds:
+            others = [call for call in calls if call.collective not in IN_ROUNDS]
+            return combine((*(self._in_rounds(call, seconds) for call in rounds), self.panelled(others, seconds)))
         if not calls:
             return TimeBreakdown()
         panels = self._num_panels
@@ -122,10 +137,15 @@ class OverlapModel:
         tax = TimeBreakdown({SLOWDOWN: hidden * self._machine.device.comm_tax})
         return times.scaled(1 - hidden / times.total).plus(tax)
 
+    def _in_rounds(self, call: Traffic, seconds: float) -> TimeBreakdown:
+        """Return the exposed rest of a collective that overlaps with all rounds of its GEMM but one."""
+        ranks = self._mesh.size(call.axes)
+        return self.overlapped([call], seconds * (ranks - 1) / ranks)
+
 
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
     """Return the times of one layer for one microbatch."""
-    planned = {name: LinearTime.of(matmul, local.mesh, machine) for name, matmul in local.matmuls.items()}
+    planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.matmuls.items()}
     over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
     forward = [_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
     back_i, back_w, whole = _backward(planned, over, local, machine)
@@ -140,8 +160,9 @@ def _forward(
     overlap, parts = local.overlap, []
     before = 0.0
     for each in planned.values():
-        parts.append(TimeBreakdown({GEMMS: each.gemm_s, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
-        parts.append(over.panelled(each.sent.gather_x + each.sent.reduce_y, each.gemm_s))
+        seconds = each.gemm_s + each.excess.forward
+        parts.append(TimeBreakdown({GEMMS: seconds, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
+        parts.append(over.panelled(each.rounds.gather_x + each.rounds.reduce_y, seconds))
         parts.append(over.overlapped(each.sent.gather_w, before, overlap.weight_gather))
         before = each.gemm_s
     # The first linear's weight is prefetched during the last linear of the layer before.
@@ -169,8 +190,8 @@ def _backward(
         product = TimeBreakdown({GEMMS: seconds})
         gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
         common = [
-            product,
-            over.panelled(sent.gather_dy, seconds),
+            TimeBreakdown({GEMMS: seconds + each.excess.gather_dy}),
+            over.panelled(each.rounds.gather_dy, seconds),
             over.overlapped(gathers_w, 2 * seconds, overlap.weight_gather),
         ]
         sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
@@ -181,10 +202,12 @@ def _backward(
         common.append(
             TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.dy + copied.dx + copied.w * bool(gathers_w))})
         )
-        half += [*common, over.panelled(sent.reduce_dx, seconds)]
+        alone = over.panelled(each.rounds.reduce_dx, seconds).plus(TimeBreakdown({GEMMS: each.excess.reduce_dx}))
+        half += [*common, alone]
         late += [product, over.exposed(sent.gather_x), sums, add_up]
         whole += [*common, over.overlapped(sent.gather_x, seconds), product, sums, add_up]
-        whole.append(over.overlapped(sent.reduce_dx, seconds, hides))
+        is_alone = overlap.in_rounds and not hides
+        whole.append(alone if is_alone else over.overlapped(sent.reduce_dx, seconds, hides))
     return combine(half), combine(late), combine(whole)
 
 

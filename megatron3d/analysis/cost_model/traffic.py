@@ -17,6 +17,7 @@ from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.analysis.memory_model.transient_peaks import chunk_rows
 from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.model.stages import Stage
+from megatron3d.parallel.async_plan import in_rounds
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import ActionKind
@@ -48,8 +49,9 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
     for stage in step.stages:
         for call in _stage(step, stage):
             yield step.num_microbatches, call
+        yield from _input_grads(step, stage)
         if step.local.overlap.keep_gathered_weights:
-            for sent in len(stage.layers) * _linear_flows(step.local):
+            for sent, _ in len(stage.layers) * _linear_flows(step.local):
                 for call in sent.gather_w:
                     yield kept_weight_gathers(step, stage), call
     local, pipeline = step.local, step.pipeline
@@ -94,9 +96,9 @@ def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
 
 def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
     keeps = local.overlap.keep_gathered_weights
-    for sent in _linear_flows(local):
-        yield from forwards * (sent.gather_x + sent.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
-        yield from sent.gather_dy + sent.gather_x + sent.reduce_dx + sent.reduce_dw
+    for sent, named in _linear_flows(local):
+        yield from forwards * (named.gather_x + named.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
+        yield from named.gather_dy + sent.gather_x + sent.reduce_dw
     for _ in range(2):
         yield from _norm(local, forwards)
     axes = local.heads.gather_axes
@@ -107,11 +109,24 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
         yield from 2 * [Traffic("reduce_scatter", axes, num_bytes)]
 
 
-def _linear_flows(local: LocalSizes) -> list[Flows]:
-    """Return the collectives of a layer's linears."""
-    return [
-        flows(plan, local.mesh, m, n, k, local.itemsize, local.wide) for plan, m, n, k, *_ in local.matmuls.values()
-    ]
+def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
+    """Yield the reductions of dX in a stage's layers, which run in rounds where no wgrad GEMM hides them."""
+    overlap = step.local.overlap
+    for kind in (ActionKind.B, ActionKind.I):
+        count = sum(action.kind is kind and action.stage == stage.index for action in step.actions)
+        is_hidden = kind is ActionKind.B and overlap.input_grad
+        for sent, named in len(stage.layers) * _linear_flows(step.local):
+            for call in sent.reduce_dx if is_hidden else named.reduce_dx:
+                yield count, call
+
+
+def _linear_flows(local: LocalSizes) -> list[tuple[Flows, Flows]]:
+    """Return the collectives of a layer's linears: plain, and with those in rounds under their names."""
+    found = []
+    for plan, m, n, k, *_ in local.matmuls.values():
+        sent = flows(plan, local.mesh, m, n, k, local.itemsize, local.wide)
+        found.append((sent, in_rounds(sent, plan) if local.overlap.in_rounds else sent))
+    return found
 
 
 def _norm(local: LocalSizes, forwards: int) -> Iterator[Traffic]:

@@ -7,7 +7,7 @@ Tensors are stored in shards at least as fine as those of the matmul, so it is e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -17,7 +17,8 @@ from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors
 from megatron3d.config.validate.rampup import ramp_length_problems
 from megatron3d.config.yaml_origins import show
 from megatron3d.model.architecture import Architecture
-from megatron3d.parallel.matmul_plan import traffic
+from megatron3d.parallel.async_plan import async_plan
+from megatron3d.parallel.matmul_plan import MatmulPlan, traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
@@ -134,6 +135,31 @@ def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     if parallel.tp_num_panels > 1 and not any(traffic(plan, mesh, 1, 1, 1, 1) for plan in plans):
         where = facts.named("parallel.tp_num_panels")
         yield f"{where}: no tensor-parallel communication to overlap; use 1, or tensor_model_parallel_size 2 or more"
+    if parallel.tp_comm_overlap:
+        yield from _async_problems(facts, plans)
+
+
+def _async_problems(facts: Facts, plans: Sequence[MatmulPlan]) -> Iterator[str]:
+    """Yield a message where nothing could run in rounds with its GEMM, and where panels move the operands."""
+    where, panels = facts.named("parallel.tp_comm_overlap"), facts.config.parallel.tp_num_panels
+    if facts.spec.tensor_size == 1:
+        yield f"{where}: no tensor-parallel communication; use false, or tensor_model_parallel_size 2 or more"
+    elif all(async_plan(plan).is_empty for plan in plans):
+        yield (
+            f"{where}: {describe_mode(facts.spec)} neither all-gathers tokens before a GEMM nor reduce-scatters after "
+            f"one; use false, or {one_of(tuple(_forms_in_rounds()))}"
+        )
+    elif panels > 1:
+        yield f"{where}: contradicts parallel.tp_num_panels={panels}; use false, or tp_num_panels 1"
+
+
+def _forms_in_rounds() -> Iterator[str]:
+    """Yield the modes and forms with collectives that can run in rounds, on their default shape of 8 ranks."""
+    for name, entry in MODES.items():
+        for form in entry.forms:
+            mode = build_mode(name, form, entry.default_shape(8))
+            if not all(async_plan(plan).is_empty for plan in (mode.expand, mode.contract)):
+                yield f"{name} {form}"
 
 
 def _common_step(mode: Mode, splits: tuple[Axes, ...]) -> tuple[int, str]:

@@ -101,7 +101,7 @@ def lagging_trace(rank: int, world_size: int, name: str) -> StepTrace | None:
     return trace(spec, LaggingComm(train_connect(spec), 0.001), 1)
 
 
-@pytest.mark.parametrize("name", ["2d", "ZeRO 2", "ZeRO 3", "pipeline"])
+@pytest.mark.parametrize("name", ["1d in rounds", "2d", "ZeRO 2", "ZeRO 3", "pipeline"])
 def test_a_step_whose_collectives_lag_equals_one_process(pool: Pool, name: str) -> None:
     layout = LAYOUTS[name]
     (got, *_) = pool.run(lagging_trace, layout.num_ranks, name)

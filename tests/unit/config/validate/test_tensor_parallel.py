@@ -199,6 +199,31 @@ BROKEN = [
         "or more",
     ),
     (
+        {"parallel": {"tp_comm_overlap": True}},
+        1,
+        "parallel.tp_comm_overlap=true: no tensor-parallel communication; use false, or tensor_model_parallel_size 2 "
+        "or more",
+    ),
+    (
+        {"parallel": {"tp_comm_overlap": True, "tensor_model_parallel_size": 2}},
+        2,
+        "parallel.tp_comm_overlap=true: 1d: t 2 neither all-gathers tokens before a GEMM nor reduce-scatters after one"
+        "; use false, or 1d sequence_parallel, 2d weight_stationary, 2.5d weight_stationary, 3d heads, 3d tokens or "
+        "grid scatter",
+    ),
+    (
+        {
+            "parallel": {
+                "tp_comm_overlap": True,
+                "tp_num_panels": 2,
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+            }
+        },
+        2,
+        "parallel.tp_comm_overlap=true: contradicts parallel.tp_num_panels=2; use false, or tp_num_panels 1",
+    ),
+    (
         {"parallel": {"num_distributed_optimizer_instances": 4}, "train": {"global_batch_size": 24}},
         6,
         "parallel.num_distributed_optimizer_instances=4: 4 does not divide the data parallel size 6; use 1, 2, 3 or 6",
