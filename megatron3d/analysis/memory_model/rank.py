@@ -25,6 +25,7 @@ from megatron3d.analysis.memory_model.activations import (
     run_activations,
     total_bytes,
 )
+from megatron3d.analysis.memory_model.libraries import symmetric_bytes
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.analysis.memory_model.transient_peaks import embedding_peak, head_peaks, layer_peaks
@@ -198,7 +199,7 @@ def buffers(step: StepSpec) -> dict[str, int]:
         "rotary tables": total_bytes(rotary_tables(local)),
         "gathered weights": gathered_weights(step),
         "whole blocks": _largest(2, blocks.values()) * local.itemsize if step.shards(3) else 0,
-        "GEMM workspace": local.kernels.gemm_workspace,
+        "GEMM workspace": local.kernels.gemm_workspace + symmetric_bytes(local),
         "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and local.kernels.is_host else 0,
     }
 

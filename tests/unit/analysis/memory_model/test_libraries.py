@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron3d.analysis.cost_model.hardware import FOLDER, file_names, load_accelerator
-from megatron3d.analysis.memory_model.libraries import library_bytes, num_communicators
+from megatron3d.analysis.memory_model.libraries import library_bytes, num_communicators, symmetric_bytes
 from megatron3d.analysis.memory_model.local_sizes import KERNELS
 from megatron3d.analysis.memory_model.rank import buffers, residual_shards, transient_peaks
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
@@ -49,6 +49,15 @@ def test_workspaces_are_on_gpus_only() -> None:
     grown = {name: size - before[name] for name, size in peaks.items() if size != before[name]}
     assert grown == {"backward of attention.core": sdpa_workspace(on_gpu.local)}
     assert buffers(on_gpu)["GEMM workspace"] == 2 * 32 * 2**20 and buffers(on_cpu)["GEMM workspace"] == 0
+
+
+def test_collectives_in_rounds_have_a_buffer_per_group() -> None:
+    """Of 192 tokens on 2 ranks, two parts of 96 x 256 leave a row-parallel linear, more than a shard of X or dY."""
+    rounds = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}
+    on_gpu, on_cpu = (make_step_spec(spec(2, **rounds), KERNELS[kind]).local for kind in ("gpu", "cpu"))
+    assert symmetric_bytes(on_gpu) == 2 * 96 * 256 * 2
+    plain = make_step_spec(spec(2, **{**rounds, "tp_comm_overlap": False}), KERNELS["gpu"]).local
+    assert symmetric_bytes(on_cpu) == symmetric_bytes(plain) == 0
 
 
 def test_sends_that_the_cpu_has_started_are_held() -> None:
