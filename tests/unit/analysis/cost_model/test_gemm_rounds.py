@@ -5,6 +5,8 @@ Only the axes of collectives in rounds are waited for less, and only where the p
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.parallel.exposed_comm import ExposedComm
 
+PAGE = Path(__file__).parents[4] / "docs" / "tensor_parallel.md"
 # Mode, form, sizes, and the axes with less exposed time: in forward, in an unsplit backward, and in a dgrad alone.
 CASES = [
     ("1d", "sequence_parallel", [8], "t", "t", "t"),
@@ -51,3 +54,10 @@ def test_less_is_waited_for(mode: str, form: str, shape: list[int], forward: str
         assert all(new.get(axes, 0.0) == pytest.approx(old[axes]) for axes in old if axes not in less), phase
         assert after[GEMMS] >= before[GEMMS], "smaller GEMMs are not faster"
     assert rounds.weight_grad.total == pytest.approx(plain.weight_grad.total)
+
+
+def test_the_page_says_what_a_layer_gains() -> None:
+    (told,) = re.findall(r"on 8 H100 to take (\d+) % less time", PAGE.read_text(encoding="utf-8"))
+    plain, rounds = (times("1d", "sequence_parallel", [8], rounds) for rounds in (False, True))
+    before, after = (each.forward.total + each.backward.total for each in (plain, rounds))
+    assert 100 * (1 - after / before) == pytest.approx(float(told), abs=5)

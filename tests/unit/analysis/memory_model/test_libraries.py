@@ -52,7 +52,7 @@ def test_workspaces_are_on_gpus_only() -> None:
 
 
 def test_collectives_in_rounds_have_a_buffer_per_group() -> None:
-    """Of 192 tokens on 2 ranks, two parts of 96 x 256 leave a row-parallel linear, more than a shard of X or dY."""
+    """Two parts of 96 x 256 leave a row-parallel linear of 192 tokens on 2 ranks: more than a shard of X or dY."""
     rounds = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}
     on_gpu, on_cpu = (make_step_spec(spec(2, **rounds), KERNELS[kind]).local for kind in ("gpu", "cpu"))
     assert symmetric_bytes(on_gpu) == 2 * 96 * 256 * 2
