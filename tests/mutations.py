@@ -174,6 +174,48 @@ MUTATIONS = [
         "set(self.token_axes) - layout_axes(self.layout)",
         "set(self.token_axes[:-1]) - layout_axes(self.layout)",
     ),
+    Mutation(
+        "context ranks number their tokens in their own order",
+        "model/microbatch.py",
+        "positions[rows % self.local_length]",
+        "rows % self.local_length",
+    ),
+    Mutation(
+        "rotary positions begin at 0 on every context rank",
+        "model/gpt.py",
+        "(cut_positions(table, chunks, dim=0) for table in",
+        "(table[: seq_length // self.order.num_ranks] for table in",
+    ),
+    Mutation(
+        "labels taken after a sequence is split over context ranks",
+        "model/gpt.py",
+        "at.cut(packing.labels(tokens))",
+        "(packing.labels(tokens) if not self.order.context else at.tokens_BL.roll(-1, 1))",
+    ),
+    Mutation(
+        "gathered keys in the order of context ranks",
+        "ops/context_attention.py",
+        "sorted(ctx.places, key=lambda p: p[0])",
+        "ctx.places",
+    ),
+    Mutation(
+        "queries of a later chunk see the first keys only",
+        "ops/context_attention.py",
+        ".tril_(low)",
+        ".tril_()",
+    ),
+    Mutation(
+        "attention dropout by position on the context rank",
+        "ops/attention.py",
+        "unsqueeze(-1) * seq + queries).flatten()",
+        "unsqueeze(-1) * seq + positions[: len(queries)]).flatten()",
+    ),
+    Mutation(
+        "gradient of the first chunk's keys from another chunk",
+        "ops/context_attention.py",
+        "dkv[:, :, low : low + rows.stop - rows.start]",
+        "dkv[:, :, max(low - 1, 0) : max(low - 1, 0) + rows.stop - rows.start]",
+    ),
     Mutation("loss not divided by its copies", "train/step.py", " / loss_copies(model)", ""),
     Mutation(
         "recomputed activation is its input",

@@ -42,7 +42,7 @@ def layout_of(config: Config) -> LayoutChoice:
     parallel, train = config.parallel, config.train
     spec = RunSpec(config)
     forms = MODES[parallel.tensor_parallel_mode].forms
-    form = next(name for name, build in forms.items() if build(spec.tensor_shape) == spec.mode)
+    form = next(name for name, build in forms.items() if build(spec.tensor_shape) == spec.tensor_mode)
     virtual = 1 if spec.has_schedule_file else spec.num_virtual_stages
     return LayoutChoice(
         TensorChoice(parallel.tensor_parallel_mode, form, spec.tensor_shape),
@@ -52,6 +52,7 @@ def layout_of(config: Config) -> LayoutChoice:
         parallel.zero_stage,
         train.micro_batch_size,
         train.recompute_granularity,
+        parallel.context_parallel_size,
     )
 
 

@@ -30,6 +30,8 @@ PAGES: Mapping[str, str] = {
     "parallel.pipeline": "pipeline.md",
     "parallel.virtual": "pipeline.md",
     "parallel.zero": "data_parallel.md",
+    "parallel.context": "long_context.md",
+    "parallel.cp": "long_context.md",
     "parallel.num_distributed": "data_parallel.md",
     "train.bucket": "data_parallel.md",
     "train.grad_reduce": "data_parallel.md",

@@ -27,6 +27,7 @@ from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
+from megatron3d.parallel.mesh import CONTEXT
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import real, whole
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def default_world_size(config: Config) -> int:
-    """Return TP x PP, or twice that where two data-parallel ranks are possible and cheap enough."""
+    """Return TP x CP x PP, or twice that where two data-parallel ranks are possible and cheap enough."""
     alone = RunSpec(config).sizes.model
     shared = not problems(config, 2 * alone) and shrink(config, 2 * alone)[1] <= MAX_RANKS
     return 2 * alone if shared else alone
@@ -90,7 +91,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = ConfigParser("verify_layout.py", __doc__.split(":")[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument(
-        "--world-size", type=whole(1, 10**6), help="processes of the real run; default: 2 x TP x PP, or TP x PP"
+        "--world-size",
+        type=whole(1, 10**6),
+        help="processes of the real run; default: 2 x TP x CP x PP, or TP x CP x PP",
     )
     parser.add_argument("--steps", type=whole(1, 1000), default=3)
     parser.add_argument("--tolerance", type=real(0, 1), default=1e-10, help="relative")
@@ -114,8 +117,8 @@ def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     parallel = shrink_parallel(config.parallel, sizes)
     shrunk = spec.with_config(config.model_copy(update={"parallel": parallel}))
     model = shrink_model(config.model, shrunk, mesh.size(mode.inner[1]))
-    sequences = math.prod(sizes[axis] for axis in mode.inner[0])
-    micro = sequences * (2 if config.train.micro_batch_size > mesh.size(mode.inner[0]) else 1)
+    sequences = math.prod(sizes[axis] for axis in mode.sequence_axes)
+    micro = sequences * (2 if config.train.micro_batch_size > mesh.size(mode.sequence_axes) else 1)
     microbatches = spec.num_microbatches if is_file else min(spec.num_microbatches, 2 * sizes["pipeline"])
     batch = micro * sizes["replica"] * sizes["data"] * microbatches
     train = config.train.model_copy(
@@ -139,6 +142,7 @@ def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Paral
     return parallel.model_copy(
         update={
             "tensor_model_parallel_size": None,
+            "context_parallel_size": math.prod(size for axis, size in sizes.items() if axis in CONTEXT),
             "tensor_parallel_shape": tuple(sizes[name] for name in MODES[parallel.tensor_parallel_mode].axis_names),
             "pipeline_model_parallel_size": sizes["pipeline"],
             "virtual_pipeline_model_parallel_size": virtual and min(virtual, 2),
@@ -150,6 +154,7 @@ def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Paral
 def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelConfig:
     """Return a model of this kind with a layer more than stages; grouped-query attention stays uneven if it was."""
     unit, num_stages = shrunk.tensor_size, len(shrunk.stage_owners)
+    contexts = shrunk.sizes.context
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
     small_groups = unit if groups >= head_ranks else 1
@@ -161,8 +166,8 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
             "num_attention_heads": unit if groups == heads else 2 * unit,
             "num_query_groups": small_groups,
             "kv_channels": HEAD_SIZE,
-            "seq_length": 2 * unit,
-            "max_position_embeddings": 2 * unit,
+            "seq_length": 2 * unit * contexts,
+            "max_position_embeddings": 2 * unit * contexts,
             "vocab_size": VOCAB_SIZE,
             "make_vocab_size_divisible_by": 1,
         }

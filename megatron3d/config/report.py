@@ -33,7 +33,7 @@ def batch_arithmetic(spec: RunSpec) -> str:
     """
     train, sizes = spec.config.train, spec.sizes
     lines = [
-        f"world_size {spec.world_size} = {describe_tensor(spec)} x PP {sizes.pipeline} x DP {sizes.data}",
+        f"world_size {spec.world_size} = {describe_tensor(spec)} x {sizes.factors} x DP {sizes.data}",
         f"global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
         f" x data parallel {sizes.data} x microbatches {spec.num_microbatches}",
     ]

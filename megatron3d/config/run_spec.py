@@ -27,8 +27,9 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.groups import communication_axes, pipeline_links
 from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
 from megatron3d.model.stages import divide, make_stages
+from megatron3d.parallel.context import with_context
 from megatron3d.parallel.loss_chunks import GPU_LOSS_CHUNK, LossChunk
-from megatron3d.parallel.mesh import DATA, Mesh
+from megatron3d.parallel.mesh import CONTEXT, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.parallel_state import ParallelSizes, ParallelState
@@ -126,11 +127,16 @@ class RunSpec:
         return math.prod(self.tensor_shape)
 
     @cached_property
-    def mode(self) -> Mode:
+    def tensor_mode(self) -> Mode:
         """The tensor-parallel mode with the sizes of its axes."""
         parallel = self.config.parallel
         form = SEQUENCE_PARALLEL if parallel.sequence_parallel else parallel.tensor_parallel_form
         return build_mode(parallel.tensor_parallel_mode, form, self.tensor_shape)
+
+    @cached_property
+    def mode(self) -> Mode:
+        """The tensor-parallel mode, with the context axis if there is one."""
+        return with_context(self.tensor_mode, ((CONTEXT[0], self.config.parallel.context_parallel_size),))
 
     @cached_property
     def overlap(self) -> TPOverlap:
@@ -149,17 +155,14 @@ class RunSpec:
 
     @cached_property
     def sizes(self) -> ParallelSizes:
-        """Factors of the world size: TP, PP, and DP, which takes the remaining ranks."""
+        """Factors of the world size: TP, CP, PP, and DP, which takes the remaining ranks."""
         parallel = self.config.parallel
         pipeline, replicas = parallel.pipeline_model_parallel_size, parallel.num_distributed_optimizer_instances
-        return ParallelSizes(self.world_size, self.tensor_size, pipeline, replicas)
+        return ParallelSizes(self.world_size, self.tensor_size, pipeline, replicas, parallel.context_parallel_size)
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The grid `pipeline x replica x data x tensor axes` of all ranks, seen from this one.
-
-        Raises UserError where `world_size = TP x PP x DP` does not hold.
-        """
+        """The grid of all ranks, seen from this one.  Raises UserError where the sizes do not make the world size."""
         return self.sizes.mesh(self.mode.axes, self.rank)
 
     @cached_property
@@ -170,8 +173,8 @@ class RunSpec:
 
     @cached_property
     def sharding(self) -> Sharding:
-        """Sharding of training state over the data axis by ZeRO."""
-        return Sharding.of_stage(self.config.parallel.zero_stage, self.mesh.nontrivial(DATA[1:]))
+        """Sharding of training state by ZeRO over the data axis and the context axes."""
+        return Sharding.of_stage(self.config.parallel.zero_stage, self.mesh.zero)
 
     def bucket_bytes(self, on_gpu: bool) -> float:
         """Return the least bytes of gradients that are reduced together, on GPUs or on CPUs."""

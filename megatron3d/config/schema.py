@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from megatron3d.config.io_schema import CheckpointConfig, DataConfig, LoggingConfig
 from megatron3d.config.section import Count, Positive, Section
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
 
@@ -28,6 +29,15 @@ def _known_schedule(name: str) -> str:
     return name
 
 
+def _known_exchange(name: str) -> str:
+    if name not in CONTEXT_EXCHANGES:
+        raise ValueError(f"the exchanges are {', '.join(CONTEXT_EXCHANGES)}")
+    return name
+
+
+ExchangeName = Annotated[
+    str, AfterValidator(_known_exchange), Field(json_schema_extra={"enum": list(CONTEXT_EXCHANGES)})
+]
 ModeName = Annotated[str, AfterValidator(_known_mode), Field(json_schema_extra={"enum": list(MODES)})]
 Schedules = Field(json_schema_extra={"enum": [*SCHEDULES, FROM_FILE]})
 ScheduleName = Annotated[str, AfterValidator(_known_schedule), Schedules]
@@ -69,7 +79,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Layout of the ranks: world_size = TP x PP x DP, with DP derived."""
+    """Layout of the ranks: world_size = TP x CP x PP x DP, with DP derived."""
 
     tensor_model_parallel_size: int | None = Field(
         None, ge=1, description="default: product of tensor_parallel_shape, or 1"
@@ -80,6 +90,12 @@ class ParallelConfig(Section):
     )
     tensor_parallel_form: str | None = Field(None, description="variant of the mode; default: its first")
     sequence_parallel: bool = Field(False, description="same as tensor_parallel_form=sequence_parallel")
+    context_parallel_size: int = Field(
+        1, ge=1, description="CP: ranks that split the positions of each sequence, 2 chunks per rank"
+    )
+    cp_comm_type: ExchangeName = Field(
+        next(iter(CONTEXT_EXCHANGES)), description="how context ranks exchange keys and values for attention"
+    )
     pipeline_model_parallel_size: int = Field(1, ge=1)
     pipeline_schedule: ScheduleName = "1f1b"
     virtual_pipeline_model_parallel_size: int | None = Field(

@@ -102,10 +102,18 @@ def _goldfish(tokens_BS: Tensor, k: int, h: int) -> Tensor:
     return dropped
 
 
-def document_mask(segments_BS: Tensor, dtype: torch.dtype) -> Tensor:
+def document_mask(segments_BS: Tensor, dtype: torch.dtype, positions_L: Tensor | None = None) -> Tensor:
     """Return the additive attention mask [B, S, S]: 0 for keys of the same document up to the query (row), else -inf.
 
     A boolean mask would be converted to this by torch in every layer, and each copy kept until backward.
+
+    Args:
+        positions_L: positions of the queries, if not all of the sequence: the mask is [B, L, S].
     """
-    may_see = (segments_BS.unsqueeze(-1) == segments_BS.unsqueeze(-2)).tril_()
+    if positions_L is None:
+        may_see = (segments_BS.unsqueeze(-1) == segments_BS.unsqueeze(-2)).tril_()
+    else:
+        keys_S = torch.arange(segments_BS.shape[1], device=segments_BS.device)
+        may_see = segments_BS[:, positions_L].unsqueeze(-1) == segments_BS.unsqueeze(-2)
+        may_see &= positions_L.unsqueeze(-1) >= keys_S
     return torch.zeros_like(may_see, dtype=dtype).masked_fill_(may_see.logical_not_(), float("-inf"))

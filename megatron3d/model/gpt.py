@@ -17,7 +17,7 @@ from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Documents, Packing, document_mask
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm
-from megatron3d.model.microbatch import Pass, Target
+from megatron3d.model.microbatch import Pass, Target, cut_positions
 from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment
@@ -30,6 +30,7 @@ from megatron3d.ops.offload import ActivationOffload
 from megatron3d.ops.recompute import recomputed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.modes.mode import Mode
@@ -58,10 +59,12 @@ class GPT(nn.Module):
         splits_backward: bool = False,
         norm_kernels: NormKernels = TORCH_NORMS,
         compiles: bool = False,
+        context_exchange: str = CONTEXT_EXCHANGES[0],
     ) -> None:
         super().__init__()
         self.arch, self.mode = arch, mode
         self.comm = comm
+        self.order = TokenOrder(mode.batch_axes, mode.context, comm.mesh)
         rank = comm.mesh.coord("pipeline")
         self.stages: tuple[Stage, ...] = assignment.on_rank(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, assignment, rank)
@@ -71,7 +74,9 @@ class GPT(nn.Module):
         self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
         hooks = self.main_grads, self.wgrads
         compiled = CompiledLinears(self.main_grads) if compiles else None
-        build = Build(arch, mode, comm, self.specs, *hooks, recompute, overlap, norm_kernels, compiled)
+        build = Build(
+            arch, mode, comm, self.specs, *hooks, recompute, overlap, norm_kernels, compiled, context_exchange
+        )
         self.recompute, self.offload = recompute, ActivationOffload()
         if self.stages[0].has_embedding:
             self.embedding = Embedding("embedding", build)
@@ -153,13 +158,13 @@ class GPT(nn.Module):
             loss_scale: factor of the gradients, but not of the loss.
             packing: treatment of documents and of tokens that do not count in the loss.
         """
-        target = Target(packing.labels(tokens).flatten(), num_tokens, loss_scale)
         documents = packing.documents(tokens[:, :-1])
-        return self._begin(tokens[:, :-1].clamp(min=0), target, first_sequence, key, documents)
+        at = self._begin(tokens[:, :-1].clamp(min=0), first_sequence, key, documents)
+        return replace(at, target=Target(at.cut(packing.labels(tokens)).flatten(), num_tokens, loss_scale))
 
     def begin_sampling(self, tokens_BS: Tensor) -> Pass:
         """Return the pass of a microbatch [B, S] that ends in its logits."""
-        return self._begin(tokens_BS, None, 0, None)
+        return self._begin(tokens_BS, 0, None)
 
     def begin_extending(
         self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: KVCache, has_logits: bool
@@ -171,41 +176,48 @@ class GPT(nn.Module):
             positions_BS: positions of the new tokens of the whole microbatch, all below `length`.
             has_logits: whether the pass ends in logits; if not, it only extends the cache.
         """
+        assert not self.order.context, "a KV cache holds whole sequences"
         low, high = span(len(positions_BS), self.mode.inner[0], self.comm.mesh)
         cached = CacheView(cache, positions_BS, positions_BS[low:high], length, has_logits)
         rotary = None
         if self.arch.position_embedding_type == "rope":
             cos, sin = (table[cached.mine_BS] for table in self._rotary_tables(cache.capacity))
             rotary = cos, sin
-        return Pass(tokens_BS, None, len(positions_BS), 0, None, rotary, cached)
+        return Pass(tokens_BS, tokens_BS.shape[1], self.order, None, len(positions_BS), 0, None, rotary, cached)
 
     def _begin(
         self,
         tokens_BS: Tensor,
-        target: Target | None,
         first_sequence: int,
         key: tuple[int, int] | None,
         documents: Documents | None = None,
     ) -> Pass:
-        num_sequences = tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes)
-        first_row, _ = span(num_sequences, self.mode.batch_axes, self.comm.mesh)
-        rotary = self._rotary_tables(tokens_BS.shape[1]) if self.arch.position_embedding_type == "rope" else None
-        at = Pass(tokens_BS, target, num_sequences, first_sequence, key, rotary)
-        return replace(at, documents=documents, first_row=first_row)
+        num_sequences, seq_length = tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes), tokens_BS.shape[1]
+        chunks = self.order.chunks(seq_length)
+        rotary = None
+        if self.arch.position_embedding_type == "rope":
+            cos, sin = (cut_positions(table, chunks, dim=0) for table in self._rotary_tables(seq_length))
+            rotary = cos, sin
+        tokens_BL = cut_positions(tokens_BS, chunks, dim=1)
+        at = Pass(tokens_BL, seq_length, self.order, None, num_sequences, first_sequence, key, rotary)
+        return replace(at, documents=documents)
 
     def _with_documents(self, at: Pass) -> Pass:
         """Return the pass with the attention mask and rotary tables of its documents, for all layers of one stage."""
         if at.documents is None:
             return at
         segments_BS, positions_BS = at.documents.segments_BS, at.documents.positions_BS
-        mask = None if segments_BS is None else document_mask(segments_BS, next(self.parameters()).dtype)
-        rotary = at.rotary
+        mask, rotary = None, at.rotary
+        if segments_BS is not None:
+            places = at.cut(torch.arange(at.seq_length, device=segments_BS.device), 0) if self.order.context else None
+            mask = document_mask(segments_BS, next(self.parameters()).dtype, places)
         if rotary is not None and positions_BS is not None:
-            rotary = rotary[0][positions_BS], rotary[1][positions_BS]
+            cos, sin = (table[at.cut(positions_BS)] for table in self._rotary_tables(at.seq_length))
+            rotary = cos, sin
         elif rotary is not None:
-            rows = at.tokens_BS.shape[0]
+            rows = at.tokens_BL.shape[0]
             rotary = rotary[0].expand(rows, -1, -1, -1), rotary[1].expand(rows, -1, -1, -1)
-        return replace(at, mask_BSS=mask, rotary=rotary)
+        return replace(at, mask_BLS=mask, rotary=rotary)
 
     def _rotary_tables(self, seq_length: int) -> tuple[Tensor, Tensor]:
         if self._rotary is None or len(self._rotary[0]) < seq_length:

@@ -27,7 +27,13 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     sets += [features, inner_tokens]
     sets += [inner_features[start:] for start in range(len(inner_features))]
     reduced = [spec.reduce_axes(mesh) for spec in param_specs(arch, mode).values()]
-    sets += [*reduced, DATA[1:], DATA[:1], *(tuple(axis for axis in axes if axis not in DATA[1:]) for axes in reduced)]
+    sets += [
+        *reduced,
+        mesh.zero,
+        DATA[:1],
+        *(tuple(axis for axis in axes if axis not in mesh.zero) for axes in reduced),
+    ]
+    sets += [mode.context, (*DATA, *mode.context)] if mode.context else []
     unique = tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
     everything = mesh.nontrivial(mesh.names)
     has_cover = not everything or disjoint_cover(everything, unique)

@@ -24,6 +24,7 @@ from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Re
 from megatron3d.ops.async_matmul import AsyncMatmul
 from megatron3d.ops.attention import AttentionHeads, attention, rotate
 from megatron3d.ops.compiled_matmul import CompiledLinears
+from megatron3d.ops.context_attention import ContextAttention, context_attention
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.ops.embedding import embedding
@@ -35,6 +36,7 @@ from megatron3d.ops.recompute import recompute_from_input, recomputed
 from megatron3d.ops.seeds import derive_seed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight
 from megatron3d.ops.wgrad_queue import WgradQueue
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
@@ -66,6 +68,7 @@ class Build:
     Attributes:
         wgrads: defers weight gradients, or overlaps their reductions; None: linears compute them in backward.
         compiled: operators of linears inside compiled graphs; None: layers are not compiled.
+        context_exchange: exchange of keys and values between context ranks.
     """
 
     arch: Architecture
@@ -78,6 +81,7 @@ class Build:
     overlap: TPOverlap = OVERLAP_ALL
     norm_kernels: NormKernels = TORCH_NORMS
     compiled: CompiledLinears | None = None
+    context_exchange: str = CONTEXT_EXCHANGES[0]
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """Return the plan without axes of size 1."""
@@ -147,7 +151,7 @@ class HiddenDropout(nn.Module):
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         if self.rate == 0 or at.key is None:
             return x_MH
-        rows = at.token_rows(self.layout[0], self.mesh, x_MH.device)
+        rows = at.token_rows(self.layout[0], x_MH.device)
         columns = torch.arange(*span(self.hidden_size, self.layout[1], self.mesh), device=x_MH.device)
         return dropout(x_MH, keep_mask(derive_seed(*at.key, self.site), rows, columns, self.rate), self.rate)
 
@@ -159,7 +163,8 @@ class Attention(nn.Module):
         super().__init__()
         arch, name = build.arch, f"{layer}.attention"
         self.site, self.dropout = name, arch.attention_dropout
-        self.tokens, self.mesh = build.mode.inner[0], build.comm.mesh
+        self.tokens, self.context = build.mode.inner[0], build.mode.context
+        self.exchange = build.context_exchange
         heads_axes = build.live(build.mode.inner[1])
         self.heads = AttentionHeads(
             arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm
@@ -177,20 +182,23 @@ class Attention(nn.Module):
 
     def core(self, qkv_MF: Tensor, at: Pass) -> Tensor:
         """Return the input [M, F] of the output projection: core attention over the output of qkv [M, F]."""
-        q, k, v = self.heads.split(qkv_MF, at.seq_length)
+        q, k, v = self.heads.split(qkv_MF, at.local_length)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if at.rotary:
-            cos, sin = at.rotary if at.documents is None else (at.rows(t, self.tokens, self.mesh) for t in at.rotary)
+            cos, sin = at.rotary if at.documents is None else (at.rows(t, self.tokens) for t in at.rotary)
             q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
         if at.cached:
             k, v = at.cached.extend(self.site, k, v)
             return attention(q, k, v, self.heads, None, at.cached.mask_BSL)
         drop = None
         if self.dropout and at.key is not None:
-            first, _ = span(at.num_sequences, self.tokens, self.mesh)
+            first, _ = at.order.sequences(at.num_sequences, self.tokens)
             drop = (self.dropout, derive_seed(*at.key, self.site), at.first_sequence + first)
-        mask = None if at.mask_BSS is None else at.rows(at.mask_BSS, self.tokens, self.mesh)
+        mask = None if at.mask_BLS is None else at.rows(at.mask_BLS, self.tokens)
+        if self.context:
+            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, drop, mask)
+            return context_attention(q, k, v, self.exchange, inputs)
         return attention(q, k, v, self.heads, drop, mask)
 
 
@@ -242,11 +250,11 @@ class Embedding(nn.Module):
         self.position = build.optional(f"{name}.position")
 
     def forward(self, at: Pass) -> Tensor:
-        tokens_M, size = at.tokens_BS.flatten(), self.padded_vocab_size
+        tokens_M, size = at.tokens_BL.flatten(), self.padded_vocab_size
         x_MH = embedding(tokens_M, self.weight, size, self.plan, self.comm, self.main_grads)
         if self.position is None:
             return x_MH
-        return x_MH + F.embedding(at.positions(self.tokens, self.comm.mesh, x_MH.device), self.position)
+        return x_MH + F.embedding(at.positions(self.tokens, x_MH.device), self.position)
 
 
 class LossHead(nn.Module):
@@ -262,16 +270,16 @@ class LossHead(nn.Module):
     def forward(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
         """Return this rank's share of the loss; the logits [B, S, V] if the pass has no target."""
         if at.target is None:
-            return self._logits(x_MH, w_VH, at.seq_length)
+            return self._logits(x_MH, w_VH, at)
         target = at.target
         return head_loss(x_MH, w_VH, target.labels_M, target.num_tokens, self.head, target.scale)
 
-    def _logits(self, x_MH: Tensor, w_VH: Tensor, seq_length: int) -> Tensor:
+    def _logits(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
         """Return logits [B, S, V] of every sequence of the microbatch, on each rank of the last stage."""
         head, (tokens, features) = self.head, self.inner
         whole = head.comm.all_gather(head_logits(x_MH, w_VH, head), features, dim=1).wait()[:, : head.vocab_size]
-        logits_BSV: Tensor = head.comm.all_gather(whole, tokens, dim=0).wait().unflatten(0, (-1, seq_length))
-        return logits_BSV
+        logits_MV = head.comm.all_gather(whole, tokens, dim=0).wait()
+        return at.whole_sequences(logits_MV)
 
 
 def is_opaque(module: nn.Module) -> bool:
@@ -283,6 +291,6 @@ _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
     Linear: lambda m: not m.matmul.is_plain,
     Norm: lambda m: bool(m.axes) or m.kernels is not TORCH_NORMS,
     HiddenDropout: lambda m: m.rate > 0,
-    Attention: lambda m: m.dropout > 0 or m.recomputes_core or bool(m.heads.gather_axes),
+    Attention: lambda m: m.dropout > 0 or m.recomputes_core or bool(m.heads.gather_axes or m.context),
     MLP: lambda m: m.recomputes_activation,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,14 @@ from torch import Tensor
 
 from megatron3d.data.packing import Documents
 from megatron3d.ops.kv_cache import CacheView
-from megatron3d.parallel.layout import span
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.context import Span, TokenOrder
+from megatron3d.parallel.mesh import Axes
+
+
+def cut_positions(x: Tensor, chunks: Sequence[Span], dim: int) -> Tensor:
+    """Return the chunks of dim `dim`, concatenated; `x` itself where they are all of it."""
+    parts = [x.narrow(dim, low, high - low) for low, high in chunks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,7 @@ class Target:
     """Labels and divisor of the loss.
 
     Attributes:
-        labels_M: label of each token of the sequences that this rank reads; negative labels are ignored.
+        labels_M: label of each token that this rank reads; negative labels are ignored.
         num_tokens: valid tokens of the global batch, by which the loss is divided.
         scale: factor of the gradients, but not of the loss (fp16 loss scaling).
     """
@@ -33,19 +40,22 @@ class Pass:
     """Inputs of one microbatch's pass through the model.
 
     Attributes:
-        tokens_BS: sequences that this rank reads.
+        tokens_BL: tokens that this rank reads: its positions of its sequences.
+        seq_length: positions of a whole sequence.
+        order: says which tokens those are.
         target: labels of the loss; None: the pass returns logits.
         num_sequences: sequences of the whole microbatch, over all ranks among which it is sharded.
         first_sequence: index of the first sequence in the global batch.
         key: (seed, iteration) of dropout; None in evaluation.
-        rotary: cos and sin, or None.
+        rotary: cos and sin of this rank's positions, or None.
         cached: KV cache of the preceding tokens; None where sequences start here.
-        documents: document boundaries in this rank's sequences, the first of which is `first_row` of the microbatch;
-            None: one document per sequence.
-        mask_BSS: attention mask of this rank's sequences; None: causal.
+        documents: document boundaries in this rank's whole sequences; None: one document per sequence.
+        mask_BLS: attention mask of this rank's positions over all positions; None: causal.
     """
 
-    tokens_BS: Tensor
+    tokens_BL: Tensor
+    seq_length: int
+    order: TokenOrder
     target: Target | None
     num_sequences: int
     first_sequence: int
@@ -53,30 +63,54 @@ class Pass:
     rotary: tuple[Tensor, Tensor] | None
     cached: CacheView | None = None
     documents: Documents | None = None
-    first_row: int = 0
-    mask_BSS: Tensor | None = None
+    mask_BLS: Tensor | None = None
 
     @property
-    def seq_length(self) -> int:
-        """Return the number of positions of a sequence."""
-        return self.tokens_BS.shape[1]
+    def first_row(self) -> int:
+        """Index in the microbatch of the first sequence that this rank reads."""
+        return self.order.sequences(self.num_sequences, self.order.batch)[0]
 
-    def token_rows(self, axes: Axes, mesh: Mesh, device: torch.device) -> Tensor:
+    @property
+    def local_length(self) -> int:
+        """Return the number of positions of each sequence on this rank."""
+        return self.tokens_BL.shape[1]
+
+    def cut(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the positions of this rank from `x`, whose dim `dim` has those of whole sequences."""
+        return cut_positions(x, self.order.chunks(self.seq_length), dim)
+
+    def whole_sequences(self, x_MF: Tensor) -> Tensor:
+        """Return [B, S, F] of all sequences from the rows [M, F] of all ranks, in their order."""
+        num_ranks, size = self.order.num_ranks, self.seq_length
+        if num_ranks == 1:
+            unsplit: Tensor = x_MF.unflatten(0, (-1, size))
+            return unsplit
+        held = [span for rank in range(num_ranks) for span in self.order.chunks(size, rank)]
+        in_order = sorted(range(len(held)), key=lambda index: held[index])
+        groups = x_MF.unflatten(0, (self.order.num_groups, num_ranks, -1, len(held) // num_ranks, size // len(held)))
+        chunks = groups.transpose(1, 2).flatten(2, 3)  # sequences, then chunks as they are held
+        whole_BSF: Tensor = chunks[:, :, in_order].flatten(2, 3).flatten(0, 1)
+        return whole_BSF
+
+    def token_rows(self, axes: Axes, device: torch.device) -> Tensor:
         """Return the index in the global batch of each token of this rank, where `axes` shard the tokens."""
-        low, high = span(self.num_sequences * self.seq_length, axes, mesh)
-        offset = self.first_sequence * self.seq_length
-        return torch.arange(offset + low, offset + high, device=device)
+        low, high = self.order.local_rows(self.num_sequences, self.seq_length, axes)
+        offset = (self.first_sequence + self.first_row) * self.seq_length
+        if self.local_length == self.seq_length:
+            return torch.arange(offset + low, offset + high, device=device)
+        rows = torch.arange(low, high, device=device)
+        positions = self.cut(torch.arange(self.seq_length, device=device), dim=0)
+        return offset + rows // self.local_length * self.seq_length + positions[rows % self.local_length]
 
-    def rows(self, x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
-        """Return the rows of `x` [B, ...] that belong to this rank's sequences, where `axes` shard them."""
-        low, high = span(self.num_sequences, axes, mesh)
+    def rows(self, x: Tensor, axes: Axes) -> Tensor:
+        """Return the rows of `x` [B, ...] that belong to this rank's sequences, where `axes` shard their tokens."""
+        low, high = self.order.sequences(self.num_sequences, axes)
         return x[low - self.first_row : high - self.first_row]
 
-    def positions(self, axes: Axes, mesh: Mesh, device: torch.device) -> Tensor:
+    def positions(self, axes: Axes, device: torch.device) -> Tensor:
         """Return the position of each of this rank's tokens in its sequence or document."""
         if self.documents is not None and self.documents.positions_BS is not None:
-            low, high = span(self.num_sequences * self.seq_length, axes, mesh)
-            before = self.first_row * self.seq_length
-            return self.documents.positions_BS.flatten()[low - before : high - before]
-        rows = self.token_rows(axes, mesh, device)
+            low, high = self.order.local_rows(self.num_sequences, self.seq_length, axes)
+            return self.cut(self.documents.positions_BS).flatten()[low:high]
+        rows = self.token_rows(axes, device)
         return self.cached.positions_BS.flatten()[rows] if self.cached else rows % self.seq_length

@@ -22,6 +22,9 @@ from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
 
+# Dropout of attention weights: rate, key, and index of the first sequence in the global batch.
+Drop = tuple[float, int, int]
+
 
 @dataclass(frozen=True)
 class AttentionHeads(HeadSplit):
@@ -83,13 +86,13 @@ def attention(
     k_BSGD: Tensor,
     v_BSGD: Tensor,
     heads: AttentionHeads,
-    drop: tuple[float, int, int] | None,
+    drop: Drop | None,
     mask_BST: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention, [M, N * D].
 
     Args:
-        drop: (rate, key, index of the first sequence in the global batch).
+        drop: dropout of the attention weights.
         mask_BST: mask over T key positions, bool or added to scores; default: causal.
     """
     q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
@@ -102,26 +105,35 @@ def attention(
         is_grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=is_grouped)
     else:
-        y = _attention_with_dropout(q, k, v, heads, drop, mask)
+        y = attention_with_dropout(q, k, v, heads, drop, mask)
     batch, num_heads, seq, size = y.shape
     return y.transpose(1, 2).reshape(batch * seq, num_heads * size)
 
 
-def _attention_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, heads: AttentionHeads, drop: tuple[float, int, int], mask: Tensor | None
+def attention_with_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: AttentionHeads,
+    drop: Drop,
+    mask: Tensor | None,
+    positions_S: Tensor | None = None,
 ) -> Tensor:
-    """Return attention with dropout from plain matmuls, since the masks of torch's kernels depend on the layout."""
+    """Return attention with dropout from plain matmuls, since the masks of torch's kernels depend on the layout.
+
+    `positions_S` are the positions of the queries among the keys; None: queries and keys have the same ones.
+    """
     rate, key, first_sequence = drop
-    batch, num_heads, seq, size = q.shape
+    batch, num_heads, _, size = q.shape
+    seq = k.shape[2]
+    positions = torch.arange(seq, device=q.device)
+    queries = positions if positions_S is None else positions_S
     k, v = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2) * size**-0.5).to(torch.promote_types(q.dtype, torch.float32))
-    if mask is None:
-        scores = scores.masked_fill(torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
-    else:
-        scores = scores + mask
+    scores = scores.masked_fill(queries.unsqueeze(-1) < positions, float("-inf")) if mask is None else scores + mask
     weights = scores.softmax(-1).to(q.dtype)
     sequence = torch.arange(first_sequence, first_sequence + batch, device=q.device).unsqueeze(1)
     head = torch.arange(*heads.query_span, device=q.device)
-    rows = ((sequence * heads.num_heads + head).unsqueeze(-1) * seq + torch.arange(seq, device=q.device)).flatten()
-    keep = keep_mask(key, rows, torch.arange(seq, device=q.device), rate).unflatten(0, (batch, num_heads, seq))
+    rows = ((sequence * heads.num_heads + head).unsqueeze(-1) * seq + queries).flatten()
+    keep = keep_mask(key, rows, positions, rate).unflatten(0, (batch, num_heads, len(queries)))
     return dropout(weights, keep, rate) @ v

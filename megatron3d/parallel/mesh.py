@@ -1,6 +1,6 @@
 """The grid of ranks: named axes with sizes, and the arithmetic of coordinates and groups on them.
 
-ranks = arange(world_size).reshape(pipeline, replica, data, *tensor axes)      # the last axis varies fastest
+ranks = arange(world_size).reshape(pipeline, replica, data, *context axes, *tensor axes)   # the last varies fastest
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ Axes = tuple[str, ...]
 
 # Axes of data parallelism: ZeRO shards over `data`; `replica` is HSDP's replicate axis, of copies of these shards.
 DATA: Axes = ("replica", "data")
+
+# Axes that split positions inside sequences, of which a mesh has those of more than one rank: the second one where
+# context parallelism is hierarchical.
+CONTEXT: Axes = ("context", "context_inner")
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,16 @@ class Mesh:
         """Return `axes` in mesh order, each once."""
         wanted = set(axes)
         return tuple(name for name in self.names if name in wanted)
+
+    @property
+    def context(self) -> Axes:
+        """Axes that split positions inside sequences."""
+        return tuple(axis for axis in CONTEXT if axis in self.sizes)
+
+    @property
+    def zero(self) -> Axes:
+        """Axes over which ZeRO shards: `data` and those of context parallelism."""
+        return self.nontrivial((*(axis for axis in DATA[1:] if axis in self.sizes), *self.context))
 
     def at(self, rank: int) -> Mesh:
         """Return the mesh seen from another rank."""

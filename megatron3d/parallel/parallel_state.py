@@ -1,8 +1,8 @@
 """Coordinates of a rank in data, pipeline and tensor parallelism, as Megatron's `parallel_state` gives them.
 
-    world_size = TP x PP x DP,      DP = replicas (HSDP) x data-parallel shards
+    world_size = TP x CP x PP x DP,      DP = replicas (HSDP) x data-parallel shards
 
-    ranks = arange(world_size).reshape(pipeline, replica, data, *tensor axes)      # the last axis varies fastest
+    ranks = arange(world_size).reshape(pipeline, replica, data, *context axes, *tensor axes)   # the last varies fastest
 
 Eight ranks with TP 2 (one tensor axis t), PP 2 and DP 2:
 
@@ -20,6 +20,7 @@ Eight ranks with TP 2 (one tensor axis t), PP 2 and DP 2:
     get_tensor_model_parallel_rank(), _world_size()         .tensor_parallel_rank, .tensor_parallel_size
     get_pipeline_model_parallel_rank(), _world_size()       .pipeline_parallel_rank, .pipeline_parallel_size
     get_data_parallel_rank(), _world_size()                 .data_parallel_rank, .data_parallel_size
+    get_context_parallel_rank(), _world_size()              .context_parallel_rank, .context_parallel_size
     get_*_parallel_group()                                  .tensor_parallel_group, .pipeline_parallel_group, ...
     get_pipeline_model_parallel_first_rank(), _last_rank()  .pipeline_parallel_group[0], [-1]
     is_pipeline_first_stage(), is_pipeline_last_stage()     .is_first_stage, .is_last_stage
@@ -40,23 +41,31 @@ PIPELINE, REPLICA, SHARD = "pipeline", *DATA
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Factors of the world size; data parallelism takes the ranks that tensor and pipeline parallelism leave.
+    """Factors of the world size; data parallelism takes the ranks that the others leave.
 
     Attributes:
         tensor: TP, the product of the tensor axes.
         pipeline: PP, the number of pipeline ranks.
         replicas: HSDP's replicate degree, of which each replica holds everything; divides the data-parallel size.
+        context: CP, the number of ranks that split the positions of a sequence.
     """
 
     world_size: int
     tensor: int
     pipeline: int
     replicas: int = 1
+    context: int = 1
 
     @property
     def model(self) -> int:
-        """TP x PP: the ranks that hold one copy of the model."""
-        return self.tensor * self.pipeline
+        """TP x CP x PP: the ranks that compute a microbatch together."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def factors(self) -> str:
+        """These factors as text."""
+        context = f"CP {self.context} x " if self.context > 1 else ""
+        return f"{context}PP {self.pipeline}"
 
     @property
     def data(self) -> int:
@@ -65,27 +74,30 @@ class ParallelSizes:
 
     @property
     def shards(self) -> int:
-        """Ranks over which ZeRO shards."""
+        """Data-parallel ranks of one replica; ZeRO shards over these and the context ranks."""
         return self.data // self.replicas
 
     @property
     def mismatch(self) -> str | None:
-        """Error if the world size violates `world_size = TP x PP x DP`; None if it does not."""
+        """Error if the world size violates `world_size = TP x CP x PP x DP`; None if it does not."""
         if self.world_size % self.model == 0 and self.world_size > 0:
             return None
         return "fewer than" if self.world_size < self.model else "not a multiple of"
 
-    def mesh(self, tensor_axes: tuple[tuple[str, int], ...], rank: int = 0) -> Mesh:
-        """Return the grid of ranks, seen from `rank`; raises UserError where the factors do not make the world."""
+    def mesh(self, inner_axes: tuple[tuple[str, int], ...], rank: int = 0) -> Mesh:
+        """Return the grid of ranks, seen from `rank`, with the context and tensor axes last.
+
+        Raises UserError where the factors do not make the world.
+        """
         if self.mismatch:
-            made = f"TP {self.tensor} x PP {self.pipeline} = {self.model}"
+            made = f"TP {self.tensor} x {self.factors} = {self.model}"
             raise UserError(f"world_size {self.world_size}: {self.mismatch} {made}; use a multiple of {self.model}")
         if self.data % self.replicas:
             raise UserError(
                 f"parallel.num_distributed_optimizer_instances={self.replicas}: does not divide the data parallel size "
                 f"{self.data}; use 1"
             )
-        return Mesh(((PIPELINE, self.pipeline), (REPLICA, self.replicas), (SHARD, self.shards), *tensor_axes), rank)
+        return Mesh(((PIPELINE, self.pipeline), (REPLICA, self.replicas), (SHARD, self.shards), *inner_axes), rank)
 
 
 @dataclass(frozen=True)
@@ -117,13 +129,13 @@ class ParallelState:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: TP x PP x DP."""
+        """Number of ranks: TP x CP x PP x DP."""
         return self.mesh.world_size
 
     @property
     def tensor_axes(self) -> Axes:
         """Mesh axes of the tensor-parallel mode, such as `t`, or `x`, `y` and `z`."""
-        return tuple(name for name in self.mesh.names if name not in (PIPELINE, *DATA))
+        return tuple(name for name in self.mesh.names if name not in (PIPELINE, *DATA, *self.mesh.context))
 
     def group(self, axes: Axes) -> tuple[int, ...]:
         """Return the global ranks that differ from this one along `axes` only, the first of `axes` slowest."""
@@ -143,8 +155,25 @@ class ParallelState:
 
     @property
     def tensor_parallel_group(self) -> tuple[int, ...]:
-        """Global ranks that share this rank's layers and sequences."""
+        """Global ranks that share this rank's layers, sequences and positions."""
         return self.group(self.tensor_axes)
+
+    # Context parallelism
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Rank among those that hold other positions of the same sequences."""
+        return self.mesh.index(self.mesh.context)
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Number of ranks that split the positions of a sequence (CP)."""
+        return self.mesh.size(self.mesh.context)
+
+    @property
+    def context_parallel_group(self) -> tuple[int, ...]:
+        """Global ranks that hold the positions of this rank's sequences, in the order of the context rank."""
+        return self.group(self.mesh.context)
 
     # Pipeline parallelism
 
@@ -212,15 +241,15 @@ class ParallelState:
 
     @property
     def shard_rank(self) -> int:
-        """Index of the ZeRO shard that this rank holds."""
+        """Index of this rank among the data-parallel ranks of its replica."""
         return self.mesh.coord(SHARD)
 
     @property
     def shard_size(self) -> int:
-        """Number of ZeRO shards."""
+        """Number of data-parallel ranks of one replica; ZeRO shards over these and the context ranks."""
         return self.mesh.sizes[SHARD]
 
     @property
     def shard_group(self) -> tuple[int, ...]:
-        """Global ranks over which ZeRO shards, within this rank's replica."""
+        """Global data-parallel ranks of this rank's replica; ZeRO shards over these and their context groups."""
         return self.group((SHARD,))

@@ -134,7 +134,7 @@ def try_load(
     buffers.settle()
     # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
     memory = [values for _, _, values in _flat_memory(state, only)]
-    replicas = tuple(axis for axis in DATA if axis not in buffers.sharding.axes)
+    replicas = tuple(axis for axis in (*DATA, *state.model.mode.context) if axis not in buffers.sharding.axes)
     damage = load_on_all_ranks(folder, index, pieces, memory, comm, replicas)
     if damage:
         return damage

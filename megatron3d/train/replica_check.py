@@ -35,7 +35,7 @@ def check_replicas(state: TrainState) -> None:
     """
     buffers, comm = state.buffers, state.model.comm
     buffers.settle()
-    axes = DATA[:1] if buffers.sharding.params else DATA
+    axes = DATA[:1] if buffers.sharding.params else (*DATA, *state.model.mode.context)
     weights = [flat.main if buffers.sharding.params else flat.params for flat in buffers.flat_buffers]
     mine = [digest(values.detach()) for values in weights]
     place = tuple(comm.mesh.coord(axis) for axis in comm.mesh.names if axis not in axes)

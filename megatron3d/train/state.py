@@ -60,7 +60,19 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
     splits = spec.pipeline.splits_backward
     norms = fused_norms([device]) if config.train.norm_implementation == "apex" else TORCH_NORMS
     compiles = has_values and spec.compiles(on_gpu=device.type != "cpu")
-    model = GPT(spec.arch, spec.mode, comm, spec.pipeline, chunk, spec.recompute, spec.overlap, splits, norms, compiles)
+    model = GPT(
+        spec.arch,
+        spec.mode,
+        comm,
+        spec.pipeline,
+        chunk,
+        spec.recompute,
+        spec.overlap,
+        splits,
+        norms,
+        compiles,
+        config.parallel.cp_comm_type,
+    )
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,

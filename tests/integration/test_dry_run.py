@@ -107,6 +107,15 @@ def test_recomputation(recompute: str, mode: str) -> None:
     assert problems(config, 8, (5,)) == []
 
 
+@pytest.mark.parametrize(("recompute", "zero_stage"), [(None, 0), ("core", 1), ("full", 3)])
+def test_context(recompute: str | None, zero_stage: int) -> None:
+    """Check the exchange of keys and values, the scores of a rank's chunks, and ZeRO over data and context ranks."""
+    parallel = {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "zero_stage": zero_stage}
+    train = RECOMPUTATIONS[recompute] if recompute else {}
+    config = configure("llama" if zero_stage else "gpt2", parallel, 16, global_batch_size=48, **train)
+    assert problems(config, 16, (0, 13)) == []
+
+
 @pytest.mark.parametrize("zero_stage", range(4))
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_zero(zero_stage: int, schedule: str) -> None:

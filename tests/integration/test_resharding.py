@@ -62,6 +62,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zb-h1": pipeline(4, "zb-h1"),
     "zb-v, ZeRO 3": {**pipeline(2, "zb-v"), "zero_stage": 3},
     "interleaved, ZeRO 2": {**pipeline(2, "interleaved"), "zero_stage": 2},
+    "context 2, ZeRO 3": {**tensor("1d", 2), "context_parallel_size": 2, "zero_stage": 3},
+    "context 4": {"context_parallel_size": 4},
     "ZeRO 1 in groups": {"zero_stage": 1, "num_distributed_optimizer_instances": 2},
     "one process": {},
 }

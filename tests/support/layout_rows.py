@@ -1,9 +1,9 @@
 """Covering array of layouts: rows that together contain every feasible pair of choices, as configurations.
 
-The choices are: mode and form, shape, schedule, pipeline and data-parallel ranks, ZeRO stage, HSDP replicas, activation
-recomputation, overlap, division of the layers, global batch, model.  Modes and schedules come from the registries, so
-that a new one is covered as soon as it is registered.  Rows that cover every pair of what keeps state between steps
-train two steps, between which a non-finite gradient skips an update on all ranks; the others train one.
+The choices are: mode and form, shape, schedule, pipeline, context and data-parallel ranks, ZeRO stage, HSDP replicas,
+activation recomputation, overlap, division of the layers, global batch, model.  Modes and schedules come from the
+registries, so that a new one is covered as soon as it is registered.  Rows that cover every pair of what keeps state
+between steps train two steps, between which a non-finite gradient skips an update on all ranks; the others train one.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "pipeline ranks": (1, 2, 4),
     "schedule": [NO_PIPELINE, *SCHEDULES_WITH_STAGES],
     "data ranks": (1, 2, 4),
+    "context ranks": (1, 2, 4),
     "ZeRO": (0, 1, 2, 3),
     "replicas": (1, 2),
     "overlap": list(OVERLAPS),
@@ -87,14 +88,19 @@ RULES = [
     Rule(("form", "shape"), lambda form, shape: len(MODES[form[0]].axis_names) == len(shape)),
     Rule(("shape", "pipeline ranks"), lambda shape, pipeline: math.prod(shape) * pipeline <= NUM_RANKS),
     Rule(("shape", "data ranks"), lambda shape, data: math.prod(shape) * data <= NUM_RANKS),
+    Rule(("shape", "context ranks"), lambda shape, context: math.prod(shape) * context <= NUM_RANKS),
     Rule(("shape", "pipeline ranks", "data ranks"), lambda shape, *others: math.prod((*shape, *others)) <= NUM_RANKS),
+    Rule(
+        ("shape", "pipeline ranks", "data ranks", "context ranks"),
+        lambda shape, *others: math.prod((*shape, *others)) <= NUM_RANKS,
+    ),
     Rule(("pipeline ranks", "schedule"), lambda ranks, schedule: (ranks == 1) == (schedule == NO_PIPELINE)),
     Rule(("pipeline ranks", "layers"), lambda ranks, layers: ranks > 1 or layers == "by cost"),
     Rule(
         ("pipeline ranks", "schedule", "layers"),
         lambda ranks, schedule, layers: layers != "by cost" or has_stage_per_layer(ranks, schedule),
     ),
-    Rule(("data ranks", "ZeRO"), lambda data, stage: data > 1 or stage == 0),
+    Rule(("data ranks", "context ranks", "ZeRO"), lambda data, context, stage: data * context > 1 or stage == 0),
     Rule(("data ranks", "replicas"), lambda data, replicas: data % replicas == 0),
     Rule(("form", "shape", "overlap"), has_overlap),
     Rule(("form", "shape", "pipeline ranks", "data ranks", "batch"), has_batch),
@@ -110,7 +116,7 @@ def aspects(name: str, value: Any, other: str) -> list[tuple[str, Any]]:
 
 def cost(row: Row) -> float:
     """Return the cost of running a row, in layers times microbatches."""
-    num_ranks = math.prod(row.get("shape", (1,))) * row.get("data ranks", 1)
+    num_ranks = math.prod(row.get("shape", (1,))) * row.get("data ranks", 1) * row.get("context ranks", 1)
     pipeline = row.get("pipeline ranks", 1)
     return float(num_ranks * (DEPTHS[pipeline] + pipeline))
 
@@ -168,8 +174,8 @@ def build(row: Row, folder: Path) -> Case:
     """Return the configuration of a row; write the file of its schedule, if it has one, to `folder`."""
     choose = random.Random(str(row))
     ranks, (schedule, virtual) = row["pipeline ranks"], row["schedule"]
-    tensor = tensor_keys(row["form"], row["shape"])
-    num_inner = math.prod(row["shape"]) * row["data ranks"]
+    tensor = tensor_keys(row["form"], row["shape"]) | {"context_parallel_size": row["context ranks"]}
+    num_inner = math.prod(row["shape"]) * row["data ranks"] * row["context ranks"]
     alone = small_batches(row["model"], tensor, num_inner, BATCHES[row["batch"]], least=2 if ranks == 1 else 3)
     train = alone.train.model_dump(exclude_defaults=True) | RECOMPUTATIONS[row["recompute"]]
     parallel = tensor | OVERLAPS[row["overlap"]] | {"zero_stage": row["ZeRO"]}
@@ -192,7 +198,8 @@ def name_of(place: int) -> str:
     """Return a short name of a row."""
     row = ROWS[place]
     shape, (schedule, _) = "x".join(map(str, row["shape"])), row["schedule"]
-    return f"{place}-{'-'.join(row['form'])}-{shape}-pp{row['pipeline ranks']}-{schedule}-zero{row['ZeRO']}"
+    ranks = f"cp{row['context ranks']}-pp{row['pipeline ranks']}"
+    return f"{place}-{'-'.join(row['form'])}-{shape}-{ranks}-{schedule}-zero{row['ZeRO']}"
 
 
 def problems(place: int, folder: Path, run: Callable[..., list[Any]]) -> str:

@@ -18,7 +18,7 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, param_specs
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import Traffic
-from megatron3d.parallel.mesh import DATA, Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 
 Counts = Mapping[Axes, int]
@@ -75,7 +75,7 @@ def data_axis_time(
     wide = max(machine.device.itemsize, 4)
     itemsize, sums = machine.profile.reduce_itemsize or wide, TimeBreakdown()
     tail = 0.0
-    shared = mesh.nontrivial(DATA[1:]) if zero_stage else ()
+    shared = mesh.zero if zero_stage else ()
     for axes, count in counts.items():
         rest = tuple(axis for axis in axes if axis not in shared)
         pieces, whole = _reduction_calls(shared, rest, count * itemsize, mesh), TimeBreakdown()

@@ -239,6 +239,7 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         whole = inner * local.keys_width * ranks * size
         call = Traffic("reduce_scatter" if backward else "all_gather", axes, whole * (ranks - 1) / ranks)
         yield exposed_time(axes, 2 * machine.network.seconds(call, local.mesh))
+    yield _exchange(local, machine, "reduce_scatter" if backward else "all_gather")
     features = local.mesh.nontrivial(local.mode.residual[1])
     if features:
         ranks = local.mesh.size(features)
@@ -246,19 +247,28 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         yield exposed_time(features, 2 * machine.network.seconds(call, local.mesh))
 
 
+def _exchange(local: LocalSizes, machine: Machine, collective: str) -> TimeBreakdown:
+    """Return the time of one exchange of keys and values between context ranks."""
+    axes, ranks = local.mode.context, local.mesh.size(local.mode.context)
+    if not axes:
+        return TimeBreakdown()
+    call = Traffic(collective, axes, local.whole_keys * machine.device.itemsize * (ranks - 1) / ranks)
+    return exposed_time(axes, machine.network.seconds(call, local.mesh))
+
+
 def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
     """Return the time of fused attention over the causal half, or of its unfused GEMMs and elementwise kernels."""
     arch, seq = local.arch, local.arch.seq_length
-    device = machine.device
+    device, rows = machine.device, local.positions
     heads = local.sequences * local.num_queries
     if machine.profile.fuses_attention:
-        flops = 4 * heads * seq * seq * arch.kv_channels / 2
+        flops = 4 * heads * rows * seq * arch.kv_channels / 2
         return TimeBreakdown({ATTENTION: device.attention_s(flops * (2.5 if backward else 1), backward)})
-    first = device.gemm_s(seq, seq, arch.kv_channels, heads)
-    second = device.gemm_s(seq, arch.kv_channels, seq, heads)
+    first = device.gemm_s(rows, seq, arch.kv_channels, heads)
+    second = device.gemm_s(rows, arch.kv_channels, seq, heads)
     scores = machine.profile.scores
     seconds = device.memory_bound_s(
-        heads * seq * seq * (scores.backward if backward else scores.forward) * device.itemsize, scores.num_kernels
+        heads * rows * seq * (scores.backward if backward else scores.forward) * device.itemsize, scores.num_kernels
     )
     return TimeBreakdown({ATTENTION: (1 + backward) * (first + second) + seconds})
 
@@ -273,6 +283,7 @@ def _recomputation(
         yield forward.plus(*(over.exposed(each.sent.gather_w) for each in planned.values() if ahead))
     if recompute.recomputes(CORE_ATTN):
         yield _attention(local, machine, backward=False)
+        yield _exchange(local, machine, "all_gather")
     if recompute.recomputes(MLP_ACT):
         elements = local.inner_tokens * local.ffn * (1.5 if local.is_gated else 1)
         num_bytes = elements * profile.activation.forward * machine.device.itemsize

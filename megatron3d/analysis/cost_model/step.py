@@ -283,6 +283,6 @@ def _steady_s(step: SimulatedStep, durations: Durations, rank: int) -> float:
 
 
 def _optimizer_s(step: SimulatedStep, rank: int) -> float:
-    ranks = step.mesh.sizes["data"] if step.zero_stage else 1
+    ranks = step.mesh.size(step.mesh.zero) if step.zero_stage else 1
     mine = sum(_param_counts(step, step.pipeline.on_rank(rank)).values()) / ranks
     return step.machine.device.memory_bound_s(mine * step.machine.profile.optimizer_bytes, 8)

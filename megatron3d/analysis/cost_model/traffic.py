@@ -107,6 +107,17 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
         num_bytes = local.inner(local.keys_width) * (local.mesh.size(axes) - 1)
         yield from 2 * repeats * [Traffic("all_gather", axes, num_bytes)]
         yield from 2 * [Traffic("reduce_scatter", axes, num_bytes)]
+    yield from context_traffic(local, forwards + local.recompute.recomputes(CORE_ATTN))
+
+
+def context_traffic(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
+    """Yield the exchange of keys and values between context ranks: all-gathers, and one reduce-scatter in backward."""
+    axes = local.mode.context
+    if axes:
+        ranks = local.mesh.size(axes)
+        num_bytes = local.whole_keys * local.itemsize * (ranks - 1) / ranks
+        yield from forwards * [Traffic("all_gather", axes, num_bytes)]
+        yield Traffic("reduce_scatter", axes, num_bytes)
 
 
 def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
@@ -163,7 +174,7 @@ def _head(step: StepSpec) -> Iterator[Traffic]:
 def _data(step: StepSpec) -> CountedTraffic:
     """Yield reductions of each flat buffer's gradients, and all-gathers of weights that ZeRO shards."""
     local, m = step.local, step.num_microbatches
-    shared: Axes = local.mesh.nontrivial(("data",)) if step.zero_stage else ()
+    shared: Axes = local.mesh.zero if step.zero_stage else ()
     for piece in flat_buffer_sizes(step):
         ranks = local.mesh.size(shared)
         part = -(-piece.size // ranks)
@@ -216,8 +227,7 @@ def step_flops(step: StepSpec) -> int:
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
     """Return the FLOPs of one layer on this rank for one microbatch."""
     products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
-    seq = local.arch.seq_length
-    attention = 4 * local.sequences * local.num_queries * seq * seq * local.arch.kv_channels
+    attention = 4 * local.scores * local.num_queries * local.arch.kv_channels
     recomputes_core = not again and local.recompute.recomputes(CORE_ATTN)
     return (3 + again) * products + (3 + again + recomputes_core) * attention
 

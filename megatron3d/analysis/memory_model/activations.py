@@ -82,12 +82,14 @@ def rotary_tables(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return cos and sin of the rotary embedding, which all layers of a rank share."""
     if local.arch.position_embedding_type != "rope":
         return ()
-    return (KeptTensor("rotary", "cos and sin", 2 * local.arch.seq_length * local.arch.kv_channels * local.wide),)
+    tables = KeptTensor("rotary", "cos and sin", 2 * local.arch.seq_length * local.arch.kv_channels * local.wide)
+    mine = KeptTensor("rotary", "those of this rank", 2 * local.positions * local.arch.kv_channels * local.wide)
+    return (tables, mine) if local.mode.context else (tables,)
 
 
 def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return what all layers of a stage share for a packed microbatch: masks [S, S] and rotary tables."""
-    tokens, is_rope = local.sequences_read * local.arch.seq_length, local.arch.position_embedding_type == "rope"
+    tokens, is_rope = local.sequences_read * local.positions, local.arch.position_embedding_type == "rope"
     items = []
     if local.masks_documents and (not local.arch.attention_dropout or local.recompute != NO_RECOMPUTE):
         items.append(KeptTensor("documents", "mask", tokens * local.arch.seq_length * local.itemsize))
@@ -154,6 +156,9 @@ def _core(local: LocalSizes) -> Iterator[KeptTensor]:
     for name, count in (("q", local.num_queries), ("k", local.num_groups), ("v", local.num_groups)):
         *before, last[name] = _projection_path(local, name, count)
         kept |= {item[:2]: item for item in before}
+    if local.mode.context:
+        kept |= {item[:2]: item for item in last.values() if item.what.startswith("q")}
+        last |= {name: KeptTensor("attention.core", "keys and values gathered", _whole_keys(local)) for name in "kv"}
     attend = _materialized if local.arch.attention_dropout else _fused
     kept |= {item[:2]: item for item in attend(local, last)}
     yield from kept.values()
@@ -189,12 +194,23 @@ def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptT
     yield here
 
 
+def _whole_keys(local: LocalSizes) -> int:
+    """Return the bytes of the gathered keys and values; each head's are apart where groups are uneven."""
+    heads = 1 if local.heads.are_even else local.num_queries / local.num_groups
+    return round(local.whole_keys * heads) * local.itemsize
+
+
 def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
     """Yield what fused attention keeps: q, k, v and a number per row of scores; its output is proj's input."""
     yield from last.values()
     if local.itemsize == 2 and local.arch.seq_length <= local.kernels.softmax_again and not local.masks_documents:
         return
     yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
+    if local.mode.context:
+        by_head = local.inner(local.num_queries * local.arch.kv_channels)
+        yield KeptTensor("attention.core", "output of each chunk", by_head)
+        if not local.masks_documents and not local.kernels.on_gpu:
+            yield KeptTensor("attention.core", "mask of each chunk", local.scores // local.sequences * local.itemsize)
 
 
 def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
@@ -206,7 +222,7 @@ def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator
     yield KeptTensor(site, "q by head", by_head) if is_copied else last["q"]
     yield KeptTensor(site, "k and v by head", 2 * by_head)
     if not local.masks_documents:
-        yield KeptTensor(site, "which positions are later", seq * seq)
+        yield KeptTensor(site, "which positions are later", local.positions * seq)
     yield KeptTensor(site, "softmax", scores * local.wide)
     yield KeptTensor(site, "dropout mask", scores)
     yield KeptTensor(site, "softmax after dropout", scores * local.itemsize)

@@ -175,13 +175,33 @@ class LocalSizes:
 
     @property
     def inner_tokens(self) -> int:
-        """This rank's tokens inside attention and MLP, whole sequences."""
+        """This rank's tokens inside attention and MLP: its positions of whole sequences."""
         return self.part(self.num_tokens, self.mode.inner[0])
 
     @property
     def sequences(self) -> int:
         """This rank's sequences inside attention and MLP."""
-        return self.inner_tokens // self.arch.seq_length
+        return self.part(self.micro_batch_size, self.mode.sequence_axes)
+
+    @property
+    def positions(self) -> int:
+        """Positions of each sequence that this rank holds."""
+        return self.arch.seq_length // self.mesh.size(self.mode.context)
+
+    @property
+    def scores(self) -> int:
+        """Attention scores that this rank computes for each of its heads: all, or with context ranks by chunks."""
+        seq, ranks = self.arch.seq_length, self.mesh.size(self.mode.context)
+        if ranks == 1 or self.arch.attention_dropout:
+            return self.inner_tokens * seq
+        chunk = seq // (2 * ranks)  # chunks r and 2 c - 1 - r see r + 1 and 2 c - r chunks of keys
+        return self.sequences * (2 * ranks + 1) * chunk**2
+
+    @property
+    def whole_keys(self) -> int:
+        """Elements of keys and values of whole sequences, as context ranks gather them; 0 without context ranks."""
+        ranks = self.mesh.size(self.mode.context)
+        return 2 * self.inner_tokens * ranks * self.num_groups * self.arch.kv_channels if ranks > 1 else 0
 
     @cached_property
     def heads(self) -> HeadSplit:

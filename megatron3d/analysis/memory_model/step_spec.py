@@ -67,7 +67,7 @@ class StepSpec:
     @property
     def zero_ranks(self) -> int:
         """Number of ranks over which ZeRO shards."""
-        return self.local.mesh.sizes["data"] if self.zero_stage else 1
+        return self.local.mesh.size(self.local.mesh.zero) if self.zero_stage else 1
 
     def shards(self, stage: int) -> bool:
         """Return whether this ZeRO stage's state is sharded."""

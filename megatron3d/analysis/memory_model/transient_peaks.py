@@ -80,6 +80,7 @@ def layer_peaks(local: LocalSizes) -> dict[str, int]:
     queries = local.num_queries * local.arch.kv_channels
     inside = {site: matmul_backward(local, site) for site in reversed(LINEARS)}
     inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width) + sdpa_workspace(local)
+    inside["attention.core"] += 3 * local.whole_keys * local.itemsize  # gradients of chunks, their sum, sent by rank
     inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
     if local.arch.hidden_dropout:
@@ -108,7 +109,7 @@ def sdpa_workspace(local: LocalSizes) -> int:
     """
     if not local.kernels.sdpa_workspace or local.arch.attention_dropout or local.itemsize == local.wide:
         return 0
-    seq, width = local.arch.seq_length, local.arch.kv_channels
+    seq, width = local.positions, local.arch.kv_channels
     rows = local.sequences * _padded(seq, _SDPA_ROWS) * local.num_queries
     sums = rows * (_padded(width, 32 if width <= 128 else 64) + 1) * local.wide
     is_grouped = local.num_groups != local.num_queries and local.heads.are_even

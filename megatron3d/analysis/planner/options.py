@@ -16,6 +16,8 @@ from megatron3d.pipeline.schedules import SCHEDULES
 MAX_TENSOR, MAX_PIPELINE = 64, 64
 MAX_MICRO_BATCH, MAX_VIRTUAL = 16, 8
 RECOMPUTATIONS = (None, "selective", "full")
+# With fewer positions per context rank, data-parallel ranks are as good in memory and communicate less.
+MIN_POSITIONS = 8192
 
 
 @dataclass(frozen=True, order=True)
@@ -48,6 +50,7 @@ class LayoutChoice:
     zero_stage: int = 0
     micro_batch_size: int = 1
     recompute: str | None = None
+    context: int = 1
 
     def apply_to(self, config: Config) -> Config:
         """Return a configuration with these choices; nothing is validated."""
@@ -57,6 +60,7 @@ class LayoutChoice:
             "tensor_parallel_shape": self.tensor.shape,
             "tensor_model_parallel_size": self.tensor.size,
             "sequence_parallel": False,
+            "context_parallel_size": self.context,
             "pipeline_model_parallel_size": self.pipeline,
             "pipeline_schedule": self.schedule,
             "pipeline_schedule_file": None,
@@ -77,7 +81,8 @@ class LayoutChoice:
         virtual = f" v{self.virtual}" if self.virtual > 1 else ""
         pipeline = f"PP {self.pipeline} {self.schedule}{virtual}" if self.pipeline > 1 else "no PP"
         again = f", recompute {self.recompute}" if self.recompute else ""
-        return f"{self.tensor}, {pipeline}, ZeRO {self.zero_stage}, microbatch {self.micro_batch_size}{again}"
+        context = f", CP {self.context}" if self.context > 1 else ""
+        return f"{self.tensor}{context}, {pipeline}, ZeRO {self.zero_stage}, microbatch {self.micro_batch_size}{again}"
 
 
 def divisors(number: int) -> list[int]:
@@ -98,6 +103,12 @@ def tensor_choices(num_ranks: int) -> Iterator[TensorChoice]:
                     if same not in seen:
                         seen.add(same)
                         yield TensorChoice(mode, form, shape)
+
+
+def context_sizes(num_ranks: int, seq_length: int) -> Sequence[int]:
+    """Return the numbers of context ranks that divide the ranks, and leave each `MIN_POSITIONS` of a sequence."""
+    sizes = _powers(2, seq_length // MIN_POSITIONS)
+    return [1, *(size for size in sizes if num_ranks % size == 0 and seq_length % (2 * size) == 0)]
 
 
 def signature(mode: Mode) -> object:

@@ -31,6 +31,7 @@ from megatron3d.analysis.planner.options import (
     RECOMPUTATIONS,
     LayoutChoice,
     TensorChoice,
+    context_sizes,
     microbatch_sizes,
     pipelines,
     tensor_choices,
@@ -42,7 +43,7 @@ from megatron3d.errors import UserError
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import Recompute
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.action_costs import UNIT_COSTS
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate
@@ -201,26 +202,29 @@ def _bounds(
     bubbles: Bubbles = {}
     for tensor in tensor_choices(problem.num_ranks):
         if tensor.mode in modes or tensor.size == 1:
-            yield from _bounds_of(problem, tensor, bubbles, rejected)
+            for context in context_sizes(problem.num_ranks // tensor.size, problem.config.model.seq_length):
+                yield from _bounds_of(problem, tensor, context, bubbles, rejected)
 
 
 def _bounds_of(
-    problem: PlanningProblem, tensor: TensorChoice, bubbles: Bubbles, rejected: Counter[str]
+    problem: PlanningProblem, tensor: TensorChoice, context: int, bubbles: Bubbles, rejected: Counter[str]
 ) -> Iterator[LowerBound]:
-    config, mode = problem.config, build_mode(tensor.mode, tensor.form, tensor.shape)
+    config = problem.config
     broken = check(
-        LayoutChoice(tensor, micro_batch_size=64).apply_to(_with_batch(config, problem, tensor)), problem.num_ranks
+        LayoutChoice(tensor, micro_batch_size=64, context=context).apply_to(_with_batch(config, problem, tensor)),
+        problem.num_ranks,
     )
     if broken:
         rejected[_reason(broken[0])] += 1
         return
-    arch = problem.spec(LayoutChoice(tensor).apply_to(config)).arch
+    spec = problem.spec(LayoutChoice(tensor, context=context).apply_to(config))
+    arch, mode = spec.arch, spec.mode
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes))
     held = ParamCounts.of(arch, mode, mesh)
     weights = arch.num_layers * sum(held.layer.values())
     along_data = DataAxisBound(problem.machine, arch.num_layers, held, mesh)
     batch = config.train.global_batch_size
-    rest = problem.num_ranks // tensor.size
+    rest = problem.num_ranks // (tensor.size * context)
     for size in microbatch_sizes(batch):
         for granularity in RECOMPUTATIONS:
             local = LocalSizes(arch, mode, mesh, size, problem.itemsize, Recompute(granularity or "none"))
@@ -232,8 +236,8 @@ def _bounds_of(
                 if batch % (data * size):
                     continue
                 num = batch // (data * size)
-                for zero in range(4) if data > 1 else (0,):
-                    layout = LayoutChoice(tensor, ranks, schedule, virtual, zero, size, granularity)
+                for zero in range(4) if data * context > 1 else (0,):
+                    layout = LayoutChoice(tensor, ranks, schedule, virtual, zero, size, granularity, context)
                     if cost.least_bytes(layout, data, num) > problem.memory_bytes:
                         rejected["needs more memory than a rank has"] += 1
                         continue
@@ -289,7 +293,8 @@ class _LayoutBound:
         size, wide = self._work.itemsize, self._work.wide
         zero = layout.zero_stage
         main = 0 if size == wide else wide
-        share = [1 / data if zero >= stage else 1 for stage in (1, 2, 3)]
+        ranks = data * self._work.mesh.size(self._work.mode.context)
+        share = [1 / ranks if zero >= stage else 1 for stage in (1, 2, 3)]
         each = size * (share[2] if main else 1) + (main + 2 * wide) * share[0] + wide * share[1]
         held = self._activations * self._work.arch.num_layers * min(1, num / layout.pipeline)
         return each * self._weights / layout.pipeline + held + self._again

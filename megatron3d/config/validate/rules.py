@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.checkpoint import checkpoint_problems
+from megatron3d.config.validate.context import context_problems
 from megatron3d.config.validate.data import data_problems
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.validate.logging import logging_problems
@@ -65,6 +66,7 @@ def layout_problems(facts: Facts) -> Iterator[str]:
     mode = facts.spec.mode
     if not _heads_unknown(facts.config):
         yield from feature_problems(facts, mode)
+    yield from context_problems(facts)
     yield from token_problems(facts, mode)
     yield from execution_problems(facts, mode)
     yield from batch_problems(facts)
@@ -159,12 +161,16 @@ def size_problems(facts: Facts) -> Iterator[str]:
 
 
 def batch_problems(facts: Facts) -> Iterator[str]:
-    """Check world_size = TP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
+    """Check world_size = TP x CP x PP x DP and global_batch_size = micro_batch_size x DP x microbatches."""
     config, sizes = facts.config, facts.spec.sizes
     if sizes.mismatch:
-        made = f"{describe_tensor(facts.spec)} x PP {sizes.pipeline} = {sizes.model}"
+        made = f"{describe_tensor(facts.spec)} x {sizes.factors} = {sizes.model}"
         size = one_of(near_multiples(sizes.model, sizes.world_size))
-        factors = {facts.shape_key: sizes.tensor, "parallel.pipeline_model_parallel_size": sizes.pipeline}
+        factors = {
+            facts.shape_key: sizes.tensor,
+            "parallel.context_parallel_size": sizes.context,
+            "parallel.pipeline_model_parallel_size": sizes.pipeline,
+        }
         other = one_of(key for key, factor in factors.items() if factor > 1)
         yield (
             f"world_size {sizes.world_size}: {sizes.mismatch} {made}; use {size} processes (--world-size), or another "

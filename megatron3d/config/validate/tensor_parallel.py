@@ -91,7 +91,7 @@ def feature_dimensions(arch: Architecture, mode: Mode) -> Iterator[Dimension]:
 
 def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     """Yield a message per feature dimension and set of axes that does not divide it."""
-    given = facts.config.parallel.tensor_parallel_shape is not None or len(mode.axes) == 1
+    given = facts.config.parallel.tensor_parallel_shape is not None or len(facts.spec.tensor_shape) == 1
     for dimension in feature_dimensions(facts.arch, mode):
         for axes in _smallest_failing(mode, dimension):
             size, names = _size(mode, axes), "*".join(axes)
@@ -107,7 +107,7 @@ def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     """Yield a message if a microbatch is not evenly divisible: into sequences in attention, into tokens elsewhere."""
     rows, length = facts.config.train.micro_batch_size, facts.config.model.seq_length
     how = f"over which {describe_mode(facts.spec)} splits"
-    step, axes = _common_step(mode, (mode.inner[0],))
+    step, axes = _common_step(mode, (mode.sequence_axes,))
     if rows % step:
         yield (
             f"{facts.named('train.micro_batch_size')}: not a multiple of {axes}, {how} whole sequences; "

@@ -15,13 +15,15 @@ class Mode:
     """A tensor-parallel mode.
 
     `expand` is the plan of linears from the residual to the inner stream (qkv, fc1, head; column-parallel in Megatron),
-    `contract` that of linears back to the residual stream (proj, fc2; row-parallel).
+    `contract` that of linears back to the residual stream (proj, fc2; row-parallel).  `context` names the axes that
+    split positions inside sequences; they split the tokens of both plans (`parallel/context.py`).
     """
 
     name: str
     axes: tuple[tuple[str, int], ...]
     expand: MatmulPlan
     contract: MatmulPlan
+    context: Axes = ()
 
     def __post_init__(self) -> None:
         there, back = self.expand.y_layout, self.contract.x_layout
@@ -44,7 +46,7 @@ class Mode:
 
     @property
     def inner(self) -> Layout:
-        """Layout of the inner stream [tokens, heads or ffn]; its token axes shard whole sequences."""
+        """Layout of the inner stream [tokens, heads or ffn]; `sequence_axes` of its tokens shard whole sequences."""
         return self.expand.y_layout
 
     @property
@@ -55,7 +57,12 @@ class Mode:
     @property
     def batch_axes(self) -> Axes:
         """Axes that shard the sequences of a microbatch when they are read."""
-        return self.expand.m
+        return tuple(axis for axis in self.expand.m if axis not in self.context)
+
+    @property
+    def sequence_axes(self) -> Axes:
+        """Axes that shard whole sequences in attention."""
+        return tuple(axis for axis in self.inner[0] if axis not in self.context)
 
     @property
     def vocab_multiple(self) -> int:

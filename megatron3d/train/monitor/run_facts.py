@@ -40,6 +40,16 @@ def describe_attention_kernel(state: TrainState) -> str:
     return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)
 
 
+def describe_context(state: TrainState) -> str | None:
+    """Describe how sequences are split over context ranks, if they are."""
+    model, ranks = state.model, state.spec.sizes.context
+    if ranks == 1:
+        return None
+    chunks = ", ".join(f"{low:,} to {high - 1:,}" for low, high in model.order.chunks(model.arch.seq_length))
+    exchange = state.spec.config.parallel.cp_comm_type
+    return f"context: {ranks} ranks, of which this one has positions {chunks}; keys and values by {exchange}"
+
+
 def describe_loss(state: TrainState) -> str:
     """Describe the kernel and the chunks of the loss."""
     whole = state.buffers.flat_buffers[0].params
@@ -82,20 +92,23 @@ def describe_communicators(state: TrainState) -> str | None:
 
 def describe_buckets(state: TrainState) -> str | None:
     """Describe the buckets of gradients that this rank reduces over data-parallel ranks."""
-    flats, ranks = state.buffers.flat_buffers, state.spec.sizes.data
+    flats, sizes = state.buffers.flat_buffers, state.spec.sizes
+    ranks = sizes.data * sizes.context
     if ranks == 1:
         return None
     train, device = state.spec.config.train, flats[0].params.device
     least = state.spec.bucket_bytes(on_gpu=device.type != "cpu") / 2**20
     why = "the default" if train.bucket_mb is None else "train.bucket_mb"
     size = "one per FSDP unit" if state.spec.sharding.params else f"of at least {least:,.4g} MiB ({why})"
-    return f"gradient buckets of rank {state.spec.rank}: {len(flats)}, {size}, over {ranks} data-parallel ranks"
+    what = "data-parallel and context ranks" if sizes.context > 1 else "data-parallel ranks"
+    return f"gradient buckets of rank {state.spec.rank}: {len(flats)}, {size}, over {ranks} {what}"
 
 
 # In the order of the report.
 FACTS: tuple[Fact, ...] = (
     describe_gemms,
     describe_attention_kernel,
+    describe_context,
     describe_loss,
     describe_compilation,
     describe_installed_apex,

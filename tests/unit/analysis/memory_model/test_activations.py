@@ -82,7 +82,7 @@ def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
     tokens = torch.zeros(sequences, local.arch.seq_length + 1, dtype=torch.long)
     packing = Packing(0, reset_attention_mask=local.masks_documents, reset_position_ids=local.resets_positions)
     at = model.begin(tokens, 7, 0, (1, 2), packing=packing)
-    return model, stages[0], replace(at, tokens_BS=at.tokens_BS.clone())
+    return model, stages[0], replace(at, tokens_BL=at.tokens_BL.clone())
 
 
 def kept(local: LocalSizes, comm: Comm) -> dict[str, int]:

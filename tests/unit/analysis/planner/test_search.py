@@ -14,7 +14,7 @@ import pytest
 from megatron3d.analysis.cost_model.step import simulated_step, step_time
 from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.planner import search as searching
-from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice, signature, tensor_choices
+from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice, context_sizes, signature, tensor_choices
 from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, SearchResult, search
 from megatron3d.config.cli import resolve
 from megatron3d.config.run_spec import RunSpec
@@ -109,6 +109,21 @@ def test_each_layout_is_tried_once() -> None:
     assert TensorChoice("1d", "sequence_parallel", (8,)) in all_of_them
     assert TensorChoice("3d", "heads", (1, 8, 1)) not in all_of_them
     assert TensorChoice("3d", "heads", (2, 2, 2)) in all_of_them
+
+
+def test_long_sequences_are_split_over_context_ranks() -> None:
+    """Context ranks take parts of a sequence that does not fit one rank; short sequences are left whole."""
+    assert context_sizes(8, 8192) == [1] and context_sizes(8, 65536) == [1, 2, 4, 8] == [*context_sizes(8, 2**20)]
+    assert context_sizes(6, 32768) == [1, 2]
+    model = {**MODEL, "family": "llama", "seq_length": 131072, "max_position_embeddings": 131072}
+    train = {"global_batch_size": 8, "precision": "bf16"}
+    here = PlanningProblem(Config.model_validate({"model": model, "train": train}), 8192, "perlmutter", 8)
+    alone = TensorChoice("1d", "replicated", (1,))
+    whole, split = (here.plan(LayoutChoice(alone, zero_stage=1, context=size)) for size in (1, 8))
+    assert "CP 8" in str(split.layout) and check(split.config, 8, 8192) == []
+    assert split.memory.categories["activations"] < 0.25 * whole.memory.categories["activations"]
+    bounds = {bound.layout.context for bound in searching._bounds(here, Counter[str](), ["1d"])}
+    assert 8 in bounds
 
 
 def test_too_large_a_model_is_refused_with_reasons() -> None:

@@ -1,0 +1,117 @@
+"""Causal attention whose sequences are split over context ranks: exchanges of keys and values.
+
+A rank has the queries, keys and values of its own positions (`parallel/context.py`).  An exchange of `EXCHANGES` gives
+its queries the keys that they may see.  `all_gather` collects all keys and values in the order of positions, as Llama 3
+does (arXiv:2407.21783, section 3.3.2): with grouped queries they are small, and their gradients return by one
+reduce-scatter.
+
+Letters: B sequences, L positions of this rank, S positions of whole sequences, N query heads, G key/value heads,
+D features of a head, C context ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm.interface import Comm
+from megatron3d.ops.attention import AttentionHeads, Drop, attention_with_dropout
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
+
+
+@dataclass(frozen=True)
+class ContextAttention:
+    """Inputs of an exchange besides queries, keys and values.
+
+    Attributes:
+        order: says which positions each context rank holds.
+        heads: heads of this rank.
+        seq_length: positions of a whole sequence.
+        drop: dropout of the attention weights.
+        mask_BLS: mask added to the scores of this rank's queries over all keys; None: causal.
+    """
+
+    comm: Comm
+    order: TokenOrder
+    heads: AttentionHeads
+    seq_length: int
+    drop: Drop | None = None
+    mask_BLS: Tensor | None = None
+
+
+def context_attention(q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, exchange: str, at: ContextAttention) -> Tensor:
+    """Return causal attention of this rank's positions, [M, N * D], by an entry of `EXCHANGES`."""
+    y_BNLD = EXCHANGES[exchange](q_BLND.transpose(1, 2), k_BLGD, v_BLGD, at)
+    return y_BNLD.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _all_gather(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention) -> Tensor:
+    """All-gather keys and values, and attend to those that each chunk of queries may see."""
+    kv: Tensor = _GatherPositions.apply(torch.stack((k_BLGD, v_BLGD)), at.order, at.seq_length, at.comm)
+    k_BGSD, v_BGSD = kv.transpose(2, 3).unbind()
+    if not at.heads.are_even:
+        k_BGSD, v_BGSD = (t[:, at.heads.group_of_query] for t in (k_BGSD, v_BGSD))
+    chunks = at.order.chunks(at.seq_length)
+    mask = None if at.mask_BLS is None else at.mask_BLS.unsqueeze(1)
+    if at.drop is not None:
+        positions = torch.cat([torch.arange(*chunk, device=kv.device) for chunk in chunks])
+        return attention_with_dropout(q_BNLD, k_BGSD, v_BGSD, at.heads, at.drop, mask, positions)
+    parts, start = [], 0
+    for low, high in chunks:
+        rows = slice(start, start + high - low)
+        seen = _causal(low, high, kv.device) if mask is None else mask[:, :, rows, :high]
+        parts.append(_attend(q_BNLD[:, :, rows], k_BGSD[:, :, :high], v_BGSD[:, :, :high], seen))
+        start = rows.stop
+    return torch.cat(parts, dim=2)
+
+
+def _causal(low: int, high: int, device: torch.device) -> Tensor:
+    """Return which of the keys before `high` the queries from `low` on see."""
+    return torch.ones((high - low, high), dtype=torch.bool, device=device).tril_(low)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class _GatherPositions(torch.autograd.Function):
+    """All-gather [2, B, L, G, D] over the context ranks to [2, B, S, G, D] in the order of positions."""
+
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, order: TokenOrder, seq_length: int, comm: Comm) -> Tensor:
+        axes = comm.mesh.nontrivial(order.context)
+        ctx.places, ctx.axes, ctx.comm = _places(order, seq_length), axes, comm
+        by_rank = comm.all_gather(kv.unsqueeze(0), axes, dim=0).wait()
+        return torch.cat([by_rank[rank, :, :, rows] for _, rank, rows in sorted(ctx.places, key=lambda p: p[0])], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
+        by_rank = dkv.new_empty((ctx.comm.mesh.size(ctx.axes), *dkv.shape[:2], _local(dkv, ctx), *dkv.shape[3:]))
+        for low, rank, rows in ctx.places:
+            by_rank[rank, :, :, rows] = dkv[:, :, low : low + rows.stop - rows.start]
+        return ctx.comm.reduce_scatter(by_rank, ctx.axes, dim=0).wait().squeeze(0), None, None, None
+
+
+def _local(whole: Tensor, ctx: Any) -> int:
+    return int(whole.shape[2]) // int(ctx.comm.mesh.size(ctx.axes))
+
+
+def _places(order: TokenOrder, seq_length: int) -> list[tuple[int, int, slice]]:
+    """Return for every chunk of a sequence its first position, the context rank that holds it, and its rows there."""
+    found = []
+    for rank in range(order.num_ranks):
+        start = 0
+        for low, high in order.chunks(seq_length, rank):
+            found.append((low, rank, slice(start, start + high - low)))
+            start += high - low
+    return found
+
+
+Exchange = Callable[[Tensor, Tensor, Tensor, ContextAttention], Tensor]
+EXCHANGES: Mapping[str, Exchange] = {"all_gather": _all_gather}
+assert tuple(EXCHANGES) == CONTEXT_EXCHANGES, "the table of exchanges is not that of the configuration"

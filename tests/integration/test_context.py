@@ -1,0 +1,121 @@
+"""Fact: context ranks compute the numbers of whole sequences: packed documents, masked losses and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.data.packing import Packing
+from megatron3d.parallel.modes import MODES
+from megatron3d.train.state import build_state
+from megatron3d.verify.layouts import StepTrace, differences, trace
+from tests.support.turn_ranks import connect, run_turns
+
+EOD, VOCAB_SIZE, SEQ_LENGTH, TOLERANCE = 0, 11, 16, 1e-10
+RESET = {"reset_position_ids": True, "reset_attention_mask": True}
+SMALL = {"num_layers": 2, "hidden_size": 48, "seq_length": SEQ_LENGTH, "make_vocab_size_divisible_by": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        **SMALL,
+        "family": "gpt2",
+        "num_attention_heads": 8,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
+    "llama": {**SMALL, "family": "llama", "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 40},
+    "uneven groups": {
+        **SMALL,
+        "family": "llama",
+        "num_attention_heads": 24,
+        "num_query_groups": 3,
+        "kv_channels": 8,
+        "qk_layernorm": True,
+        "ffn_hidden_size": 40,
+    },
+}
+DATA: dict[str, dict[str, Any]] = {
+    "documents, positions restart": {**RESET, "eod_mask_loss": True, "goldfish_k": 4, "goldfish_h": 2},
+    "documents, positions go on": {"reset_attention_mask": True, "pad_token_id": 3},
+    "positions restart, attention goes on": {"reset_position_ids": True, "goldfish_k": 5, "goldfish_h": 3},
+}
+
+
+def configure(model: str, data: str | None, parallel: dict[str, Any], **train: Any) -> Config:
+    settings = {"precision": "fp64", "loss_chunk_tokens": 12, "micro_batch_size": 4, "global_batch_size": 8}
+    sections = {"model": MODELS[model], "parallel": parallel, "train": settings | train}
+    if data is not None:
+        sections["data"] = DATA[data]
+    return Config.model_validate({**sections, "optimizer": {"lr": 1e-2, "clip_grad": 0.5}})
+
+
+def run_trace(rank: int, world_size: int, config: Config) -> StepTrace | None:
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    return trace(spec, connect(spec), num_steps=2)
+
+
+@cache
+def alone(model: str, data: str | None) -> StepTrace:
+    values = run_trace(0, 1, configure(model, data, {}, micro_batch_size=8))
+    assert values is not None
+    return values
+
+
+SHAPES = {1: (2,), 2: (1, 2), 3: (2, 1, 2)}
+EVERY_FORM = [(mode, form) for mode, entry in MODES.items() for form in entry.forms]
+CASES = [
+    (mode, form, list(MODELS)[place % len(MODELS)], list(DATA)[place // 2 % len(DATA)])
+    for place, (mode, form) in enumerate(EVERY_FORM)
+]
+
+
+@pytest.mark.parametrize(("mode", "form", "model", "data"), CASES)
+def test_documents_in_every_mode(mode: str, form: str, model: str, data: str) -> None:
+    shape = SHAPES[len(MODES[mode].axis_names)]
+    tensor = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
+    context = 2 if len(shape) == 3 else 4
+    config = configure(model, data, tensor | {"context_parallel_size": context, "zero_stage": len(form) % 4})
+    assert check(config, 8, VOCAB_SIZE) == []
+    values = run_turns(run_trace, 8, config)[0]
+    assert list(differences(alone(model, data), values, TOLERANCE)) == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_core_of_attention_is_recomputed_with_documents(model: str) -> None:
+    data = next(iter(DATA))
+    parallel = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 1}
+    config = configure(model, data, parallel, recompute_granularity="selective", micro_batch_size=2)
+    assert list(differences(alone(model, data), run_turns(run_trace, 4, config)[0], TOLERANCE)) == []
+
+
+DOCUMENTS = [[5, 6, 1, 9, EOD], [7, EOD], [8, 9, 3, 2, 2, 10, EOD], [4, 1]]
+
+
+def logits(rank: int, world_size: int, config: Config, rows: list[list[int]], packing: Packing) -> Tensor:
+    """Return the logits of every position of samples, as each rank has them."""
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    model = build_state(spec, connect(spec), torch.device("cpu")).model
+    at = replace(model.begin(torch.tensor([[*row, 0] for row in rows]), 1, packing=packing), target=None)
+    with torch.no_grad():
+        (stage,) = model.stages
+        found: Tensor = model(stage, None, at)
+        return found
+
+
+@pytest.mark.parametrize("model", ("gpt2", "llama"))
+def test_packed_documents_of_four_ranks_equal_each_document_alone(model: str) -> None:
+    packed = [token for document in DOCUMENTS for token in document]
+    config = configure(model, None, {"context_parallel_size": 4})
+    every = run_turns(logits, 4, config, [packed, packed[::-1]], Packing(EOD, **RESET))
+    one = configure(model, None, {})
+    expected = torch.cat([logits(0, 1, one, [document], Packing())[0] for document in DOCUMENTS])
+    for found in every:
+        assert torch.allclose(found[0], expected, atol=1e-12, rtol=0)
+    assert torch.allclose(every[0][1], logits(0, 1, one, [packed[::-1]], Packing(EOD, **RESET))[0], atol=1e-12, rtol=0)
