@@ -1,0 +1,255 @@
+"""Attention by pairs of query and key rows, merged by their log-sum-exp (Dao et al. 2022, arXiv:2205.14135; Liu et al.
+2023, arXiv:2310.01889).
+
+    out = sum over pairs of exp(lse_pair - lse) out_pair        lse = log of the sum of exp(lse_pair)
+
+Backward calls each pair's kernel with the final output and log-sum-exp, so that the gradients of the pairs add up.
+Letters: B sequences, N query heads, G key/value heads, L query rows, T key rows, D features of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron3d.parallel.attention_pairs import Kind, Pair
+
+
+class Grads(NamedTuple):
+    """Gradients of a pair's queries [B, N, L, D], keys and values [B, G, T, D]."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class PairKernel(Protocol):
+    """Attention of one pair, and its gradients."""
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [B, N, L, D] and the log-sum-exp [B, N, L], -inf in rows that see nothing.
+
+        `mask_LT` is True where a query sees a key; None: everywhere, or up to the query where `is_causal`.
+        """
+        ...
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        """Return the gradients, given the output and log-sum-exp over all pairs of these queries."""
+        ...
+
+
+class PlainKernel:
+    """Plain matmuls: for any device and dtype, with the scores of one pair in memory."""
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num_(0.0).to(q_BNLD.dtype)
+        return (weights @ v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        out, lse = merged
+        groups = (k_BGTD.shape[1], -1)
+        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT)
+        weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp()
+        delta = (dy_BNLD.to(weights.dtype) * out).sum(-1, keepdim=True).unflatten(1, groups)
+        q, dy = (t.unflatten(1, groups) for t in (q_BNLD, dy_BNLD))
+        dweights = dy @ v_BGTD.unsqueeze(2).mT
+        dscores = (weights * (dweights - delta)).to(q.dtype) * q.shape[-1] ** -0.5
+        dv = (weights.to(dy.dtype).mT @ dy).sum(2)
+        return Grads((dscores @ k_BGTD.unsqueeze(2)).flatten(1, 2), (dscores.mT @ q).sum(2), dv)
+
+
+def _scores(q_BNLD: Tensor, k_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None) -> Tensor:
+    """Return scores [B, G, N / G, L, T] in fp32 or wider, -inf where a query does not see a key."""
+    q = q_BNLD.unflatten(1, (k_BGTD.shape[1], -1))
+    scores: Tensor = (q @ k_BGTD.unsqueeze(2).mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    if is_causal:
+        mask_LT = q.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return scores if mask_LT is None else scores.masked_fill(~mask_LT, -math.inf)
+
+
+class CpuKernel:
+    """torch's fused attention on CPUs."""
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNLD, k_BGTD, v_BGTD, 0.0, is_causal, attn_mask=mask
+        )
+        # The kernel says 0 of rows that see nothing.
+        return out, lse if mask_LT is None else lse.masked_fill(~mask_LT.any(-1), -math.inf)
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
+        return Grads(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dy_BNLD, q_BNLD, k_BGTD, v_BGTD, merged[0], merged[1], 0.0, is_causal, attn_mask=mask
+            )
+        )
+
+
+def _additive(mask_LT: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask_LT, dtype=dtype).masked_fill_(~mask_LT, -math.inf)
+
+
+class FlashKernel:
+    """Flash attention on GPUs, for pairs without a mask in bf16 and fp16."""
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert mask_LT is None, "flash attention takes no mask"
+        k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_BNLD, k, v, 0.0, is_causal)
+        return out, lse
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
+        out, lse = merged[0], merged[1].contiguous()  # the kernel reads rows of the log-sum-exp without strides
+        unused = torch.empty(2, dtype=torch.uint64, device=k.device)  # the random state of dropout, which is 0
+        lengths = (q_BNLD.shape[2], k.shape[2])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dy_BNLD, q_BNLD, k, v, out, lse, None, None, *lengths, 0.0, is_causal, unused, unused[0]
+        )
+        groups = (k_BGTD.shape[1], -1)
+        return Grads(dq, dk.unflatten(1, groups).sum(2), dv.unflatten(1, groups).sum(2))
+
+
+def _for_each_query_head(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) if t.shape[1] != q.shape[1] else t for t in keys)
+
+
+CPU, PLAIN, FLASH = CpuKernel(), PlainKernel(), FlashKernel()
+
+
+def kernel_for(q: Tensor, kind: Kind) -> PairKernel:
+    """Return the kernel of a pair on this device, for this dtype and size of heads."""
+    if q.device.type == "cpu":
+        return CPU
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return FLASH if fits and kind is not Kind.MASKED else PLAIN
+
+
+def window_mask(pair: Pair, window: int, device: torch.device) -> Tensor:
+    """Return a mask [L, T], True where a query sees a key: not after it, and fewer than `window` positions before."""
+    queries = torch.arange(pair.queries[1] - pair.queries[0], device=device) + pair.distance
+    distance_LT = queries.unsqueeze(1) - torch.arange(pair.keys[1] - pair.keys[0], device=device)
+    return (distance_LT >= 0) & (distance_LT < window)
+
+
+def _mask(pair: Pair, window: int | None, device: torch.device) -> Tensor | None:
+    if pair.kind is not Kind.MASKED:
+        return None
+    assert window is not None, "only the edge of a window is masked"
+    return window_mask(pair, window, device)
+
+
+def rows(x: Tensor, span: tuple[int, int], pair: Pair) -> Tensor:
+    """Return rows `span` of dim 2 of a pair's sequences, a view of `x` [B, heads, rows, ...]."""
+    x = x if pair.sequences is None else x[slice(*pair.sequences)]
+    return x if span == (0, x.shape[2]) else x[:, :, slice(*span)]
+
+
+class Merged:
+    """Output [B, N, L, D], in fp32 or wider, and log-sum-exp [B, N, L] of the pairs added so far."""
+
+    def __init__(self, q_BNLD: Tensor, window: int | None) -> None:
+        self._q, self._window = q_BNLD, window
+        self._wide = torch.promote_types(q_BNLD.dtype, torch.float32)
+        self._merged: tuple[Tensor, Tensor] | None = None
+
+    def add(self, kv: Tensor, pairs: tuple[Pair, ...]) -> None:
+        """Add pairs with keys and values `kv` [2, B, G, T, D], in order."""
+        for pair in pairs:
+            q, (k, v) = rows(self._q, pair.queries, pair), (rows(t, pair.keys, pair) for t in kv)
+            mask = _mask(pair, self._window, q.device)
+            out, lse = kernel_for(q, pair.kind).forward(q, k, v, pair.kind is Kind.CAUSAL, mask)
+            if self._merged is None and q is self._q:
+                self._merged = out.to(self._wide), lse
+                continue
+            merged, merged_lse = (rows(t, pair.queries, pair) for t in self.result())
+            merge(merged, merged_lse, out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp, zeros and -inf where no pair was added."""
+        if self._merged is None:
+            out = torch.zeros_like(self._q, dtype=self._wide, memory_format=torch.contiguous_format)
+            self._merged = out, out.new_full(out.shape[:-1], -math.inf)
+        return self._merged
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merge the output and log-sum-exp of other keys into `out` and `lse`, in place."""
+    weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0)  # not a number where neither sees a key
+    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+class MergedGrads:
+    """Gradients of queries [B, N, L, D], in fp32 or wider, with the pairs added so far.
+
+    Args:
+        merged: final output and log-sum-exp of the queries.
+    """
+
+    def __init__(self, dy: Tensor, q_BNLD: Tensor, merged: tuple[Tensor, Tensor], window: int | None) -> None:
+        self._dy, self._q, self._merged, self._window = dy, q_BNLD, merged, window
+        wide = torch.promote_types(q_BNLD.dtype, torch.float32)
+        self.dq = torch.zeros_like(q_BNLD, dtype=wide, memory_format=torch.contiguous_format)
+
+    def add(self, kv: Tensor, dkv: Tensor, pairs: tuple[Pair, ...]) -> None:
+        """Add the gradients of pairs with `kv` [2, B, G, T, D] to those of the queries and to `dkv`, those of `kv`."""
+        for pair in pairs:
+            dy, q, out, lse = (rows(t, pair.queries, pair) for t in (self._dy, self._q, *self._merged))
+            k, v = (rows(t, pair.keys, pair) for t in kv)
+            mask, is_causal = _mask(pair, self._window, q.device), pair.kind is Kind.CAUSAL
+            grads = kernel_for(q, pair.kind).backward(dy, q, k, v, (out, lse), is_causal, mask)
+            rows(self.dq, pair.queries, pair).add_(grads.dq)
+            for total, grad in zip(dkv, (grads.dk, grads.dv), strict=True):
+                rows(total, pair.keys, pair).add_(grad)

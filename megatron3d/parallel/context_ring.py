@@ -1,0 +1,87 @@
+"""Steps of ring attention: which pairs of rows a rank multiplies when keys and values have moved s ranks further.
+
+    step 0     own keys and values
+    step s     those of context rank r - s, which moved s ranks forward along the ring
+
+A step in which no rank sees anything, as with windows or documents that are short, is left out: keys and values move
+past it in one transfer.  So all ranks need the same steps, which depend on the documents that they share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise
+
+from megatron3d.parallel.attention_pairs import Pair, Span, own_pairs, pairs, segments
+
+# Positions of each context rank, as half-open chunks in ascending order.
+Chunks = tuple[tuple[Span, ...], ...]
+
+# First positions of the documents of each sequence; None: one document per sequence.
+Starts = tuple[tuple[int, ...], ...] | None
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """Pairs with the keys and values of the rank `behind` places before this one."""
+
+    behind: int
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """Attention of one rank of a ring.
+
+    Attributes:
+        own: pairs with this rank's own keys and values, as few as possible.
+        own_parts: the same pairs in two parts, between which backward computes those of other ranks.
+        steps: steps with keys and values of other ranks.
+        size: number of ranks.
+    """
+
+    own: tuple[Pair, ...]
+    own_parts: tuple[tuple[Pair, ...], tuple[Pair, ...]]
+    steps: tuple[RingStep, ...]
+    size: int
+    window: int | None
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """How many ranks keys and values move before each step."""
+        places = (0, *(step.behind for step in self.steps))
+        return tuple(there - here for here, there in pairwise(places))
+
+
+@lru_cache(maxsize=64)
+def ring_plan(chunks: Chunks, rank: int, starts: Starts = None, window: int | None = None) -> RingPlan:
+    """Return the plan of one context rank, given the chunks of all of them."""
+    batches = _equal_documents(starts)
+    held = [[segments(each, documents, window) for _, documents in batches] for each in chunks]
+
+    def together(found: list[tuple[Pair, ...]]) -> tuple[Pair, ...]:
+        listed = zip(batches, found, strict=True)
+        return tuple(pair._replace(sequences=sequences) for (sequences, _), some in listed for pair in some)
+
+    def between(reader: int, behind: int) -> tuple[Pair, ...]:
+        both = zip(held[reader], held[reader - behind], strict=True)
+        return together([pairs(queries, keys, window) for queries, keys in both])
+
+    own, parts = together([own_pairs(rows, window) for rows in held[rank]]), between(rank, 0)
+    needed = [step for step in range(1, len(chunks)) if any(between(each, step) for each in range(len(chunks)))]
+    half = len(parts) // 2
+    steps = tuple(RingStep(step, between(rank, step)) for step in needed)
+    return RingPlan(own, (parts[:half], parts[half:]), steps, len(chunks), window)
+
+
+def _equal_documents(starts: Starts) -> list[tuple[Span | None, tuple[int, ...]]]:
+    """Return the sequences whose documents begin at the same positions, as ranges, with these positions."""
+    if starts is None:
+        return [(None, ())]
+    found, first = list[tuple[Span | None, tuple[int, ...]]](), 0
+    for documents, some in groupby(starts):
+        last = first + len(list(some))
+        found.append(((first, last), documents))
+        first = last
+    return found
