@@ -199,10 +199,10 @@ MUTATIONS = [
         "ctx.places",
     ),
     Mutation(
-        "queries of a later chunk see the first keys only",
+        "queries see the keys of their own chunks only",
         "ops/context_attention.py",
-        ".tril_(low)",
-        ".tril_()",
+        "pairs(segments(order.chunks(seq_length)), segments(every))",
+        "tuple(p for p in pairs(segments(order.chunks(seq_length)), segments(every)) if p.distance == 0)",
     ),
     Mutation(
         "attention dropout by position on the context rank",

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.attention import AttentionHeads, Drop, attention_with_dropout
+from megatron3d.ops.attention_pairs import Merged, MergedGrads
+from megatron3d.parallel.attention_pairs import Pair, pairs, segments
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
 
 
@@ -52,31 +54,48 @@ def context_attention(q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, exchange: 
 
 def _all_gather(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention) -> Tensor:
     """All-gather keys and values, and attend to those that each chunk of queries may see."""
-    kv: Tensor = _GatherPositions.apply(torch.stack((k_BLGD, v_BLGD)), at.order, at.seq_length, at.comm)
-    k_BGSD, v_BGSD = kv.transpose(2, 3).unbind()
+    kv_BSGD: Tensor = _GatherPositions.apply(torch.stack((k_BLGD, v_BLGD)), at.order, at.seq_length, at.comm)
+    kv = kv_BSGD.transpose(2, 3)
     if not at.heads.are_even:
-        k_BGSD, v_BGSD = (t[:, at.heads.group_of_query] for t in (k_BGSD, v_BGSD))
-    chunks = at.order.chunks(at.seq_length)
+        kv = kv[:, :, at.heads.group_of_query]
+    if at.drop is None and at.mask_BLS is None:
+        y_BNLD: Tensor = _AttendPairs.apply(q_BNLD, kv, _visible_pairs(at.order, at.seq_length))
+        return y_BNLD
+    k, v = kv.unbind()
     mask = None if at.mask_BLS is None else at.mask_BLS.unsqueeze(1)
-    if at.drop is not None:
-        positions = torch.cat([torch.arange(*chunk, device=kv.device) for chunk in chunks])
-        return attention_with_dropout(q_BNLD, k_BGSD, v_BGSD, at.heads, at.drop, mask, positions)
-    parts, start = [], 0
-    for low, high in chunks:
-        rows = slice(start, start + high - low)
-        seen = _causal(low, high, kv.device) if mask is None else mask[:, :, rows, :high]
-        parts.append(_attend(q_BNLD[:, :, rows], k_BGSD[:, :, :high], v_BGSD[:, :, :high], seen))
-        start = rows.stop
-    return torch.cat(parts, dim=2)
+    if at.drop is None:
+        return F.scaled_dot_product_attention(q_BNLD, k, v, mask, enable_gqa=q_BNLD.shape[1] != k.shape[1])
+    chunks = at.order.chunks(at.seq_length)
+    positions = torch.cat([torch.arange(*chunk, device=kv.device) for chunk in chunks])
+    return attention_with_dropout(q_BNLD, k, v, at.heads, at.drop, mask, positions)
 
 
-def _causal(low: int, high: int, device: torch.device) -> Tensor:
-    """Return which of the keys before `high` the queries from `low` on see."""
-    return torch.ones((high - low, high), dtype=torch.bool, device=device).tril_(low)
+def _visible_pairs(order: TokenOrder, seq_length: int) -> tuple[Pair, ...]:
+    """Return the pairs of this rank's queries with keys in the order of positions."""
+    every = sorted(chunk for rank in range(order.num_ranks) for chunk in order.chunks(seq_length, rank))
+    return pairs(segments(order.chunks(seq_length)), segments(every))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+class _AttendPairs(torch.autograd.Function):
+    """Attention [B, N, L, D] by pairs of rows; keeps queries, keys, values, output and log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BNLD: Tensor, kv: Tensor, visible: tuple[Pair, ...]) -> Tensor:
+        merged = Merged(q_BNLD, None)
+        merged.add(kv, visible)
+        out, lse = merged.result()
+        ctx.visible = visible
+        y = out.to(q_BNLD.dtype)
+        ctx.save_for_backward(q_BNLD, kv, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, y, lse = ctx.saved_tensors
+        dkv = torch.zeros_like(kv, dtype=lse.dtype)
+        grads = MergedGrads(dy, q, (y, lse), None)
+        grads.add(kv, dkv, ctx.visible)
+        return grads.dq.to(q.dtype), dkv.to(kv.dtype), None
 
 
 class _GatherPositions(torch.autograd.Function):

@@ -208,9 +208,7 @@ def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTe
     yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
     if local.mode.context:
         by_head = local.inner(local.num_queries * local.arch.kv_channels)
-        yield KeptTensor("attention.core", "output of each chunk", by_head)
-        if not local.masks_documents and not local.kernels.on_gpu:
-            yield KeptTensor("attention.core", "mask of each chunk", local.scores // local.sequences * local.itemsize)
+        yield KeptTensor("attention.core", "output by head", by_head)
 
 
 def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:

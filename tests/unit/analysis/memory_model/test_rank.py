@@ -74,6 +74,7 @@ def layouts() -> list[Config]:
             parallel = {"zero_stage": zero_stage, "num_distributed_optimizer_instances": instances}
             parallel |= {"tensor_model_parallel_size": 2}
             configs.append(configure({}, parallel, global_batch_size=32, precision=precision, bucket_mb=0.05))
+    configs += [configure({}, {"context_parallel_size": 4, "zero_stage": stage}, bucket_mb=0.05) for stage in (0, 1, 3)]
     return configs
 
 
@@ -188,6 +189,15 @@ STEPS: dict[str, Config] = {
         {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
         recompute_granularity="full",
         recompute_num_layers=2,
+    ),
+    "context ranks": configure(
+        {"family": "llama", "ffn_hidden_size": 64, "num_query_groups": 4},
+        {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "zero_stage": 1},
+    ),
+    "context ranks in bf16": configure(
+        {"num_layers": 8, "seq_length": 64},
+        {"context_parallel_size": 2, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+        precision="bf16",
     ),
     "gathered weights that stay": configure(
         {"num_layers": 8}, {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8, **KEEP_WEIGHTS}
