@@ -6,6 +6,7 @@ from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdow
 from megatron3d.analysis.cost_model.concat_copies import ConcatCopies, concat_copies
 from megatron3d.analysis.cost_model.layer import Machine, OverlapModel
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import Traffic, flows
 
 
@@ -27,8 +28,11 @@ def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown,
     )
 
 
-def head_times(local: LocalSizes, machine: Machine) -> TimeBreakdown:
-    """Return the time of LM head and loss with their gradients, which are computed together with the loss."""
+def head_times(local: LocalSizes, machine: Machine, chunk: LossChunk) -> TimeBreakdown:
+    """Return the time of LM head and loss with their gradients, which are computed together with the loss.
+
+    Each chunk of tokens has a GEMM for its logits, dX and dW; dW is added to main_grad, or to a buffer that is reduced.
+    """
     arch, plan = local.arch, local.mode.expand
     device = machine.device
     sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
@@ -37,19 +41,49 @@ def head_times(local: LocalSizes, machine: Machine) -> TimeBreakdown:
     over, live = OverlapModel(machine, local.mesh, 1), plan.on(local.mesh)
     tokens, columns = local.num_tokens / local.mesh.size(plan.m), arch.padded_vocab_size / local.mesh.size(plan.n)
     features = arch.hidden_size / local.mesh.size(plan.k)
-    product = device.gemm_s(tokens, columns, features)
+    num_chunks = count_chunks(local, machine, chunk)
+    product = device.gemm_s(tokens / num_chunks, columns, features)
     kept = local.mesh.size(live.dy)
-    logits = device.memory_bound_s(tokens * columns / kept * machine.profile.logit_bytes, 10)
+    logit_bytes, num_kernels = loss_bytes(machine)
+    logits = device.memory_bound_s(tokens * columns / kept * logit_bytes, num_kernels * num_chunks)
     adding = machine.accumulation_s(columns * features, 0.0 if sent.reduce_dw else product)
+    adding *= 1 if sent.reduce_dw else num_chunks
     norm = machine.profile.norm
     normed = device.memory_bound_s(local.tokens * local.hidden * (norm.forward + norm.backward) * device.itemsize, 2)
     vocabulary = local.mesh.nontrivial(plan.y_layout[1])
     ranks = local.mesh.size(vocabulary)
     sums = Traffic("all_reduce", vocabulary, 3 * 4 * tokens / kept * 2 * (ranks - 1) / ranks)
+    gemms = TimeBreakdown({GEMMS: 3 * num_chunks * product})
     return combine(
         (
-            TimeBreakdown({GEMMS: 3 * product, MEMORY: logits + adding + normed + device.memory_bound_s(sum(copied))}),
+            gemms.plus(TimeBreakdown({MEMORY: logits + adding + normed + device.memory_bound_s(sum(copied))})),
             *(over.exposed(calls) for calls in sent),
             exposed_time(vocabulary, machine.network.seconds(sums, local.mesh)) if vocabulary else TimeBreakdown(),
         )
     )
+
+
+def count_chunks(local: LocalSizes, machine: Machine, chunk: LossChunk) -> int:
+    """Return the chunks of a microbatch's tokens whose logits exist at a time; 1 for a framework that has none."""
+    if machine.profile.logit_bytes is not None:
+        return 1
+    plan = local.mode.expand.on(local.mesh)
+    token_bytes = local.part(local.arch.padded_vocab_size, plan.n) * max(machine.device.itemsize, 4)
+    return -(-local.tokens // chunk.rows(local.tokens, token_bytes, plan, local.mesh))
+
+
+def loss_bytes(machine: Machine) -> tuple[float, int]:
+    """Return the bytes that the loss and its gradient move per logit, the GEMMs not included, and their kernels.
+
+    This framework's, where the profile gives none: on GPUs two fused kernels read the fp32 logits, read them again and
+    write the gradient (`ops/triton_cross_entropy.py`).  Otherwise maximum (1 access), difference and exponential (4),
+    sum (1) and scale (2) of `ops/cross_entropy.py`, and casts of narrower logits and gradients.
+    """
+    given, size = machine.profile.logit_bytes, machine.device.itemsize
+    if given is not None:
+        return given, 10
+    wide = max(size, 4)
+    if machine.on_gpu and wide == 4:
+        return 2 * wide + size, 2
+    casts = 2 * (size + wide) if size < wide else 0
+    return 8 * wide + casts, 10

@@ -40,7 +40,8 @@ class ExecutionProfile:
         bias_grad: accesses per element of a linear's output to compute its bias gradient.
         grad_bytes: bytes moved per weight and microbatch to accumulate a gradient into main_grad.
         fuses_grad_sum: the wgrad GEMM accumulates into main_grad where no axis reduces the gradient.
-        logit_bytes: bytes moved per logit by the loss and its gradient, the GEMMs not included.
+        logit_bytes: bytes moved per logit by the loss and its gradient, the GEMMs not included; None: those of this
+            framework's kernels, which take chunks of tokens.
         optimizer_bytes: bytes moved per updated parameter: norm, clipping, update, and the copy to the network's dtype.
         reduce_itemsize: bytes of a gradient element in the data-parallel reduction; None: as accumulated.
         wgrad_itemsize: bytes of an element of dW in its reduction over tensor axes, if wider than the network's dtype.
@@ -66,7 +67,7 @@ class ExecutionProfile:
     bias_grad: float = 1.0
     grad_bytes: float = 10.0
     fuses_grad_sum: bool = False
-    logit_bytes: float = 48.0
+    logit_bytes: float | None = 48.0
     optimizer_bytes: float = 40.0
     reduce_itemsize: int | None = None
     wgrad_itemsize: int = 0
@@ -80,7 +81,6 @@ class ExecutionProfile:
 
 # torch's own kernels, and ours.
 # grad_bytes: read the gradient (2), add it to fp32 main_grad (4 + 4).
-# logit_bytes: cast to fp32 (2 + 4), maximum (4), subtract and exponentiate (16), sum (4), scale (8), cast back (4 + 2).
 # optimizer_bytes: gradient norm (4), AdamW (16 + 12), cast to the network's dtype (4 + 2).
 # rotary, not compiled: two multiplications (4), rotate-half (3) and an addition (3), and as many backward.
 OURS = ExecutionProfile(
@@ -88,7 +88,7 @@ OURS = ExecutionProfile(
     rotary=MemoryAccesses(10, 10, 5),
     copies_concats=True,
     fuses_grad_sum=True,
-    logit_bytes=44.0,
+    logit_bytes=None,
     optimizer_bytes=38.0,
     wgrad_itemsize=4,
 )

@@ -43,6 +43,11 @@ class Machine:
     network: Network
     profile: ExecutionProfile
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks are GPUs; ranks of a cluster of CPUs share cores."""
+        return self.network.cluster.cores is None
+
     def accumulation_s(self, num_weights: float, gemm_s: float) -> float:
         """Return the seconds to accumulate a gradient into main_grad, less what the wgrad GEMM of `gemm_s` hides."""
         seconds = self.device.memory_bound_s(num_weights * self.profile.grad_bytes)

@@ -29,6 +29,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.model.stages import Stage
+from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import Action, ActionKind, Schedule
@@ -54,11 +55,7 @@ def make_machine(
 
 def as_configured(machine: Machine, spec: RunSpec) -> Machine:
     """Return the machine with the kernels that a run uses: eager ones, or compiled ones."""
-    return machine.compiled() if spec.compiles(_on_gpu(machine)) else machine
-
-
-def _on_gpu(machine: Machine) -> bool:
-    return machine.network.cluster.cores is None
+    return machine.compiled() if spec.compiles(machine.on_gpu) else machine
 
 
 def predict_time(spec: RunSpec, machine: Machine) -> TimePrediction:
@@ -75,6 +72,7 @@ class SimulatedStep:
     num_microbatches: int
     zero_stage: int
     bucket_bytes: float
+    loss_chunk: LossChunk
     machine: Machine
     shorter: Schedule | None = None
 
@@ -102,8 +100,8 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     simulated, shorter = simulated_specs(spec)
     rest = shorter.schedule if shorter else None
     machine = as_configured(machine, spec)
-    counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(_on_gpu(machine))
-    return SimulatedStep(local, simulated.pipeline, *counts, machine, shorter=rest)
+    counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(machine.on_gpu)
+    return SimulatedStep(local, simulated.pipeline, *counts, spec.loss_chunk(machine.on_gpu), machine, shorter=rest)
 
 
 def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
@@ -143,7 +141,7 @@ def stage_times(step: SimulatedStep) -> Durations:
     full = step.local.recompute.granularity == "full"
     plain = layer_times(replace(local, recompute=NO_RECOMPUTE) if full else local, machine)
     again = layer_times(local, machine) if full else plain
-    embedding, head = embedding_times(local, machine), head_times(local, machine)
+    embedding, head = embedding_times(local, machine), head_times(local, machine, step.loss_chunk)
     blocked = TimeBreakdown() if machine.profile.overlaps_pipeline else stage_transfer_time(step)
     found: dict[tuple[int, ActionKind], TimeBreakdown] = {}
     for stage in step.pipeline.stages:

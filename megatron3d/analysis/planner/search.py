@@ -257,7 +257,8 @@ class _LayoutBound:
         self._work, self._weights = local, weights
         phases = layer_times(local, problem.machine)
         self._layer_s = phases.forward.total + phases.backward.total
-        self._head_s = head_times(local, problem.machine).total
+        chunk = problem.spec(problem.config).loss_chunk(problem.machine.on_gpu)
+        self._head_s = head_times(local, problem.machine, chunk).total
         self._busiest: dict[int, float] = {}
         activations = total_bytes(layer_activations(local))
         is_full = local.recompute.granularity == "full"

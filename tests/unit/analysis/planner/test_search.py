@@ -56,13 +56,13 @@ def test_the_best_is_the_best_of_all() -> None:
 def test_bounds_are_lower_with_compiled_kernels_and_large_heads() -> None:
     """A bound from slower kernels than those of the run would end the search before the best layout.
 
-    With a vocabulary of 65536 the head is as much work as several layers, which no pipeline can spread over its ranks.
+    With a vocabulary of 131072 the head is as much work as several layers, which no pipeline can spread over its ranks.
     """
-    model, alone = {**MODEL, "family": "llama", "vocab_size": 65536}, TensorChoice("1d", "replicated", (1,))
+    model, alone = {**MODEL, "family": "llama", "vocab_size": 131072}, TensorChoice("1d", "replicated", (1,))
     found = []
     for compiles in (False, True):
         train = {"global_batch_size": 32, "precision": "bf16", "compile": compiles}
-        here = PlanningProblem(Config.model_validate({"model": model, "train": train}), 65536, "perlmutter", 4)
+        here = PlanningProblem(Config.model_validate({"model": model, "train": train}), 131072, "perlmutter", 4)
         bounds = {bound.layout: bound.seconds for bound in searching._bounds(here, Counter[str](), ["1d"])}
         for layout, tightness in ((LayoutChoice(alone, zero_stage=1), 0.9), (LayoutChoice(alone, 4), 0.7)):
             seconds = here.plan(layout).step.step_s
