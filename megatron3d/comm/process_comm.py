@@ -94,11 +94,14 @@ class ProcessComm:
         for link in dict.fromkeys(link for link, _ in self._links):
             self.log.add_link(link)
 
-    def warm_up(self) -> list[tuple[str, float]]:
+    def warm_up(self, summed_links: Iterable[Link] = ()) -> list[tuple[str, float]]:
         """Use every group once, so that all connections exist; return each one's name and seconds.
 
         NCCL connects the ranks of a group when it is first used, while every later rank of a pipeline waits.  All ranks
         must call this at the same place: they use groups in the order of their creation, in which none waits in a ring.
+
+        Args:
+            summed_links: links that also sum tensors, for which NCCL makes a connection apart from that of transfers.
         """
         device, seconds = current_device(self._backend), list[tuple[str, float]]()
         for axes in self._groups:
@@ -110,6 +113,11 @@ class ProcessComm:
             (self.send if self.mesh.coord(link.axis) == sender else self.receive)(x, link).wait().item()
             (receiver,) = {*link.ends} - {sender}
             seconds.append((f"{link.axis} {sender} to {receiver}", time.perf_counter() - begin))
+        for link in summed_links:
+            if self.mesh.coord(link.axis) in link.ends:
+                begin = time.perf_counter()
+                self.all_reduce_pair(torch.ones(1, device=device), link).wait().item()
+                seconds.append((f"{link.axis} {link.low} + {link.high}", time.perf_counter() - begin))
         return seconds
 
     def _far_end(self, link: Link, what: str) -> tuple[dist.ProcessGroup, int]:

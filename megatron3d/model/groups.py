@@ -48,7 +48,12 @@ def _plan_axes(plan: MatmulPlan) -> list[Axes]:
 def pipeline_links(arch: Architecture, assignment: StageAssignment) -> tuple[Link, ...]:
     """Return all pairs of pipeline ranks that send to each other: the owners of neighbouring stages, and of the first
     and last stage of a model with tied embeddings."""
-    owners = assignment.owners
-    pairs = {*pairwise(owners)} | ({(owners[0], owners[-1])} if arch.tie_embeddings else set())
-    ordered = sorted({(min(pair), max(pair)) for pair in pairs})
-    return tuple(Link("pipeline", low, high) for low, high in ordered if low < high)
+    pairs = {(min(pair), max(pair)) for pair in pairwise(assignment.owners)}
+    links = {Link("pipeline", low, high) for low, high in pairs if low < high}
+    return tuple(sorted({*links, *tied_links(arch, assignment)}))
+
+
+def tied_links(arch: Architecture, assignment: StageAssignment) -> tuple[Link, ...]:
+    """Return the pair of pipeline ranks that sum the gradient of tied embeddings, if there are two."""
+    low, high = sorted((assignment.owners[0], assignment.owners[-1]))
+    return (Link("pipeline", low, high),) if arch.tie_embeddings and low < high else ()

@@ -35,6 +35,7 @@ from megatron3d.errors import UserError
 from megatron3d.hardware.peaks import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
+from megatron3d.model.groups import tied_links
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.startup_phases import StartupPhases
 from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state, source_of
@@ -111,7 +112,7 @@ def build_model(
     """Create the process groups, the model and the optimizer, and check that they are as configured."""
     with phases("process groups"):
         comm = connect(spec)
-        connected = comm.warm_up() if runtime.device.type != "cpu" else []
+        connected = comm.warm_up(tied_links(spec.arch, spec.pipeline)) if runtime.device.type != "cpu" else []
         comm.set_wait_hook(timers.waiting)
     if runtime.rank == 0 and connected:
         print(describe_connections(connected), flush=True)
