@@ -1,12 +1,13 @@
 """LayerNorm and RMSNorm over features that may be sharded, with statistics combined over the axes that shard them.
 
 Means and centred squares of the shards are combined as in Chan, Golub and LeVeque (1979), in fp32 or wider and with one
-collective, which avoids the cancellation in E[x^2] - E[x]^2.  Letters: M tokens, H features.
+collective, which avoids the cancellation in E[x^2] - E[x]^2.  On GPUs with Triton, kernels of `ops/fused_norm.py`
+compute the same.  Letters: M tokens, H features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
+from megatron3d.ops.fused_norm import FusedShardedNorm
 from megatron3d.parallel.mesh import Axes
+from megatron3d.runtime.triton_package import has_triton
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ def norm(
 ) -> Tensor:
     """Return LayerNorm where there is a bias, else RMSNorm; `axes` (none of size 1) shard the features."""
     if axes:
-        y_MH: Tensor = _ShardedNorm.apply(x_MH, weight_H, bias_H, eps, axes, comm)
+        sharded = SHARDED_NORMS[sharded_norm(x_MH.is_cuda, x_MH.dtype)]
+        y_MH: Tensor = sharded.apply(x_MH, weight_H, bias_H, eps, axes, comm)
         return y_MH
     if bias_H is None:
         return kernels.rms_norm(x_MH, weight_H, eps)
@@ -94,3 +98,11 @@ class _ShardedNorm(torch.autograd.Function):
         dunit = dunit - unit * means[0]
         dx = (dunit - means[1] if ctx.centred else dunit) * scale
         return dx.to(x_MH.dtype), dweight, dbias, None, None, None
+
+
+SHARDED_NORMS: Mapping[str, Any] = {"torch": _ShardedNorm, "triton": FusedShardedNorm}
+
+
+def sharded_norm(is_on_gpu: bool, dtype: torch.dtype) -> str:
+    """Return the entry of `SHARDED_NORMS` that computes norms over sharded features of a dtype."""
+    return "triton" if is_on_gpu and dtype != torch.float64 and has_triton() else "torch"
