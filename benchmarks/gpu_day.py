@@ -7,7 +7,7 @@ lie as wheels in `wheels/`, which is not committed:
     pip download --only-binary :all: -d wheels pydantic pyyaml safetensors pytest hypothesis pytest-xdist
 
 A second command compares switches, `--sections switches,overlap`; `--cpu --quick` shows that it all works without a
-GPU; `--two-nodes HOST:PORT --node-rank N`, on each of two nodes, trains over NVLink and the network.
+GPU; `--two-nodes HOST:PORT --node-rank N`, on each of two nodes, measures the network and trains over it.
 """
 
 from __future__ import annotations
@@ -35,77 +35,137 @@ Row = dict[str, Any]
 
 
 class Section(NamedTuple):
-    """A program of this repository and its arguments, its limit in seconds, and what it shows."""
+    """A program of this repository and its arguments, its limit in seconds, what it shows, and its environment."""
 
     limit_s: int
     program: tuple[str, ...]
     shows: str
+    environ: tuple[str, ...] = ()
 
 
-def _measured(limit_s: int, name: str, shows: str) -> Section:
-    return Section(limit_s, ("benchmarks/gpu_sections.py", name), shows)
+def _measured(limit_s: int, name: str, shows: str, *environ: str) -> Section:
+    return Section(limit_s, ("benchmarks/gpu_sections.py", name), shows, environ)
 
 
 SECTIONS: Mapping[str, Section] = {
     "hardware": _measured(30, "hardware", "versions, bandwidth of a copy, the largest GEMM, attention kernel"),
     "tests": Section(90, ("-m", "pytest", "tests/gpu", "-p", "no:cacheprovider"), "kernels and steps against the CPU"),
-    "layouts": _measured(120, "layouts", "ranks that share the GPU against one process, in float64"),
-    "nccl": _measured(30, "nccl", "a world of one: timeout of a subgroup, barrier"),
+    "numbers": _measured(60, "numbers", "20 steps in bf16 against the same steps in fp32"),
+    "layouts": _measured(240, "layouts", "ranks that share the GPU against one process, in float64"),
+    "nccl": _measured(30, "nccl", "a subgroup's timeout, barrier, flight recorder", "TORCH_FR_BUFFER_SIZE=2000"),
     "mfu": _measured(180, "mfu", "step time, MFU, enqueueing and memory, eager and compiled"),
     "ranks": _measured(90, "ranks", "single ranks of large layouts: time of each action, memory against prediction"),
     "kernels": _measured(70, "kernels", "rates of the cost model, and a proposal for the accelerator's sheet"),
     "profile": _measured(50, "profile", "the kernels that take most of a step, and its trace"),
-    "program": _measured(60, "program", "pretrain_gpt.py: exit code 3 on SIGUSR1, resume, asynchronous save"),
+    "program": _measured(90, "program", "pretrain_gpt.py: stopped, resumed, and never stopped; stall of a save"),
 }
 SECOND: Mapping[str, Section] = {
     "switches": _measured(400, "switches", "switches against their baselines, in turns"),
     "overlap": _measured(30, "overlap", "whether a copy on a side stream runs during a GEMM, by stream priority"),
+    "queue": _measured(30, "overlap", "the same with a single hardware queue", "CUDA_DEVICE_MAX_CONNECTIONS=1"),
 }
+
+
+# What two nodes add: gradients, tokens, activations and matmuls over the network, each with its overlap.
+_TRACED = "logging.trace_iterations=[15]"
+_TENSOR_8 = ("parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true")
+TWO: Mapping[str, Sequence[str]] = {
+    "zero1": ("parallel.zero_stage=1",),
+    "zero3": ("parallel.zero_stage=3",),
+    "tensor8": _TENSOR_8,
+    "async-tp": (*_TENSOR_8, "parallel.tp_comm_overlap=true"),
+    "3d": (
+        "parallel.tensor_parallel_mode=3d",
+        "parallel.tensor_model_parallel_size=8",
+        "parallel.sequence_parallel=false",
+        "train.micro_batch_size=2",
+    ),
+    "1f1b": ("parallel.pipeline_model_parallel_size=2", _TRACED),
+    "zb-v": ("parallel.pipeline_model_parallel_size=2", "parallel.pipeline_schedule=zb-v", _TRACED),
+}
+NETWORK = "network"
+
+
+def two_nodes(args: argparse.Namespace) -> dict[str, Section]:
+    """Return this node's sections: the network, then 24 steps of each layout on bytes of the program's own source.
+
+    Each has a port of its own, so that a node that comes late does not meet the section before.
+    """
+    host, _, port = args.two_nodes.partition(":")
+    ranks, sections = 1 if args.quick else 8, dict[str, Section]()
+    launcher = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks))
+    for place, name in enumerate((NETWORK, *TWO)):
+        node = ("--node-rank", str(args.node_rank), "--master-addr", host, "--master-port", str(int(port) + place))
+        shows = "bandwidth, and first use of every communicator" if name == NETWORK else "step time and bubble"
+        program = network(args, ranks) if name == NETWORK else layout(args, name)
+        sections[name] = Section(240, (*launcher, *node, *program), f"{shows}, measured and predicted")
+    return sections
+
+
+def network(args: argparse.Namespace, ranks: int) -> tuple[str, ...]:
+    """Return the program that measures the network between two nodes."""
+    options = ("--cluster", args.cluster, "--node-ranks", str(ranks), "--json")
+    return ("benchmarks/network.py", *flags_of(args), *options)
+
+
+def layout(args: argparse.Namespace, name: str) -> tuple[str, ...]:
+    """Return the program that trains in a layout of `TWO`."""
+    program = ("benchmarks/gpu_program.py", *flags_of(args), "--output", str(args.output / name))
+    steps = ("train.train_iters=24", f"train.global_batch_size={16 if args.quick else 128}")
+    return (*program, f"logging.cluster={args.cluster}", *steps, *TWO[name])
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {**SECTIONS, **SECOND}
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu_day", help="folder of the results")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(known)}, separated by commas")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "runs" / "gpu_day", help="folder of the results; two nodes share it"
+    )
+    parser.add_argument(
+        "--sections", help=f"of {', '.join(known)}, separated by commas; of two nodes: {', '.join(TWO)}"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="limit of the whole command, the table included")
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU")
     parser.add_argument("--quick", action="store_true", help="small sizes, which only show that it works")
-    parser.add_argument("--two-nodes", metavar="HOST:PORT", help="address of node 0")
+    parser.add_argument("--two-nodes", metavar="HOST:PORT", help="address of node 0; ports from this one on are used")
     parser.add_argument("--node-rank", type=int, choices=(0, 1), default=0)
+    parser.add_argument(
+        "--cluster", default="dgx_h200", help="with --two-nodes: a file of megatron3d/hardware/clusters"
+    )
     args = parser.parse_args(argv)
     args.end_s = time.monotonic() + 60 * args.minutes - END_S
-    args.names = args.sections.split(",")
-    if unknown := set(args.names) - set(known):
-        parser.error(f"--sections {', '.join(sorted(unknown))}: use some of {', '.join(known)}")
+    args.folder = args.output / f"node{args.node_rank}" if args.two_nodes else args.output
+    args.known = two_nodes(args) if args.two_nodes else known
+    args.names = args.sections.split(",") if args.sections else list(args.known if args.two_nodes else SECTIONS)
+    if unknown := set(args.names) - set(args.known):
+        parser.error(f"--sections {', '.join(sorted(unknown))}: use some of {', '.join(args.known)}")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sections and print the table; return 1 if one of them failed."""
     args = parse_args(argv)
-    args.output.mkdir(parents=True, exist_ok=True)
-    if args.two_nodes:
-        return max(subprocess.run(command, cwd=ROOT).returncode for command in two_node_commands(args))
+    args.folder.mkdir(parents=True, exist_ok=True)
     python_path = ":".join(map(str, (ROOT, ROOT / "benchmarks", *installed_wheels())))
-    (args.output / "log.txt").unlink(missing_ok=True)
-    with (args.output / "results.jsonl").open("w", encoding="utf-8") as results:
+    (args.folder / "log.txt").unlink(missing_ok=True)
+    with (args.folder / "results.jsonl").open("w", encoding="utf-8") as results:
         write(results, {"section": "run", **facts(argv)})
         rows = [row for name in args.names for row in run_section(name, args, python_path, results)]
     table = "\n".join(table_lines(rows))
-    (args.output / "table.txt").write_text(table + "\n", encoding="utf-8")
+    (args.folder / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(table)
-    for line in trim(args.output):
+    for line in trim(args.folder):
         print(line)
     return int(any(row.get("exit_code", 0) != 0 for row in rows))
 
 
 def facts(argv: Sequence[str] | None) -> Row:
     """Return the command, the date, the commit and the machine."""
-    with contextlib.suppress(OSError):
+    commit = "unknown"
+    with contextlib.suppress(OSError):  # a machine without git
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        commit = found.stdout.strip() or "unknown"
+        commit = found.stdout.strip() or commit
     command = shlex.join(["python", "benchmarks/gpu_day.py", *(sys.argv[1:] if argv is None else argv)])
     when = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return {"command": command, "date": when, "commit": commit, "machine": platform.platform(), "cores": os.cpu_count()}
@@ -124,18 +184,24 @@ def installed_wheels() -> Iterator[Path]:
 
 def command_of(name: str, args: argparse.Namespace, python_path: str) -> list[str]:
     """Return the command of a section."""
-    section = {**SECTIONS, **SECOND}[name]
-    prefix = ["env", f"PYTHONPATH={python_path}", sys.executable, "-u", *section.program]
+    section: Section = args.known[name]
+    prefix = ["env", f"PYTHONPATH={python_path}", *section.environ, sys.executable, "-u", *section.program]
     if name == "tests":
         return [*prefix, *(["--on-cpu"] if args.cpu else []), *(["-k", "bit or gemm"] if args.quick else [])]
-    flags = [f"--{flag}" for flag in ("cpu", "quick") if getattr(args, flag)]
-    return [*prefix, *flags, "--output", str(args.output)]
+    if args.two_nodes:
+        return prefix
+    return [*prefix, *flags_of(args), "--output", str(args.output)]
+
+
+def flags_of(args: argparse.Namespace) -> list[str]:
+    """Return the options that all programs have, as typed."""
+    return [f"--{flag}" for flag in ("cpu", "quick") if getattr(args, flag)]
 
 
 def run_section(name: str, args: argparse.Namespace, python_path: str, results: Any) -> Iterator[Row]:
     """Run a section; write and yield the rows that it prints, and at its end one with exit code and seconds."""
     begin = time.monotonic()
-    limit_s = min({**SECTIONS, **SECOND}[name].limit_s, args.end_s - begin)
+    limit_s = min(args.known[name].limit_s, args.end_s - begin)
     if limit_s < 1:
         yield write(
             results, {"section": name, "exit_code": -1, "last_line": f"no time left of --minutes {args.minutes}"}
@@ -154,12 +220,13 @@ def run_section(name: str, args: argparse.Namespace, python_path: str, results: 
     timer.start()
     last = ""
     assert child.stdout is not None, "the output is a pipe"
-    with (args.output / "log.txt").open("a", encoding="utf-8") as log, child.stdout as lines:
+    with (args.folder / "log.txt").open("a", encoding="utf-8") as log, child.stdout as lines:
         for line in lines:
             log.write(f"[{name}] {line}")
-            last = line.strip() or last
-            if line.startswith("{"):
-                yield write(results, {"section": name, **json.loads(line)})
+            if row := parsed(line):
+                yield write(results, {"section": name, **row})
+            else:
+                last = line.strip() or last
     code = child.wait()
     timer.cancel()
     took_s = time.monotonic() - begin
@@ -167,10 +234,34 @@ def run_section(name: str, args: argparse.Namespace, python_path: str, results: 
     yield write(results, {"section": name, **summary})
 
 
+def parsed(line: str) -> Row | None:
+    """Return the row of a line, None if it is none: libraries print lines with braces as well."""
+    with contextlib.suppress(ValueError):
+        row = json.loads(line) if line.startswith("{") else None
+        return row if isinstance(row, dict) else None
+    return None
+
+
 def end(child: subprocess.Popen[str]) -> None:
-    """End a section and all processes that it has started."""
+    """End a section and all processes that it has started, also those that torchrun puts into sessions of their own."""
+    for pid in descendants(child.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all that it and its children have started, parents first."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for each in found:  # grows while it is read
+        found += parents.get(each, [])
+    return found
 
 
 def write(results: Any, row: Row) -> Row:
@@ -200,33 +291,6 @@ def trim(folder: Path) -> Iterator[str]:
         if place >= MAX_FILES or path.stat().st_size > MAX_FILE_BYTES:
             yield f"removed {path.name}: {path.stat().st_size / 2**20:.0f} MiB; {MAX_FILES} files of 16 MiB are kept"
             path.unlink()
-
-
-# What two nodes add: gradients, tokens, activations and matmuls over the network, each with its overlap.
-TWO_NODES: Mapping[str, Sequence[str]] = {
-    "data parallel, ZeRO 1": ("parallel.zero_stage=1",),
-    "data parallel, ZeRO 3": ("parallel.zero_stage=3",),
-    "tensor parallel in a node": ("parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"),
-    "async tensor parallel in a node": (
-        "parallel.tensor_model_parallel_size=8",
-        "parallel.sequence_parallel=true",
-        "parallel.tp_comm_overlap=true",
-    ),
-    "pipeline of two nodes": ("parallel.pipeline_model_parallel_size=2", "parallel.tensor_model_parallel_size=4"),
-    "3-D in a node": ("parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"),
-}
-
-
-def two_node_commands(args: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield the commands of this node: 20 steps of each layout of TWO_NODES on bytes of the program's own source."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8"]
-    for place, (name, overrides) in enumerate(TWO_NODES.items()):
-        host, _, port = args.two_nodes.partition(":")
-        address = ["--node-rank", str(args.node_rank), "--master-addr", host, "--master-port", str(int(port) + place)]
-        folder = args.output / f"two_nodes_{place}"
-        print(f"> {name}: metrics in {folder}/metrics.jsonl", flush=True)
-        program = ["benchmarks/gpu_program.py", "--output", str(folder), *overrides]
-        yield [*torchrun, *address, *program]
 
 
 if __name__ == "__main__":

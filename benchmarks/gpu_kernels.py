@@ -12,10 +12,16 @@ from gpu_timing import Place, Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.sdpa_backends import NAMES, usable
+from megatron3d.ops.attention import rotary_tables, rotate
+from megatron3d.ops.cross_entropy import LOSS_KERNELS, loss_kernel
+from megatron3d.ops.fused_cross_entropy import VocabShard
 from megatron3d.ops.gemm import add_product, product, put_product
+from megatron3d.ops.norm import norm
 from megatron3d.optim.adamw import ParamGroup, update_fused
+from megatron3d.parallel.mesh import Mesh
 
 BF16 = torch.bfloat16
 # Tokens, input and output features: projections of 1B, 8B and 70B models, whole and on one of 8 ranks, and a head.
@@ -45,6 +51,8 @@ def kernels(place: Place) -> Iterator[Row]:
     yield from attention
     streams = list(stream_rows(place))
     yield from streams
+    yield from loss_rows(place)
+    yield from layer_rows(place)
     launch = {"kernel": "launch", "us": launch_us(place)}
     yield launch
     yield from proposal(place, gemms, attention, streams, launch)
@@ -112,6 +120,45 @@ def stream_rows(place: Place) -> Iterator[Row]:
     steps, skipped = torch.tensor(1.0, device=place.device), torch.tensor(0.0, device=place.device)
     took = place.seconds(lambda: update_fused(group, config, 1e-4, steps, skipped))
     yield {"kernel": "AdamW", "gb_s": ADAMW_BYTES * count / took / 1e9}
+
+
+def loss_rows(place: Place) -> Iterator[Row]:
+    """Yield the bytes that each kernel of the loss could have copied per logit in its time, for chunks of 1 GiB."""
+    comm = ProcessComm(Mesh((("x", 1),)), [])
+    tokens, vocab_size = (16, 250) if place.quick else (2048, 128256)
+    labels = torch.randint(vocab_size, (tokens,), device=place.device)
+    logits = torch.randn(tokens, vocab_size, device=place.device)
+    copy_s = place.seconds(partial(torch.empty_like(logits).copy_, logits))
+    for name, kernel in LOSS_KERNELS.items():
+        if name != "triton" or loss_kernel(place.device.type != "cpu", torch.float32) == name:
+            shard = VocabShard(0, vocab_size, (), comm)
+            took = place.seconds(partial(kernel, logits, labels, tokens, 1.0, shard, BF16))
+            yield {"kernel": f"loss, {name}", "ms": 1e3 * took, "logit_bytes": 8 * took / copy_s}
+
+
+def layer_rows(place: Place) -> Iterator[Row]:
+    """Yield the accesses per element that norm and rotary embedding could have copied in their times."""
+    tokens, hidden = (64, 64) if place.quick else (8192, 4096)
+    x, dy = _random(place, tokens, hidden), _random(place, tokens, hidden)
+    weight = _random(place, hidden).requires_grad_()
+    out = torch.empty_like(x)
+    copy_s = place.seconds(lambda: out.copy_(x))
+    tables = rotary_tables(tokens, 64, 1e4, x)
+    comm = ProcessComm(Mesh((("x", 1),)), [])
+    kernels: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+        "norm": (lambda x: norm(x, weight, None, 1e-5, (), comm), x.shape),
+        "rotary": (lambda x: rotate(x, tables), (1, tokens, hidden // 64, 64)),
+    }
+    for name, (kernel, shape) in kernels.items():
+        given = x.view(shape).detach().requires_grad_()
+        y = kernel(given)
+        wanted = [given, *([weight] if name == "norm" else [])]
+
+        def backward(y: Tensor = y, wanted: list[Tensor] = wanted) -> None:
+            torch.autograd.grad(y, wanted, dy.view(y.shape), retain_graph=True)
+
+        forward_s, backward_s = place.seconds(partial(kernel, given)), place.seconds(backward)
+        yield {"kernel": name, "forward": 2 * forward_s / copy_s, "backward": 2 * backward_s / copy_s}
 
 
 def launch_us(place: Place) -> float:

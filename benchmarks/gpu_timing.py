@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_program import SMALL
 
 from megatron3d.analysis.memory_model.local_sizes import KERNELS
 from megatron3d.analysis.memory_model.rank import predict_memory
@@ -35,22 +36,6 @@ from megatron3d.verify.dry_run.run import microbatches
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
-ALONE = (
-    "parallel.tensor_model_parallel_size=1",
-    "parallel.sequence_parallel=false",
-    "parallel.pipeline_model_parallel_size=1",
-    "parallel.virtual_pipeline_model_parallel_size=null",
-)
-SMALL = (
-    "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=128",
-    "model.num_attention_heads=8",
-    "model.seq_length=64",
-    "model.max_position_embeddings=64",
-    "model.vocab_size=256",
-    "train.precision=fp32",
-)
 
 
 @dataclass(frozen=True)
@@ -99,12 +84,14 @@ class Place:
             torch.accelerator.reset_peak_memory_stats(self.device)
 
 
-def spec_of(place: Place, preset: str, overrides: Sequence[str], world_size: int = 1, rank: int = 0) -> RunSpec:
-    """Return the run of a preset on a rank; its small form where the place is quick."""
+def spec_of(
+    place: Place, preset: str, overrides: Sequence[str], world_size: int = 1, last: Sequence[str] = ()
+) -> RunSpec:
+    """Return the run of a preset; its small form where the place is quick, with overrides `last` in any case."""
     small = SMALL if place.quick else ()
-    config = read_config(ROOT / "configs" / f"{preset}.yaml", [*overrides, *small]).config
+    config = read_config(ROOT / "configs" / f"{preset}.yaml", [*overrides, *small, *last]).config
     assert config.model.vocab_size is not None, f"{preset} names its vocabulary"
-    return RunSpec(config, world_size, config.model.vocab_size, rank)
+    return RunSpec(config, world_size, config.model.vocab_size)
 
 
 class Steps:
@@ -112,12 +99,15 @@ class Steps:
 
     Args:
         comm: default: a communicator of the rank with itself.
+        has_initial_values: the weights are those of a run; otherwise random numbers, which are drawn faster.
     """
 
-    def __init__(self, place: Place, spec: RunSpec, comm: Comm | None = None) -> None:
+    def __init__(self, place: Place, spec: RunSpec, comm: Comm | None = None, has_initial_values: bool = False) -> None:
         self.place, self.spec = place, spec
-        self.state: TrainState = build_state(spec, comm or LoopbackComm(spec.mesh), place.device, has_values=False)
-        self._randomize()
+        comm = comm or LoopbackComm(spec.mesh)
+        self.state: TrainState = build_state(spec, comm, place.device, initializes=has_initial_values)
+        if not has_initial_values:
+            self._randomize()
         generator = torch.Generator().manual_seed(1)
         vocab_size, train = spec.arch.vocab_size, spec.config.train
         self.batch = [

@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cluster", required=True, help="a file of megatron3d/hardware/clusters, or a path")
     parser.add_argument("--node-ranks", type=int, help="ranks of a node; default: as in the cluster's file")
     parser.add_argument("--output", type=Path, help="JSON lines; default: only the table")
+    parser.add_argument("--json", action="store_true", help="print JSON lines in the place of the table")
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU")
     parser.add_argument("--quick", action="store_true", help="small tensors, which only show that it works")
     args = parser.parse_args(argv)
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mesh = Mesh((("outer", here.world_size // inner), ("inner", inner)), here.rank)
         rows = list(measure(mesh, here.device, cluster, QUICK_MIB if args.quick else SIZES_MIB))
     if here.rank == 0:
-        print("\n".join(map(shown, rows)))
+        print("\n".join(map(json.dumps if args.json else shown, rows)))
         if args.output:
             args.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return 0

@@ -103,11 +103,11 @@ def _watchdog(env: LauncherEnv, backend: str, timeout_s: float) -> Watchdog:
     from megatron3d.runtime.watchdog import Watchdog
 
     store = TcpStatusStore(env.address, env.port, _attempt())
-    recorder = _flight_recorder(backend) if os.environ.get("TORCH_FR_BUFFER_SIZE") != "0" else bytes
+    recorder = flight_recorder(backend) if os.environ.get("TORCH_FR_BUFFER_SIZE") != "0" else bytes
     return Watchdog(store, env.rank, env.world_size, timeout_s, _exit_immediately, recorder)
 
 
-def _flight_recorder(backend: str) -> Callable[[], bytes]:
+def flight_recorder(backend: str) -> Callable[[], bytes]:
     """Return the function that pickles the collectives that torch has recorded; it returns nothing on an older torch.
 
     NCCL's are in a recorder of their own.  Stacks are left out: they take seconds, and heartbeats have them.

@@ -51,8 +51,15 @@ def connect(spec: RunSpec) -> ProcessComm:
     return ProcessComm(state.mesh, state.group_axes, state.links, group_timeout(60 * minutes))
 
 
-def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: bool = True) -> TrainState:
-    """Build model, buffers and optimizer; with `has_values`, parameters are initialized as a function of the seed."""
+def build_state(
+    spec: RunSpec, comm: Comm, device: torch.device, has_values: bool = True, initializes: bool = True
+) -> TrainState:
+    """Build model, buffers and optimizer.
+
+    Args:
+        has_values: tensors have values; without them, as in a dry run, nothing is compiled or initialized.
+        initializes: parameters get their initial values, a function of the seed; otherwise the caller fills them.
+    """
     config = spec.config
     if config.train.cpu_offloading and device.type == "cpu":
         raise UserError("train.cpu_offloading=true: this run computes on the CPU; use false, or a GPU")
@@ -90,7 +97,7 @@ def build_state(spec: RunSpec, comm: Comm, device: torch.device, has_values: boo
         compiler = Compiler(is_opaque)
         for layer in model.layers.values():
             compiler.block(layer)
-    for name, start, values in buffers.shards("main") if has_values else ():
+    for name, start, values in buffers.shards("main") if has_values and initializes else ():
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
     if spec.overlap.weight_gather:

@@ -1,4 +1,4 @@
-"""Fact: gpu_day.py keeps every row that a section printed, ends sections at their limits, and all sections run.
+"""Fact: gpu_day.py runs from end to end as one command, keeps every row, and ends sections at their limits.
 
 On the CPU the sections only show that they work; a section that printed nothing, or a run that lost rows of a section
 that was ended, would be found.
@@ -7,56 +7,125 @@ that was ended, would be found.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import gpu_day
+import gpu_runs
 import gpu_sections
 import pytest
 import torch
-from gpu_timing import Place
+from gpu_timing import Place, Steps, spec_of
 
-ROWS = {"hardware": "device", "mfu": "step_ms", "ranks": "action_ms", "kernels": "proposal", "profile": "operation"}
-MORE = {"switches": "speed_up", "overlap": "overlap", "nccl": "subgroup_timeout"}
+from megatron3d.config.read import read_config
+from megatron3d.config.validate.rules import check
+from tests.support.tiny_run import ROOT
+
+Results = list[dict[str, object]]
+# A key that a row of each section has.
+KEYS: Mapping[str, str] = {
+    "hardware": "device",
+    "tests": "last_line",
+    "numbers": "relative_difference",
+    "layouts": "equal",
+    "nccl": "recorded",
+    "mfu": "step_ms",
+    "ranks": "action_ms",
+    "kernels": "proposal",
+    "profile": "operation",
+    "program": "stall_ms",
+    "switches": "speed_up",
+    "overlap": "overlap",
+    "queue": "overlap",
+}
 
 
-@pytest.mark.parametrize("name", [*ROWS, *MORE])
-def test_a_section_measures(name: str, tmp_path: Path) -> None:
-    rows = list(gpu_sections.SECTIONS[name](Place(torch.device("cpu"), quick=True, output=tmp_path)))
-    assert any({**ROWS, **MORE}[name] in row for row in rows)
-    assert not [row for row in rows if "error" in row]
-    json.dumps(rows)
-    if name == "profile":
-        assert [path.name for path in tmp_path.iterdir()] == ["trace_eager.json.gz"]
+@pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+    """Return the folder and the rows of one command with all sections."""
+    folder = tmp_path_factory.mktemp("day")
+    command = [sys.executable, "benchmarks/gpu_day.py", "--cpu", "--quick", "--sections", ",".join(KEYS)]
+    done = subprocess.run([*command, "--output", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder, results(folder)
 
 
-def test_programs_stop_and_resume(tmp_path: Path) -> None:
-    stopped, resumed = gpu_sections.program(Place(torch.device("cpu"), quick=True, output=tmp_path))
-    assert stopped["is_right"] and resumed["code"] == 0 and resumed["from"] >= 3, (stopped, resumed)
+def test_one_command_runs_every_section(day: tuple[Path, Results]) -> None:
+    folder, rows = day
+    assert {*KEYS} == {*gpu_day.SECTIONS, *gpu_day.SECOND}
+    for name, key in KEYS.items():
+        mine = [row for row in rows if row["section"] == name]
+        assert mine and any(key in row for row in mine), f"{name} printed no {key}"
+        assert mine[-1]["exit_code"] == 0 and not [row for row in mine if "error" in row], mine
+    table = (folder / "table.txt").read_text(encoding="utf-8")
+    assert all(f"\n{name} " in f"\n{table}" for name in KEYS)
+
+
+def test_what_comes_home_fits(day: tuple[Path, Results]) -> None:
+    folder, _ = day
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"results.jsonl", "table.txt", "log.txt", "trace_eager.json.gz", "flight_recorder.pickle"}
+
+
+def test_a_resumed_run_is_compared_bit_for_bit() -> None:
+    whole = {1: 3.0, 2: 2.5, 3: 2.25}
+    assert gpu_runs.same_losses(whole, whole, 1)["is_right"]
+    assert not gpu_runs.same_losses(whole | {3: 2.25 + 2**-50}, whole, 1)["is_right"]
+
+
+def test_compiled_rows_are_compiled(tmp_path: Path) -> None:
+    """Would catch rows of MFU that are called compiled while their layers run eagerly."""
+    place = Place(torch.device("cpu"), quick=True, output=tmp_path)
+    for setting in (True, False):
+        steps = Steps(place, spec_of(place, "llama-1b", [f"train.compile={str(setting).lower()}"]))
+        assert all(("forward" in vars(layer)) == setting for layer in steps.state.model.layers.values())
+
+
+def test_every_layout_is_one_that_ranks_can_have() -> None:
+    for preset, world_size, overrides in gpu_runs.LAYOUTS.values():
+        config = read_config(ROOT / "configs" / f"{preset}.yaml", overrides).config
+        assert list(check(config, world_size)) == []
 
 
 def test_every_section_has_a_program_and_a_limit_of_the_ten_minutes() -> None:
-    assert {*gpu_day.SECTIONS, *gpu_day.SECOND} - {"tests"} == set(gpu_sections.SECTIONS)
+    assert {*gpu_day.SECTIONS, *gpu_day.SECOND} - {"tests", "queue"} == set(gpu_sections.SECTIONS)
     total_s = sum(section.limit_s for section in gpu_day.SECTIONS.values())
     assert total_s <= 20 * 60, "even where all sections take their limits, two commands suffice"
 
 
-def results(folder: Path) -> list[dict[str, object]]:
+def results(folder: Path) -> Results:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_rows_are_kept_when_a_section_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sections: one prints a row and hangs with a child, one fails; both are in the results and the table."""
-    hangs = "import subprocess, time; print('{\"a\": 1}', flush=True); subprocess.run(['sleep', '60'])"
+    """One prints rows and hangs with a child in a session of its own, one fails; both are in results and table."""
+    child = "subprocess.Popen(['sleep', '60'], start_new_session=True).pid"
+    printed = f"print('{{\"a\": 1}}'); print('{{no row}}'); print({child}, flush=True)"
+    hangs = f"import subprocess, time; {printed}; time.sleep(60)"
     fails = "import sys; print('{\"b\": 2}'); sys.exit('broken')"
-    sections = {"hangs": gpu_day.Section(1, ("-c", hangs), ""), "fails": gpu_day.Section(9, ("-c", fails), "")}
+    sections = {"hangs": gpu_day.Section(2, ("-c", hangs), ""), "fails": gpu_day.Section(9, ("-c", fails), "")}
     monkeypatch.setattr(gpu_day, "SECTIONS", sections)
+    begin = time.monotonic()
     assert gpu_day.main(["--output", str(tmp_path)]) == 1
+    assert time.monotonic() - begin < 30, "a child that holds the output open kept the section going"
     run, first, ended, second, failed = results(tmp_path)
     assert run["command"] == f"python benchmarks/gpu_day.py --output {tmp_path}" and run["date"] and run["commit"]
     assert (first["section"], first["a"]) == ("hangs", 1) and (second["section"], second["b"]) == ("fails", 2)
     assert ended["timed_out"] and ended["exit_code"] != 0
     assert failed["exit_code"] == 1 and failed["last_line"] == "broken" and not failed["timed_out"]
     assert "a=1" in (tmp_path / "table.txt").read_text(encoding="utf-8")
+    status = Path(f"/proc/{ended['last_line']}/stat")
+    assert not status.exists() or ") Z " in status.read_text(), "the child is still there"
+
+
+def test_a_machine_without_git_has_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert gpu_day.facts([])["commit"] == "unknown"
 
 
 def test_the_table_comes_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,12 +137,6 @@ def test_the_table_comes_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert ended["timed_out"] and skipped["last_line"] == "no time left of --minutes 0.11"
 
 
-def test_the_command_runs_a_section_in_a_process_of_its_own(tmp_path: Path) -> None:
-    assert gpu_day.main(["--cpu", "--quick", "--sections", "hardware", "--output", str(tmp_path)]) == 0
-    assert any("torch" in row for row in results(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "table.txt", "log.txt"}
-
-
 def test_a_folder_of_eight_files_comes_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_day, "MAX_FILE_BYTES", 10)
     for name, size in (("results.jsonl", 5), ("large.gz", 11), *((f"{place}.gz", 1) for place in range(9))):
@@ -83,12 +146,48 @@ def test_a_folder_of_eight_files_comes_home(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "results.jsonl").exists() and len(list(tmp_path.iterdir())) == gpu_day.MAX_FILES
 
 
-def test_two_nodes_run_the_same_layouts(tmp_path: Path) -> None:
+def test_two_nodes_run_the_same_sections() -> None:
     args = [gpu_day.parse_args(["--two-nodes", "node0:29500", "--node-rank", str(rank)]) for rank in (0, 1)]
-    one, other = (list(gpu_day.two_node_commands(each)) for each in args)
-    assert len(one) == len(gpu_day.TWO_NODES)
-    for mine, theirs in zip(one, other, strict=True):
-        assert {*mine} ^ {*theirs} == {"0", "1"} and "node0" in mine
+    assert args[0].names == args[1].names == ["network", *gpu_day.TWO]
+    ports = set()
+    for name in args[0].names:
+        one, other = (gpu_day.command_of(name, each, "") for each in args)
+        assert {*one} ^ {*other} == {"0", "1"} and "node0" in one
+        ports.add(one[one.index("--master-port") + 1])
+    assert len(ports) == len(args[0].names)
+
+
+def test_layouts_of_two_nodes_are_those_of_sixteen_ranks() -> None:
+    for overrides in gpu_day.TWO.values():
+        config = read_config(ROOT / "configs" / "llama-1b.yaml", ["train.global_batch_size=128", *overrides]).config
+        assert list(check(config, 16)) == []
+
+
+def test_two_nodes_measure_network_and_bubble_next_to_the_prediction(tmp_path: Path) -> None:
+    """Each node is a command with one rank here."""
+    with socket.socket() as held:
+        held.bind(("localhost", 0))
+        port = held.getsockname()[1]
+    command = [sys.executable, "benchmarks/gpu_day.py", "--cpu", "--quick", "--two-nodes", f"localhost:{port}"]
+    nodes = []
+    for rank in ("0", "1"):
+        output = ["--node-rank", rank, "--sections", "network,1f1b", "--output", str(tmp_path)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        nodes.append(
+            subprocess.Popen(
+                [*command, *output], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    said = [node.communicate(timeout=600)[0] for node in nodes]
+    logs = [(tmp_path / f"node{rank}" / "log.txt").read_text() for rank in ("0", "1")]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join([*said, *logs])
+    rows = results(tmp_path / "node0")
+    assert any("gb_s" in row and "predicted_s" in row for row in rows)
+    assert any(str(row.get("what", "")).startswith("first use of ") for row in rows)
+    (found,) = (row for row in rows if "pipeline_bubble" in row)
+    assert found["section"] == "1f1b" and found["predicted_bubble"] and found["predicted_ms"] and found["elapsed_ms"]
+    assert "bubble measured" in logs[0]
+    assert not list((tmp_path / "1f1b").glob("iter_*")), "checkpoints are large"
 
 
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

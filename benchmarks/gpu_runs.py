@@ -1,0 +1,116 @@
+"""Sections of gpu_day.py that compare runs: bf16 and fp32, layouts and one process, resumed and uninterrupted ones."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from gpu_program import ALONE, HIDE_GPU, ROOT, SMALL_BYTES, command, losses, rows_of, write_corpus
+from gpu_timing import Place, Row, Steps, spec_of
+
+from megatron3d.runtime.exit_codes import ExitCode
+
+# How far losses of the same steps in bf16 and in fp32 may be apart: some units in the last place of bf16.
+NEAR = 2e-2
+
+
+def numbers(place: Place) -> Iterator[Row]:
+    """Yield the losses of 20 steps on one batch in bf16 and in fp32, from the same weights."""
+    keys = [*ALONE, "train.micro_batch_size=4", "train.global_batch_size=4"]
+    found: dict[str, list[float]] = {}
+    for precision in ("fp32", "bf16"):
+        spec = spec_of(place, "gpt2-124m", keys, last=[f"train.precision={precision}"])
+        steps = Steps(place, spec, has_initial_values=True)
+        found[precision] = torch.stack([steps() for _ in range(20)]).tolist()
+        del steps
+        place.free()
+    apart = max(abs(one / other - 1) for one, other in zip(*found.values(), strict=True))
+    learns = all(each[-1] < each[0] for each in found.values())
+    shown = {name: [round(each[step], 4) for step in (0, 9, 19)] for name, each in found.items()}
+    yield {**shown, "relative_difference": apart, "is_right": apart < NEAR and learns}
+
+
+# Layouts that ranks on one GPU are compared in: every mode and form, ZeRO stage and kind of schedule.
+PIPELINE, DOUBLED = "llama-70b", "parallel.virtual_pipeline_model_parallel_size=2"
+FORMS = ("1d", "1d-sp", "2d", "2d-weight-stationary", "2.5d", "2.5d-weight-stationary", "3d", "3d-tokens")
+LAYOUTS: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
+    **{name: (f"modes/{name}", 8, ()) for name in (*FORMS, "grid", "grid-scatter")},
+    **{f"ZeRO {stage}": ("llama-1b", 8, (f"parallel.zero_stage={stage}",)) for stage in range(4)},
+    "1f1b": (PIPELINE, 512, ("parallel.pipeline_schedule=1f1b", "parallel.virtual_pipeline_model_parallel_size=null")),
+    "interleaved": (PIPELINE, 512, ()),
+    "zb-v": (PIPELINE, 512, ("parallel.pipeline_schedule=zb-v", DOUBLED)),
+}
+
+
+def layouts(place: Place) -> Iterator[Row]:
+    """Yield whether each layout equals one process in float64; ranks share the GPU, and their collectives lag."""
+    names = ["ZeRO 1"] if place.quick else list(LAYOUTS)
+    device = "cpu" if place.device.type == "cpu" else "gpu"
+    for name in names:
+        preset, world_size, overrides = LAYOUTS[name]
+        program = [sys.executable, "tools/verify_layout.py", "--config", f"configs/{preset}.yaml", "--steps", "1"]
+        options = ["--world-size", str(world_size), "--device", device, "--tolerance", "1e-9", "--lag-ms", "1"]
+        done = subprocess.run([*program, *options, *overrides], cwd=ROOT, capture_output=True, text=True)
+        lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]
+        yield {"layout": name, "equal": done.returncode == 0, "line": lines[-1][:200]}
+
+
+def program(place: Place) -> Iterator[Row]:
+    """Yield what pretrain_gpt.py does on SIGUSR1, whether it goes on as if never stopped, and what a save costs it."""
+    keys = ["--config", str(ROOT / "configs" / "llama-1b.yaml"), *ALONE, "train.train_iters=100000"]
+    keys += ["train.micro_batch_size=2", "train.global_batch_size=4", "checkpoint.async_save=true"]
+    keys += SMALL_BYTES if place.quick else ["model.vocab_size=null", "model.num_layers=4", "model.seq_length=2048"]
+    hide = HIDE_GPU if place.device.type == "cpu" else ()
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, output, whole = write_corpus(Path(folder) / "bytes"), Path(folder) / "run", Path(folder) / "whole"
+        first = stopped([*hide, *command(corpus, output, keys)], output)
+        yield {"run": "stopped", **first}
+        if not first["is_right"]:
+            return
+        iteration = int((output / "latest_checkpointed_iteration.txt").read_text())
+        keys += [f"train.exit_interval={iteration + 2}"]
+        for name, place_of in (("resumed", output), ("never stopped", whole)):
+            saves = [f"checkpoint.save_interval={iteration + 1}"] if place_of is whole else []
+            done = subprocess.run([*hide, *command(corpus, place_of, [*keys, *saves])], capture_output=True, text=True)
+            is_right = done.returncode == ExitCode.STOPPED
+            yield {"run": name, "code": done.returncode, "is_right": is_right, "line": _last(done.stdout + done.stderr)}
+            if not is_right:
+                return
+        yield same_losses(losses(output), losses(whole), iteration)
+        yield {"run": "asynchronous save", "stall_ms": stalls_ms(whole), "step_ms": rows_of(whole)[-1]["elapsed_ms"]}
+
+
+def same_losses(resumed: Mapping[int, float], whole: Mapping[int, float], iteration: int) -> Row:
+    """Return whether the losses after an iteration, at which one run was stopped and resumed, are equal bit for bit."""
+    pairs = [(resumed[each], whole[each]) for each in (iteration + 1, iteration + 2)]
+    equal = all(one == other for one, other in pairs)
+    return {"run": "compared", "from": iteration, "losses": pairs, "is_right": equal}
+
+
+def stalls_ms(output: Path) -> list[float]:
+    """Return the milliseconds for which saves held training up."""
+    timers = [row.get("timers", {}) for row in rows_of(output)]
+    return [each["save-checkpoint"]["max"] for each in timers if "save-checkpoint" in each]
+
+
+def stopped(typed: Sequence[str], output: Path, limit_s: float = 150.0) -> Row:
+    """Start a run, send SIGUSR1 once it has made some steps, and return its exit code."""
+    child = subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics, end_s = output / "metrics.jsonl", time.monotonic() + limit_s
+    while child.poll() is None and time.monotonic() < end_s:
+        if metrics.exists() and metrics.read_text(encoding="utf-8").count('"lm_loss"') >= 3:
+            break
+        time.sleep(0.2)
+    child.send_signal(signal.SIGUSR1)
+    text, _ = child.communicate(timeout=limit_s)
+    return {"code": child.returncode, "is_right": child.returncode == ExitCode.STOPPED, "line": _last(text)}
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1][:200]
