@@ -149,7 +149,7 @@ def input_grad_kernel(
 
 
 def _block(features: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(features))
+    return min(BLOCK, int(triton.next_power_of_2(features)))
 
 
 def write_statistics(x_MH: Tensor, statistics_CM: Tensor) -> None:
