@@ -255,10 +255,9 @@ class _LayoutBound:
 
     def __init__(self, problem: PlanningProblem, local: LocalSizes, weights: int) -> None:
         self._work, self._weights = local, weights
-        phases = layer_times(local, problem.machine)
+        machine, chunk = problem.machine, problem.spec(problem.config).loss_chunk(problem.machine.on_gpu)
+        phases, self._head_s = layer_times(local, machine), head_times(local, machine, chunk).total
         self._layer_s = phases.forward.total + phases.backward.total
-        chunk = problem.spec(problem.config).loss_chunk(problem.machine.on_gpu)
-        self._head_s = head_times(local, problem.machine, chunk).total
         self._busiest: dict[int, float] = {}
         activations = total_bytes(layer_activations(local))
         is_full = local.recompute.granularity == "full"
