@@ -119,3 +119,12 @@ def test_packed_documents_of_four_ranks_equal_each_document_alone(model: str) ->
     for found in every:
         assert torch.allclose(found[0], expected, atol=1e-12, rtol=0)
     assert torch.allclose(every[0][1], logits(0, 1, one, [packed[::-1]], Packing(EOD, **RESET))[0], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_shorter_sequences_of_a_warm_up(model: str) -> None:
+    """A batch of the sequence-length warm-up is cut into chunks of its own length."""
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]]
+    expected = logits(0, 1, configure(model, None, {}), rows, Packing())
+    for found in run_turns(logits, 2, configure(model, None, {"context_parallel_size": 2}), rows, Packing()):
+        assert torch.allclose(found, expected, atol=1e-12, rtol=0)

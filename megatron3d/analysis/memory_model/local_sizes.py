@@ -192,7 +192,7 @@ class LocalSizes:
     def scores(self) -> int:
         """Attention scores that this rank computes for each of its heads: all, or with context ranks by chunks."""
         seq, ranks = self.arch.seq_length, self.mesh.size(self.mode.context)
-        if ranks == 1 or self.arch.attention_dropout:
+        if ranks == 1 or self.arch.attention_dropout or self.masks_documents:
             return self.inner_tokens * seq
         chunk = seq // (2 * ranks)  # chunks r and 2 c - 1 - r see r + 1 and 2 c - r chunks of keys
         return self.sequences * (2 * ranks + 1) * chunk**2

@@ -80,7 +80,8 @@ def layer_peaks(local: LocalSizes) -> dict[str, int]:
     queries = local.num_queries * local.arch.kv_channels
     inside = {site: matmul_backward(local, site) for site in reversed(LINEARS)}
     inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width) + sdpa_workspace(local)
-    inside["attention.core"] += 3 * local.whole_keys * local.itemsize  # gradients of chunks, their sum, sent by rank
+    # Gradients of gathered keys and values, summed in fp32, in the model's dtype, and in the order of ranks.
+    inside["attention.core"] += local.whole_keys * (local.wide + 2 * local.itemsize)
     inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
     if local.arch.hidden_dropout:

@@ -80,7 +80,7 @@ def losses(rank: int, world_size: int, folder: Path, layouts: list[list[str]]) -
     here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
     found = []
     for layout in layouts:
-        config = read_run(resolve(folder), [FP64, *layout], world_size)
+        config = read_run(resolve(folder), [FP64, *layout], world_size, splits_context=True)
         samples = evaluate.find_samples(config, ByteTokenizer(None), "whole", 21)
         executor = restore(config, ByteTokenizer(None), resolve(folder), here)
         found.append(evaluate.mean_loss(executor, config, samples, here.device))
@@ -101,6 +101,7 @@ def test_every_layout(folder: Path, pool: Pool, capsys: pytest.CaptureFixture[st
             zip(MODES.items(), (8, 4, 4, 2, 2), (1, 2, 1, 2, 1), strict=True)
         )
     ]
+    layouts.append(["parallel.context_parallel_size=4", "parallel.zero_stage=3"])
     for found in pool.run(losses, 8, folder, layouts):
         assert [loss for loss in found if not math.isclose(loss, alone, rel_tol=1e-10)] == []
 
