@@ -75,6 +75,12 @@ MUTATIONS = [
         "if order is not None:",
     ),
     Mutation(
+        "kind of a layer by its index on later pipeline ranks only",
+        "model/layers.py",
+        "attention_kind(arch, index)",
+        "attention_kind(arch, index * (build.comm.mesh.coord('pipeline') > 0))",
+    ),
+    Mutation(
         "softmax maximum of one vocabulary shard",
         "ops/cross_entropy.py",
         'comm.all_reduce(logits_CV.amax(-1), axes, "max").wait()',

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron3d.config.arguments import ConfigParser
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
+from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.config.validate.rules import check

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from megatron3d.config.schema import ModelConfig
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
+from megatron3d.ops.rotary_spec import LINEAR, LLAMA3, YARN, RotaryScaling, yarn_attention_factor
 
 T = TypeVar("T")
 
@@ -41,7 +43,48 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
+        rotary_scaling=_rotary_scaling(model),
+        rotary_percent=model.rotary_percent,
+        no_rope_freq=_pattern(model.no_rope_freq),
     )
+
+
+def _pattern(freq: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the pattern of a key that names every n-th layer, or lists a pattern."""
+    if freq is None:
+        return ()
+    return (*(freq - 1) * (0,), 1) if isinstance(freq, int) else tuple(map(int, freq))
+
+
+# Keys of each scaling of RoPE, and the defaults of those that need not be set.
+ROTARY_KEYS: Mapping[str, Mapping[str, float | bool | None]] = {
+    LINEAR: {},
+    LLAMA3: {
+        "original_max_position_embeddings": None,
+        "rotary_low_freq_factor": 1.0,
+        "rotary_high_freq_factor": 4.0,
+    },
+    YARN: {
+        "original_max_position_embeddings": None,
+        "rotary_beta_slow": 1.0,
+        "rotary_beta_fast": 32.0,
+        "rotary_attention_factor": None,
+        "rotary_truncate": True,
+    },
+}
+
+
+def _rotary_scaling(model: ModelConfig) -> RotaryScaling | None:
+    """Return the scaling of RoPE; the rules report a value that is missing."""
+    if model.rotary_scaling is None:
+        return None
+    factor, keys = model.rotary_scaling_factor or 1.0, ROTARY_KEYS[model.rotary_scaling]
+    given: dict[str, Any] = {
+        name.removeprefix("rotary_"): _or_default(getattr(model, name), default) for name, default in keys.items()
+    }
+    if model.rotary_scaling == YARN:
+        given["attention_factor"] = _or_default(given["attention_factor"], yarn_attention_factor(factor))
+    return RotaryScaling(model.rotary_scaling, factor, **given)
 
 
 def _or_default(value: T | None, default: T) -> T:

@@ -175,7 +175,8 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
         if "anyOf" in kind["items"]:
             return "a list such as [0.7, data/web, 0.3, data/books]"
         if "enum" in kind["items"]:
-            return f"a list of {one_of(kind['items']['enum'])}, such as [{kind['items']['enum'][0]}]"
+            choices = [str(choice) for choice in kind["items"]["enum"]]
+            return f"a list of {one_of(choices)}, such as [{choices[0]}]"
         return f"a list of whole numbers of at least {kind['items']['minimum']}, such as [2,2,2]"
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "and below"}
     limits = "".join(f" {words} {kind[bound]:g}" for bound, words in bounds.items() if bound in kind)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from megatron3d.config.io_schema import CheckpointConfig, DataConfig, LoggingConfig
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.section import Count, Positive, Section
 from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.modes import MODES
@@ -43,39 +44,6 @@ Schedules = Field(json_schema_extra={"enum": [*SCHEDULES, FROM_FILE]})
 ScheduleName = Annotated[str, AfterValidator(_known_schedule), Schedules]
 Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False)]
 MomentDtype = Literal["fp32", "bf16"]
-
-
-class ModelConfig(Section):
-    """The network."""
-
-    family: Literal["gpt2", "llama"] = "gpt2"
-    num_layers: int = Field(12, ge=1)
-    hidden_size: int = Field(768, ge=1)
-    ffn_hidden_size: int | None = Field(
-        None, ge=1, description="default: 4 hidden, or 8/3 hidden rounded up to 256 where the activation is gated"
-    )
-    num_attention_heads: int = Field(12, ge=1)
-    num_query_groups: int | None = Field(None, ge=1, description="key/value heads; default: num_attention_heads")
-    kv_channels: int | None = Field(None, ge=1, description="size of a head; default: hidden / heads")
-    seq_length: int = Field(1024, ge=1)
-    max_position_embeddings: int | None = Field(None, ge=1, description="default: seq_length")
-    vocab_size: int | None = Field(None, ge=1, description="default: the tokenizer's")
-    make_vocab_size_divisible_by: int = Field(128, ge=1)
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = Field(
-        None, description="default: the family's"
-    )
-    rotary_base: float = Field(10000.0, gt=0)
-    normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="default: the family's")
-    norm_epsilon: float = Field(1e-5, gt=0)
-    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] | None = Field(
-        None, description="default: the family's"
-    )
-    add_bias_linear: bool | None = Field(None, description="default: the family's")
-    tie_embeddings: bool | None = Field(None, description="default: the family's")
-    qk_layernorm: bool = False
-    hidden_dropout: float = Field(0.0, ge=0, lt=1)
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
-    init_method_std: float = Field(0.02, gt=0)
 
 
 class ParallelConfig(Section):

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.param_pieces import param_pieces
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.convert.config_json import HubConfig
+from megatron3d.convert.model_types import HubConfig
 from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT

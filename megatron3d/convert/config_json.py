@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 
 from pydantic import JsonValue, ValidationError
 
-from megatron3d.config.schema import ModelConfig
-from megatron3d.convert.model_types import METADATA, MODEL_TYPES, ModelType
+from megatron3d.config.model_schema import ModelConfig
+from megatron3d.convert.model_types import METADATA, MODEL_TYPES, HubConfig, ModelType, show
+from megatron3d.convert.rope_fields import read_rope, write_rope
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
-
-HubConfig = Mapping[str, JsonValue]
-_ROPE = ("rope_parameters", "rope_scaling")
 
 
 def model_type_of(settings: HubConfig) -> str:
@@ -22,14 +19,14 @@ def model_type_of(settings: HubConfig) -> str:
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json: model_type={_show(model_type)}: megatron3d has the models {', '.join(MODEL_TYPES)}; "
+            f"config.json: model_type={show(model_type)}: megatron3d has the models {', '.join(MODEL_TYPES)}; "
             "give a folder of one of these"
         )
     named = settings.get("architectures")
     class_name = MODEL_TYPES[model_type].class_name
     if named is not None and named != [class_name]:
         raise UserError(
-            f"config.json: architectures={_show(named)}: only language models are converted; give a folder that "
+            f"config.json: architectures={show(named)}: only language models are converted; give a folder that "
             f"{class_name}.save_pretrained wrote"
         )
     return model_type
@@ -43,12 +40,12 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     """
     model_type = model_type_of(settings)
     hub_type = MODEL_TYPES[model_type]
-    settings, problems = _merge_rope(settings, hub_type)
+    settings, rotary, problems = read_rope(settings, hub_type)
     values, found = _values(settings, hub_type)
     problems += [*found, *_unknown(settings, hub_type)]
     UserError.collect(f"config.json: {problem}" for problem in problems)
     longest = values["max_position_embeddings"]
-    values |= {"family": hub_type.family, "seq_length": longest if seq_length is None else seq_length}
+    values |= rotary | {"family": hub_type.family, "seq_length": longest if seq_length is None else seq_length}
     if isinstance(longest, int) and seq_length is not None and seq_length > longest:
         raise UserError(f"--seq-length {seq_length}: the model has {longest} positions; use at most {longest}")
     try:
@@ -87,33 +84,10 @@ def write_settings(arch: Architecture, wanted: str | None = None) -> tuple[str, 
     field, _, known = hub_type.activation
     settings[field] = next(theirs for theirs, ours in known.items() if ours == arch.activation)
     if hub_type.has_rope:  # transformers 5 reads the first, earlier versions the others
-        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": arch.rotary_base}
-        settings["rope_scaling"] = None
+        scaling = write_rope(arch)
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": arch.rotary_base, **(scaling or {})}
+        settings["rope_scaling"] = scaling
     return model_type, settings, tuple(_lost_values(arch, hub_type))
-
-
-def _merge_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, list[str]]:
-    """Return the settings with the base of rotary positions in `rope_theta`, and problems of their description."""
-    if not hub_type.has_rope:
-        found = [name for name in ("rope_theta", *_ROPE) if settings.get(name) is not None]
-        return settings, [f"{name}={_show(settings[name])}: gpt2 has no rotary positions; remove it" for name in found]
-    problems = []
-    for name in _ROPE:
-        rope = settings.get(name)
-        if rope is None:
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-        extra = (
-            set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"} if isinstance(rope, dict) else ()
-        )
-        if not isinstance(rope, dict) or kind != "default" or extra:
-            problems.append(
-                f"{name}={_show(rope)}: rotary positions are not scaled here; only null or rope_type default works, so "
-                "convert a model that was trained without scaling"
-            )
-            continue
-        settings = {**settings, **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}}
-    return settings, problems
 
 
 def _values(settings: HubConfig, hub_type: ModelType) -> tuple[dict[str, JsonValue], list[str]]:
@@ -124,14 +98,14 @@ def _values(settings: HubConfig, hub_type: ModelType) -> tuple[dict[str, JsonVal
         theirs = {name: settings.get(name, key.default) for name in key.names}
         values[ours] = theirs[key.names[0]]
         if any(value != values[ours] for value in theirs.values()):
-            pairs = " and ".join(f"{name}={_show(value)}" for name, value in theirs.items())
+            pairs = " and ".join(f"{name}={show(value)}" for name, value in theirs.items())
             problems.append(f"{pairs}: both are model.{ours} here; give them the same value if the network allows it")
     field, default, known = hub_type.activation
     activation = settings.get(field, default)
     if isinstance(activation, str) and activation in known:
         values["activation"] = known[activation]
     else:
-        problems.append(f"{field}={_show(activation)}: not among {', '.join(known)}; convert a model with one of these")
+        problems.append(f"{field}={show(activation)}: not among {', '.join(known)}; convert a model with one of these")
     return values, problems
 
 
@@ -142,11 +116,11 @@ def _unknown(settings: HubConfig, hub_type: ModelType) -> Iterator[str]:
     for name, rule in hub_type.rules.items():
         value = settings.get(name, rule.allowed[0] if rule.absent is None else rule.absent)
         if not rule.allows(value):
-            works = " or ".join(map(_show, rule.allowed))
-            yield f"{name}={_show(value)}: {rule.why}; only {works} works"
+            works = " or ".join(map(show, rule.allowed))
+            yield f"{name}={show(value)}: {rule.why}; only {works} works"
     for name, value in settings.items():
         if name not in known and value is not None:
-            yield f"{name}={_show(value)}: unknown here, so that it may mean another network; remove it if it does not"
+            yield f"{name}={show(value)}: unknown here, so that it may mean another network; remove it if it does not"
 
 
 def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
@@ -154,7 +128,7 @@ def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     for name, trait in hub_type.fixed.items():
         value = getattr(arch, name)
         if value != trait and (name, value) not in hub_type.as_zeros.items():
-            yield f"{name}={_show(value)}: {hub_type.class_name} has {_show(trait)}"
+            yield f"{name}={show(value)}: {hub_type.class_name} has {show(trait)}"
     known = tuple(dict.fromkeys(hub_type.activation[2].values()))
     if arch.activation not in known:
         yield f"activation={arch.activation}: {hub_type.class_name} has {' or '.join(known)}"
@@ -165,8 +139,8 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     """Yield a note for each value that config.json has no field for; these matter for further training only."""
     for name, value in hub_type.as_zeros.items():
         if getattr(arch, name) == value:
-            back = _show(hub_type.fixed[name])
-            yield f"model.{name}={_show(value)}: the tensors are written as zeros; a conversion back will say {back}"
+            back = show(hub_type.fixed[name])
+            yield f"model.{name}={show(value)}: the tensors are written as zeros; a conversion back will say {back}"
     known_names = {
         *hub_type.fields,
         *hub_type.fixed,
@@ -175,19 +149,16 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         "num_query_groups",
         "kv_channels",
     }
+    known_names |= {"rotary_scaling", "rotary_percent", "no_rope_freq"}
     known_names |= set() if hub_type.has_rope else {"rotary_base"}
     for name in (field.name for field in fields(arch) if field.name not in known_names):
         value, silent = getattr(arch, name), {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings}[name]
         if value != silent:
-            yield f"model.{name}={_show(value)} has no field in config.json; a conversion back will say {_show(silent)}"
+            yield f"model.{name}={show(value)} has no field in config.json; a conversion back will say {show(silent)}"
 
 
 def _wrong(hub_type: ModelType, place: tuple[int | str, ...], rule: str, values: HubConfig) -> str:
     """Return the message for a field whose value our schema refuses."""
     ours = str(place[0])
     theirs = hub_type.fields[ours].names[0] if ours in hub_type.fields else ours
-    return f"config.json: {theirs}={_show(values.get(ours))}: {rule[0].lower()}{rule[1:]}"
-
-
-def _show(value: object) -> str:
-    return json.dumps(value)
+    return f"config.json: {theirs}={show(values.get(ours))}: {rule[0].lower()}{rule[1:]}"

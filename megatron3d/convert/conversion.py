@@ -25,17 +25,18 @@ from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
-from megatron3d.convert.config_json import HubConfig, model_type_of, read_settings, represents, write_settings
+from megatron3d.convert.config_json import model_type_of, read_settings, represents, write_settings
 from megatron3d.convert.hub_weights import DTYPES, HubWeights
+from megatron3d.convert.model_types import HubConfig
 from megatron3d.convert.output_files import output_folder, read_json, source_file, write_json
 from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
 from megatron3d.convert.tensor_names import FileTensor, file_tensors
 from megatron3d.convert.tokenizer import GENERATION, export_tokenizer, id_value, import_tokenizer, keep_token_ids
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture
+from megatron3d.model.architecture import Architecture, architecture_of_record, architecture_record
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.train.checkpointing import LAYOUT_FIELDS, Meta, read_meta
+from megatron3d.train.checkpointing import Meta, read_meta
 
 RECORD = "conversion.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -94,9 +95,8 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
                 f"{model.vocab_size}; name the model's own tokenizer with --tokenizer-type and --tokenizer-model"
             )
         notes = keep_token_ids(settings, request.source, folder, tokenizer.vocab_size) if name else []
-        plain = {key: value for key, value in asdict(arch).items() if key not in LAYOUT_FIELDS}
         meta = Meta(
-            model=plain,
+            model=architecture_record(arch),
             identity={"tokenizer": tokenizer.fingerprint},
             iteration=0,
             consumed_samples=0,
@@ -234,7 +234,7 @@ def read_architecture(checkpoint: Path) -> Architecture:
     """Return the architecture of a checkpoint; raises UserError where an incompatible version wrote it."""
     said = read_meta(checkpoint).model
     try:
-        return Architecture(**said, padded_vocab_size=said["vocab_size"])  # type: ignore[arg-type]
+        return architecture_of_record(said)
     except (KeyError, TypeError) as error:
         raise UserError(f"{checkpoint}: its model is not described as this megatron3d does ({error})") from error
 

@@ -8,12 +8,20 @@ transformers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
 from megatron3d.model.architecture import Architecture
+
+HubConfig = Mapping[str, JsonValue]
+
+
+def show(value: object) -> str:
+    """Return a value as JSON."""
+    return json.dumps(value)
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,10 @@ def _rotary_obstacles(arch: Architecture) -> Iterator[str]:
         yield f"num_query_groups={arch.num_query_groups}: in llama it divides num_attention_heads"
     if arch.kv_channels % 2:
         yield f"kv_channels={arch.kv_channels}: llama's rotary positions turn pairs of channels"
+    if arch.rotary_percent != 1:
+        yield f"rotary_percent={arch.rotary_percent}: llama's rotary positions turn all channels of a head"
+    if arch.no_rope_freq:
+        yield f"no_rope_freq={show(arch.no_rope_freq)}: every layer of llama has rotary positions"
 
 
 def _llama_obstacles(arch: Architecture) -> Iterator[str]:

@@ -8,13 +8,14 @@ Letters: B sequences, S positions, H hidden, N heads, D features of a head, V vo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.convert.config_json import HubConfig
+from megatron3d.convert.model_types import HubConfig
 
 Weights = Callable[[str], Tensor]
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -65,10 +66,9 @@ def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     eps = _float(hf, "rms_norm_eps", 1e-6)
     groups, size = _int(hf, "num_key_value_heads", heads), _int(hf, "head_dim", hidden // heads)
     activation = _ACTIVATIONS[str(hf.get("hidden_act", "silu"))]
-    rope = hf.get("rope_parameters")
-    base = _float(rope if isinstance(rope, dict) and "rope_theta" in rope else hf, "rope_theta", 10000.0)
-    rates = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.outer(torch.arange(tokens_BS.shape[1]), rates))
+    rates, scale = _rotary_rates(hf, size)
+    angles = torch.outer(torch.arange(tokens_BS.shape[1]), torch.tensor(rates, dtype=torch.float64))
+    turn = torch.polar(torch.tensor(scale, dtype=torch.float64), angles)
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weights(f"{name}.weight")
@@ -98,6 +98,43 @@ def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
         x = x + linear(y, f"{name}.mlp.down_proj", in_mlp)
     tied = hf.get("tie_word_embeddings", False)
     return norm(x, "model.norm") @ weights("model.embed_tokens.weight" if tied else "lm_head.weight").T
+
+
+def _rotary_rates(hf: HubConfig, size: int) -> tuple[list[float], float]:
+    """Return the radians per position of each pair of channels, and the factor of queries and keys."""
+    described = hf.get("rope_parameters") or hf.get("rope_scaling")
+    rope = described if isinstance(described, dict) else {}
+    base = _float(rope if "rope_theta" in rope else hf, "rope_theta", 10000.0)
+    rates = [math.pow(base, -2 * pair / size) for pair in range(size // 2)]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return rates, 1.0
+    factor = _float(rope, "factor", 1.0)
+    length = _float(rope, "original_max_position_embeddings", _float(hf, "max_position_embeddings", 2048))
+    slow, fast = _float(rope, "beta_slow", 1.0), _float(rope, "beta_fast", 32.0)
+    low, high = _float(rope, "low_freq_factor", 1.0), _float(rope, "high_freq_factor", 4.0)
+
+    def pair_of(rotations: float) -> float:
+        """Return which pair of channels turns so often within the original length."""
+        return size / 2 * math.log(length / (2 * math.pi * rotations)) / math.log(base)
+
+    def share(pair: int) -> float:
+        """Return the share of the unscaled rate."""
+        if kind == "llama3":
+            return (length * rates[pair] / (2 * math.pi) - low) / (high - low)
+        first, last = pair_of(fast), pair_of(slow)
+        if rope.get("truncate") is not False:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        return 1 - (pair - first) / (last - first or 0.001)
+
+    shares = [0.0 if kind == "linear" else min(max(share(pair), 0.0), 1.0) for pair in range(size // 2)]
+    scaled = [rate * (each + (1 - each) / factor) for rate, each in zip(rates, shares, strict=True)]
+    default = 0.1 * math.log(factor) + 1 if kind == "yarn" else 1.0
+    if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim"):
+        above, below = (0.1 * _float(rope, name, 1.0) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim"))
+        default = above / below
+    return scaled, _float(rope, "attention_factor", default)
 
 
 def mistral_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from megatron3d.ops.rotary_spec import RotaryScaling
 
 GATED = frozenset({"swiglu", "geglu"})
 
@@ -27,7 +32,13 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """Hyperparameters of the model with every None of the configuration resolved."""
+    """Hyperparameters of the model with every None of the configuration resolved.
+
+    Fields with a default came later than the first checkpoints, which lack them.
+
+    Attributes:
+        no_rope_freq: pattern that repeats over depth, 1 for a layer without rotary positions; empty: none.
+    """
 
     num_layers: int
     hidden_size: int
@@ -50,6 +61,86 @@ class Architecture:
     hidden_dropout: float
     attention_dropout: float
     init_method_std: float
+    rotary_scaling: RotaryScaling | None = None
+    rotary_percent: float = 1.0
+    no_rope_freq: tuple[int, ...] = ()
+
+
+LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
+
+
+# Fields that no parameter depends on, so that a model may be trained on with other values of them.
+FREE_FIELDS = frozenset(
+    {
+        "seq_length",
+        "max_position_embeddings",
+        "rotary_base",
+        "rotary_scaling",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+    }
+)
+
+
+class FieldChange(NamedTuple):
+    """A field whose value in a checkpoint is not that of a model."""
+
+    name: str
+    saved: JsonValue
+    own: JsonValue
+
+
+def architecture_record(arch: Architecture) -> dict[str, JsonValue]:
+    """Return the fields that a checkpoint stores: not those of the layout, nor those at their default."""
+    values, later = _record(arch), _later_fields()
+    return {name: value for name, value in values.items() if name not in later or value != later[name]}
+
+
+def changed_fields(record: Mapping[str, JsonValue], arch: Architecture) -> list[FieldChange]:
+    """Return the fields of a checkpoint's architecture that differ from those of a model."""
+    own, saved = _record(arch), {**_later_fields(), **record}
+    names = dict.fromkeys((*own, *saved))
+    return [FieldChange(name, saved.get(name), own.get(name)) for name in names if saved.get(name) != own.get(name)]
+
+
+def is_longer_table(change: FieldChange, arch: Architecture) -> bool:
+    """Return whether a change is of the number of learned positions, each of which is a parameter."""
+    return change.name == "max_position_embeddings" and arch.position_embedding_type == "learned_absolute"
+
+
+def may_change(change: FieldChange, arch: Architecture) -> bool:
+    """Return whether the weights of a checkpoint fit a model in spite of this difference."""
+    return change.name in FREE_FIELDS and not is_longer_table(change, arch)
+
+
+def _record(arch: Architecture) -> dict[str, JsonValue]:
+    return {name: _plain(value) for name, value in asdict(arch).items() if name not in LAYOUT_FIELDS}
+
+
+def _later_fields() -> dict[str, JsonValue]:
+    """Return the fields that old checkpoints lack, with the value that their models have."""
+    return {field.name: _plain(field.default) for field in fields(Architecture) if field.default is not MISSING}
+
+
+def architecture_of_record(record: Mapping[str, JsonValue]) -> Architecture:
+    """Return the architecture of a checkpoint, without padding of the vocabulary.
+
+    Raises KeyError, TypeError or ValueError where an incompatible version wrote it.
+    """
+    values: dict[str, object] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+    }
+    if isinstance(scaling := record.get("rotary_scaling"), dict):
+        values["rotary_scaling"] = RotaryScaling(**scaling)  # type: ignore[arg-type]
+    return Architecture(**values, padded_vocab_size=record["vocab_size"])  # type: ignore[arg-type]
+
+
+def _plain(value: object) -> JsonValue:
+    """Return a value as JSON would give it back, without entries that are None."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items() if each is not None}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value  # type: ignore[return-value]
 
 
 def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:

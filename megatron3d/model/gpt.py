@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Documents, Packing, document_mask
 from megatron3d.model.architecture import Architecture
+from megatron3d.model.layer_kinds import rotaries
 from megatron3d.model.layers import Build, Embedding, HiddenDropout, Layer, Linear, LossHead, Norm
 from megatron3d.model.microbatch import Pass, Target, cut_positions
 from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment
-from megatron3d.ops.attention import rotary_tables
 from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.kv_cache import CacheView, KVCache
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
 from megatron3d.ops.offload import ActivationOffload
 from megatron3d.ops.recompute import recomputed
+from megatron3d.ops.rotary import RotaryTables, rotary_tables
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
@@ -82,12 +83,12 @@ class GPT(nn.Module):
             self.embedding = Embedding("embedding", build)
             self.embedding_dropout = HiddenDropout("embedding", build)
         self.layers = nn.ModuleDict(
-            {str(index): Layer(f"layers.{index}", build) for stage in self.stages for index in stage.layers}
+            {str(index): Layer(index, build) for stage in self.stages for index in stage.layers}
         )
         if self.stages[-1].has_head:
             self.final_norm = Norm("final_norm", mode.residual[1], build)
             self.head = LossHead("head", loss_chunk, build)
-        self._rotary: tuple[Tensor, Tensor] | None = None
+        self._rotary: tuple[RotaryTables, ...] = ()
         self._activation_hook: ActivationHook | None = None
 
     @property
@@ -179,10 +180,8 @@ class GPT(nn.Module):
         assert not self.order.context, "a KV cache holds whole sequences"
         low, high = span(len(positions_BS), self.mode.inner[0], self.comm.mesh)
         cached = CacheView(cache, positions_BS, positions_BS[low:high], length, has_logits)
-        rotary = None
-        if self.arch.position_embedding_type == "rope":
-            cos, sin = (table[cached.mine_BS] for table in self._rotary_tables(cache.capacity))
-            rotary = cos, sin
+        mine_BS = cached.mine_BS
+        rotary = tuple((cos[mine_BS], sin[mine_BS]) for cos, sin in self._rotary_tables(cache.capacity))
         return Pass(tokens_BS, tokens_BS.shape[1], self.order, None, len(positions_BS), 0, None, rotary, cached)
 
     def _begin(
@@ -194,10 +193,8 @@ class GPT(nn.Module):
     ) -> Pass:
         num_sequences, seq_length = tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes), tokens_BS.shape[1]
         chunks = self.order.chunks(seq_length)
-        rotary = None
-        if self.arch.position_embedding_type == "rope":
-            cos, sin = (cut_positions(table, chunks, dim=0) for table in self._rotary_tables(seq_length))
-            rotary = cos, sin
+        tables = self._rotary_tables(seq_length)
+        rotary = tuple((cut_positions(cos, chunks, dim=0), cut_positions(sin, chunks, dim=0)) for cos, sin in tables)
         tokens_BL = cut_positions(tokens_BS, chunks, dim=1)
         at = Pass(tokens_BL, seq_length, self.order, None, num_sequences, first_sequence, key, rotary)
         return replace(at, documents=documents)
@@ -207,24 +204,24 @@ class GPT(nn.Module):
         if at.documents is None:
             return at
         segments_BS, positions_BS = at.documents.segments_BS, at.documents.positions_BS
-        mask, rotary = None, at.rotary
+        mask = None
         if segments_BS is not None:
             places = at.cut(torch.arange(at.seq_length, device=segments_BS.device), 0) if self.order.context else None
             mask = document_mask(segments_BS, next(self.parameters()).dtype, places)
-        if rotary is not None and positions_BS is not None:
-            cos, sin = (table[at.cut(positions_BS)] for table in self._rotary_tables(at.seq_length))
-            rotary = cos, sin
-        elif rotary is not None:
-            rows = at.tokens_BL.shape[0]
-            rotary = rotary[0].expand(rows, -1, -1, -1), rotary[1].expand(rows, -1, -1, -1)
+        if positions_BS is not None:
+            mine_BL = at.cut(positions_BS)
+            rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(at.seq_length))
+        else:
+            rows = at.tokens_BL.shape[0], -1, -1, -1
+            rotary = tuple((cos.expand(rows), sin.expand(rows)) for cos, sin in at.rotary)
         return replace(at, mask_BLS=mask, rotary=rotary)
 
-    def _rotary_tables(self, seq_length: int) -> tuple[Tensor, Tensor]:
-        if self._rotary is None or len(self._rotary[0]) < seq_length:
+    def _rotary_tables(self, seq_length: int) -> tuple[RotaryTables, ...]:
+        """Return the tables of each rotary embedding of the model."""
+        if not self._rotary or len(self._rotary[0][0]) < seq_length:
             like, longest = next(self.parameters()), max(seq_length, self.arch.seq_length)
-            self._rotary = rotary_tables(longest, self.arch.kv_channels, self.arch.rotary_base, like)
-        cos, sin = self._rotary
-        return cos[:seq_length], sin[:seq_length]
+            self._rotary = tuple(rotary_tables(longest, rotary, like) for rotary in rotaries(self.arch))
+        return tuple((cos[:seq_length], sin[:seq_length]) for cos, sin in self._rotary)
 
     def set_activation_hook(self, hook: ActivationHook | None) -> None:
         """Call `hook` with the path and output of the embedding and of each layer, during recomputation as well."""

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm
 from megatron3d.model.architecture import Architecture
+from megatron3d.model.layer_kinds import attention_kind, rotaries
 from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Recompute
 from megatron3d.ops.async_matmul import AsyncMatmul
-from megatron3d.ops.attention import AttentionHeads, attention, rotate
+from megatron3d.ops.attention import AttentionHeads, attention
 from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.context_attention import ContextAttention, context_attention
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
@@ -33,6 +34,7 @@ from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
 from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
 from megatron3d.ops.recompute import recompute_from_input, recomputed
+from megatron3d.ops.rotary import rotate
 from megatron3d.ops.seeds import derive_seed
 from megatron3d.ops.weight_prefetch import PrefetchedWeight
 from megatron3d.ops.wgrad_queue import WgradQueue
@@ -159,9 +161,11 @@ class HiddenDropout(nn.Module):
 class Attention(nn.Module):
     """Self-attention [M, H] -> [M, H]: qkv, rotary embedding, attention over this rank's heads, output projection."""
 
-    def __init__(self, layer: str, build: Build) -> None:
+    def __init__(self, index: int, layer: str, build: Build) -> None:
         super().__init__()
         arch, name = build.arch, f"{layer}.attention"
+        rotary = attention_kind(arch, index).rotary
+        self.rotary = None if rotary is None else rotaries(arch).index(rotary)
         self.site, self.dropout = name, arch.attention_dropout
         self.tokens, self.context = build.mode.inner[0], build.mode.context
         self.exchange = build.context_exchange
@@ -185,9 +189,11 @@ class Attention(nn.Module):
         q, k, v = self.heads.split(qkv_MF, at.local_length)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if at.rotary:
-            cos, sin = at.rotary if at.documents is None else (at.rows(t, self.tokens) for t in at.rotary)
-            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+        if self.rotary is not None:
+            cos, sin = tables = at.rotary[self.rotary]
+            if at.documents is not None:
+                tables = at.rows(cos, self.tokens), at.rows(sin, self.tokens)
+            q, k = rotate(q, tables), rotate(k, tables)
         if at.cached:
             k, v = at.cached.extend(self.site, k, v)
             return attention(q, k, v, self.heads, None, at.cached.mask_BSL)
@@ -221,13 +227,14 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer [M, H] -> [M, H]."""
+    """Pre-norm transformer layer [M, H] -> [M, H], the one of this index in the whole model."""
 
-    def __init__(self, name: str, build: Build) -> None:
+    def __init__(self, index: int, build: Build) -> None:
         super().__init__()
+        name = f"layers.{index}"
         features = build.mode.residual[1]
         self.input_norm = Norm(f"{name}.input_norm", features, build)
-        self.attention = Attention(name, build)
+        self.attention = Attention(index, name, build)
         self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
         self.post_attention_norm = Norm(f"{name}.post_attention_norm", features, build)
         self.mlp = MLP(name, build)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron3d.data.packing import Documents
 from megatron3d.ops.kv_cache import CacheView
+from megatron3d.ops.rotary import RotaryTables
 from megatron3d.parallel.context import Span, TokenOrder
 from megatron3d.parallel.mesh import Axes
 
@@ -47,7 +48,8 @@ class Pass:
         num_sequences: sequences of the whole microbatch, over all ranks among which it is sharded.
         first_sequence: index of the first sequence in the global batch.
         key: (seed, iteration) of dropout; None in evaluation.
-        rotary: cos and sin of this rank's positions, or None.
+        rotary: tables of each rotary embedding of the model for this rank's positions, in the order of
+            `layer_kinds.rotaries`.
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
         mask_BLS: attention mask of this rank's positions over all positions; None: causal.
@@ -60,7 +62,7 @@ class Pass:
     num_sequences: int
     first_sequence: int
     key: tuple[int, int] | None
-    rotary: tuple[Tensor, Tensor] | None
+    rotary: tuple[RotaryTables, ...]
     cached: CacheView | None = None
     documents: Documents | None = None
     mask_BLS: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Causal attention over this rank's heads: torch's scaled_dot_product_attention, rotary embedding, grouped queries
+"""Causal attention over this rank's heads: torch's scaled_dot_product_attention with grouped queries
 (Ainslie et al. 2023, arXiv:2305.13245).
 
 Where there are fewer key/value heads than ranks that shard the query heads, their weights are sharded inside a head,
@@ -60,25 +60,6 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor, None, None]:
         return ctx.comm.reduce_scatter(dy_MF, ctx.axes, dim=1).wait(), None, None
-
-
-def rotary_tables(seq_length: int, size: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [S, 1, D] of the rotary angles (Su et al. 2021, arXiv:2104.09864), in Llama's order.
-
-    They are in fp32 or wider: in bf16, angles that differ by less than a degree would be the same.
-    """
-    wide = torch.promote_types(like.dtype, torch.float32)
-    positions = torch.arange(seq_length, device=like.device, dtype=wide)
-    rates = base ** (-torch.arange(0, size, 2, device=like.device, dtype=wide) / size)
-    angles = torch.outer(positions, rates).repeat(1, 2).unsqueeze(1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x_BSND: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x [B, S, N, D] rotated by the angles of its positions, rounded once where it is narrower than these."""
-    cos, sin = tables
-    left, right = x_BSND.chunk(2, dim=-1)
-    return (x_BSND * cos + torch.cat((-right, left), dim=-1) * sin).to(x_BSND.dtype)
 
 
 def attention(

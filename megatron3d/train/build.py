@@ -35,10 +35,11 @@ from megatron3d.errors import UserError
 from megatron3d.hardware.peaks import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
+from megatron3d.model.architecture import changed_fields
 from megatron3d.model.groups import tied_links
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.startup_phases import StartupPhases
-from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state, source_of
+from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state, read_meta, source_of
 from megatron3d.train.monitor.pipeline_trace import trace_folder
 from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
 from megatron3d.train.monitor.run_facts import describe_attention_kernel
@@ -170,7 +171,8 @@ def load_options(spec: RunSpec) -> LoadOptions:
     """Return which parts of a checkpoint the run continues with."""
     checkpoint = spec.config.checkpoint
     continues = not checkpoint.finetune
-    return LoadOptions(continues, continues and not checkpoint.no_load_optim, frozenset(checkpoint.accept_changed))
+    optimizer = continues and not checkpoint.no_load_optim
+    return LoadOptions(continues, optimizer, frozenset(checkpoint.accept_changed), adapts=not continues)
 
 
 def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: CheckpointSaver | None) -> None:
@@ -192,6 +194,8 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
             print(f"> skipping checkpoint {refused}: {reason}", flush=True)
         how = "continuing from" if options.progress else "starting with the weights of"
         print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting from scratch", flush=True)
+        for name, saved, own in changed_fields(read_meta(folder).model, state.model.arch) if folder else ():
+            print(f"> model.{name}: {saved} in the checkpoint, {own} in this run", flush=True)
 
 
 def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:

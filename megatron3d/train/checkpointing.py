@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,12 +24,16 @@ from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.stream import Cursor
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import (
+    architecture_record,
+    changed_fields,
+    is_longer_table,
+    may_change,
+)
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
 from megatron3d.zero import FlatBuffer
-
-LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
 
 
 class Meta(BaseModel):
@@ -57,14 +61,17 @@ class LoadOptions:
         progress: iteration and position in the data.
         optimizer: first and second moments, number of updates, loss scale.
         accept: parts of the run's identity that may differ.
+        adapts: the model may differ in fields that no parameter depends on, such as the length of its sequences.
     """
 
     progress: bool = True
     optimizer: bool = True
     accept: frozenset[str] = frozenset()
+    adapts: bool = False
 
 
 EVERYTHING, WEIGHTS = LoadOptions(), LoadOptions(progress=False, optimizer=False)
+LEARNED = "each learned position is a parameter: use model.max_position_embeddings={0}, and seq_length up to {0}"
 # Parts of the identity that decide the order of samples only: free to change if the data start from the first sample.
 ORDER_OF_SAMPLES = frozenset({"corpus", "data.split", "train.seed"})
 
@@ -77,7 +84,7 @@ def source_of(state: TrainState) -> PieceSource:
 def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Config | None = None) -> Mapping[str, Any]:
     """Return the metadata of a checkpoint; a run that continues it must have the same `identity`."""
     return Meta(
-        model=_architecture(state),
+        model=architecture_record(state.model.arch),
         identity=dict(identity),
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
@@ -185,16 +192,15 @@ def _check_compatible(
     """Return the metadata after comparing it with the model and, unless accepted, with `identity`."""
     meta = _meta(folder, index)
     accepted = options.accept | (frozenset() if options.progress else ORDER_OF_SAMPLES)
-    model = {f"model.{name}": value for name, value in _architecture(state).items()}
-    found = {f"model.{name}": value for name, value in meta.model.items()} | meta.identity
-    names = [*dict.fromkeys((*model, *(f"model.{name}" for name in meta.model)))]
-    differing = [name for name in names if found.get(name) != model.get(name)]
+    arch, found = state.model.arch, meta.identity
+    changes = [each for each in changed_fields(meta.model, arch) if not (options.adapts and may_change(each, arch))]
     different = [name for name in identity if found.get(name) != identity[name] and name not in accepted]
     said = f"{folder}: saved with {{}}={{}}, but this run has {{}}; continue with the saved one"
     anyway = ", or set checkpoint.accept_changed=[{}] to continue with other samples"
     UserError.collect(
         [
-            *(said.format(name, found.get(name), model.get(name)) for name in differing),
+            *(said.format(f"model.{each.name}", each.saved, each.own) for each in changes),
+            *(LEARNED.format(each.saved) for each in changes if is_longer_table(each, arch)),
             *((said + anyway).format(name, found.get(name), identity[name], name) for name in different),
         ]
     )
@@ -204,11 +210,6 @@ def _check_compatible(
             "checkpoint.no_load_optim=true to continue without the optimizer's state"
         )
     return meta
-
-
-def _architecture(state: TrainState) -> dict[str, JsonValue]:
-    """Return the architecture without the fields that depend on the layout."""
-    return {name: value for name, value in asdict(state.model.arch).items() if name not in LAYOUT_FIELDS}
 
 
 def _uncopied(tensor: Tensor) -> Tensor:

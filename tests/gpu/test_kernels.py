@@ -17,13 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.sdpa_backends import NAMES, usable
-from megatron3d.ops.attention import attention, rotary_tables, rotate
+from megatron3d.ops.attention import attention
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, cross_entropy_
 from megatron3d.ops.embedding import embedding
 from megatron3d.ops.fused_cross_entropy import VocabShard
 from megatron3d.ops.gemm import add_product, put_product
 from megatron3d.ops.gemm import product as gemm
 from megatron3d.ops.norm import norm
+from megatron3d.ops.rotary import rotary_tables, rotate
+from megatron3d.ops.rotary_spec import Rotary
 from megatron3d.optim.adamw import ParamGroup, update_chunked, update_fused, update_with_triton
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
@@ -122,8 +124,8 @@ def test_norms(device: torch.device, dtype: torch.dtype, has_bias: bool) -> None
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_rotary_embedding(device: torch.device, dtype: torch.dtype) -> None:
     x, wide = rounded(normal(2, 65, 3, 32, seed=3), dtype, device)
-    got = rotate(x, rotary_tables(65, 32, 1e4, x))
-    check(got, rotate(wide, rotary_tables(65, 32, 1e4, wide)), TOLERANCES[dtype])
+    got = rotate(x, rotary_tables(65, Rotary(1e4, 32), x))
+    check(got, rotate(wide, rotary_tables(65, Rotary(1e4, 32), wide)), TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

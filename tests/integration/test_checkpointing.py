@@ -113,6 +113,31 @@ def test_finetune_loads_only_weights(config: Path, whole: Path, other: Path, tmp
     assert (meta.optimizer_steps, meta.consumed_samples) == (2, 32)
 
 
+def test_finetuning_may_change_length_and_rotary_positions(config: Path, tmp_path: Path) -> None:
+    """Weights trained with rotary positions start a run with longer sequences, which says what has changed."""
+    rope = ["model.position_embedding_type=rope", *FP64]
+    assert run(config, *rope, f"checkpoint.save={tmp_path}/short", "train.train_iters=1").code == ExitCode.DONE
+    asked = [*rope, f"checkpoint.save={tmp_path}/long", f"checkpoint.load={tmp_path}/short", "train.train_iters=1"]
+    longer = ["model.seq_length=32", "model.rotary_base=500000", "model.rotary_scaling=linear"]
+    longer += ["model.rotary_scaling_factor=2.0"]
+    names = ("seq_length", "max_position_embeddings", "rotary_base", "rotary_scaling")
+    refuse(config, [*asked, *longer], *((f"saved with model.{name}=", "continue with the saved one") for name in names))
+    outcome = run(config, *asked, *longer, "checkpoint.finetune=true")
+    assert outcome.code == ExitCode.DONE, outcome
+    assert "> model.seq_length: 16 in the checkpoint, 32 in this run" in outcome.out
+    scaling = {"kind": "linear", "factor": 2.0}
+    assert f"> model.rotary_scaling: None in the checkpoint, {scaling} in this run" in outcome.out
+    assert read_meta(tmp_path / "long/iter_0000001").model["rotary_scaling"] == scaling
+    other = ["model.rotary_percent=0.5", "checkpoint.finetune=true"]
+    refuse(config, [*asked, *other], ("saved with model.rotary_percent=1.0, but this run has 0.5", ""))
+
+
+def test_learned_positions_are_not_extended(config: Path, whole: Path, tmp_path: Path) -> None:
+    asked = [f"checkpoint.save={tmp_path}/tuned", f"checkpoint.load={whole}", "checkpoint.finetune=true", *FP64]
+    learned = "each learned position is a parameter: use model.max_position_embeddings=16, and seq_length up to 16"
+    refuse(config, [*asked, "model.seq_length=32"], ("saved with model.max_position_embeddings=16", ""), (learned, ""))
+
+
 def test_no_load_optim_leaves_the_optimizer_out(config: Path, whole: Path, tmp_path: Path) -> None:
     """Iteration and data position are restored; moments and their bias correction start from scratch."""
     asked = [f"checkpoint.save={tmp_path}/bare", f"checkpoint.load={whole}", "checkpoint.no_load_optim=true", *FP64]

@@ -61,6 +61,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "ffn_hidden_size": 40,
         "qk_layernorm": True,
         "tie_embeddings": True,
+        "rotary_scaling": "llama3",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 8,
     },
     "uneven groups, each default of the family reversed": {
         **SMALL,
@@ -74,6 +77,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "tie_embeddings": False,
         "qk_layernorm": True,
         "hidden_dropout": 0.2,
+        "rotary_percent": 0.5,
+        "no_rope_freq": 2,
+        "rotary_scaling": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 8,
     },
 }
 RECOMPUTATIONS: Mapping[str, dict[str, Any]] = {

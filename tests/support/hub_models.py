@@ -35,6 +35,18 @@ def gpt2_settings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+_LENGTH = {"factor": 4.0, "original_max_position_embeddings": 8}
+SCALINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", **_LENGTH, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", **_LENGTH, "beta_fast": 8.0, "truncate": False},
+        {"rope_type": "yarn", **_LENGTH, "mscale": 1.0, "mscale_all_dim": 0.5},
+    ]
+)
+
+
 @st.composite
 def llama_settings(draw: st.DrawFn) -> dict[str, Any]:
     """Return settings of a Llama with grouped queries, heads of any even size, biases or none, tied or untied."""
@@ -53,7 +65,7 @@ def llama_settings(draw: st.DrawFn) -> dict[str, Any]:
         "head_dim": size,
         "hidden_act": draw(st.sampled_from(["silu", "gelu"])),
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
-        "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([10000.0, 500000.0]))},
+        "rope_parameters": {"rope_theta": draw(st.sampled_from([10000.0, 500000.0])), **draw(SCALINGS)},
         "attention_bias": bias,
         "mlp_bias": bias,
         "tie_word_embeddings": draw(st.booleans()),

@@ -29,6 +29,7 @@ from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_exce
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.model.layer_kinds import rotated_share
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
 from megatron3d.parallel.matmul_plan import Flows, Traffic, flows
@@ -233,8 +234,8 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
     yield passes(residual, profile.dropout, 2 * (arch.hidden_dropout > 0))
     yield passes(inner * local.ffn * (1.5 if local.is_gated else 1), profile.activation)
     yield passes(inner * (2 * heads + keys), profile.layout)
-    if arch.position_embedding_type == "rope":
-        yield passes(inner * (heads + keys / 2), profile.rotary)
+    if share := rotated_share(arch):
+        yield passes(inner * (heads + keys / 2) * share, profile.rotary)
     if arch.qk_layernorm:
         yield passes(inner * (heads + keys / 2), profile.norm)
     yield _attention(local, machine, backward)

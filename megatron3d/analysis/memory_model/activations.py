@@ -9,11 +9,12 @@ A view of a kept tensor, such as v in qkv's output, needs no further memory.  Co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.model.layer_kinds import rotaries
 from megatron3d.model.linears import FC1, FC2, PROJ, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun
 
@@ -42,7 +43,11 @@ def run_activations(local: LocalSizes, run: LayerRun) -> int:
     """Return the bytes kept by a run of layers: with full recomputation its input, when offloaded nothing."""
     if run.is_offloaded or not run.layers:
         return 0
-    return local.residual if run.is_recomputed else len(run.layers) * total_bytes(layer_activations(local))
+    return local.residual if run.is_recomputed else _kept_in(local, run.layers)
+
+
+def _kept_in(local: LocalSizes, layers: Iterable[int]) -> int:
+    return sum(count * total_bytes(layer_activations(each)) for each, count in local.by_kind(layers))
 
 
 def recomputed_activations(local: LocalSizes) -> int:
@@ -50,14 +55,19 @@ def recomputed_activations(local: LocalSizes) -> int:
 
     Offloaded activations count as well: those of the layer that is computed, and of the one that leaves or arrives.
     """
-    everything = total_bytes(layer_activations(replace(local, recompute=NO_RECOMPUTE)))
-    runs = local.recompute.runs(range(local.arch.num_layers))
-    longest = max((len(run.layers) for run in runs if run.is_recomputed), default=0)
-    again = longest * everything - local.residual if longest else everything - total_bytes(layer_activations(local))
+    whole, layers = replace(local, recompute=NO_RECOMPUTE), range(local.arch.num_layers)
+    recomputed = [run.layers for run in local.recompute.runs(layers) if run.is_recomputed]
+    kinds = [each for each, _ in local.by_kind(layers)]
+    everything = [total_bytes(layer_activations(replace(each, recompute=NO_RECOMPUTE))) for each in kinds]
+    kept = [total_bytes(layer_activations(each)) for each in kinds]
+    if recomputed:
+        again = max(_kept_in(whole, run) for run in recomputed) - local.residual
+    else:
+        again = max(size - left for size, left in zip(everything, kept, strict=True))
     if not local.recompute.offloads:
         return max(again, 0)
-    transferred = local.residual if longest else total_bytes(layer_activations(local))
-    return max(again, everything) + transferred
+    transferred = local.residual if recomputed else max(kept)
+    return max(again, *everything) + transferred
 
 
 def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
@@ -80,21 +90,22 @@ def head_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
 
 def rotary_tables(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return cos and sin of the rotary embedding, which all layers of a rank share."""
-    if local.arch.position_embedding_type != "rope":
-        return ()
-    tables = KeptTensor("rotary", "cos and sin", 2 * local.arch.seq_length * local.arch.kv_channels * local.wide)
-    mine = KeptTensor("rotary", "those of this rank", 2 * local.positions * local.arch.kv_channels * local.wide)
-    return (tables, mine) if local.mode.context else (tables,)
+    copies = (("cos and sin", local.arch.seq_length), ("those of this rank", local.positions))
+    return tuple(
+        KeptTensor("rotary", what, 2 * length * rotary.num_channels * local.wide)
+        for rotary in rotaries(local.arch)
+        for what, length in copies[: 2 if local.mode.context else 1]
+    )
 
 
 def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return what all layers of a stage share for a packed microbatch: masks [S, S] and rotary tables."""
-    tokens, is_rope = local.sequences_read * local.positions, local.arch.position_embedding_type == "rope"
+    tokens = local.sequences_read * local.positions
     items = []
     if local.masks_documents and (not local.arch.attention_dropout or local.recompute != NO_RECOMPUTE):
         items.append(KeptTensor("documents", "mask", tokens * local.arch.seq_length * local.itemsize))
-    if local.resets_positions and is_rope:
-        items.append(KeptTensor("documents", "cos and sin", 2 * tokens * local.arch.kv_channels * local.wide))
+    for rotary in rotaries(local.arch) if local.resets_positions else ():
+        items.append(KeptTensor("documents", "cos and sin", 2 * tokens * rotary.num_channels * local.wide))
     return tuple(items)
 
 
@@ -186,7 +197,7 @@ def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptT
         statistics = list(_statistics(local, norm, local.inner_tokens * count, width, split=False))
         yield from statistics if len(inputs) == len(statistics) else [here, *statistics]
         here = KeptTensor(site, f"{name} normed", local.inner(count * width))
-    if name != "v" and local.arch.position_embedding_type == "rope":
+    if name != "v" and local.attention.rotary is not None:
         here = KeptTensor(site, f"{name} rotated", local.inner(count * width))
     if name != "q" and not local.heads.are_even:
         yield KeptTensor(site, f"head of each {name}", local.num_queries * _INDEX)

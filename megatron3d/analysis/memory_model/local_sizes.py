@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from megatron3d.model.architecture import GATED, Architecture
+from megatron3d.model.layer_kinds import AttentionKind, attention_kind, layer_counts
 from megatron3d.model.linears import LinearSize, layer_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.parallel.attention_heads import HeadSplit
@@ -107,6 +108,7 @@ class LocalSizes:
 
     Attributes:
         masks_documents: attention is masked between documents; `resets_positions`: positions restart at each document.
+        layer: layer of the model that kinds of layers are taken from.
     """
 
     arch: Architecture
@@ -119,6 +121,7 @@ class LocalSizes:
     kernels: KernelMemory = KERNELS["cpu"]
     masks_documents: bool = False
     resets_positions: bool = False
+    layer: int = 0
 
     def part(self, size: int, axes: Axes) -> int:
         """Return this rank's part of a dimension that `axes` split."""
@@ -137,6 +140,16 @@ class LocalSizes:
         w = self.part(linear.num_outputs, w_rows) * self.part(k, w_columns)
         y = self.part(m, y_rows) * sum(self.part(size, y_columns) for size in linear.outputs.values())
         return LocalMatmul(plan, m, linear.num_outputs, k, x, w, y, w * self.mesh.size(plan.w))
+
+    @cached_property
+    def attention(self) -> AttentionKind:
+        """The kind of attention of this layer."""
+        return attention_kind(self.arch, self.layer)
+
+    def by_kind(self, layers: Iterable[int]) -> list[tuple[LocalSizes, int]]:
+        """Return the sizes of one layer of each kind among `layers`, and how many there are of it."""
+        counts = layer_counts(self.arch, layers).items()
+        return [(self if self.layer == place else replace(self, layer=place), count) for place, count in counts]
 
     @property
     def sequences_read(self) -> int:

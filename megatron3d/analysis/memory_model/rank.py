@@ -271,7 +271,8 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
         found |= head_peaks(step)
     if step.shards(2):
         third = _largest(3, sizes) - _largest(2, sizes)
-        filled = max(third * local.wide - total_bytes(layer_activations(local)), 0)
+        freed = min(total_bytes(layer_activations(each)) for each, _ in local.by_kind(range(local.arch.num_layers)))
+        filled = max(third * local.wide - freed, 0)
         reduced = (_largest(2, sizes) + _largest(local.kernels.num_received, sizes)) * local.wide
         found = {name: size + reduced + filled for name, size in found.items()}
     return found

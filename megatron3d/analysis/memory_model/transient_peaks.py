@@ -73,7 +73,17 @@ _BACKWARD = (
 
 
 def layer_peaks(local: LocalSizes) -> dict[str, int]:
-    """Return the bytes of every peak in a layer, recomputed activations included, freed ones subtracted."""
+    """Return the bytes of every peak in a layer, recomputed activations included, freed ones subtracted.
+
+    Where kinds of layers differ, each peak is the largest of all kinds.
+    """
+    found: dict[str, int] = {}
+    for each, _ in local.by_kind(range(local.arch.num_layers)):
+        found |= {name: max(size, found.get(name, size)) for name, size in _peaks_of_kind(each).items()}
+    return found
+
+
+def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     items = layer_activations(replace(local, recompute=NO_RECOMPUTE))
     kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
     again = recomputed_activations(local)

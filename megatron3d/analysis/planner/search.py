@@ -259,7 +259,8 @@ class _LayoutBound:
         phases, self._head_s = layer_times(local, machine), head_times(local, machine, chunk).total
         self._layer_s = phases.forward.total + phases.backward.total
         self._busiest: dict[int, float] = {}
-        activations = total_bytes(layer_activations(local))
+        kinds = local.by_kind(range(local.arch.num_layers))
+        activations = min(total_bytes(layer_activations(each)) for each, _ in kinds)
         is_full = local.recompute.granularity == "full"
         self._activations = local.residual if is_full else activations
         self._again = recomputed_activations(local) if is_full else 0

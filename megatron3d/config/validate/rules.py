@@ -14,6 +14,7 @@ from megatron3d.config.validate.logging import logging_problems
 from megatron3d.config.validate.pipeline import pipeline_problems
 from megatron3d.config.validate.precision import precision_problems
 from megatron3d.config.validate.rampup import ramp_batch_problems, ramp_problems
+from megatron3d.config.validate.rotary import rotary_problems
 from megatron3d.config.validate.tensor_parallel import (
     execution_problems,
     feature_problems,
@@ -45,6 +46,7 @@ def value_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems that do not depend on the arrangement of ranks."""
     rules = (
         model_problems,
+        rotary_problems,
         size_problems,
         schedule_problems,
         ramp_problems,

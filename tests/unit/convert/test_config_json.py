@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.schema import ModelConfig
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.convert.config_json import read_settings, write_settings
 from megatron3d.convert.model_types import METADATA, MODEL_TYPES
 from megatron3d.convert.tensor_names import file_tensors, logical_shapes
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture
+from megatron3d.ops.rotary_spec import RotaryScaling
 from tests.support.hub_models import GPT2, LLAMA, MISTRAL, QWEN3, gpt2_settings, llama_settings, other_settings
 
 
@@ -59,9 +60,11 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     other |= {name: value * 2 for name, value in other.items() if isinstance(value, int | float) and value}
     other |= {"hidden_dropout": 0.3, "attention_dropout": 0.3, "num_query_groups": 2, "seq_length": 7}
     other |= {"position_embedding_type": "none", "normalization": "none", "activation": "gelu"}
+    other |= {"rotary_scaling": RotaryScaling("linear", 2.0), "rotary_percent": 0.5, "no_rope_freq": (0, 1)}
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}
     before = write_settings(arch)
-    for name in set(other) - {"padded_vocab_size"} - ({"rotary_base"} if family == "gpt2" else set()):
+    of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq"}
+    for name in set(other) - {"padded_vocab_size"} - (of_rope if family == "gpt2" else set()):
         try:
             after = write_settings(replace(arch, **{name: other[name]}))
         except UserError as error:
@@ -80,14 +83,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another task": (GPT2, {"architectures": ["GPT2ForSequenceClassification"]}, "only language models are converted"),
     "scaled positions": (
         LLAMA,
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        "only null or rope_type default",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
+        "only null or rope_type default, linear, llama3 or yarn works",
     ),
     "scaled positions, new": (
         LLAMA,
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-        "rope_parameters=",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}},
+        "low_freq_factor of rope_type linear is unknown here",
     ),
+    "scaled positions without factor": (LLAMA, {"rope_scaling": {"type": "yarn"}}, "has a number as factor; add it"),
+    "two descriptions": (
+        LLAMA,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        "they describe different rotary positions",
+    ),
+    "no table": (LLAMA, {"rope_scaling": 4.0}, "rope_scaling=4.0: not a table"),
     "rotary gpt2": (GPT2, {"rope_theta": 10000.0}, "rope_theta=10000.0: gpt2 has no rotary positions; remove it"),
     "biases in part": (
         LLAMA,

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megatron3d.checkpoint import store
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.config.schema import Config
 from megatron3d.convert.compare import stored_inputs
 from megatron3d.convert.conversion import ConversionRequest, from_hub, read_architecture, to_hub
 from megatron3d.parallel.mesh import Mesh

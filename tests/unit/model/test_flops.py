@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.schema import ModelConfig
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token, num_parameters
 from megatron3d.model.params import param_specs

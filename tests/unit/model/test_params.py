@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.schema import ModelConfig
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
 from megatron3d.model.stages import StageAssignment, make_stages

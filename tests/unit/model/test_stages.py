@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.config.schema import Config
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
 from megatron3d.model.stages import Stage, divide, make_stages

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.ops.attention import AttentionHeads, attention, rotary_tables, rotate
+from megatron3d.ops.attention import AttentionHeads, attention
+from megatron3d.ops.rotary import rotary_tables, rotate
+from megatron3d.ops.rotary_spec import Rotary
 from megatron3d.ops.seeds import derive_seed
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -163,13 +165,13 @@ def test_rotary_is_a_complex_rotation() -> None:
     pairs = torch.complex(x_BSND[..., :4], x_BSND[..., 4:])
     angles = torch.arange(7)[:, None].double() * base ** (-torch.arange(4).double() / 4)
     turned = pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
-    got = rotate(x_BSND, rotary_tables(7, 8, base, x_BSND))
+    got = rotate(x_BSND, rotary_tables(7, Rotary(base, 8), x_BSND))
     assert error(got, torch.cat((turned.real, turned.imag), -1)) < 1e-13
 
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
     q, k = (normal(1, 1, 1, 8, seed=seed).expand(1, 9, 1, 8) for seed in (1, 2))
-    tables = rotary_tables(9, 8, 100.0, q)
+    tables = rotary_tables(9, Rotary(100.0, 8), q)
     scores = torch.einsum("bsnd,btnd->st", rotate(q, tables), rotate(k, tables))
     for distance in range(-8, 9):
         diagonal = scores.diagonal(distance)
@@ -179,7 +181,7 @@ def test_rotary_scores_depend_on_the_distance_only() -> None:
 def test_rotary_angles_of_far_positions_are_exact_in_low_precision() -> None:
     """bf16 cannot represent 4097, nor the cosines of angles that differ by less than a degree."""
     like = torch.zeros(1, dtype=torch.bfloat16)
-    got, exact = rotary_tables(5000, 8, 10000.0, like), rotary_tables(5000, 8, 10000.0, like.double())
+    got, exact = rotary_tables(5000, Rotary(10000.0, 8), like), rotary_tables(5000, Rotary(10000.0, 8), like.double())
     for low, high in zip(got, exact, strict=True):
         assert low.dtype == torch.float32 and (low - high).abs().max() < 2**-10
 
@@ -187,8 +189,8 @@ def test_rotary_angles_of_far_positions_are_exact_in_low_precision() -> None:
 def test_a_rotation_in_bf16_is_rounded_once() -> None:
     """Tables rounded to bf16 would have errors of 2^-9 of x, however small the rotated value is."""
     x_BSND = torch.randn(1, 5000, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = rotate(x_BSND, rotary_tables(5000, 8, 10000.0, x_BSND))
-    exact = rotate(x_BSND.double(), rotary_tables(5000, 8, 10000.0, x_BSND.double()))
+    got = rotate(x_BSND, rotary_tables(5000, Rotary(10000.0, 8), x_BSND))
+    exact = rotate(x_BSND.double(), rotary_tables(5000, Rotary(10000.0, 8), x_BSND.double()))
     assert got.dtype == torch.bfloat16
     assert ((got - exact).abs() <= 2**-8 * exact.abs() + 2**-11 * x_BSND.abs().amax(-1, keepdim=True)).all()
 

@@ -24,7 +24,7 @@ from megatron3d.analysis.memory_model.activations import (
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.comm.interface import Comm
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.schema import ModelConfig
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.data.packing import Packing
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
@@ -54,6 +54,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_query_groups": 1,
         "ffn_hidden_size": 40,
         "qk_layernorm": True,
+    },
+    "llama, part of each head, layers without RoPE": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 24,
+        "rotary_percent": 0.5,
+        "no_rope_freq": [0, 1, 1],
+    },
+    "llama, first layer without RoPE": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 24,
+        "no_rope_freq": [1, 0],
     },
     "uneven groups": {"family": "gpt2", "num_attention_heads": 24, "num_query_groups": 3, "hidden_dropout": 0.1},
     "llama, uneven groups, dropout": {
@@ -88,7 +101,7 @@ def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
 def kept(local: LocalSizes, comm: Comm) -> dict[str, int]:
     """Return the bytes that a forward of each module saves."""
     model, _, at = build(local, comm)
-    shared = [*model.parameters(), *(at.rotary or ())]
+    shared = [*model.parameters(), *sum(at.rotary, ())]
     out = {}
     with saved_beside(shared) as saved:
         x = model.embedding_dropout(model.embedding(at), at)
@@ -195,7 +208,7 @@ def check_left(local: LocalSizes) -> None:
     model, stage, at = build(local, every_group(local.mesh))
     assert at.target is not None, "a microbatch has labels"
     known = [at.documents.segments_BS, at.documents.positions_BS] if at.documents else []
-    known += [*model.parameters(), at.target.labels_M, *(at.rotary or ())]
+    known += [*model.parameters(), at.target.labels_M, *sum(at.rotary, ())]
     with Live([tensor for tensor in known if tensor is not None]) as live:
         before = live.now
         loss = model(stage, None, at)

@@ -1,0 +1,77 @@
+"""The model section of the configuration; None means: derived by `model_defaults`, often from the model family."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron3d.config.section import Positive, Section
+
+LayerPattern = Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
+
+
+class ModelConfig(Section):
+    """The network."""
+
+    family: Literal["gpt2", "llama"] = "gpt2"
+    num_layers: int = Field(12, ge=1)
+    hidden_size: int = Field(768, ge=1)
+    ffn_hidden_size: int | None = Field(
+        None, ge=1, description="default: 4 hidden, or 8/3 hidden rounded up to 256 where the activation is gated"
+    )
+    num_attention_heads: int = Field(12, ge=1)
+    num_query_groups: int | None = Field(None, ge=1, description="key/value heads; default: num_attention_heads")
+    kv_channels: int | None = Field(None, ge=1, description="size of a head; default: hidden / heads")
+    seq_length: int = Field(1024, ge=1)
+    max_position_embeddings: int | None = Field(None, ge=1, description="default: seq_length")
+    vocab_size: int | None = Field(None, ge=1, description="default: the tokenizer's")
+    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = Field(
+        None, description="default: the family's"
+    )
+    rotary_base: float = Field(10000.0, gt=0)
+    rotary_percent: float = Field(
+        1.0, gt=0, le=1, description="fraction of each head's channels that RoPE rotates, the first ones"
+    )
+    no_rope_freq: Positive | LayerPattern | None = Field(
+        None, description="layers without RoPE: every n-th, or those with a 1 in a list that repeats over depth"
+    )
+    rotary_scaling: Literal["linear", "llama3", "yarn"] | None = Field(
+        None, description="scaling of RoPE for sequences longer than those of earlier training; default: none"
+    )
+    rotary_scaling_factor: float | None = Field(
+        None, ge=1, description="with rotary_scaling: the longest rotations become this much slower"
+    )
+    original_max_position_embeddings: int | None = Field(
+        None, ge=1, description="with llama3 and yarn: sequence length of earlier training"
+    )
+    rotary_low_freq_factor: float | None = Field(
+        None, gt=0, description="with llama3: fewer rotations within the original length are scaled fully; default: 1"
+    )
+    rotary_high_freq_factor: float | None = Field(
+        None, gt=0, description="with llama3: more rotations within the original length are not scaled; default: 4"
+    )
+    rotary_beta_slow: float | None = Field(
+        None, gt=0, description="with yarn: fewer rotations within the original length are scaled fully; default: 1"
+    )
+    rotary_beta_fast: float | None = Field(
+        None, gt=0, description="with yarn: more rotations within the original length are not scaled; default: 32"
+    )
+    rotary_attention_factor: float | None = Field(
+        None, gt=0, description="with yarn: factor of queries and of keys; default: 0.1 ln(rotary_scaling_factor) + 1"
+    )
+    rotary_truncate: bool | None = Field(
+        None, description="with yarn: round the range of interpolated channels to whole channels; default: true"
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="default: the family's")
+    norm_epsilon: float = Field(1e-5, gt=0)
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] | None = Field(
+        None, description="default: the family's"
+    )
+    add_bias_linear: bool | None = Field(None, description="default: the family's")
+    tie_embeddings: bool | None = Field(None, description="default: the family's")
+    qk_layernorm: bool = False
+    hidden_dropout: float = Field(0.0, ge=0, lt=1)
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    init_method_std: float = Field(0.02, gt=0)

@@ -1,0 +1,59 @@
+"""The kind of each layer, by its index in the whole model, so that it does not depend on the division into stages.
+
+A kind repeats along a short pattern over depth; this is the one place that reads the keys which choose it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron3d.model.architecture import Architecture
+from megatron3d.ops.rotary_spec import Rotary
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """Attention of one layer; without `rotary` its queries and keys are not rotated."""
+
+    rotary: Rotary | None
+
+
+def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
+    """Return the attention of a layer, counted from 0 in the whole model."""
+    pattern = arch.no_rope_freq
+    skips = bool(pattern) and bool(pattern[layer % len(pattern)])
+    has_rotary = arch.position_embedding_type == "rope" and not skips
+    size = int(arch.kv_channels * arch.rotary_percent)
+    return AttentionKind(Rotary(arch.rotary_base, size, arch.rotary_scaling) if has_rotary else None)
+
+
+def pattern_length(arch: Architecture) -> int:
+    """Return the number of layers after which the kinds repeat."""
+    return len(arch.no_rope_freq) or 1
+
+
+def layer_counts(arch: Architecture, layers: Iterable[int]) -> Mapping[int, int]:
+    """Return how many of these layers are of each place in the pattern; a place is also the first layer there."""
+    length = pattern_length(arch)
+    return Counter(layer % length for layer in layers)
+
+
+def attention_kinds(arch: Architecture) -> tuple[AttentionKind, ...]:
+    """Return the distinct attention kinds of all layers, in the order in which they first occur."""
+    return tuple(dict.fromkeys(attention_kind(arch, place) for place in layer_counts(arch, range(arch.num_layers))))
+
+
+def rotaries(arch: Architecture) -> tuple[Rotary, ...]:
+    """Return the distinct rotary embeddings of all layers, in the order in which they first occur."""
+    return tuple(dict.fromkeys(kind.rotary for kind in attention_kinds(arch) if kind.rotary is not None))
+
+
+def rotated_share(arch: Architecture) -> float:
+    """Return the mean over all layers of the share of a head's channels that is rotated."""
+    counts = layer_counts(arch, range(arch.num_layers))
+    rotated = ((attention_kind(arch, place).rotary, count) for place, count in counts.items())
+    return sum(count * rotary.num_channels for rotary, count in rotated if rotary) / (
+        arch.num_layers * arch.kv_channels
+    )

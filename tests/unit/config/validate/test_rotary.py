@@ -1,0 +1,69 @@
+"""Fact: keys of RoPE that are unused, missing or contradictory are refused, with a value that works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron3d.config.validate.rules import check
+from tests.support.valid_config import with_changes
+
+YARN = {"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 4096}
+LLAMA3 = YARN | {"rotary_scaling": "llama3"}
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    (
+        {"rotary_percent": 0.4, "kv_channels": 8},
+        "model.rotary_percent=0.4: RoPE rotates pairs of channels, but 0.4 of a head's 8 are 3; use 0.25 or 0.5",
+    ),
+    (
+        {"no_rope_freq": 1},
+        "model.no_rope_freq=1: no layer has RoPE; use model.position_embedding_type=none, or a number from 2",
+    ),
+    ({"no_rope_freq": [0]}, "model.no_rope_freq=[0]: every layer has RoPE; leave it out"),
+    ({"no_rope_freq": 9, "num_layers": 4}, "model.no_rope_freq=9: longer than model.num_layers=4; use 4 or less"),
+    (
+        {"rotary_scaling": "linear"},
+        "model.rotary_scaling=linear: needs model.rotary_scaling_factor; set it, for example to 8.0",
+    ),
+    (
+        {"rotary_scaling": "llama3", "rotary_scaling_factor": 8.0},
+        "model.rotary_scaling=llama3: needs model.original_max_position_embeddings; set it, for example to 8192",
+    ),
+    (
+        {"rotary_scaling_factor": 8.0},
+        "model.rotary_scaling_factor=8.0: not used with model.rotary_scaling=null; use linear, llama3 or yarn, or "
+        "leave it out",
+    ),
+    (
+        {**LLAMA3, "rotary_beta_fast": 8.0},
+        "model.rotary_beta_fast=8.0: not used with model.rotary_scaling=llama3; use yarn, or leave it out",
+    ),
+    (
+        {**LLAMA3, "rotary_low_freq_factor": 4.0},
+        "model.rotary_low_freq_factor=4.0: 4 is not below rotary_high_freq_factor 4; use 1",
+    ),
+    (
+        {**YARN, "rotary_beta_slow": 64.0},
+        "model.rotary_beta_slow=64.0: 64 is not below rotary_beta_fast 32; use 8",
+    ),
+    ({**YARN, "rotary_base": 1.0}, "model.rotary_base=1.0: yarn needs a base above 1; use 10000.0"),
+]
+
+
+@pytest.mark.parametrize("changes,message", BROKEN, ids=[message.partition(":")[0] for _, message in BROKEN])
+def test_a_broken_rule_is_reported(changes: dict[str, Any], message: str) -> None:
+    model = {"position_embedding_type": "rope", **changes}
+    assert check(with_changes({"model": model}), 1) == [message]
+
+
+@pytest.mark.parametrize("key,value", [("rotary_percent", 0.5), ("no_rope_freq", 2), ("rotary_scaling", "linear")])
+def test_keys_of_rope_are_refused_without_rope(key: str, value: Any) -> None:
+    changes = {key: value, "position_embedding_type": "learned_absolute"}
+    if key == "rotary_scaling":
+        changes["rotary_scaling_factor"] = 2.0
+    (message,) = check(with_changes({"model": changes}), 1)
+    assert (
+        message
+        == f"model.{key}={value}: not used with position_embedding_type learned_absolute; use rope, or leave it out"
+    )
