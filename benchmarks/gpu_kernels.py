@@ -15,11 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.sdpa_backends import NAMES, usable
-from megatron3d.ops.attention import rotary_tables, rotate
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, loss_kernel
 from megatron3d.ops.fused_cross_entropy import VocabShard
 from megatron3d.ops.gemm import add_product, product, put_product
 from megatron3d.ops.norm import norm
+from megatron3d.ops.rotary import rotary_tables, rotate
+from megatron3d.ops.rotary_spec import Rotary
 from megatron3d.optim.adamw import ParamGroup, update_fused
 from megatron3d.parallel.mesh import Mesh
 
@@ -143,7 +144,7 @@ def layer_rows(place: Place) -> Iterator[Row]:
     weight = _random(place, hidden).requires_grad_()
     out = torch.empty_like(x)
     copy_s = place.seconds(lambda: out.copy_(x))
-    tables = rotary_tables(tokens, 64, 1e4, x)
+    tables = rotary_tables(tokens, Rotary(1e4, 64), x)
     comm = ProcessComm(Mesh((("x", 1),)), [])
     kernels: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
         "norm": (lambda x: norm(x, weight, None, 1e-5, (), comm), x.shape),

@@ -75,6 +75,12 @@ MUTATIONS = [
         "if order is not None:",
     ),
     Mutation(
+        "norm of whole queries over local features",
+        "model/layers.py",
+        "() if self.norms_heads else build.mode.inner[1]",
+        "()",
+    ),
+    Mutation(
         "kind of a layer by its index on later pipeline ranks only",
         "model/layers.py",
         "attention_kind(arch, index)",

@@ -24,7 +24,7 @@ are at most 10^12, and sizes of models, batches and layouts at most those in `me
 
 # Page about each key, by how the key begins.
 PAGES: Mapping[str, str] = {
-    **dict.fromkeys(("model.rotary", "model.no_rope", "model.original_max"), "models.md"),
+    "model.": "models.md",
     "parallel.tensor": "tensor_parallel.md",
     "parallel.sequence": "tensor_parallel.md",
     "parallel.tp": "tensor_parallel.md",

@@ -20,6 +20,7 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
     """
     family = FAMILIES[model.family]
     activation = _or_default(model.activation, family.activation)
+    biases = _or_default(model.add_bias_linear, family.add_bias_linear)
     multiple = math.lcm(model.make_vocab_size_divisible_by, vocab_multiple)
     return Architecture(
         num_layers=model.num_layers,
@@ -37,16 +38,31 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         normalization=_or_default(model.normalization, family.normalization),
         norm_epsilon=model.norm_epsilon,
         activation=activation,
-        add_bias_linear=_or_default(model.add_bias_linear, family.add_bias_linear),
+        add_bias_linear=biases,
         tie_embeddings=_or_default(model.tie_embeddings, family.tie_embeddings),
         qk_layernorm=model.qk_layernorm,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
+        add_qkv_bias=_unless(model.add_qkv_bias, biases),
+        add_mlp_bias=_unless(model.add_mlp_bias, biases),
+        apply_layernorm_1p=model.apply_layernorm_1p,
+        norm_placement=model.norm_placement,
+        qk_layernorm_scope=model.qk_layernorm_scope,
+        attention_output_gate=model.attention_output_gate,
+        embedding_scale=model.embedding_scale,
+        softmax_scale=model.softmax_scale,
+        logit_scale=model.logit_scale,
+        logit_softcap=model.logit_softcap,
         rotary_scaling=_rotary_scaling(model),
         rotary_percent=model.rotary_percent,
         no_rope_freq=_pattern(model.no_rope_freq),
     )
+
+
+def _unless(value: bool | None, default: bool) -> bool | None:
+    """Return a value, None where it is the default."""
+    return None if value == default else value
 
 
 def _pattern(freq: int | tuple[int, ...] | None) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megatron3d.config.section import Positive, Section
 
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
 LayerPattern = Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
 
 
@@ -66,12 +67,32 @@ class ModelConfig(Section):
     )
     normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="default: the family's")
     norm_epsilon: float = Field(1e-5, gt=0)
-    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] | None = Field(
-        None, description="default: the family's"
+    activation: ActivationName | None = Field(None, description="default: the family's")
+    add_bias_linear: bool | None = Field(None, description="biases of all linears of a layer; default: the family's")
+    add_qkv_bias: bool | None = Field(
+        None, description="bias of the query, key and value projections; default: add_bias_linear"
     )
-    add_bias_linear: bool | None = Field(None, description="default: the family's")
+    add_mlp_bias: bool | None = Field(None, description="biases of the MLP; default: add_bias_linear")
+    apply_layernorm_1p: bool = Field(False, description="norms multiply by 1 + weight, with weights around 0")
+    norm_placement: Literal["pre", "post", "sandwich"] = Field(
+        "pre", description="norms on the inputs of attention and MLP, on their outputs, or on both"
+    )
+    attention_output_gate: bool = Field(
+        False, description="multiply attention's output by the sigmoid of a projection of its input"
+    )
+    embedding_scale: float = Field(1.0, gt=0, description="factor of the word embeddings")
+    softmax_scale: float | None = Field(
+        None, gt=0, description="factor of attention's scores; default: 1 / root of kv_channels"
+    )
+    logit_scale: float = Field(1.0, gt=0, description="factor of the logits")
+    logit_softcap: float | None = Field(
+        None, gt=0, description="c: logits become c tanh(logit / c), after logit_scale; default: unbounded"
+    )
     tie_embeddings: bool | None = Field(None, description="default: the family's")
-    qk_layernorm: bool = False
+    qk_layernorm: bool = Field(False, description="normalize queries and keys")
+    qk_layernorm_scope: Literal["head", "projection"] = Field(
+        "head", description="with qk_layernorm: over each head, or over all heads together"
+    )
     hidden_dropout: float = Field(0.0, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     init_method_std: float = Field(0.02, gt=0)

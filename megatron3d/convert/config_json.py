@@ -8,7 +8,7 @@ from dataclasses import fields
 from pydantic import JsonValue, ValidationError
 
 from megatron3d.config.model_schema import ModelConfig
-from megatron3d.convert.model_types import METADATA, MODEL_TYPES, HubConfig, ModelType, show
+from megatron3d.convert.model_types import METADATA, MODEL_TYPES, SWITCHES, HubConfig, ModelType, show
 from megatron3d.convert.rope_fields import read_rope, write_rope
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
@@ -132,6 +132,9 @@ def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     known = tuple(dict.fromkeys(hub_type.activation[2].values()))
     if arch.activation not in known:
         yield f"activation={arch.activation}: {hub_type.class_name} has {' or '.join(known)}"
+    for name, ours in SWITCHES.items():
+        if getattr(arch, name) != ours:
+            yield f"{name}={show(getattr(arch, name))}: {hub_type.class_name} has {show(ours)}"
     yield from hub_type.obstacles(arch)
 
 
@@ -149,7 +152,7 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         "num_query_groups",
         "kv_channels",
     }
-    known_names |= {"rotary_scaling", "rotary_percent", "no_rope_freq"}
+    known_names |= {"rotary_scaling", "rotary_percent", "no_rope_freq", *SWITCHES}
     known_names |= set() if hub_type.has_rope else {"rotary_base"}
     for name in (field.name for field in fields(arch) if field.name not in known_names):
         value, silent = getattr(arch, name), {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings}[name]

@@ -233,6 +233,20 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
 }
 
+# Switches that no model type has, and the value of each without effect.
+SWITCHES: Mapping[str, JsonValue] = {
+    "add_qkv_bias": None,
+    "add_mlp_bias": None,
+    "apply_layernorm_1p": False,
+    "norm_placement": "pre",
+    "qk_layernorm_scope": "head",
+    "attention_output_gate": False,
+    "embedding_scale": 1.0,
+    "softmax_scale": None,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+}
+
 # Fields that do not affect what the network computes.
 _METADATA = """
 _name_or_path _commit_hash _attn_implementation_autoset architectures model_type transformers_version

@@ -10,7 +10,14 @@ from pydantic import JsonValue
 
 from megatron3d.ops.rotary_spec import RotaryScaling
 
-GATED = frozenset({"swiglu", "geglu"})
+GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "clamped_swiglu"})
+
+# Norms of a layer by `norm_placement`: on the inputs of attention and MLP, on their outputs, or both.
+NORM_SITES: Mapping[str, tuple[str, ...]] = {
+    "pre": ("input_norm", "post_attention_norm"),
+    "post": ("attention_output_norm", "mlp_output_norm"),
+    "sandwich": ("input_norm", "attention_output_norm", "post_attention_norm", "mlp_output_norm"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Architecture:
     Fields with a default came later than the first checkpoints, which lack them.
 
     Attributes:
+        add_qkv_bias, add_mlp_bias: None where they are as `add_bias_linear`.
         no_rope_freq: pattern that repeats over depth, 1 for a layer without rotary positions; empty: none.
     """
 
@@ -61,9 +69,34 @@ class Architecture:
     hidden_dropout: float
     attention_dropout: float
     init_method_std: float
+    add_qkv_bias: bool | None = None
+    add_mlp_bias: bool | None = None
+    apply_layernorm_1p: bool = False
+    norm_placement: str = "pre"
+    qk_layernorm_scope: str = "head"
+    attention_output_gate: bool = False
+    embedding_scale: float = 1.0
+    softmax_scale: float | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     rotary_scaling: RotaryScaling | None = None
     rotary_percent: float = 1.0
     no_rope_freq: tuple[int, ...] = ()
+
+    @property
+    def norm_sites(self) -> tuple[str, ...]:
+        """The norms of a layer on the residual stream, in the order of the forward pass."""
+        return NORM_SITES[self.norm_placement]
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections to queries, keys and values have a bias."""
+        return self.add_bias_linear if self.add_qkv_bias is None else self.add_qkv_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the linears of the MLP have a bias."""
+        return self.add_bias_linear if self.add_mlp_bias is None else self.add_mlp_bias
 
 
 LAYOUT_FIELDS = frozenset({"padded_vocab_size"})

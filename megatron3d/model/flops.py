@@ -12,17 +12,19 @@ from megatron3d.model.linears import layer_linears
 def num_parameters(arch: Architecture) -> int:
     """Return the number of parameters of the whole model, without vocabulary padding."""
     h, f = arch.hidden_size, arch.ffn_hidden_size
-    bias = int(arch.add_bias_linear)
+    qkv_bias, proj_bias, mlp_bias = int(arch.has_qkv_bias), int(arch.add_bias_linear), int(arch.has_mlp_bias)
     norm = 2 if arch.normalization == "LayerNorm" else 1
     q = arch.num_attention_heads * arch.kv_channels
+    gate = q * arch.attention_output_gate
     kv = 2 * arch.num_query_groups * arch.kv_channels
-    attention = (h + bias) * (q + kv) + q * h + bias * h + 2 * norm * arch.kv_channels * arch.qk_layernorm
+    head_norms = 2 * arch.kv_channels if arch.qk_layernorm_scope == "head" else q + kv // 2
+    attention = (h + qkv_bias) * (q + gate + kv) + q * h + proj_bias * h + head_norms * norm * arch.qk_layernorm
     gates = 2 if arch.activation in GATED else 1
-    mlp = gates * (h + bias) * f + f * h + bias * h
+    mlp = gates * (h + mlp_bias) * f + f * h + mlp_bias * h
     embeddings = arch.vocab_size * h * (1 if arch.tie_embeddings else 2)
     if arch.position_embedding_type == "learned_absolute":
         embeddings += arch.max_position_embeddings * h
-    return embeddings + arch.num_layers * (attention + mlp + 2 * norm * h) + norm * h
+    return embeddings + arch.num_layers * (attention + mlp + len(arch.norm_sites) * norm * h) + norm * h
 
 
 def layer_flops_per_token(arch: Architecture) -> int:

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm
@@ -22,13 +20,12 @@ from megatron3d.model.layer_kinds import attention_kind, rotaries
 from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Recompute
+from megatron3d.ops.activations import ACTIVATIONS
 from megatron3d.ops.async_matmul import AsyncMatmul
 from megatron3d.ops.attention import AttentionHeads, attention
 from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.context_attention import ContextAttention, context_attention
-from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.ops.dropout import dropout, keep_mask
-from megatron3d.ops.embedding import embedding
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
@@ -40,27 +37,10 @@ from megatron3d.ops.weight_prefetch import PrefetchedWeight
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.layout import ParamSpec, span
-from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def _gated(activation: Activation, fused_MF: Tensor) -> Tensor:
-    gate, up = fused_MF.chunk(2, dim=-1)
-    return activation(gate) * up
-
-
-ACTIVATIONS: Mapping[str, Activation] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "swiglu": partial(_gated, F.silu),
-    "geglu": partial(_gated, F.gelu),
-}
 
 
 @dataclass(frozen=True)
@@ -132,13 +112,14 @@ class Norm(nn.Module):
     def __init__(self, name: str, axes: Axes, build: Build) -> None:
         super().__init__()
         self.axes, self.comm = build.live(axes), build.comm
-        self.eps = build.arch.norm_epsilon
+        self.eps, self.is_centred_at_0 = build.arch.norm_epsilon, build.arch.apply_layernorm_1p
         self.kernels = build.norm_kernels
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x_MH: Tensor) -> Tensor:
-        return norm(x_MH, self.weight, self.bias, self.eps, self.axes, self.comm, self.kernels)
+        weight = self.weight + 1 if self.is_centred_at_0 else self.weight
+        return norm(x_MH, weight, self.bias, self.eps, self.axes, self.comm, self.kernels)
 
 
 class HiddenDropout(nn.Module):
@@ -167,6 +148,7 @@ class Attention(nn.Module):
         rotary = attention_kind(arch, index).rotary
         self.rotary = None if rotary is None else rotaries(arch).index(rotary)
         self.site, self.dropout = name, arch.attention_dropout
+        self.query_scale = 1.0 if arch.softmax_scale is None else arch.softmax_scale * arch.kv_channels**0.5
         self.tokens, self.context = build.mode.inner[0], build.mode.context
         self.exchange = build.context_exchange
         heads_axes = build.live(build.mode.inner[1])
@@ -174,8 +156,11 @@ class Attention(nn.Module):
             arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm
         )
         self.qkv = Linear(layer, QKV, build)
-        self.q_norm = Norm(f"{name}.q_norm", (), build) if arch.qk_layernorm else None
-        self.k_norm = Norm(f"{name}.k_norm", (), build) if arch.qk_layernorm else None
+        self.norms_heads = arch.qk_layernorm_scope == "head"
+        norm_axes = () if self.norms_heads else build.mode.inner[1]
+        self.q_norm = Norm(f"{name}.q_norm", norm_axes, build) if arch.qk_layernorm else None
+        self.k_norm = Norm(f"{name}.k_norm", norm_axes, build) if arch.qk_layernorm else None
+        self.has_gate = arch.attention_output_gate
         self.proj = Linear(layer, PROJ, build)
         self.recomputes_core = build.recompute.recomputes(CORE_ATTN)
 
@@ -186,14 +171,25 @@ class Attention(nn.Module):
 
     def core(self, qkv_MF: Tensor, at: Pass) -> Tensor:
         """Return the input [M, F] of the output projection: core attention over the output of qkv [M, F]."""
-        q, k, v = self.heads.split(qkv_MF, at.local_length)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not self.has_gate:
+            return self.attend(qkv_MF, at)
+        size = (self.heads.query_span[1] - self.heads.query_span[0]) * self.heads.size
+        qkv_MF, gate_MF = qkv_MF.split((qkv_MF.shape[1] - size, size), dim=1)
+        y_MF: Tensor = self.attend(qkv_MF, at) * gate_MF.sigmoid()
+        return y_MF
+
+    def attend(self, qkv_MF: Tensor, at: Pass) -> Tensor:
+        """Return attention's output [M, F] for queries, keys and values of this rank's heads."""
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        q, k, v = self.heads.split(qkv_MF, at.local_length, None if self.norms_heads else norms)
+        if norms is not None and self.norms_heads:
+            q, k = norms[0](q), norms[1](k)
         if self.rotary is not None:
             cos, sin = tables = at.rotary[self.rotary]
             if at.documents is not None:
                 tables = at.rows(cos, self.tokens), at.rows(sin, self.tokens)
             q, k = rotate(q, tables), rotate(k, tables)
+        q = q if self.query_scale == 1 else q * self.query_scale
         if at.cached:
             k, v = at.cached.extend(self.site, k, v)
             return attention(q, k, v, self.heads, None, at.cached.mask_BSL)
@@ -227,66 +223,31 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer [M, H] -> [M, H], the one of this index in the whole model."""
+    """Transformer layer [M, H] -> [M, H], the one of this index in the whole model."""
 
     def __init__(self, index: int, build: Build) -> None:
         super().__init__()
         name = f"layers.{index}"
-        features = build.mode.residual[1]
-        self.input_norm = Norm(f"{name}.input_norm", features, build)
+
+        def norm(site: str) -> nn.Module:
+            has_one = site in build.arch.norm_sites
+            return Norm(f"{name}.{site}", build.mode.residual[1], build) if has_one else nn.Identity()
+
+        self.input_norm = norm("input_norm")
         self.attention = Attention(index, name, build)
         self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
-        self.post_attention_norm = Norm(f"{name}.post_attention_norm", features, build)
+        self.attention_output_norm = norm("attention_output_norm")
+        self.post_attention_norm = norm("post_attention_norm")
         self.mlp = MLP(name, build)
+        self.mlp_output_norm = norm("mlp_output_norm")
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.fc2", build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
-        x_MH = x_MH + self.attention_dropout(self.attention(self.input_norm(x_MH), at), at)
-        y_MH: Tensor = x_MH + self.mlp_dropout(self.mlp(self.post_attention_norm(x_MH)), at)
-        return y_MH
-
-
-class Embedding(nn.Module):
-    """Word embedding [M] -> [M, H], plus learned position embeddings if the model has them."""
-
-    def __init__(self, name: str, build: Build) -> None:
-        super().__init__()
-        self.plan, self.comm, self.main_grads = build.plan(build.mode.embed), build.comm, build.main_grads
-        self.padded_vocab_size, self.tokens = build.arch.padded_vocab_size, build.mode.residual[0]
-        self.weight = build.param(f"{name}.weight")
-        self.position = build.optional(f"{name}.position")
-
-    def forward(self, at: Pass) -> Tensor:
-        tokens_M, size = at.tokens_BL.flatten(), self.padded_vocab_size
-        x_MH = embedding(tokens_M, self.weight, size, self.plan, self.comm, self.main_grads)
-        if self.position is None:
-            return x_MH
-        return x_MH + F.embedding(at.positions(self.tokens, x_MH.device), self.position)
-
-
-class LossHead(nn.Module):
-    """LM head and its loss; it has no weight of its own if embeddings are tied and one rank holds both."""
-
-    def __init__(self, name: str, chunk: LossChunk, build: Build) -> None:
-        super().__init__()
-        arch, plan = build.arch, build.plan(build.mode.expand)
-        self.weight = build.optional(f"{name}.weight")
-        self.inner = build.mode.inner
-        self.head = LMHead(plan, build.comm, arch.vocab_size, arch.padded_vocab_size, chunk, build.main_grads)
-
-    def forward(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
-        """Return this rank's share of the loss; the logits [B, S, V] if the pass has no target."""
-        if at.target is None:
-            return self._logits(x_MH, w_VH, at)
-        target = at.target
-        return head_loss(x_MH, w_VH, target.labels_M, target.num_tokens, self.head, target.scale)
-
-    def _logits(self, x_MH: Tensor, w_VH: Tensor, at: Pass) -> Tensor:
-        """Return logits [B, S, V] of every sequence of the microbatch, on each rank of the last stage."""
-        head, (tokens, features) = self.head, self.inner
-        whole = head.comm.all_gather(head_logits(x_MH, w_VH, head), features, dim=1).wait()[:, : head.vocab_size]
-        logits_MV = head.comm.all_gather(whole, tokens, dim=0).wait()
-        return at.whole_sequences(logits_MV)
+        y_MH = self.attention_output_norm(self.attention(self.input_norm(x_MH), at))
+        x_MH = x_MH + self.attention_dropout(y_MH, at)
+        y_MH = self.mlp_output_norm(self.mlp(self.post_attention_norm(x_MH)))
+        z_MH: Tensor = x_MH + self.mlp_dropout(y_MH, at)
+        return z_MH
 
 
 def is_opaque(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """The four linears of a transformer layer as one table: name, plan, and global sizes.
 
-    attention.qkv   expand     hidden -> query heads and twice the key/value groups
+    attention.qkv   expand     hidden -> query heads and twice the key/value groups; the output gate where there is one
     attention.proj  contract   query heads -> hidden
     mlp.fc1         expand     hidden -> ffn, twice where a gate is fused
     mlp.fc2         contract   ffn -> hidden
@@ -26,6 +26,7 @@ class LinearSize(NamedTuple):
     expands: bool
     num_inputs: int
     outputs: Mapping[str, int]
+    has_bias: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -45,7 +46,11 @@ class LinearSize(NamedTuple):
 def layer_linears(arch: Architecture) -> dict[str, LinearSize]:
     """Return the linears of a layer by their path in it, in the order of the forward pass."""
     queries, keys = arch.num_attention_heads * arch.kv_channels, arch.num_query_groups * arch.kv_channels
-    return linear_sizes(arch.hidden_size, arch.ffn_hidden_size, queries, keys, arch.activation in GATED)
+    sizes = linear_sizes(arch.hidden_size, arch.ffn_hidden_size, queries, keys, arch.activation in GATED)
+    if arch.attention_output_gate:
+        sizes[QKV] = sizes[QKV]._replace(outputs={**sizes[QKV].outputs, "gate": queries})
+    biases = {QKV: arch.has_qkv_bias, PROJ: arch.add_bias_linear, FC1: arch.has_mlp_bias, FC2: arch.has_mlp_bias}
+    return {name: size._replace(has_bias=biases[name]) for name, size in sizes.items()}
 
 
 def linear_sizes(hidden: int, ffn: int, queries: int, keys: int, is_gated: bool) -> dict[str, LinearSize]:

@@ -89,22 +89,37 @@ class _Table:
     def layer(self, name: str) -> Named:
         """Yield the parameters of one transformer layer."""
         arch, (tokens, features) = self.arch, self.mode.residual
-        yield from self.norm(f"{name}.input_norm", arch.hidden_size, tokens, features)
+
+        def norm(site: str) -> Named:
+            return (
+                self.norm(f"{name}.{site}", arch.hidden_size, tokens, features) if site in arch.norm_sites else iter(())
+            )
+
+        yield from norm("input_norm")
         yield from self.linear(name, QKV)
-        if arch.qk_layernorm:
-            inner_rows = sum(self.mode.inner, ())
-            yield from self.norm(f"{name}.attention.q_norm", arch.kv_channels, inner_rows, ())
-            yield from self.norm(f"{name}.attention.k_norm", arch.kv_channels, inner_rows, ())
+        yield from self.head_norms(f"{name}.attention") if arch.qk_layernorm else ()
         yield from self.linear(name, PROJ)
-        yield from self.norm(f"{name}.post_attention_norm", arch.hidden_size, tokens, features)
+        yield from norm("attention_output_norm")
+        yield from norm("post_attention_norm")
         yield from self.linear(name, FC1)
         yield from self.linear(name, FC2)
+        yield from norm("mlp_output_norm")
+
+    def head_norms(self, name: str) -> Named:
+        """Yield the norms of queries and keys, over each head or over the whole projection."""
+        arch, (tokens, features) = self.arch, self.mode.inner
+        is_whole = arch.qk_layernorm_scope == "projection"
+        heads = (arch.num_attention_heads, arch.num_query_groups) if is_whole else (1, 1)
+        sizes = [count * arch.kv_channels for count in heads]
+        axes, rows = (features, tokens) if is_whole else ((), tokens + features)
+        for part, size in zip(("q_norm", "k_norm"), sizes, strict=True):
+            yield from self.norm(f"{name}.{part}", size, rows, axes)
 
     def norm(self, name: str, size: int, tokens: Axes, features: Axes) -> Named:
         """Yield weight and, for LayerNorm, bias of a norm; `tokens` are the axes that shard the normalized rows."""
         used = DATA + tokens
-        weight, bias = f"{name}.weight", f"{name}.bias"
-        yield weight, ParamSpec(_same(weight, (size,)), (features,), used, fill=1.0, decay=False)
+        weight, bias, fill = f"{name}.weight", f"{name}.bias", 0.0 if self.arch.apply_layernorm_1p else 1.0
+        yield weight, ParamSpec(_same(weight, (size,)), (features,), used, fill=fill, decay=False)
         if self.arch.normalization == "LayerNorm":
             yield bias, ParamSpec(_same(bias, (size,)), (features,), used, decay=False)
 
@@ -118,7 +133,7 @@ class _Table:
         parts = {f"{module}.{part}": n for part, n in size.outputs.items()}
         weights = tuple(Part(f"{part}.weight", *2 * [(n, size.num_inputs)]) for part, n in parts.items())
         yield f"{path}.weight", ParamSpec(weights, plan.w_layout, DATA + plan.m, init=std, blocks=blocks)
-        if self.arch.add_bias_linear:
+        if size.has_bias:
             biases = tuple(Part(f"{part}.bias", (n,), (n,)) for part, n in parts.items())
             tokens, features = plan.y_layout
             yield f"{path}.bias", ParamSpec(biases, (features,), DATA + tokens, decay=False)

@@ -8,6 +8,7 @@ Letters: M tokens, B sequences, S positions, N query heads, G key/value heads, D
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron3d.parallel.mesh import Axes
 
 # Dropout of attention weights: rate, key, and index of the first sequence in the global batch.
 Drop = tuple[float, int, int]
+Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,18 @@ class AttentionHeads(HeadSplit):
 
     comm: Comm
 
-    def split(self, qkv_MF: Tensor, seq_length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, S, N, D], k and v [B, S, G, D] with whole heads, from this rank's shard of the fused qkv."""
+    def split(
+        self, qkv_MF: Tensor, seq_length: int, norms: tuple[Norm, Norm] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, S, N, D], k and v [B, S, G, D] with whole heads, from this rank's shard of the fused qkv.
+
+        `norms` normalize this rank's features of queries and of keys, before heads are made whole.
+        """
         queries = (self.query_span[1] - self.query_span[0]) * self.size
         width = (qkv_MF.shape[1] - queries) // 2
         q, k, v = qkv_MF.split((queries, width, width), dim=1)
+        if norms is not None:
+            q, k = norms[0](q), norms[1](k)
         if self.gather_axes:
             k, v = self._whole(k), self._whole(v)
         q, k, v = (t.view(-1, seq_length, t.shape[1] // self.size, self.size) for t in (q, k, v))

@@ -36,6 +36,7 @@ class LMHead:
         chunk: limit of the tokens whose logits exist at a time.
         main_grads: buffers that the gradient of the head's weight is added to.
         kernel: entry of `LOSS_KERNELS`; default: the fastest for the logits.
+        softcap: c of c tanh(logit / c); None: logits are not bounded.
     """
 
     plan: MatmulPlan
@@ -45,6 +46,7 @@ class LMHead:
     chunk: LossChunk
     main_grads: MainGrads = field(default_factory=MainGrads)
     kernel: str | None = None
+    softcap: float | None = None
 
     def logits(self, whole_x_CH: Tensor, whole_w_VH: Tensor) -> Tensor:
         """Return logits in Y's layout in fp32 or wider, minus infinity where the vocabulary is padded."""
@@ -54,10 +56,17 @@ class LMHead:
         else:  # the GEMM itself writes fp32, where it can
             y_CV = whole_x_CH.new_empty((len(whole_x_CH), len(whole_w_VH)), dtype=wide)
             put_product(y_CV, whole_x_CH, whole_w_VH)
+        if self.softcap is not None:
+            y_CV = y_CV.div_(self.softcap).tanh_().mul_(self.softcap)
         low, high = self.vocab_span
         if high > self.vocab_size:
             y_CV[:, max(self.vocab_size - low, 0) :] = float("-inf")
         return y_CV
+
+    def softcap_slope(self, logits_CV: Tensor) -> Tensor:
+        """Return the derivative of the softcap, 1 - (logit / c)^2, from capped logits; 0 where they are padding."""
+        assert self.softcap is not None, "only capped logits have a slope"
+        return (logits_CV / self.softcap).square_().neg_().add_(1).clamp_(min=0)
 
     @property
     def vocab_span(self) -> tuple[int, int]:
@@ -185,8 +194,11 @@ class _HeadLoss(torch.autograd.Function):
             whole_x = gather(x_MH[chunk], plan.x, X_DIMS, comm).wait()
             labels_C = _chunk_labels(labels_M, chunk, head)
             logits_CV = head.logits(whole_x, whole_w)
+            slope_CV = None if dw is None or head.softcap is None else head.softcap_slope(logits_CV)
             loss, grad_CV = cross_entropy(logits_CV, labels_C, num_tokens, scale, shard, grad_dtype)
-            del logits_CV
+            if grad_CV is not None and slope_CV is not None:
+                grad_CV = grad_CV.mul_(slope_CV)
+            del logits_CV, slope_CV
             losses.append(loss)
             if dw is not None and grad_CV is not None:
                 dy = gather_dy(grad_CV, plan, comm).wait()

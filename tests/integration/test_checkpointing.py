@@ -115,9 +115,9 @@ def test_finetune_loads_only_weights(config: Path, whole: Path, other: Path, tmp
 
 def test_finetuning_may_change_length_and_rotary_positions(config: Path, tmp_path: Path) -> None:
     """Weights trained with rotary positions start a run with longer sequences, which says what has changed."""
-    rope = ["model.position_embedding_type=rope", *FP64]
-    assert run(config, *rope, f"checkpoint.save={tmp_path}/short", "train.train_iters=1").code == ExitCode.DONE
-    asked = [*rope, f"checkpoint.save={tmp_path}/long", f"checkpoint.load={tmp_path}/short", "train.train_iters=1"]
+    rope = ["model.position_embedding_type=rope", "train.train_iters=2", *FP64]
+    assert run(config, *rope, *in_run(f"{tmp_path}/short")).code == ExitCode.DONE
+    asked = [*rope, f"checkpoint.save={tmp_path}/long", f"checkpoint.load={tmp_path}/short"]
     longer = ["model.seq_length=32", "model.rotary_base=500000", "model.rotary_scaling=linear"]
     longer += ["model.rotary_scaling_factor=2.0"]
     names = ("seq_length", "max_position_embeddings", "rotary_base", "rotary_scaling")
@@ -127,8 +127,8 @@ def test_finetuning_may_change_length_and_rotary_positions(config: Path, tmp_pat
     assert "> model.seq_length: 16 in the checkpoint, 32 in this run" in outcome.out
     scaling = {"kind": "linear", "factor": 2.0}
     assert f"> model.rotary_scaling: None in the checkpoint, {scaling} in this run" in outcome.out
-    assert read_meta(tmp_path / "long/iter_0000001").model["rotary_scaling"] == scaling
-    other = ["model.rotary_percent=0.5", "checkpoint.finetune=true"]
+    assert read_meta(tmp_path / "long/iter_0000002").model["rotary_scaling"] == scaling
+    other = ["model.rotary_percent=0.5", "checkpoint.finetune=true", f"checkpoint.save={tmp_path}/other"]
     refuse(config, [*asked, *other], ("saved with model.rotary_percent=1.0, but this run has 0.5", ""))
 
 

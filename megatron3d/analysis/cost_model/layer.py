@@ -30,6 +30,7 @@ from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.layer_kinds import rotated_share
+from megatron3d.model.linears import layer_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
 from megatron3d.parallel.matmul_plan import Flows, Traffic, flows
@@ -190,7 +191,8 @@ def _backward(
     overlap, half = local.overlap, list[TimeBreakdown]()
     late, whole = list[TimeBreakdown](), list[TimeBreakdown]()
     hides = overlap.input_grad and machine.profile.overlaps_input_grad
-    for each in planned.values():
+    linears = layer_linears(local.arch)
+    for name, each in planned.items():
         sent, seconds = each.sent, each.gemm_s
         copied = each.joins
         product = TimeBreakdown({GEMMS: seconds})
@@ -203,7 +205,7 @@ def _backward(
         sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
         add_up = TimeBreakdown({MEMORY: machine.accumulation_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
         add_up = add_up.plus(TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.x + copied.w)}))
-        bias = machine.profile.bias_grad * each.output * local.arch.add_bias_linear * machine.device.itemsize
+        bias = machine.profile.bias_grad * each.output * linears[name].has_bias * machine.device.itemsize
         common.append(TimeBreakdown({MEMORY: machine.device.memory_bound_s(bias)}))
         common.append(
             TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.dy + copied.dx + copied.w * bool(gathers_w))})
@@ -229,7 +231,7 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         num = passes.backward if backward else passes.forward
         return TimeBreakdown({MEMORY: count * machine.device.memory_bound_s(elements * num * size, passes.num_kernels)})
 
-    yield passes(residual, profile.norm, 2)
+    yield passes(residual, profile.norm, len(arch.norm_sites))
     yield passes(residual, profile.add, 2)
     yield passes(residual, profile.dropout, 2 * (arch.hidden_dropout > 0))
     yield passes(inner * local.ffn * (1.5 if local.is_gated else 1), profile.activation)
@@ -250,7 +252,7 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
     if features:
         ranks = local.mesh.size(features)
         call = Traffic("all_reduce", features, 2 * 2 * local.tokens * 4 * (ranks - 1) / ranks)
-        yield exposed_time(features, 2 * machine.network.seconds(call, local.mesh))
+        yield exposed_time(features, len(arch.norm_sites) * machine.network.seconds(call, local.mesh))
 
 
 def _exchange(local: LocalSizes, machine: Machine, collective: str) -> TimeBreakdown:

@@ -99,11 +99,15 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
     for sent, named in _linear_flows(local):
         yield from forwards * (named.gather_x + named.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
         yield from named.gather_dy + sent.gather_x + sent.reduce_dw
-    for _ in range(2):
+    for _ in local.arch.norm_sites:
         yield from _norm(local, forwards)
+    repeats = forwards + local.recompute.recomputes(CORE_ATTN)
+    if local.arch.qk_layernorm and local.arch.qk_layernorm_scope == "projection":
+        rows, features = local.inner_tokens, local.mesh.nontrivial(local.mode.inner[1])
+        for _ in range(2):
+            yield from _norm_of(rows, features, local, repeats)
     axes = local.heads.gather_axes
     if axes:
-        repeats = forwards + local.recompute.recomputes(CORE_ATTN)
         num_bytes = local.inner(local.keys_width) * (local.mesh.size(axes) - 1)
         yield from 2 * repeats * [Traffic("all_gather", axes, num_bytes)]
         yield from 2 * [Traffic("reduce_scatter", axes, num_bytes)]
@@ -141,14 +145,18 @@ def _linear_flows(local: LocalSizes) -> list[tuple[Flows, Flows]]:
 
 
 def _norm(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    """Yield the collectives of a norm's statistics, and of their gradients."""
-    axes, tokens = local.mesh.nontrivial(local.mode.residual[1]), local.tokens * local.wide
+    """Yield the collectives of a norm of the residual stream."""
+    yield from _norm_of(local.tokens, local.mesh.nontrivial(local.mode.residual[1]), local, forwards)
+
+
+def _norm_of(rows: int, axes: Axes, local: LocalSizes, forwards: int) -> Iterator[Traffic]:
+    """Yield the collectives of the statistics of a norm over features that `axes` split, and of their gradients."""
     if not axes:
         return
-    centred = local.arch.normalization == "LayerNorm"
-    gathered = Traffic("all_gather", axes, 2 * tokens * (local.mesh.size(axes) - 1))
-    yield from forwards * [gathered if centred else _all_reduce(axes, tokens, local)]
-    yield _all_reduce(axes, (1 + centred) * tokens, local)
+    num_bytes, centred = rows * local.wide, local.arch.normalization == "LayerNorm"
+    gathered = Traffic("all_gather", axes, 2 * num_bytes * (local.mesh.size(axes) - 1))
+    yield from forwards * [gathered if centred else _all_reduce(axes, num_bytes, local)]
+    yield _all_reduce(axes, (1 + centred) * num_bytes, local)
 
 
 def _head(step: StepSpec) -> Iterator[Traffic]:

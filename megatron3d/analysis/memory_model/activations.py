@@ -9,24 +9,16 @@ A view of a kept tensor, such as v in qkv's output, needs no further memory.  Co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.layer_kinds import rotaries
-from megatron3d.model.linears import FC1, FC2, PROJ, QKV
-from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun
+from megatron3d.model.linears import FC1, PROJ, QKV
+from megatron3d.model.recompute_spec import CORE_ATTN, NO_RECOMPUTE, LayerRun
 
 _INDEX = 8
-
-
-class KeptTensor(NamedTuple):
-    """Tensor that is kept for backward: the module that needs it, its description, and its bytes."""
-
-    site: str
-    what: str
-    num_bytes: int
 
 
 def total_bytes(items: tuple[KeptTensor, ...]) -> int:
@@ -119,15 +111,17 @@ def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
     rows, width = local.tokens, local.hidden
     split = local.splits_features
     core = _recomputed_core if local.recompute.recomputes(CORE_ATTN) else _core
-    activation = _recomputed_activation if local.recompute.recomputes(MLP_ACT) else _ACTIVATIONS[local.arch.activation]
-    yield from _norm(local, "input_norm", rows, width, split)
+    norms = {site: list(_norm(local, site, rows, width, split)) for site in local.arch.norm_sites}
+    yield from norms.get("input_norm", ())
     yield KeptTensor(QKV, "input", local.residual)
     yield from core(local)
     yield KeptTensor(PROJ, "input", local.inner(local.num_queries * local.arch.kv_channels))
+    yield from norms.get("attention_output_norm", ())
     yield from _mask(local, "attention_dropout")
-    yield from _norm(local, "post_attention_norm", rows, width, split)
+    yield from norms.get("post_attention_norm", ())
     yield KeptTensor(FC1, "input", local.residual)
-    yield from activation(local)
+    yield from activation_tensors(local)
+    yield from norms.get("mlp_output_norm", ())
     yield from _mask(local, "mlp_dropout")
 
 
@@ -146,6 +140,8 @@ def _norm(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> I
 
 def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
     is_layer_norm = local.arch.normalization == "LayerNorm"
+    if local.arch.apply_layernorm_1p:
+        yield KeptTensor(site, "weight plus 1", width * local.itemsize)
     if split:
         kept = "mean and scale" if is_layer_norm else "scale"
         yield KeptTensor(site, kept, (1 + is_layer_norm) * rows * local.wide)
@@ -173,6 +169,11 @@ def _core(local: LocalSizes) -> Iterator[KeptTensor]:
     attend = _materialized if local.arch.attention_dropout else _fused
     kept |= {item[:2]: item for item in attend(local, last)}
     yield from kept.values()
+    if local.arch.attention_output_gate:
+        if _qkv_output(local)[:2] not in kept:
+            yield _qkv_output(local)
+        for what in ("output before its gate", "sigmoid of the gate"):
+            yield KeptTensor("attention.core", what, local.inner(local.num_queries * local.arch.kv_channels))
 
 
 def _recomputed_core(local: LocalSizes) -> Iterator[KeptTensor]:
@@ -180,22 +181,24 @@ def _recomputed_core(local: LocalSizes) -> Iterator[KeptTensor]:
 
 
 def _qkv_output(local: LocalSizes) -> KeptTensor:
-    queries = local.num_queries * local.arch.kv_channels
-    return KeptTensor(QKV, "output", local.inner(queries + 2 * local.keys_width))
+    queries, parts = local.num_queries * local.arch.kv_channels, 1 + local.arch.attention_output_gate
+    return KeptTensor(QKV, "output", local.inner(parts * queries + 2 * local.keys_width))
 
 
 def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptTensor]:
     """Yield what keeps q, k or v between qkv's output and attention; the last one is attention's input."""
     site, width = "attention.core", local.arch.kv_channels
     here = _qkv_output(local)
+    norms, over_heads = name != "v" and local.arch.qk_layernorm, local.arch.qk_layernorm_scope == "head"
+    if norms and not over_heads:
+        features = count * width if name == "q" else local.keys_width
+        yield from _head_norm(local, name, here, local.inner_tokens, features, bool(local.heads.axes))
+        here = KeptTensor(site, f"{name} normed", local.inner(features))
     if name != "q" and local.heads.gather_axes:
         gathered = local.inner(local.keys_width) * local.mesh.size(local.heads.gather_axes)
         here = KeptTensor(site, f"{name} gathered", gathered)
-    if name != "v" and local.arch.qk_layernorm:
-        norm = f"attention.{name}_norm"
-        inputs = list(_norm(local, norm, local.inner_tokens * count, width, split=False))
-        statistics = list(_statistics(local, norm, local.inner_tokens * count, width, split=False))
-        yield from statistics if len(inputs) == len(statistics) else [here, *statistics]
+    if norms and over_heads:
+        yield from _head_norm(local, name, here, local.inner_tokens * count, width, False)
         here = KeptTensor(site, f"{name} normed", local.inner(count * width))
     if name != "v" and local.attention.rotary is not None:
         here = KeptTensor(site, f"{name} rotated", local.inner(count * width))
@@ -209,6 +212,16 @@ def _whole_keys(local: LocalSizes) -> int:
     """Return the bytes of the gathered keys and values; each head's are apart where groups are uneven."""
     heads = 1 if local.heads.are_even else local.num_queries / local.num_groups
     return round(local.whole_keys * heads) * local.itemsize
+
+
+def _head_norm(
+    local: LocalSizes, name: str, here: KeptTensor, rows: int, width: int, split: bool
+) -> Iterator[KeptTensor]:
+    """Yield what the norm of q or k keeps, where `here` holds its input."""
+    site = f"attention.{name}_norm"
+    inputs = list(_norm(local, site, rows, width, split))
+    statistics = list(_statistics(local, site, rows, width, split))
+    yield from statistics if len(inputs) == len(statistics) else [here, *statistics]
 
 
 def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
@@ -235,38 +248,3 @@ def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator
     yield KeptTensor(site, "softmax", scores * local.wide)
     yield KeptTensor(site, "dropout mask", scores)
     yield KeptTensor(site, "softmax after dropout", scores * local.itemsize)
-
-
-def _input_and_output(local: LocalSizes) -> Iterator[KeptTensor]:
-    yield KeptTensor("mlp.activation", "input", local.inner(local.ffn))
-    yield KeptTensor(FC2, "input", local.inner(local.ffn))
-
-
-def _output_only(local: LocalSizes) -> Iterator[KeptTensor]:
-    """Yield the activation's output, which is fc2's input as well."""
-    yield KeptTensor("mlp.activation", "output", local.inner(local.ffn))
-
-
-def _gated(local: LocalSizes) -> Iterator[KeptTensor]:
-    yield KeptTensor("mlp.activation", "gate and up", local.inner(2 * local.ffn))
-    yield KeptTensor("mlp.activation", "gate activated", local.inner(local.ffn))
-    yield KeptTensor(FC2, "input", local.inner(local.ffn))
-
-
-def _recomputed_activation(local: LocalSizes) -> Iterator[KeptTensor]:
-    """Yield the activation's input, and what its own gradient needs."""
-    yield KeptTensor(FC1, "output", local.inner((2 if local.is_gated else 1) * local.ffn))
-    yield from (item for item in _ACTIVATIONS[local.arch.activation](local) if item.what in _RECOMPUTED_KEEPS)
-
-
-# What an activation keeps of its own making; relu its result.
-_RECOMPUTED_KEEPS = {"gate activated", "output"}
-
-# Which of them a rule of differentiation reads: relu's its output, the others' their input.
-_ACTIVATIONS: Mapping[str, Callable[[LocalSizes], Iterator[KeptTensor]]] = {
-    "gelu": _input_and_output,
-    "gelu_tanh": _input_and_output,
-    "relu": _output_only,
-    "swiglu": _gated,
-    "geglu": _gated,
-}

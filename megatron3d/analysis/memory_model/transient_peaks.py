@@ -61,11 +61,13 @@ def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
 # order kept; when forward reaches one, these have not kept anything yet.
 _BACKWARD = (
     "mlp_dropout",
+    "mlp_output_norm",
     FC2,
     "mlp.activation",
     FC1,
     "post_attention_norm",
     "attention_dropout",
+    "attention_output_norm",
     PROJ,
     "attention.core",
     QKV,
@@ -106,7 +108,7 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
         )
     composed = local.arch.normalization == "RMSNorm" and not local.kernels.fused_rms_norm
     if local.splits_features or composed:
-        needed["norm in fp32"] = "post_attention_norm", _NORM_COPIES * local.tokens * local.hidden * local.wide
+        needed["norm in fp32"] = local.arch.norm_sites[-1], _NORM_COPIES * local.tokens * local.hidden * local.wide
     gone = {at: sum(kept[site] for site in _BACKWARD[:place]) for place, at in enumerate(_BACKWARD)}
     return {name: size + again - gone[at] for name, (at, size) in needed.items()}
 
@@ -152,7 +154,8 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
     gathered, reordered = _gathered(plan, x, w, dy)
     logits = dy // local.mesh.size(plan.dy)
     whole_dy = dy if plan.dy else 0
-    at_loss = logits * (local.wide + (0 if is_fused else narrow))
+    is_capped = local.arch.logit_softcap is not None
+    at_loss = logits * (local.wide + (0 if is_fused else narrow) + is_capped * local.wide)
     before = w * local.wide if plan.w and rows < local.tokens else 0
     dw = w * size if plan.w or local.kernels.adds_dw else 0
     if plan.w and not before:

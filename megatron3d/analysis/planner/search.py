@@ -259,10 +259,9 @@ class _LayoutBound:
         phases, self._head_s = layer_times(local, machine), head_times(local, machine, chunk).total
         self._layer_s = phases.forward.total + phases.backward.total
         self._busiest: dict[int, float] = {}
-        kinds = local.by_kind(range(local.arch.num_layers))
-        activations = min(total_bytes(layer_activations(each)) for each, _ in kinds)
-        is_full = local.recompute.granularity == "full"
-        self._activations = local.residual if is_full else activations
+        kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
+        least = min(total_bytes(layer_activations(each)) for each, _ in kinds)
+        self._activations = local.residual if is_full else least
         self._again = recomputed_activations(local) if is_full else 0
 
     def least_s(self, layout: LayoutChoice, num: int, bubbles: Bubbles) -> float:

@@ -98,6 +98,8 @@ def model_problems(facts: Facts) -> Iterator[str]:
             f"{facts.named('model.num_query_groups')}: {arch.num_query_groups} does not divide "
             f"model.num_attention_heads={heads}; use {one_of(near_divisors(heads, arch.num_query_groups))}"
         )
+    if model.qk_layernorm_scope != "head" and not model.qk_layernorm:
+        yield f"{facts.named('model.qk_layernorm_scope')}: not used without model.qk_layernorm=true; leave it out"
     if arch.max_position_embeddings < model.seq_length:
         yield (
             f"{facts.named('model.max_position_embeddings')}: less than model.seq_length={model.seq_length}; "

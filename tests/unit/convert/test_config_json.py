@@ -60,6 +60,8 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     other |= {name: value * 2 for name, value in other.items() if isinstance(value, int | float) and value}
     other |= {"hidden_dropout": 0.3, "attention_dropout": 0.3, "num_query_groups": 2, "seq_length": 7}
     other |= {"position_embedding_type": "none", "normalization": "none", "activation": "gelu"}
+    other |= {"norm_placement": "post", "qk_layernorm_scope": "projection", "softmax_scale": 0.3, "logit_softcap": 3.0}
+    other |= dict.fromkeys(("add_qkv_bias", "add_mlp_bias", "apply_layernorm_1p", "attention_output_gate"), True)
     other |= {"rotary_scaling": RotaryScaling("linear", 2.0), "rotary_percent": 0.5, "no_rope_freq": (0, 1)}
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}
     before = write_settings(arch)

@@ -42,12 +42,17 @@ def architectures(draw: st.DrawFn) -> Architecture:
         "kv_channels": draw(st.integers(1, 9)),
         "seq_length": draw(st.integers(1, 20)),
         "qk_layernorm": draw(st.booleans()),
+        "attention_output_gate": draw(st.booleans()),
+        "norm_placement": draw(st.sampled_from(["pre", "post", "sandwich"])),
+        "qk_layernorm_scope": draw(st.sampled_from(["head", "projection"])),
     }
     optional = {
         "position_embedding_type": ["learned_absolute", "rope", "none"],
         "normalization": ["LayerNorm", "RMSNorm"],
         "activation": ["gelu", "swiglu", "geglu"],
         "add_bias_linear": [True, False],
+        "add_qkv_bias": [True, False],
+        "add_mlp_bias": [True, False],
         "tie_embeddings": [True, False],
     }
     fields |= {name: draw(st.sampled_from([None, *values])) for name, values in optional.items()}  # type: ignore[misc]

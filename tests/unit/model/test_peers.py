@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from tests.support.peers import compare
+from megatron3d.ops.activations import ACTIVATIONS
+from tests.support.peers import LLAMA_NAMES, compare, widened
 
 SIZES = {
     "vocab_size": 37,
     "max_position_embeddings": 64,
-    "hidden_size": 20,
+    "hidden_size": 18,
     "intermediate_size": 14,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 10,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": None,
 }
 OURS = {
     "family": "llama",
     "vocab_size": 37,
     "make_vocab_size_divisible_by": 8,
     "seq_length": 64,
-    "hidden_size": 20,
+    "hidden_size": 18,
     "ffn_hidden_size": 14,
     "num_layers": 3,
     "num_attention_heads": 6,
@@ -98,7 +106,123 @@ PEERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+PLAIN = {**BASE, "rope_type": "default"}
+SANDWICH = {
+    "layers.{n}.attention_output_norm": "model.layers.{n}.post_attention_layernorm",
+    "layers.{n}.post_attention_norm": "model.layers.{n}.pre_feedforward_layernorm",
+    "layers.{n}.mlp_output_norm": "model.layers.{n}.post_feedforward_layernorm",
+}
+POST = {name: theirs for name, theirs in SANDWICH.items() if "output" in name}
+FULL = ["full_attention"] * 3
+GEMMA = {
+    "rotary_base": 500.0,
+    "activation": "geglu_tanh",
+    "norm_placement": "sandwich",
+    "apply_layernorm_1p": True,
+    "embedding_scale": 18**0.5,
+    "softmax_scale": 0.25,
+    "tie_embeddings": True,
+}
+# Class of transformers with its settings, our keys, and the modules that have other names than Llama's.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "qwen2": (
+        {"model_type": "qwen2", "head_dim": 10, "rope_parameters": PLAIN},
+        {"rotary_base": 500.0, "add_qkv_bias": True},
+        {},
+    ),
+    "olmo2": (
+        {"model_type": "olmo2", "hidden_size": 60, "rope_parameters": PLAIN},
+        {
+            "hidden_size": 60,
+            "rotary_base": 500.0,
+            "norm_placement": "post",
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "projection",
+        },
+        POST,
+    ),
+    "gemma 2": (
+        {
+            "model_type": "gemma2",
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 2.5,
+            "layer_types": FULL,
+            "rope_parameters": PLAIN,
+        },
+        {**GEMMA, "logit_softcap": 2.5},
+        SANDWICH,
+    ),
+    "granite": (
+        {
+            "model_type": "granite",
+            "hidden_size": 60,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "rope_parameters": PLAIN,
+        },
+        {"hidden_size": 60, "rotary_base": 500.0, "embedding_scale": 3.0, "softmax_scale": 0.2, "logit_scale": 0.25},
+        {},
+    ),
+    "nemotron": (
+        {
+            "model_type": "nemotron",
+            "norm_eps": 1e-6,
+            "hidden_act": "relu2",
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.4},
+        },
+        {
+            "normalization": "LayerNorm",
+            "apply_layernorm_1p": True,
+            "activation": "squared_relu",
+            "rotary_base": 500.0,
+            "rotary_percent": 0.4,
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_a_set_of_keys(name: str) -> None:
+    settings, keys, names = FAMILIES[name]
+    compare({**SIZES, **settings}, {**OURS, **keys}, {**LLAMA_NAMES, **names})
+
+
+def test_an_output_gate() -> None:
+    """Qwen3-Next's layers with full attention gate attention's output; queries and gate are one tensor by heads."""
+    settings = {
+        "model_type": "qwen3_next",
+        "layer_types": FULL,
+        "mlp_only_layers": [0, 1, 2],
+        "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.4},
+    }
+    keys = {"rotary_base": 500.0, "rotary_percent": 0.4, "apply_layernorm_1p": True, "qk_layernorm": True}
+    names = {"layers.{n}.attention.gate": "model.layers.{n}.self_attn.gate_proj"}
+
+    def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = dict(tensors)
+        for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+            query, gate = tensors[name].unflatten(0, (6, 2, 10)).unbind(1)
+            found |= {name: query.flatten(0, 1), name.replace("q_proj", "gate_proj"): gate.flatten(0, 1)}
+        return found
+
+    ours = {**OURS, **keys, "attention_output_gate": True}
+    compare({**SIZES, **settings}, ours, {**LLAMA_NAMES, **names}, split)
+
+
+def test_the_clamped_activation_is_that_of_gpt_oss() -> None:
+    torch.manual_seed(0)
+    with widened():
+        config = transformers.GptOssConfig(hidden_size=8, intermediate_size=5, num_local_experts=1)
+        experts = GptOssExperts(config)
+        fused = 6 * torch.randn(9, 10)
+        wanted = experts._apply_gate(torch.stack(fused.chunk(2, dim=-1), -1).flatten(1))
+    torch.testing.assert_close(ACTIVATIONS["clamped_swiglu"](fused), wanted, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_our_model_equals_a_class_of_transformers(name: str) -> None:
     settings, keys = PEERS[name]
-    compare({**SIZES, "rms_norm_eps": 1e-6, **settings}, {**OURS, **keys})
+    compare({**SIZES, **settings}, {**OURS, **keys})

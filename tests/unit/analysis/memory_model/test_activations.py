@@ -12,7 +12,6 @@ from live import Live
 from torch import nn
 
 from megatron3d.analysis.memory_model.activations import (
-    KeptTensor,
     document_activations,
     embedding_activations,
     head_activations,
@@ -22,6 +21,7 @@ from megatron3d.analysis.memory_model.activations import (
     total_bytes,
 )
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.analysis.memory_model.mlp_activations import KeptTensor
 from megatron3d.comm.interface import Comm
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.model_schema import ModelConfig
@@ -67,6 +67,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "ffn_hidden_size": 24,
         "no_rope_freq": [1, 0],
+    },
+    "post-norm, output gate, clamped, projections normed": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 24,
+        "norm_placement": "post",
+        "attention_output_gate": True,
+        "activation": "clamped_swiglu",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+    },
+    "sandwich of zero-centred norms, projections normed, one key head": {
+        "family": "gpt2",
+        "num_attention_heads": 8,
+        "num_query_groups": 1,
+        "norm_placement": "sandwich",
+        "apply_layernorm_1p": True,
+        "activation": "squared_relu",
+        "add_qkv_bias": False,
+        "embedding_scale": 3.0,
+        "softmax_scale": 0.2,
+        "logit_scale": 0.5,
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
     },
     "uneven groups": {"family": "gpt2", "num_attention_heads": 24, "num_query_groups": 3, "hidden_dropout": 0.1},
     "llama, uneven groups, dropout": {
@@ -229,15 +254,17 @@ def test_recomputed_activations_set_a_transient_peak(name: str) -> None:
     """The longest run of recomputed layers sets the transient peak; a recomputed relu keeps input and output."""
     for local in settings(name):
         local = replace(local, arch=replace(local.arch, num_layers=3))
-        everything = total_bytes(layer_activations(local))
         for recompute in RECOMPUTED.values():
             less = replace(local, recompute=recompute)
-            again, kept = recomputed_activations(less), total_bytes(layer_activations(less))
+            again, layers = recomputed_activations(less), [replace(less, layer=place) for place in range(3)]
+            kept = [total_bytes(layer_activations(each)) for each in layers]
+            everything = [total_bytes(layer_activations(replace(each, recompute=NO_RECOMPUTE))) for each in layers]
             if recompute.granularity == "full":
-                assert again == recompute.num_layers * everything - local.residual
+                runs = [run.layers for run in recompute.runs(range(3)) if run.is_recomputed]
+                assert again == max(sum(everything[place] for place in run) for run in runs) - local.residual
             else:
-                assert again == max(everything - kept, 0)
-                assert again > 0 or local.arch.activation == "relu" or recompute == RECOMPUTED["core"]
+                assert again == max(0, *(size - left for size, left in zip(everything, kept, strict=True)))
+                assert again > 0 or "relu" in local.arch.activation or recompute == RECOMPUTED["core"]
 
 
 def test_offloaded_layers_keep_nothing_on_the_device() -> None:
