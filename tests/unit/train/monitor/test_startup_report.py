@@ -14,7 +14,7 @@ from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.hardware.peaks import Peak
 from megatron3d.model.flops import num_parameters
 from megatron3d.parallel.modes import MODES
-from megatron3d.train.monitor.run_facts import describe_buckets, describe_communicators
+from megatron3d.train.monitor.run_facts import describe_buckets, describe_communicators, describe_context
 from megatron3d.train.monitor.startup_report import check_built, describe_connections, startup_report
 from megatron3d.train.state import TrainState, build_state
 from tests.support.turn_ranks import connect, run_turns
@@ -97,6 +97,21 @@ def buckets_everywhere(rank: int, world_size: int) -> None:
 def test_the_report_names_the_size_of_buckets() -> None:
     run_turns(buckets_everywhere, 2)
     assert describe_buckets(build(0, 1, {})) is None
+
+
+def context_everywhere(rank: int, world_size: int) -> None:
+    state = build(rank, world_size, {"context_parallel_size": 2, "zero_stage": 1})
+    line, buckets = describe_context(state), describe_buckets(state)
+    assert line is not None and buckets is not None and buckets.endswith("over 2 data-parallel and context ranks")
+    length = state.model.arch.seq_length
+    low, high = rank * length // 4, (3 - rank) * length // 4
+    where = f"{low} to {low + length // 4 - 1}, {high} to {high + length // 4 - 1}"
+    assert line == f"context: 2 ranks, of which this one has positions {where}; keys and values by all_gather"
+
+
+def test_the_report_names_the_positions_of_a_context_rank() -> None:
+    run_turns(context_everywhere, 2)
+    assert describe_context(build(0, 1, {})) is None
 
 
 def test_the_line_on_communicators_names_each() -> None:
