@@ -2,9 +2,9 @@
 
     python -m tests.mutations [--full] [NAME ...]
 
-Each mutation replaces one snippet of one module in a copy of the repository, where tests/integration/test_equality.py
-runs until its first failure.  With --full, the whole matrices run on mutations that it misses.  The exit code is 1 if a
-mutation was missed.
+Each mutation replaces one snippet of one module in a copy of the repository, where tests/integration/test_equality.py,
+or the tests that it names, run until the first failure.  With --full, the whole matrices run on mutations that are
+missed.  The exit code is 1 if a mutation was missed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("megatron3d", "tests", "benchmarks", "tools", "configs", "pretrain_gpt.py", "pyproject.toml")
-ARRAY = [f"tests/integration/test_{name}.py" for name in ("equality", "gloo_equality")] + ["-k", "one_process"]
-MATRICES = ["tests/slow", "--full"]
+ARRAY = ("tests/integration/test_equality.py", "tests/integration/test_gloo_equality.py", "-k", "one_process")
+MATRICES = ("tests/slow", "--full")
+PAIRS = (
+    "tests/unit/ops/test_packed_attention.py",
+    "tests/unit/ops/test_attention.py",
+    "tests/unit/data/test_packing.py",
+)
 
 
 class Mutation(NamedTuple):
-    """A bug: `old`, which occurs exactly once in the module, is replaced by `new`."""
+    """A bug: `old`, which occurs exactly once in the module, is replaced by `new`; `tests` must catch it."""
 
     name: str
     module: str
     old: str
     new: str
+    tests: tuple[str, ...] = ARRAY
 
 
 MUTATIONS = [
@@ -128,8 +135,57 @@ MUTATIONS = [
     Mutation(
         "attention dropout by local head",
         "ops/attention.py",
-        "torch.arange(*heads.query_span, device=q.device)",
-        "torch.arange(heads.query_span[1] - heads.query_span[0], device=q.device)",
+        "torch.arange(*self.heads.query_span, device=device)",
+        "torch.arange(self.heads.query_span[1] - self.heads.query_span[0], device=device)",
+    ),
+    Mutation(
+        "attention dropout by place in a piece of the queries",
+        "ops/attention.py",
+        "places = positions_of(queries, device)",
+        "places = torch.arange(len(queries), device=device)",
+        PAIRS,
+    ),
+    Mutation(
+        "short documents of one pair see each other",
+        "ops/packed_attention.py",
+        "see &= document[0].unsqueeze(1) == document[1]",
+        "pass",
+        PAIRS,
+    ),
+    Mutation(
+        "a window sees one key more",
+        "ops/packed_attention.py",
+        "see &= distance < self.window",
+        "see &= distance <= self.window",
+        PAIRS,
+    ),
+    Mutation(
+        "a piece of a window without its first key",
+        "parallel/sequence_pairs.py",
+        "first - window + 1)",
+        "first - window + 2)",
+        PAIRS,
+    ),
+    Mutation(
+        "keys of two pieces get the gradient of one",
+        "ops/packed_attention.py",
+        "total[keys] + part if overlaps else part",
+        "part",
+        PAIRS,
+    ),
+    Mutation(
+        "mask of one sequence's documents used for all",
+        "ops/packed_attention.py",
+        "place = (high - low, last - first, low - first, cuts)",
+        "place = (high - low, last - first, low - first)",
+        PAIRS,
+    ),
+    Mutation(
+        "a document begins with the end of the one before",
+        "data/packing.py",
+        "append(place + 1)",
+        "append(place)",
+        PAIRS,
     ),
     Mutation(
         "hidden dropout by local feature",
@@ -219,8 +275,8 @@ MUTATIONS = [
     Mutation(
         "attention dropout by position on the context rank",
         "ops/attention.py",
-        "unsqueeze(-1) * seq + queries).flatten()",
-        "unsqueeze(-1) * seq + positions[: len(queries)]).flatten()",
+        "for chunk in chunks for position in range(*chunk)]",
+        "for chunk in chunks for position in range(chunk[1] - chunk[0])]",
     ),
     Mutation(
         "gradient of the first chunk's keys from another chunk",
@@ -264,7 +320,7 @@ def mutated(mutation: Mutation, root: Path = ROOT) -> str:
     return text.replace(mutation.old, mutation.new)
 
 
-def first_failure(folder: Path, arguments: list[str]) -> str | None:
+def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     """Run tests in a copy until one fails; return its name, or None where all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
@@ -283,11 +339,11 @@ def outcome(mutation: Mutation, full: bool) -> str:
             copy(ROOT / each, folder / each)
         (folder / "megatron3d" / mutation.module).write_text(mutated(mutation), encoding="utf-8")
         begin = time.monotonic()
-        if failure := first_failure(folder, ARRAY):
+        if failure := first_failure(folder, mutation.tests):
             return f"caught  {time.monotonic() - begin:5.0f} s  {failure}"
         if full and (failure := first_failure(folder, MATRICES)):
             return f"MISSED, but the whole matrix catches it: {failure}"
-        return "MISSED by the array" + (" and by the whole matrix" if full else "")
+        return "MISSED" + (" and by the whole matrix" if full else "")
 
 
 def main(arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron3d.data.packing import PLAIN, Packing, Starts
 from megatron3d.data.ramp import Batch, Batches
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import DATA, Axes, Mesh
@@ -27,10 +28,12 @@ class Microbatch:
     Attributes:
         tokens: int64 [rows, seq_length + 1] on the device.
         first_sample: position in the global batch of the microbatch's first sequence on any rank.
+        starts: where documents begin in each row after its first one (`Packing.starts`); None if attention ignores it.
     """
 
     tokens: Tensor
     first_sample: int
+    starts: Starts | None = None
 
 
 class SampleSource(Protocol):
@@ -56,6 +59,7 @@ class BatchLoader:
         micro_batch_size: int,
         global_batch_size: int,
         device: torch.device,
+        packing: Packing = PLAIN,
     ) -> None:
         data_axes = mesh.in_order(DATA)
         data_ranks = mesh.size(data_axes)
@@ -65,7 +69,7 @@ class BatchLoader:
         low, high = span(micro_batch_size, batch_axes, mesh)
         self._rows = high - low
         self._samples = samples
-        self._device = device
+        self._device, self._packing = device, packing
         self._firsts = range(mesh.index(data_axes) * micro_batch_size, global_batch_size, data_ranks * micro_batch_size)
         self.positions = np.add.outer(np.asarray(self._firsts), np.arange(low, high)).reshape(-1)
 
@@ -85,9 +89,9 @@ class BatchLoader:
 
     def microbatches(self, rows: Tensor) -> list[Microbatch]:
         """Copy rows [sequences, seq_length + 1] to the device asynchronously, and return them as microbatches."""
-        rows = rows.to(self._device, non_blocking=True)
-        chunks = rows.view(-1, self._rows, rows.shape[1])
-        return [Microbatch(tokens, first) for tokens, first in zip(chunks, self._firsts, strict=False)]
+        starts = map(self._packing.starts, rows.split(self._rows))
+        chunks = rows.to(self._device, non_blocking=True).split(self._rows)
+        return [Microbatch(*made) for made in zip(chunks, self._firsts, starts, strict=False)]
 
 
 class PrefetchingLoader:

@@ -15,6 +15,8 @@ from torch import Tensor
 IGNORED = -1
 """Label of a token that does not count in the loss."""
 
+Starts = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -23,10 +25,12 @@ class Documents:
     Attributes:
         segments_BS: number of the document in its sequence, None where tokens attend to other documents too.
         positions_BS: position in the document, None where positions count through the sequence.
+        starts: first positions of the documents after the first one by sequence, known on the host; None as segments.
     """
 
     segments_BS: Tensor | None
     positions_BS: Tensor | None
+    starts: Starts | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,19 @@ class Packing:
             ignored |= _goldfish(tokens_BT[:, :-1], *self.goldfish)
         return labels_BS.masked_fill(ignored, IGNORED) if self.masks_loss else labels_BS
 
-    def documents(self, tokens_BS: Tensor) -> Documents | None:
+    def starts(self, tokens_BT: Tensor) -> Starts | None:
+        """Return where the documents of sequences [B, S + 1] after the first one begin; None if attention ignores them.
+
+        It reads the tokens: on a GPU they must be those that the host still has.
+        """
+        if not self.reset_attention_mask:
+            return None
+        found: list[list[int]] = [[] for _ in tokens_BT]
+        for row, place in tokens_BT[:, :-2].eq(-1 if self.eod is None else self.eod).nonzero().tolist():
+            found[row].append(place + 1)
+        return tuple(map(tuple, found))
+
+    def documents(self, tokens_BS: Tensor, starts: Starts | None = None) -> Documents | None:
         """Return the documents of sequences, None where neither attention nor positions depend on them."""
         if not (self.reset_attention_mask or self.reset_position_ids):
             return None
@@ -83,6 +99,7 @@ class Packing:
         return Documents(
             begins_BS.cumsum(1) if self.reset_attention_mask else None,
             places_S - starts_BS if self.reset_position_ids else None,
+            starts,
         )
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from megatron3d.errors import UserError
-
 NAMES: Mapping[SDPBackend, str] = {
     SDPBackend.FLASH_ATTENTION: "flash",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
@@ -25,17 +23,14 @@ def describe_attention(
     heads: tuple[int, int, int],
     seq_length: int,
     dropout: float = 0.0,
-    is_masked: bool = False,
+    packed: str | None = None,
 ) -> str:
     """Return the line of the start-up report about the attention kernel.
 
     Args:
         heads: query heads and key/value heads of one rank, and the size of a head.
         dropout: rate of dropout on the attention weights; if it is not 0, training does not use these kernels.
-        is_masked: whether a mask restricts attention to documents.
-
-    Raises:
-        UserError: no kernel takes a mask, but one is needed.
+        packed: kernel within documents and windows; None: each query sees all before it.
     """
     num_heads, num_groups, size = heads
     q, k = (
@@ -44,15 +39,9 @@ def describe_attention(
     )
     groups = "" if num_groups == num_heads else f" ({num_groups} key/value)"
     what = f"{num_heads} heads{groups} of {size} in {str(dtype).removeprefix('torch.')} on each rank"
-    mask = torch.empty(1, 1, seq_length, seq_length, dtype=dtype, device=device) if is_masked else None
-    names = usable(q, k, mask)
-    if is_masked and not names:
-        raise UserError(
-            f"data.reset_attention_mask=true: none of torch's attention kernels here takes a mask with {what} (without "
-            f"one: {', '.join(usable(q, k)) or 'none'}); allow its memory-efficient or math kernel, or use false"
-        )
-    with_mask = ", with a mask," if is_masked else ""
-    line = f"{chosen(q, k, mask)} kernel{with_mask} for {what} (usable: {', '.join(names)})"
+    line = f"{chosen(q, k)} kernel for {what} (usable: {', '.join(usable(q, k))})"
+    if packed is not None:
+        line = f"{line}; within documents and windows {packed}"
     if dropout > 0:
         return f"attention: plain matmuls in training, since attention_dropout={dropout:g}; in evaluation {line}"
     return f"attention: {line}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm
-from megatron3d.data.packing import PLAIN, Documents, Packing, document_mask
+from megatron3d.data.packing import PLAIN, Documents, Packing, Starts
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.ends import Embedding, LossHead
 from megatron3d.model.layer_kinds import rotaries
@@ -149,6 +149,7 @@ class GPT(nn.Module):
         key: tuple[int, int] | None = None,
         loss_scale: Tensor | float = 1.0,
         packing: Packing = PLAIN,
+        starts: Starts | None = None,
     ) -> Pass:
         """Return the pass of a microbatch that ends in the loss.
 
@@ -159,8 +160,9 @@ class GPT(nn.Module):
             key: (seed, iteration) of dropout; None turns it off.
             loss_scale: factor of the gradients, but not of the loss.
             packing: treatment of documents and of tokens that do not count in the loss.
+            starts: `packing.starts` of the tokens, which the host must know; default: read from `tokens`.
         """
-        documents = packing.documents(tokens[:, :-1])
+        documents = packing.documents(tokens[:, :-1], packing.starts(tokens) if starts is None else starts)
         at = self._begin(tokens[:, :-1].clamp(min=0), first_sequence, key, documents)
         return replace(at, target=Target(at.cut(packing.labels(tokens)).flatten(), num_tokens, loss_scale))
 
@@ -201,21 +203,17 @@ class GPT(nn.Module):
         return replace(at, documents=documents)
 
     def _with_documents(self, at: Pass) -> Pass:
-        """Return the pass with the attention mask and rotary tables of its documents, for all layers of one stage."""
+        """Return the pass with the rotary tables of its documents, for all layers of one stage."""
         if at.documents is None:
             return at
-        segments_BS, positions_BS = at.documents.segments_BS, at.documents.positions_BS
-        mask = None
-        if segments_BS is not None:
-            places = at.cut(torch.arange(at.seq_length, device=segments_BS.device), 0) if self.order.context else None
-            mask = document_mask(segments_BS, next(self.parameters()).dtype, places)
+        positions_BS = at.documents.positions_BS
         if positions_BS is not None:
             mine_BL = at.cut(positions_BS)
             rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(at.seq_length))
         else:
             rows = at.tokens_BL.shape[0], -1, -1, -1
             rotary = tuple((cos.expand(rows), sin.expand(rows)) for cos, sin in at.rotary)
-        return replace(at, mask_BLS=mask, rotary=rotary)
+        return replace(at, rotary=rotary)
 
     def _rotary_tables(self, seq_length: int) -> tuple[RotaryTables, ...]:
         """Return the tables of each rotary embedding of the model."""

@@ -29,6 +29,7 @@ from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.matmul import Matmul
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
+from megatron3d.ops.packed_attention import Visible
 from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
 from megatron3d.ops.recompute import recompute_from_input, recomputed
 from megatron3d.ops.rotary import rotate
@@ -197,11 +198,12 @@ class Attention(nn.Module):
         if self.dropout and at.key is not None:
             first, _ = at.order.sequences(at.num_sequences, self.tokens)
             drop = (self.dropout, derive_seed(*at.key, self.site), at.first_sequence + first)
-        mask = None if at.mask_BLS is None else at.rows(at.mask_BLS, self.tokens)
+        visible = at.visible(None, self.tokens)
         if self.context:
-            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, drop, mask)
+            seen = visible or Visible()
+            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, drop, seen)
             return context_attention(q, k, v, self.exchange, inputs)
-        return attention(q, k, v, self.heads, drop, mask)
+        return attention(q, k, v, self.heads, drop, visible=visible)
 
 
 class MLP(nn.Module):
@@ -250,8 +252,13 @@ class Layer(nn.Module):
         return z_MH
 
 
-def is_opaque(module: nn.Module) -> bool:
-    """Return whether the compiler leaves a module out of the graph: it communicates, or differs in each step."""
+def is_opaque(module: nn.Module, packs_documents: bool = False) -> bool:
+    """Return whether the compiler leaves a module out of the graph: it communicates, or differs in each step.
+
+    `packs_documents`: attention is limited to documents, whose lengths differ.
+    """
+    if packs_documents and isinstance(module, Attention):
+        return True
     return any(isinstance(module, kind) and is_one(module) for kind, is_one in _OPAQUE.items())
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron3d.data.packing import Documents
 from megatron3d.ops.kv_cache import CacheView
+from megatron3d.ops.packed_attention import Visible
 from megatron3d.ops.rotary import RotaryTables
 from megatron3d.parallel.context import Span, TokenOrder
 from megatron3d.parallel.mesh import Axes
@@ -52,7 +53,6 @@ class Pass:
             `layer_kinds.rotaries`.
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
-        mask_BLS: attention mask of this rank's positions over all positions; None: causal.
     """
 
     tokens_BL: Tensor
@@ -65,7 +65,6 @@ class Pass:
     rotary: tuple[RotaryTables, ...]
     cached: CacheView | None = None
     documents: Documents | None = None
-    mask_BLS: Tensor | None = None
 
     @property
     def first_row(self) -> int:
@@ -108,6 +107,14 @@ class Pass:
         """Return the rows of `x` [B, ...] that belong to this rank's sequences, where `axes` shard their tokens."""
         low, high = self.order.sequences(self.num_sequences, axes)
         return x[low - self.first_row : high - self.first_row]
+
+    def visible(self, window: int | None, axes: Axes) -> Visible | None:
+        """Return what the queries of this rank's sequences see, where `axes` shard them; None: all before them."""
+        starts = None if self.documents is None else self.documents.starts
+        if starts is not None:
+            low, high = self.order.sequences(self.num_sequences, axes)
+            starts = starts[low - self.first_row : high - self.first_row]
+        return Visible(starts, window).within(self.seq_length)
 
     def positions(self, axes: Axes, device: torch.device) -> Tensor:
         """Return the position of each of this rank's tokens in its sequence or document."""

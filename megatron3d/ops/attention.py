@@ -8,9 +8,9 @@ Letters: M tokens, B sequences, S positions, N query heads, G key/value heads, D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,12 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.bf16_cpu_attention import causal_attention, recomputes_softmax
 from megatron3d.ops.dropout import dropout, keep_mask
+from megatron3d.ops.packed_attention import Visible, packed_attention, positions_of
+from megatron3d.ops.recompute import recomputed
 from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.sequence_pairs import DROPOUT_PIECE, DROPOUT_ROWS
 
 # Dropout of attention weights: rate, key, and index of the first sequence in the global batch.
 Drop = tuple[float, int, int]
@@ -78,52 +81,82 @@ def attention(
     heads: AttentionHeads,
     drop: Drop | None,
     mask_BST: Tensor | None = None,
+    visible: Visible | None = None,
 ) -> Tensor:
     """Return causal attention, [M, N * D].
 
     Args:
         drop: dropout of the attention weights.
-        mask_BST: mask over T key positions, bool or added to scores; default: causal.
+        mask_BST: True where a query sees one of T key positions, of a KV cache; default: causal.
+        visible: documents and window of the sequences; default: none.
     """
     q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
     if not heads.are_even:
         k, v = (t[:, heads.group_of_query] for t in (k, v))
-    mask = None if mask_BST is None else mask_BST.unsqueeze(1)
-    if drop is None and mask is None and recomputes_softmax(q.device.type, q.dtype, q.shape[2]):
+    if drop is not None:
+        y = attention_with_dropout(q, k, v, WeightDropout(drop, heads, q.shape[2], visible or Visible()))
+    elif visible is not None:
+        y = packed_attention(q, k, v, visible)
+    elif mask_BST is None and recomputes_softmax(q.device.type, q.dtype, q.shape[2]):
         y = causal_attention(q, k, v)
-    elif drop is None:
-        is_grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=is_grouped)
     else:
-        y = attention_with_dropout(q, k, v, heads, drop, mask)
+        mask, is_grouped = None if mask_BST is None else mask_BST.unsqueeze(1), q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=is_grouped)
     batch, num_heads, seq, size = y.shape
     return y.transpose(1, 2).reshape(batch * seq, num_heads * size)
 
 
+class WeightDropout(NamedTuple):
+    """Dropout of attention weights: (rate, key, first sequence), and the heads, positions and documents it is for."""
+
+    drop: Drop
+    heads: AttentionHeads
+    seq_length: int
+    visible: Visible
+
+    def keep(self, batch: int, queries: Sequence[int], num_keys: int, device: torch.device) -> Tensor:
+        """Return bool [B, N, L, T] for queries at these positions and the first keys, the same in every layout."""
+        rate, key, first_sequence = self.drop
+        sequence = torch.arange(first_sequence, first_sequence + batch, device=device).unsqueeze(1)
+        head = torch.arange(*self.heads.query_span, device=device)
+        places = positions_of(queries, device)
+        rows = ((sequence * self.heads.num_heads + head).unsqueeze(-1) * self.seq_length + places).flatten()
+        keep_MT = keep_mask(key, rows, torch.arange(num_keys, device=device), rate)
+        keep_BNLT: Tensor = keep_MT.unflatten(0, (batch, len(head), len(queries)))
+        return keep_BNLT
+
+
 def attention_with_dropout(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: AttentionHeads,
-    drop: Drop,
-    mask: Tensor | None,
-    positions_S: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, at: WeightDropout, chunks: Sequence[tuple[int, int]] | None = None
 ) -> Tensor:
     """Return attention with dropout from plain matmuls, since the masks of torch's kernels depend on the layout.
 
-    `positions_S` are the positions of the queries among the keys; None: queries and keys have the same ones.
+    The queries are at the half-open ranges `chunks` of positions; default: all.  Of sequences longer than
+    `DROPOUT_ROWS`, pieces of the queries are computed, and recomputed in backward.
     """
-    rate, key, first_sequence = drop
-    batch, num_heads, _, size = q.shape
-    seq = k.shape[2]
-    positions = torch.arange(seq, device=q.device)
-    queries = positions if positions_S is None else positions_S
+    seq, row, parts = at.seq_length, 0, []
+    chunks = ((0, seq),) if chunks is None else chunks
+    if seq <= DROPOUT_ROWS:
+        positions = [position for chunk in chunks for position in range(*chunk)]
+        return piece_with_dropout(q, k, v, positions, at)
+    for low, high in (piece for chunk in chunks for piece in _pieces(*chunk)):
+        queries = q[:, :, row : row + high - low]
+        parts.append(recomputed(piece_with_dropout, queries, k[:, :, :high], v[:, :, :high], range(low, high), at))
+        row += high - low
+    return torch.cat(parts, dim=2)
+
+
+def _pieces(low: int, high: int) -> list[tuple[int, int]]:
+    return [(first, min(first + DROPOUT_PIECE, high)) for first in range(low, high, DROPOUT_PIECE)]
+
+
+def piece_with_dropout(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], at: WeightDropout) -> Tensor:
+    """Return attention [B, N, L, D] of the queries at these positions to the first T keys."""
+    (batch, num_heads, _, size), num_keys = q.shape, k.shape[2]
     k, v = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2) * size**-0.5).to(torch.promote_types(q.dtype, torch.float32))
-    scores = scores.masked_fill(queries.unsqueeze(-1) < positions, float("-inf")) if mask is None else scores + mask
-    weights = scores.softmax(-1).to(q.dtype)
-    sequence = torch.arange(first_sequence, first_sequence + batch, device=q.device).unsqueeze(1)
-    head = torch.arange(*heads.query_span, device=q.device)
-    rows = ((sequence * heads.num_heads + head).unsqueeze(-1) * seq + queries).flatten()
-    keep = keep_mask(key, rows, positions, rate).unflatten(0, (batch, num_heads, len(queries)))
-    return dropout(weights, keep, rate) @ v
+    rows = range(batch if at.visible.starts else 1)
+    see = torch.stack([at.visible.mask(row, queries, range(num_keys), q.device) for row in rows])
+    weights = scores.masked_fill(see.logical_not_().unsqueeze(1), float("-inf")).softmax(-1).to(q.dtype)
+    keep = at.keep(batch, queries, num_keys, q.device)
+    return dropout(weights, keep, at.drop[0]) @ v

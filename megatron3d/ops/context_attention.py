@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
-from megatron3d.ops.attention import AttentionHeads, Drop, attention_with_dropout
+from megatron3d.ops.attention import AttentionHeads, Drop, WeightDropout, attention_with_dropout
 from megatron3d.ops.attention_pairs import Merged, MergedGrads
+from megatron3d.ops.packed_attention import Visible
 from megatron3d.parallel.attention_pairs import Pair, pairs, segments
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
 
@@ -35,7 +35,7 @@ class ContextAttention:
         heads: heads of this rank.
         seq_length: positions of a whole sequence.
         drop: dropout of the attention weights.
-        mask_BLS: mask added to the scores of this rank's queries over all keys; None: causal.
+        visible: documents and window of the sequences.
     """
 
     comm: Comm
@@ -43,7 +43,7 @@ class ContextAttention:
     heads: AttentionHeads
     seq_length: int
     drop: Drop | None = None
-    mask_BLS: Tensor | None = None
+    visible: Visible = Visible()
 
 
 def context_attention(q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, exchange: str, at: ContextAttention) -> Tensor:
@@ -58,33 +58,36 @@ def _all_gather(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAtten
     kv = kv_BSGD.transpose(2, 3)
     if not at.heads.are_even:
         kv = kv[:, :, at.heads.group_of_query]
-    if at.drop is None and at.mask_BLS is None:
-        y_BNLD: Tensor = _AttendPairs.apply(q_BNLD, kv, _visible_pairs(at.order, at.seq_length))
-        return y_BNLD
-    k, v = kv.unbind()
-    mask = None if at.mask_BLS is None else at.mask_BLS.unsqueeze(1)
-    if at.drop is None:
-        return F.scaled_dot_product_attention(q_BNLD, k, v, mask, enable_gqa=q_BNLD.shape[1] != k.shape[1])
-    chunks = at.order.chunks(at.seq_length)
-    positions = torch.cat([torch.arange(*chunk, device=kv.device) for chunk in chunks])
-    return attention_with_dropout(q_BNLD, k, v, at.heads, at.drop, mask, positions)
+    if at.drop is not None:
+        dropped = WeightDropout(at.drop, at.heads, at.seq_length, at.visible)
+        return attention_with_dropout(q_BNLD, kv[0], kv[1], dropped, at.order.chunks(at.seq_length))
+    seen = _visible_pairs(at.order, at.seq_length, at.visible)
+    y_BNLD: Tensor = _AttendPairs.apply(q_BNLD, kv, seen, at.visible.window)
+    return y_BNLD
 
 
-def _visible_pairs(order: TokenOrder, seq_length: int) -> tuple[Pair, ...]:
+def _visible_pairs(order: TokenOrder, seq_length: int, visible: Visible) -> tuple[Pair, ...]:
     """Return the pairs of this rank's queries with keys in the order of positions."""
+    window, mine = visible.window, order.chunks(seq_length)
     every = sorted(chunk for rank in range(order.num_ranks) for chunk in order.chunks(seq_length, rank))
-    return pairs(segments(order.chunks(seq_length)), segments(every))
+    if visible.starts is None:
+        return pairs(segments(mine, (), window), segments(every, (), window), window)
+    return tuple(
+        pair._replace(sequences=(row, row + 1))
+        for row, starts in enumerate(visible.starts)
+        for pair in pairs(segments(mine, starts, window), segments(every, starts, window), window)
+    )
 
 
 class _AttendPairs(torch.autograd.Function):
     """Attention [B, N, L, D] by pairs of rows; keeps queries, keys, values, output and log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q_BNLD: Tensor, kv: Tensor, visible: tuple[Pair, ...]) -> Tensor:
-        merged = Merged(q_BNLD, None)
-        merged.add(kv, visible)
+    def forward(ctx: Any, q_BNLD: Tensor, kv: Tensor, seen: tuple[Pair, ...], window: int | None) -> Tensor:
+        merged = Merged(q_BNLD, window)
+        merged.add(kv, seen)
         out, lse = merged.result()
-        ctx.visible = visible
+        ctx.seen, ctx.window = seen, window
         y = out.to(q_BNLD.dtype)
         ctx.save_for_backward(q_BNLD, kv, y, lse)
         return y
@@ -93,9 +96,9 @@ class _AttendPairs(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, y, lse = ctx.saved_tensors
         dkv = torch.zeros_like(kv, dtype=lse.dtype)
-        grads = MergedGrads(dy, q, (y, lse), None)
-        grads.add(kv, dkv, ctx.visible)
-        return grads.dq.to(q.dtype), dkv.to(kv.dtype), None
+        grads = MergedGrads(dy, q, (y, lse), ctx.window)
+        grads.add(kv, dkv, ctx.seen)
+        return grads.dq.to(q.dtype), dkv.to(kv.dtype), None, None
 
 
 class _GatherPositions(torch.autograd.Function):

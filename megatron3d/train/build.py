@@ -29,6 +29,7 @@ from megatron3d.data.corpus.corpus import Corpus, open_corpus
 from megatron3d.data.corpus.spec import check_token_ids
 from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
+from megatron3d.data.packing import Packing
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
@@ -42,7 +43,6 @@ from megatron3d.runtime.startup_phases import StartupPhases
 from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state, read_meta, source_of
 from megatron3d.train.monitor.pipeline_trace import trace_folder
 from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
-from megatron3d.train.monitor.run_facts import describe_attention_kernel
 from megatron3d.train.monitor.startup_report import check_built, describe_connections, startup_report
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
@@ -72,11 +72,12 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
     if runtime.rank == 0:
         print(startup_report(state, peak, runtime.settings), flush=True)
     lock, metrics = open_outputs(resolved, comm, state)
+    packing = spec.packing(tokenizer.eod)
     return Run(
         runtime=runtime,
         state=state,
-        train_data=PrefetchingLoader(make_loader(corpus.train, spec, runtime), spec.batches),
-        valid_data=make_loader(corpus.valid, spec, runtime) if corpus.valid else None,
+        train_data=PrefetchingLoader(make_loader(corpus.train, spec, runtime, packing), spec.batches),
+        valid_data=make_loader(corpus.valid, spec, runtime, packing) if corpus.valid else None,
         metrics=metrics,
         saver=saver,
         lock=lock,
@@ -85,7 +86,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
         timers=timers,
         peak=peak,
         baseline_bytes=baseline_bytes,
-        packing=spec.packing(tokenizer.eod),
+        packing=packing,
         consumed_tokens=lambda num_samples: corpus.train.consumed_tokens(spec.batches.spans(num_samples)),
         faults=lambda: corpus.faults,
     )
@@ -120,7 +121,6 @@ def build_model(
     with phases("model and optimizer"):
         state = build_state(spec, comm, runtime.device)
         check_built(state)
-        describe_attention_kernel(state)  # raises on every rank whose kernels cannot take the mask
         state = replace(state, stream=corpus.train if isinstance(corpus.train, StreamedSamples) else None)
     if runtime.watchdog is not None:
         folder = Path(spec.config.checkpoint.save) if spec.config.checkpoint.save else None
@@ -128,11 +128,13 @@ def build_model(
     return state, comm
 
 
-def make_loader(samples: BlendedSamples | StreamedSamples, spec: RunSpec, runtime: Runtime) -> BatchLoader:
+def make_loader(
+    samples: BlendedSamples | StreamedSamples, spec: RunSpec, runtime: Runtime, packing: Packing
+) -> BatchLoader:
     """Return the loader of this rank's microbatches of `samples`."""
     train, batch_axes = spec.config.train, spec.mode.batch_axes
     sizes = train.micro_batch_size, train.global_batch_size
-    return BatchLoader(samples, spec.mesh, batch_axes, *sizes, runtime.device)
+    return BatchLoader(samples, spec.mesh, batch_axes, *sizes, runtime.device, packing)
 
 
 def identity_of(spec: RunSpec, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, JsonValue]:

@@ -18,7 +18,10 @@ def evaluate(executor: PipelineExecutor, batches: Iterable[Sequence[Microbatch]]
     num_tokens = settings.num_tokens
     losses, counts = [], []
     for microbatches in batches:
-        passes = [model.begin(batch.tokens, num_tokens, batch.first_sample, packing=packing) for batch in microbatches]
+        passes = [
+            model.begin(batch.tokens, num_tokens, batch.first_sample, packing=packing, starts=batch.starts)
+            for batch in microbatches
+        ]
         losses.append(executor.evaluate(passes))
         counts.append(valid_tokens(model, microbatches, settings))
     local_loss = torch.stack(losses).sum() / loss_copies(model)

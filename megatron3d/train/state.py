@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -94,7 +95,7 @@ def build_state(
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
     )
     if compiles:
-        compiler = Compiler(is_opaque)
+        compiler = Compiler(partial(is_opaque, packs_documents=spec.config.data.reset_attention_mask))
         for layer in model.layers.values():
             compiler.block(layer)
     for name, start, values in buffers.shards("main") if has_values and initializes else ():

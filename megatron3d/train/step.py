@@ -65,7 +65,8 @@ def train_step(
     with observer(BATCH):
         num_tokens = valid_tokens(model, microbatches, settings)
     passes = [
-        model.begin(batch.tokens, num_tokens, batch.first_sample, key, scale.factor, packing) for batch in microbatches
+        model.begin(batch.tokens, num_tokens, batch.first_sample, key, scale.factor, packing, batch.starts)
+        for batch in microbatches
     ]
     buffers.begin_step(len(passes))
     with observer(SCHEDULE):

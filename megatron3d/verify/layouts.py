@@ -59,11 +59,10 @@ def trace(
     state = build_state(spec, comm, device)
     train, num_tokens = config.train, config.train.global_batch_size * arch.seq_length
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
-    loader = BatchLoader(
-        samples, spec.mesh, spec.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
-    )
+    sizes, packing = (train.micro_batch_size, train.global_batch_size), spec.packing(0)
+    loader = BatchLoader(samples, spec.mesh, spec.mode.batch_axes, *sizes, device, packing)
     assert len(loader.step(0)) == spec.num_microbatches, "the loader disagrees with the batch arithmetic"
-    settings = StepSettings(train.seed, num_tokens, train.global_batch_size, spec.packing(0))
+    settings = StepSettings(train.seed, num_tokens, train.global_batch_size, packing)
     values: dict[str, Tensor] = {}
     for step in range(1, num_steps + 1):
         batch = loader.step(state.consumed_samples)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,6 +25,7 @@ from megatron3d.ops.fused_cross_entropy import VocabShard
 from megatron3d.ops.gemm import add_product, put_product
 from megatron3d.ops.gemm import product as gemm
 from megatron3d.ops.norm import norm
+from megatron3d.ops.packed_attention import Visible, choose, packed_attention
 from megatron3d.ops.rotary import rotary_tables, rotate
 from megatron3d.ops.rotary_spec import Rotary
 from megatron3d.optim.adamw import ParamGroup, update_chunked, update_fused, update_with_triton
@@ -97,6 +99,34 @@ def test_attention(device: torch.device, backend: SDPBackend, dtype: torch.dtype
         check(y, expected, TOLERANCES[dtype])
         for got, right in zip(qkv, wide, strict=True):
             check(got.grad, right.grad, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("starts", [None, ((3, 4, 60), ())], ids=["whole", "documents"])
+def test_attention_within_documents_and_windows(
+    device: torch.device, dtype: torch.dtype, window: int | None, starts: tuple[tuple[int, ...], ...] | None
+) -> None:
+    """Variable-length flash in bf16 and fp16, plain matmuls in wider dtypes; on the CPU the dense mask in float64."""
+    visible = Visible(starts, window).within(129)
+    if visible is None:
+        return
+    see = torch.stack([visible.mask(row, range(129), range(129), torch.device("cpu")) for row in range(2)])
+    for num_groups, size in ((4, 64), (2, 64), (2, 36)):
+        values = [normal(2, 129, count, size, seed=count) for count in (4, num_groups, num_groups)]
+        qkv, wide = zip(*(rounded(each.requires_grad_(), dtype, device) for each in values), strict=True)
+        q, k, v = (t.transpose(1, 2) for t in qkv)
+        y = packed_attention(q, k, v, visible)
+        q64, k64, v64 = (t.transpose(1, 2) for t in wide)
+        expected = F.scaled_dot_product_attention(q64, k64, v64, see.unsqueeze(1), enable_gqa=True)
+        dy, wide_dy = rounded(normal(*y.shape, seed=9), dtype, device)
+        y.backward(dy)
+        expected.backward(wide_dy)
+        check(y, expected, TOLERANCES[dtype])
+        for got, right in zip(qkv, wide, strict=True):
+            check(got.grad, right.grad, TOLERANCES[dtype])
+        is_flash = dtype in LOW and size % 8 == 0
+        assert choose(q, k).name.startswith("variable-length" if is_flash else "plain")
 
 
 def documents(seq: int) -> Tensor:

@@ -17,6 +17,7 @@ from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activat
 from megatron3d.model.layer_kinds import rotaries
 from megatron3d.model.linears import FC1, PROJ, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, NO_RECOMPUTE, LayerRun
+from megatron3d.parallel.sequence_pairs import DROPOUT_ROWS
 
 _INDEX = 8
 
@@ -91,14 +92,12 @@ def rotary_tables(local: LocalSizes) -> tuple[KeptTensor, ...]:
 
 
 def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
-    """Return what all layers of a stage share for a packed microbatch: masks [S, S] and rotary tables."""
+    """Return what all layers of a stage share for a packed microbatch: rotary tables of positions in documents."""
     tokens = local.sequences_read * local.positions
-    items = []
-    if local.masks_documents and (not local.arch.attention_dropout or local.recompute != NO_RECOMPUTE):
-        items.append(KeptTensor("documents", "mask", tokens * local.arch.seq_length * local.itemsize))
-    for rotary in rotaries(local.arch) if local.resets_positions else ():
-        items.append(KeptTensor("documents", "cos and sin", 2 * tokens * rotary.num_channels * local.wide))
-    return tuple(items)
+    return tuple(
+        KeptTensor("documents", "cos and sin", 2 * tokens * rotary.num_channels * local.wide)
+        for rotary in (rotaries(local.arch) if local.resets_positions else ())
+    )
 
 
 def deferred_wgrad_activations(local: LocalSizes) -> int:
@@ -236,15 +235,21 @@ def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTe
 
 
 def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
-    """Yield copies of q, k and v by head, the scores after softmax, the mask and its result: [heads, S, S] each."""
+    """Yield copies of q, k and v by head, the scores after softmax, the mask and its result: [heads, S, S] each.
+
+    Of longer sequences than `DROPOUT_ROWS` only q, k and v are kept.
+    """
     site, seq = "attention.core", local.arch.seq_length
+    if seq > DROPOUT_ROWS:
+        yield from last.values()
+        return
     scores = local.inner_tokens * local.num_queries * seq
     by_head = local.inner(local.num_queries * local.arch.kv_channels)
     is_copied = local.sequences > 1 and local.num_queries > 1
     yield KeptTensor(site, "q by head", by_head) if is_copied else last["q"]
     yield KeptTensor(site, "k and v by head", 2 * by_head)
-    if not local.masks_documents:
-        yield KeptTensor(site, "which positions are later", local.positions * seq)
+    masks = local.sequences if local.masks_documents else 1
+    yield KeptTensor(site, "positions not seen", masks * local.positions * seq)
     yield KeptTensor(site, "softmax", scores * local.wide)
     yield KeptTensor(site, "dropout mask", scores)
     yield KeptTensor(site, "softmax after dropout", scores * local.itemsize)

@@ -15,6 +15,7 @@ from megatron3d.model.linears import FC1, FC2, LINEARS, PROJ, QKV
 from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.parallel.loss_chunks import token_moves
 from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.sequence_pairs import DROPOUT_PIECE, DROPOUT_ROWS
 
 # `ops/dropout.py` hashes indices in int64, in chunks of at most this many elements; two numbers are live per element.
 _HASH_BYTES, HASH_CHUNK = 16, 2**16
@@ -99,9 +100,13 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     if local.arch.hidden_dropout:
         needed["hash of a dropout mask"] = "mlp_dropout", _hash_bytes(local.tokens * local.hidden)
     if local.arch.attention_dropout:
-        scores = local.inner_tokens * local.num_queries * local.arch.seq_length
-        to_come = 0 if local.itemsize < local.wide else local.itemsize
+        is_whole = local.arch.seq_length <= DROPOUT_ROWS
+        rows = local.inner_tokens if is_whole else local.sequences * DROPOUT_PIECE
+        scores = rows * local.num_queries * local.arch.seq_length
+        to_come = 0 if local.itemsize < local.wide or not is_whole else local.itemsize
         size = _hash_bytes(scores) + (local.wide - to_come) * scores
+        if not is_whole:  # the piece's scores, weights and masks, which are not kept
+            size += scores * (local.wide + local.itemsize + 2)
         needed["hash of attention's dropout mask"] = (
             "attention.core",
             size + local.inner(queries + 2 * local.keys_width),

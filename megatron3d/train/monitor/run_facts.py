@@ -16,6 +16,7 @@ from megatron3d.hardware.sdpa_backends import describe_attention
 from megatron3d.model.layers import is_opaque
 from megatron3d.ops.cross_entropy import LOSS_KERNEL_NAMES, loss_kernel
 from megatron3d.ops.gemm import onednn_gemms
+from megatron3d.ops.packed_attention import choose
 from megatron3d.train.monitor.oom_report import job_of
 from megatron3d.train.state import TrainState
 
@@ -32,12 +33,13 @@ def describe_gemms(state: TrainState) -> str | None:
 
 
 def describe_attention_kernel(state: TrainState) -> str:
-    """Describe the attention kernel of this rank; raises UserError if no kernel takes the mask that is needed."""
+    """Describe the attention kernels of this rank."""
     arch, whole = state.model.arch, state.buffers.flat_buffers[0].params
     work = job_of(state.spec, whole.device).local
     heads = work.num_queries, work.num_groups, arch.kv_channels
-    is_masked = state.spec.config.data.reset_attention_mask
-    return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, is_masked)
+    q, k = (whole.new_empty((1, n, 1, arch.kv_channels)) for n in heads[:2])
+    packed = choose(q, k).name if state.spec.config.data.reset_attention_mask else None
+    return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, packed)
 
 
 def describe_context(state: TrainState) -> str | None:
@@ -64,8 +66,8 @@ def describe_compilation(state: TrainState) -> str:
     why = f"train.compile={str(setting).lower()}"
     if not state.spec.compiles(on_gpu=device.type != "cpu"):
         return f"layers: not compiled ({why}{' on a CPU' if setting == 'auto' else ''})"
-    layers = state.model.layers.values()
-    eager = sorted({type(m).__name__ for layer in layers for m in layer.modules() if is_opaque(m)})
+    layers, packs = state.model.layers.values(), state.spec.config.data.reset_attention_mask
+    eager = sorted({type(m).__name__ for layer in layers for m in layer.modules() if is_opaque(m, packs)})
     parts = f"in parts between {', '.join(eager)}, which stay eager" if eager else "each as one graph"
     return f"layers: compiled {parts} ({why}), in the first step"
 

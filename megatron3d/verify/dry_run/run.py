@@ -88,14 +88,16 @@ def run_rank(spec: RunSpec) -> RankDryRun:
 
 
 def microbatches(spec: RunSpec) -> list[Microbatch]:
-    """Return the microbatches of a step, all tokens being 0."""
+    """Return the microbatches of a step, all tokens being 0, each sequence being one document."""
     train, mesh = spec.config.train, spec.mesh
     arch = spec.arch
     low, high = span(train.micro_batch_size, spec.mode.batch_axes, mesh)
     parallel = spec.parallel_state
     step = train.micro_batch_size * parallel.data_parallel_size
     firsts = range(parallel.data_parallel_rank * train.micro_batch_size, train.global_batch_size, step)
-    return [Microbatch(torch.zeros(high - low, arch.seq_length + 1, dtype=torch.int64), first) for first in firsts]
+    starts = ((),) * (high - low) if spec.config.data.reset_attention_mask else None
+    shape = high - low, arch.seq_length + 1
+    return [Microbatch(torch.zeros(shape, dtype=torch.int64), first, starts) for first in firsts]
 
 
 def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankDryRun:
@@ -112,7 +114,8 @@ def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbat
     recorder.entries.clear()
     notes = _ActionRecorder(meter, recorder, run)
     train = state.spec.config.train
-    settings = StepSettings(train.seed, train.global_batch_size * state.model.arch.seq_length, train.global_batch_size)
+    num_tokens, packing = train.global_batch_size * state.model.arch.seq_length, state.spec.packing(0)
+    settings = StepSettings(train.seed, num_tokens, train.global_batch_size, packing)
     with meter:
         train_step(state, batch, 1e-4, settings, observer=notes.observe)
     notes.close(None)

@@ -7,7 +7,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from megatron3d.errors import UserError
 from megatron3d.hardware.sdpa_backends import chosen, describe_attention, usable
 
 CPU = torch.device("cpu")
@@ -48,22 +47,6 @@ def test_torch_says_which_kernels_a_gpu_can_use(monkeypatch: pytest.MonkeyPatch)
         assert usable(q, k) == ("flash", "cuDNN")
 
 
-def test_a_mask_that_no_kernel_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = (4, 2, 16)
-    assert describe_attention(CPU, torch.float32, heads, 64, is_masked=True) == (
-        "attention: flash kernel, with a mask, for 4 heads (2 key/value) of 16 in float32 on each rank "
-        "(usable: flash, math)"
-    )
-    flags = torch.backends.cuda
-    for name in ("efficient", "cudnn"):
-        monkeypatch.setattr(flags, f"can_use_{name}_attention", lambda params: False)
-    monkeypatch.setattr(flags, "can_use_flash_attention", lambda params: params.attn_mask is None)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), pytest.raises(UserError) as refused:
-        describe_attention(torch.device("meta"), torch.bfloat16, heads, 64, is_masked=True)
-    assert "data.reset_attention_mask=true: none of torch's attention kernels here takes a mask" in str(refused.value)
-    assert "(without one: flash); allow its memory-efficient or math kernel" in str(refused.value)
-
-
 def test_the_line_of_the_report() -> None:
     assert describe_attention(CPU, torch.bfloat16, (4, 4, 16), 64) == (
         "attention: flash kernel for 4 heads of 16 in bfloat16 on each rank (usable: flash, math)"
@@ -71,4 +54,8 @@ def test_the_line_of_the_report() -> None:
     assert describe_attention(CPU, torch.float32, (4, 2, 16), 64, dropout=0.1) == (
         "attention: plain matmuls in training, since attention_dropout=0.1; in evaluation flash kernel for "
         "4 heads (2 key/value) of 16 in float32 on each rank (usable: flash, math)"
+    )
+    assert describe_attention(CPU, torch.float32, (4, 4, 16), 64, packed="by pairs") == (
+        "attention: flash kernel for 4 heads of 16 in float32 on each rank (usable: flash, math); "
+        "within documents and windows by pairs"
     )

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.ops import attention as attention_module
 from megatron3d.ops.attention import AttentionHeads, attention
+from megatron3d.ops.packed_attention import Visible
 from megatron3d.ops.rotary import rotary_tables, rotate
 from megatron3d.ops.rotary_spec import Rotary
 from megatron3d.ops.seeds import derive_seed
@@ -224,6 +226,22 @@ def test_dropout_drops_the_same_weights_on_every_rank(axes: Axes) -> None:
         for sequence in range(BATCH):
             part = run(heads_on(mesh, 8, 8, axes), mine.view(BATCH, SEQ, -1)[sequence], (0.3, KEY, 10 + sequence))
             assert error(part, cut(whole[sequence], ((), axes), mesh)) < 1e-13
+
+
+@pytest.mark.parametrize("visible", [None, Visible(((2,), (1, 4)), 3)], ids=["whole", "documents and window"])
+def test_pieces_of_long_sequences_drop_the_same_weights(
+    visible: Visible | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = AttentionHeads(4, 2, SIZE, (), ProcessComm(Mesh(()), []))
+    qkv = torch.cat(projections(4, 2), 1).requires_grad_()
+    results = []
+    for rows, piece in ((SEQ, SEQ), (SEQ - 1, 2)):
+        monkeypatch.setattr(attention_module, "DROPOUT_ROWS", rows)
+        monkeypatch.setattr(attention_module, "DROPOUT_PIECE", piece)
+        y = attention(*heads.split(qkv, SEQ), heads, (0.3, KEY, 10), visible=visible)
+        results.append((y, *torch.autograd.grad(y, qkv, normal(*y.shape, seed=9))))
+    for mine, theirs in zip(*results, strict=True):
+        assert error(mine.detach(), theirs.detach()) < 1e-13
 
 
 def test_dropout_differs_between_heads_and_sequences() -> None:

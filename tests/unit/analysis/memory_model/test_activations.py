@@ -222,7 +222,6 @@ def test_recomputation_keeps_the_predicted_activations(name: str, recompute: str
 @pytest.mark.parametrize("masks_documents,resets_positions", [(True, True), (True, False), (False, True)])
 def test_document_masks_are_kept_as_predicted(name: str, masks_documents: bool, resets_positions: bool) -> None:
     local = replace(alone(name), masks_documents=masks_documents, resets_positions=resets_positions)
-    assert document_activations(local) or not masks_documents or local.arch.attention_dropout
     for recompute in (NO_RECOMPUTE, RECOMPUTED["core"], RECOMPUTED["every layer"]):
         check_left(replace(local, recompute=recompute))
 
