@@ -57,6 +57,10 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         rotary_scaling=_rotary_scaling(model),
         rotary_percent=model.rotary_percent,
         no_rope_freq=_pattern(model.no_rope_freq),
+        window=None if model.window_size is None else model.window_size[0] + 1,
+        window_pattern=tuple(1 - full for full in _pattern(model.window_attn_skip_freq))
+        if isinstance(model.window_attn_skip_freq, int)
+        else _pattern(model.window_attn_skip_freq),
     )
 
 

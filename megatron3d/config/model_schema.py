@@ -9,6 +9,7 @@ from pydantic import Field
 from megatron3d.config.section import Positive, Section
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
+Window = Annotated[tuple[int, int], Field(strict=False)]
 LayerPattern = Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
 
 
@@ -64,6 +65,14 @@ class ModelConfig(Section):
     )
     rotary_truncate: bool | None = Field(
         None, description="with yarn: round the range of interpolated channels to whole channels; default: true"
+    )
+    window_size: Window | None = Field(
+        None,
+        description="sliding window: keys that a query sees before itself, and after itself, which is 0; "
+        "[127, 0] is Hugging Face's sliding_window=128; default: all keys before it",
+    )
+    window_attn_skip_freq: Positive | LayerPattern | None = Field(
+        None, description="layers without the window: every n-th, or those with a 0 in a list that repeats over depth"
     )
     normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="default: the family's")
     norm_epsilon: float = Field(1e-5, gt=0)

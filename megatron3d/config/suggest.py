@@ -35,6 +35,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.logit_softcap": ("final_logit_softcapping",),
     "model.rotary_percent": ("partial_rotary_factor", "rotary_pct"),
     "model.no_rope_freq": ("no_rope_layer_interval", "no_rope_layers"),
+    "model.window_size": ("sliding_window", "attention_window"),
+    "model.window_attn_skip_freq": ("sliding_window_pattern",),
     "model.rotary_scaling": ("rope_scaling", "use_rope_scaling", "rope_type"),
     "model.rotary_scaling_factor": ("rope_scaling_factor",),
     "model.original_max_position_embeddings": ("original_max_position_embedding", "old_context_len"),

@@ -23,12 +23,11 @@ class Documents:
     """The documents of the sequences that a rank reads.
 
     Attributes:
-        segments_BS: number of the document in its sequence, None where tokens attend to other documents too.
         positions_BS: position in the document, None where positions count through the sequence.
-        starts: first positions of the documents after the first one by sequence, known on the host; None as segments.
+        starts: first positions of the documents after the first one by sequence, known on the host; None where tokens
+            attend to other documents too.
     """
 
-    segments_BS: Tensor | None
     positions_BS: Tensor | None
     starts: Starts | None = None
 
@@ -92,15 +91,13 @@ class Packing:
         """Return the documents of sequences, None where neither attention nor positions depend on them."""
         if not (self.reset_attention_mask or self.reset_position_ids):
             return None
+        return Documents(self._positions(tokens_BS) if self.reset_position_ids else None, starts)
+
+    def _positions(self, tokens_BS: Tensor) -> Tensor:
         ends_BS = tokens_BS.eq(-1 if self.eod is None else self.eod)
         begins_BS = torch.nn.functional.pad(ends_BS, (1, 0))[:, :-1]
         places_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        starts_BS = torch.where(begins_BS, places_S, 0).cummax(1).values
-        return Documents(
-            begins_BS.cumsum(1) if self.reset_attention_mask else None,
-            places_S - starts_BS if self.reset_position_ids else None,
-            starts,
-        )
+        return places_S - torch.where(begins_BS, places_S, 0).cummax(1).values
 
 
 PLAIN = Packing()
@@ -117,20 +114,3 @@ def _goldfish(tokens_BS: Tensor, k: int, h: int) -> Tensor:
     dropped = ((hash_BS >> 33) & 0x3FFFFFFF) % k == 0
     dropped[:, : h - 1] = False  # fewer than h tokens before them
     return dropped
-
-
-def document_mask(segments_BS: Tensor, dtype: torch.dtype, positions_L: Tensor | None = None) -> Tensor:
-    """Return the additive attention mask [B, S, S]: 0 for keys of the same document up to the query (row), else -inf.
-
-    A boolean mask would be converted to this by torch in every layer, and each copy kept until backward.
-
-    Args:
-        positions_L: positions of the queries, if not all of the sequence: the mask is [B, L, S].
-    """
-    if positions_L is None:
-        may_see = (segments_BS.unsqueeze(-1) == segments_BS.unsqueeze(-2)).tril_()
-    else:
-        keys_S = torch.arange(segments_BS.shape[1], device=segments_BS.device)
-        may_see = segments_BS[:, positions_L].unsqueeze(-1) == segments_BS.unsqueeze(-2)
-        may_see &= positions_L.unsqueeze(-1) >= keys_S
-    return torch.zeros_like(may_see, dtype=dtype).masked_fill_(may_see.logical_not_(), float("-inf"))

@@ -46,6 +46,8 @@ class Architecture:
     Attributes:
         add_qkv_bias, add_mlp_bias: None where they are as `add_bias_linear`.
         no_rope_freq: pattern that repeats over depth, 1 for a layer without rotary positions; empty: none.
+        window: keys that a query sees, itself included; None: all before it.
+        window_pattern: pattern that repeats over depth, 0 for a layer without the window; empty: every layer has it.
     """
 
     num_layers: int
@@ -82,6 +84,8 @@ class Architecture:
     rotary_scaling: RotaryScaling | None = None
     rotary_percent: float = 1.0
     no_rope_freq: tuple[int, ...] = ()
+    window: int | None = None
+    window_pattern: tuple[int, ...] = ()
 
     @property
     def norm_sites(self) -> tuple[str, ...]:
@@ -109,6 +113,8 @@ FREE_FIELDS = frozenset(
         "max_position_embeddings",
         "rotary_base",
         "rotary_scaling",
+        "window",
+        "window_pattern",
         "hidden_dropout",
         "attention_dropout",
         "init_method_std",

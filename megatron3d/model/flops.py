@@ -6,6 +6,7 @@ The parameter count is independent of the parameter table on purpose: at start-u
 from __future__ import annotations
 
 from megatron3d.model.architecture import GATED, Architecture
+from megatron3d.model.layer_kinds import mean_keys
 from megatron3d.model.linears import layer_linears
 
 
@@ -28,8 +29,8 @@ def num_parameters(arch: Architecture) -> int:
 
 
 def layer_flops_per_token(arch: Architecture) -> int:
-    """Return the FLOPs per token of one layer, forward and backward."""
-    return 6 * layer_weights(arch) + 12 * arch.num_attention_heads * arch.kv_channels * arch.seq_length
+    """Return the FLOPs per token of one layer, forward and backward; where windows differ, their mean."""
+    return 6 * layer_weights(arch) + round(12 * arch.num_attention_heads * arch.kv_channels * mean_keys(arch))
 
 
 def layer_weights(arch: Architecture) -> int:
@@ -46,6 +47,6 @@ def flops_per_token(arch: Architecture) -> int:
     """Return the FLOPs per token of the model, forward and backward (Chowdhery et al. 2022, arXiv:2204.02311, B).
 
     They are 6 per weight of a GEMM, LM head included and embeddings excluded, plus 12 * layers * heads * head size *
-    length for core attention, whose masked half is counted, as is customary for MFU.
+    length for core attention, whose masked half is counted, as is customary for MFU; a window takes the length's place.
     """
     return arch.num_layers * layer_flops_per_token(arch) + head_flops_per_token(arch)

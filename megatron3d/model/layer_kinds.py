@@ -5,8 +5,9 @@ A kind repeats along a short pattern over depth; this is the one place that read
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron3d.model.architecture import Architecture
@@ -15,9 +16,15 @@ from megatron3d.ops.rotary_spec import Rotary
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Attention of one layer; without `rotary` its queries and keys are not rotated."""
+    """Attention of one layer.
+
+    Attributes:
+        rotary: None: its queries and keys are not rotated.
+        window: keys that a query sees, itself included; None: all before it.
+    """
 
     rotary: Rotary | None
+    window: int | None = None
 
 
 def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
@@ -26,12 +33,14 @@ def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
     skips = bool(pattern) and bool(pattern[layer % len(pattern)])
     has_rotary = arch.position_embedding_type == "rope" and not skips
     size = int(arch.kv_channels * arch.rotary_percent)
-    return AttentionKind(Rotary(arch.rotary_base, size, arch.rotary_scaling) if has_rotary else None)
+    windows = arch.window_pattern or (1,)
+    window = arch.window if windows[layer % len(windows)] else None
+    return AttentionKind(Rotary(arch.rotary_base, size, arch.rotary_scaling) if has_rotary else None, window)
 
 
 def pattern_length(arch: Architecture) -> int:
     """Return the number of layers after which the kinds repeat."""
-    return len(arch.no_rope_freq) or 1
+    return math.lcm(len(arch.no_rope_freq) or 1, len(arch.window_pattern) or 1)
 
 
 def layer_counts(arch: Architecture, layers: Iterable[int]) -> Mapping[int, int]:
@@ -57,3 +66,25 @@ def rotated_share(arch: Architecture) -> float:
     return sum(count * rotary.num_channels for rotary, count in rotated if rotary) / (
         arch.num_layers * arch.kv_channels
     )
+
+
+def mean_keys(arch: Architecture) -> float:
+    """Return the mean over all layers of the most keys that a query sees: the window, or the whole sequence."""
+    return sum(count * keys for keys, count in _keys(arch)) / arch.num_layers
+
+
+def seen_share(arch: Architecture) -> float:
+    """Return the mean over all layers of the share of the causal half of the scores that windows leave."""
+    seq = arch.seq_length
+    return sum(count * keys * (2 * seq - keys) for keys, count in _keys(arch)) / (arch.num_layers * seq**2)
+
+
+def has_window(arch: Architecture) -> bool:
+    """Return whether a layer has a window that is shorter than the sequence."""
+    return any(keys < arch.seq_length for keys, _ in _keys(arch))
+
+
+def _keys(arch: Architecture) -> Iterator[tuple[int, int]]:
+    """Yield the most keys that a query sees, and how many layers have as many."""
+    for place, count in layer_counts(arch, range(arch.num_layers)).items():
+        yield min(attention_kind(arch, place).window or arch.seq_length, arch.seq_length), count

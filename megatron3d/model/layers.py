@@ -146,7 +146,8 @@ class Attention(nn.Module):
     def __init__(self, index: int, layer: str, build: Build) -> None:
         super().__init__()
         arch, name = build.arch, f"{layer}.attention"
-        rotary = attention_kind(arch, index).rotary
+        kind = attention_kind(arch, index)
+        self.window, rotary = kind.window, kind.rotary
         self.rotary = None if rotary is None else rotaries(arch).index(rotary)
         self.site, self.dropout = name, arch.attention_dropout
         self.query_scale = 1.0 if arch.softmax_scale is None else arch.softmax_scale * arch.kv_channels**0.5
@@ -193,15 +194,15 @@ class Attention(nn.Module):
         q = q if self.query_scale == 1 else q * self.query_scale
         if at.cached:
             k, v = at.cached.extend(self.site, k, v)
-            return attention(q, k, v, self.heads, None, at.cached.mask_BSL)
+            return attention(q, k, v, self.heads, None, at.cached.mask_BSL(self.window))
         drop = None
         if self.dropout and at.key is not None:
             first, _ = at.order.sequences(at.num_sequences, self.tokens)
             drop = (self.dropout, derive_seed(*at.key, self.site), at.first_sequence + first)
-        visible = at.visible(None, self.tokens)
+        visible = at.visible(self.window, self.tokens)
         if self.context:
             seen = visible or Visible()
-            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, drop, seen)
+            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, drop)
             return context_attention(q, k, v, self.exchange, inputs)
         return attention(q, k, v, self.heads, drop, visible=visible)
 
@@ -266,6 +267,8 @@ _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
     Linear: lambda m: not m.matmul.is_plain,
     Norm: lambda m: bool(m.axes) or m.kernels is not TORCH_NORMS,
     HiddenDropout: lambda m: m.rate > 0,
-    Attention: lambda m: m.dropout > 0 or m.recomputes_core or bool(m.heads.gather_axes or m.context),
+    Attention: lambda m: (
+        m.dropout > 0 or m.window is not None or m.recomputes_core or bool(m.heads.gather_axes or m.context)
+    ),
     MLP: lambda m: m.recomputes_activation,
 }

@@ -34,16 +34,16 @@ class ContextAttention:
         order: says which positions each context rank holds.
         heads: heads of this rank.
         seq_length: positions of a whole sequence.
-        drop: dropout of the attention weights.
         visible: documents and window of the sequences.
+        drop: dropout of the attention weights.
     """
 
     comm: Comm
     order: TokenOrder
     heads: AttentionHeads
     seq_length: int
+    visible: Visible
     drop: Drop | None = None
-    visible: Visible = Visible()
 
 
 def context_attention(q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, exchange: str, at: ContextAttention) -> Tensor:

@@ -78,10 +78,15 @@ class CacheView:
     length: int
     has_logits: bool
 
+    def mask_BSL(self, window: int | None = None) -> Tensor:
+        """Return which positions below `length` each new token attends to: the last `window`, or all, up to its own."""
+        if window is None or window >= self.length:
+            return self._distance_BSL >= 0
+        return (self._distance_BSL >= 0) & (self._distance_BSL < window)
+
     @cached_property
-    def mask_BSL(self) -> Tensor:
-        """Return which positions below `length` each new token attends to: its own and all before."""
-        return self.mine_BS.unsqueeze(-1) >= torch.arange(self.length, device=self.mine_BS.device)
+    def _distance_BSL(self) -> Tensor:
+        return self.mine_BS.unsqueeze(-1) - torch.arange(self.length, device=self.mine_BS.device)
 
     def extend(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values; return those at all positions below `length`."""

@@ -91,6 +91,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "logit_scale": 0.5,
         "rotary_percent": 0.5,
         "no_rope_freq": 2,
+        "window_size": (2, 0),
+        "window_attn_skip_freq": (0, 1),
         "rotary_scaling": "yarn",
         "rotary_scaling_factor": 4.0,
         "original_max_position_embeddings": 8,

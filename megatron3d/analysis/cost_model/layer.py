@@ -29,7 +29,7 @@ from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_exce
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
-from megatron3d.model.layer_kinds import rotated_share
+from megatron3d.model.layer_kinds import rotated_share, seen_share
 from megatron3d.model.linears import layer_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
@@ -265,12 +265,12 @@ def _exchange(local: LocalSizes, machine: Machine, collective: str) -> TimeBreak
 
 
 def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
-    """Return the time of fused attention over the causal half, or of its unfused GEMMs and elementwise kernels."""
+    """Return the time of fused attention over what queries see, or of its unfused GEMMs and elementwise kernels."""
     arch, seq = local.arch, local.arch.seq_length
     device, rows = machine.device, local.positions
     heads = local.sequences * local.num_queries
     if machine.profile.fuses_attention:
-        flops = 4 * heads * rows * seq * arch.kv_channels / 2
+        flops = 4 * heads * rows * seq * arch.kv_channels / 2 * seen_share(arch)
         return TimeBreakdown({ATTENTION: device.attention_s(flops * (2.5 if backward else 1), backward)})
     first = device.gemm_s(rows, seq, arch.kv_channels, heads)
     second = device.gemm_s(rows, arch.kv_channels, seq, heads)

@@ -20,6 +20,7 @@ from megatron3d.model.stages import Stage
 from megatron3d.parallel.async_plan import in_rounds
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.sequence_pairs import num_scores
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
 
@@ -223,7 +224,8 @@ def step_flops(step: StepSpec) -> int:
     total = 0
     for stage in step.stages:
         for run in step.local.recompute.runs(stage.layers):
-            total += len(run.layers) * local_layer_flops(step.local, again=run.is_recomputed)
+            for local, count in step.local.by_kind(run.layers):
+                total += count * local_layer_flops(local, again=run.is_recomputed)
         if stage.has_head:
             local, plan = step.local, step.local.mode.expand
             total += 3 * _gemm_flops(
@@ -235,7 +237,8 @@ def step_flops(step: StepSpec) -> int:
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
     """Return the FLOPs of one layer on this rank for one microbatch."""
     products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
-    attention = 4 * local.scores * local.num_queries * local.arch.kv_channels
+    seen = local.sequences * num_scores(local.arch.seq_length, local.window) if local.window else local.scores
+    attention = 4 * seen * local.num_queries * local.arch.kv_channels
     recomputes_core = not again and local.recompute.recomputes(CORE_ATTN)
     return (3 + again) * products + (3 + again + recomputes_core) * attention
 

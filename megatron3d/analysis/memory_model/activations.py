@@ -226,7 +226,8 @@ def _head_norm(
 def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
     """Yield what fused attention keeps: q, k, v and a number per row of scores; its output is proj's input."""
     yield from last.values()
-    if local.itemsize == 2 and local.arch.seq_length <= local.kernels.softmax_again and not local.masks_documents:
+    is_packed = local.masks_documents or local.window is not None
+    if local.itemsize == 2 and local.arch.seq_length <= local.kernels.softmax_again and not is_packed:
         return
     yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
     if local.mode.context:

@@ -146,6 +146,12 @@ class LocalSizes:
         """The kind of attention of this layer."""
         return attention_kind(self.arch, self.layer)
 
+    @property
+    def window(self) -> int | None:
+        """Keys that a query of this layer sees; None: all before it, as with a window that is no shorter."""
+        window = self.attention.window
+        return None if window is None or window >= self.arch.seq_length else window
+
     def by_kind(self, layers: Iterable[int]) -> list[tuple[LocalSizes, int]]:
         """Return the sizes of one layer of each kind among `layers`, and how many there are of it."""
         counts = layer_counts(self.arch, layers).items()

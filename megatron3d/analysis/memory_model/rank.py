@@ -38,7 +38,7 @@ from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, act
 
 # Of a microbatch: a token's index, in the batch and among its labels.
 _TOKEN_BYTES = 2 * 8
-# The number of its document, or its position there.
+# Its position in its document.
 _DOCUMENT_BYTES = 8
 # Of an element: what AdamW holds when it computes, and when it rounds a moment.
 _UPDATE_BYTES = 20
@@ -190,7 +190,7 @@ def buffers(step: StepSpec) -> dict[str, int]:
     On a CPU the copy for asynchronous saves is one, too.
     """
     local = step.local
-    token_bytes = _TOKEN_BYTES + _DOCUMENT_BYTES * (local.masks_documents + local.resets_positions)
+    token_bytes = _TOKEN_BYTES + _DOCUMENT_BYTES * local.resets_positions
     blocks = Counter[str]()
     for block, _, spec in _params(step):
         blocks[block] += math.prod(spec.local_shape(local.mesh))

@@ -95,6 +95,8 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width) + sdpa_workspace(local)
     # Gradients of gathered keys and values, summed in fp32, in the model's dtype, and in the order of ranks.
     inside["attention.core"] += local.whole_keys * (local.wide + 2 * local.itemsize)
+    if local.window is not None and local.itemsize < local.wide and not local.kernels.on_gpu:
+        inside["attention.core"] += local.inner(2 * local.keys_width) // local.itemsize * local.wide
     inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
     if local.arch.hidden_dropout:

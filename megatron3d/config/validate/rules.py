@@ -21,6 +21,7 @@ from megatron3d.config.validate.tensor_parallel import (
     form_problems,
     token_problems,
 )
+from megatron3d.config.validate.window import window_problems
 from megatron3d.data.corpus.spec import vocabulary_problem
 from megatron3d.model.flops import num_parameters
 from megatron3d.pipeline.schedules import size_problems as pipeline_sizes
@@ -47,6 +48,7 @@ def value_problems(facts: Facts) -> Iterator[str]:
     rules = (
         model_problems,
         rotary_problems,
+        window_problems,
         size_problems,
         schedule_problems,
         ramp_problems,

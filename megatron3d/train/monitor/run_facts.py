@@ -13,6 +13,7 @@ import torch
 from megatron3d.analysis.memory_model.transient_peaks import chunk_rows
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.sdpa_backends import describe_attention
+from megatron3d.model.layer_kinds import has_window
 from megatron3d.model.layers import is_opaque
 from megatron3d.ops.cross_entropy import LOSS_KERNEL_NAMES, loss_kernel
 from megatron3d.ops.gemm import onednn_gemms
@@ -38,7 +39,7 @@ def describe_attention_kernel(state: TrainState) -> str:
     work = job_of(state.spec, whole.device).local
     heads = work.num_queries, work.num_groups, arch.kv_channels
     q, k = (whole.new_empty((1, n, 1, arch.kv_channels)) for n in heads[:2])
-    packed = choose(q, k).name if state.spec.config.data.reset_attention_mask else None
+    packed = choose(q, k).name if state.spec.config.data.reset_attention_mask or has_window(arch) else None
     return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, packed)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.data.packing import IGNORED, Packing, document_mask
+from megatron3d.data.packing import IGNORED, Packing
+from megatron3d.ops.packed_attention import Visible
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.executor import PipelineExecutor
 from megatron3d.train.state import build_state
@@ -51,9 +52,11 @@ def reference(tokens: list[int]) -> tuple[list[list[bool]], list[int]]:
 
 @given(rows=TOKENS)
 def test_documents_equal_those_found_one_by_one(rows: list[list[int]]) -> None:
-    documents = Packing(EOD, **RESET).documents(torch.tensor(rows))
-    assert documents is not None and documents.segments_BS is not None and documents.positions_BS is not None
-    mask = document_mask(documents.segments_BS, torch.float32) == 0
+    packing, length = Packing(EOD, **RESET), len(rows[0])
+    documents = packing.documents(torch.tensor(rows))
+    assert documents is not None and documents.positions_BS is not None
+    seen = Visible(packing.starts(torch.tensor([[*tokens, EOD] for tokens in rows])))
+    mask = [seen.mask(row, range(length), range(length), torch.device("cpu")) for row in range(len(rows))]
     for row, tokens in enumerate(rows):
         sees, positions = reference(tokens)
         assert mask[row].tolist() == sees and documents.positions_BS[row].tolist() == positions

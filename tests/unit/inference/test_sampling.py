@@ -26,7 +26,15 @@ TOLERANCE, VOCAB_SIZE, LENGTH = 1e-10, 29, 12
 CPU = torch.device("cpu")
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "num_attention_heads": 8, "hidden_size": 32},
-    "llama": {"family": "llama", "num_attention_heads": 8, "num_query_groups": 2, "hidden_size": 32, "kv_channels": 4},
+    "llama": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_query_groups": 2,
+        "hidden_size": 32,
+        "kv_channels": 4,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": 2,
+    },
 }
 # Ragged contexts that grow by one or several tokens, one longer than the model's length, one that is another text.
 CONTEXTS: list[list[list[int]]] = [

@@ -231,7 +231,7 @@ def check_left(local: LocalSizes) -> None:
     local = replace(local, arch=replace(local.arch, num_layers=3))
     model, stage, at = build(local, every_group(local.mesh))
     assert at.target is not None, "a microbatch has labels"
-    known = [at.documents.segments_BS, at.documents.positions_BS] if at.documents else []
+    known = [at.documents.positions_BS] if at.documents else []
     known += [*model.parameters(), at.target.labels_M, *sum(at.rotary, ())]
     with Live([tensor for tensor in known if tensor is not None]) as live:
         before = live.now
