@@ -251,8 +251,8 @@ MUTATIONS = [
     Mutation(
         "rotary positions begin at 0 on every context rank",
         "model/gpt.py",
-        "(cut_positions(table, chunks, dim=0) for table in",
-        "(table[: seq_length // self.order.num_ranks] for table in",
+        "(cut_positions(cos, chunks, dim=0), cut_positions(sin, chunks, dim=0)) for",
+        "(cos[: seq_length // self.order.num_ranks], sin[: seq_length // self.order.num_ranks]) for",
     ),
     Mutation(
         "labels taken after a sequence is split over context ranks",
