@@ -185,6 +185,9 @@ class TrainConfig(Section):
     grad_reduce_in_bf16: bool = Field(
         False, description="communicate gradients in bf16; they are still accumulated in fp32"
     )
+    tp_grad_reduce_in_bf16: bool = Field(
+        False, description="with bf16: reduce weight gradients over tensor axes in bf16, half the bytes of fp32"
+    )
     norm_implementation: Literal["torch", "apex"] = Field(
         "torch", description="fused LayerNorm and RMSNorm where features are not sharded: PyTorch's, or NVIDIA apex's"
     )

@@ -19,7 +19,7 @@ class MainGrad(Protocol):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Dtype in which partial gradients are reduced over axes: that of the buffer."""
+        """Dtype in which axes reduce partial gradients: that of the buffer, unless another was chosen."""
         ...
 
     def open(self) -> tuple[Tensor, bool]:
@@ -59,7 +59,7 @@ class MainGrads:
     def reduce_dtype(self, param: Tensor, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which axes reduce dW, whose operands have `dtype`: that of main_grad where there is one.
 
-        Rounding each rank's term to bf16 first would lose what main_grad's fp32 is for.
+        Rounding each rank's term to bf16 first, which can be chosen, loses some of what main_grad's fp32 is for.
         """
         buffer = self.buffer(param)
         return dtype if buffer is None else torch.promote_types(dtype, buffer.reduce_dtype)

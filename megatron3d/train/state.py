@@ -93,6 +93,7 @@ def build_state(
         sharding=spec.sharding,
         units=model.fsdp_units(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
+        axes_dtype=torch.bfloat16 if config.train.tp_grad_reduce_in_bf16 else None,
     )
     if compiles:
         compiler = Compiler(partial(is_opaque, packs_documents=spec.config.data.reset_attention_mask))

@@ -44,7 +44,8 @@ class Buffers:
         bucket_bytes: size of a bucket of gradients that are reduced together.
         sharding: state that is sharded, and the axes over which it is sharded.
         units: FSDP units in the order of the forward pass; every parameter is in one.
-        reduce_dtype: dtype in which gradients are reduced; None: that of main_grad.
+        reduce_dtype: dtype in which gradients are reduced over data ranks; None: that of main_grad.
+        axes_dtype: dtype in which tensor axes reduce weight gradients; None: that of main_grad.
         main_grads: registry to which each parameter's gradient buffer is added; None: a new one.
     """
 
@@ -59,10 +60,11 @@ class Buffers:
         sharding: Sharding = REPLICATED,
         units: Sequence[FsdpUnit] = (),
         reduce_dtype: torch.dtype | None = None,
+        axes_dtype: torch.dtype | None = None,
         main_grads: MainGrads | None = None,
     ) -> None:
         self.comm, self.sharding = comm, sharding
-        self._reduce_dtype = reduce_dtype
+        self._reduce_dtype, self.axes_dtype = reduce_dtype, axes_dtype
         self.specs = {name: spec for specs in stage_specs.values() for name, spec in specs.items()}
         unit_of = {name: unit.path for unit in units for name in self.specs if unit.has(name)}
         assert not sharding.axes or unit_of.keys() == self.specs.keys(), "some parameters are in no FSDP unit"
@@ -194,7 +196,7 @@ class _MainGradView:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return self.flat.main_dtype
+        return self.buffers.axes_dtype or self.flat.main_dtype
 
     def open(self) -> tuple[Tensor, bool]:
         return self.flat.main_grad(self.name, self.shape)

@@ -127,6 +127,16 @@ def test_zero(zero_stage: int, schedule: str) -> None:
     assert problems(config, 16, (0, 15)) == []
 
 
+@pytest.mark.parametrize("mode", ["2d", "3d"])
+def test_weight_gradients_reduced_in_bf16(mode: str) -> None:
+    """Half the bytes over tensor axes, of linears and of the head."""
+    parallel = {"tensor_parallel_mode": mode, "tensor_model_parallel_size": 8}
+    configs = [configure("llama", parallel, 8, global_batch_size=16, tp_grad_reduce_in_bf16=on) for on in (True, False)]
+    assert problems(configs[0], 8, (5,)) == []
+    sent = [sum(step_traffic(step_of(config, 8, 5)).sent.values()) for config in configs]
+    assert sent[0] < sent[1]
+
+
 def test_kept_weights_in_a_pipeline() -> None:
     """Kept weights are gathered for the first of the microbatches in flight, and again once none is in flight."""
     parallel = {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8, "tp_keep_gathered_weights": True}

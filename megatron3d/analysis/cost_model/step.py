@@ -54,7 +54,9 @@ def make_machine(
 
 
 def as_configured(machine: Machine, spec: RunSpec) -> Machine:
-    """Return the machine with the kernels that a run uses: eager ones, or compiled ones."""
+    """Return the machine with the kernels that a run uses, eager or compiled, and its dtype of reduced gradients."""
+    if spec.config.train.tp_grad_reduce_in_bf16:
+        machine = replace(machine, profile=replace(machine.profile, wgrad_itemsize=0))
     return machine.compiled() if spec.compiles(machine.on_gpu) else machine
 
 

@@ -140,7 +140,7 @@ def _linear_flows(local: LocalSizes) -> list[tuple[Flows, Flows]]:
     """Return the collectives of a layer's linears: plain, and with those in rounds under their names."""
     found = []
     for plan, m, n, k, *_ in local.matmuls.values():
-        sent = flows(plan, local.mesh, m, n, k, local.itemsize, local.wide)
+        sent = flows(plan, local.mesh, m, n, k, local.itemsize, local.wgrad_itemsize)
         found.append((sent, in_rounds(sent, plan) if local.overlap.in_rounds else sent))
     return found
 
@@ -166,7 +166,7 @@ def _head(step: StepSpec) -> Iterator[Traffic]:
     mesh, plan = local.mesh, local.mode.expand.on(local.mesh)
     rows, gathered = chunk_rows(step)
     vocabulary = mesh.nontrivial(plan.y_layout[1])
-    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, local.itemsize, local.wide
+    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, local.itemsize, local.wgrad_itemsize
     whole = flows(plan, mesh, *sizes)
     yield from whole.gather_w + whole.reduce_dw
     scattered = mesh.size(axis for axis, dim in plan.dy.items() if dim == "M")

@@ -107,6 +107,7 @@ class LocalSizes:
     """A microbatch of `micro_batch_size` sequences over all ranks that shard it, seen from one rank of the mesh.
 
     Attributes:
+        narrow_wgrad: axes reduce dW in the network's dtype, not in main_grad's.
         masks_documents: attention is masked between documents; `resets_positions`: positions restart at each document.
         layer: layer of the model that kinds of layers are taken from.
     """
@@ -122,6 +123,7 @@ class LocalSizes:
     masks_documents: bool = False
     resets_positions: bool = False
     layer: int = 0
+    narrow_wgrad: bool = False
 
     def part(self, size: int, axes: Axes) -> int:
         """Return this rank's part of a dimension that `axes` split."""
@@ -164,8 +166,13 @@ class LocalSizes:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of main_grad, of a dW that axes reduce, and of fp32 statistics (8 in fp64)."""
+        """Bytes of an element of main_grad, and of fp32 statistics (8 in fp64)."""
         return max(self.itemsize, 4)
+
+    @property
+    def wgrad_itemsize(self) -> int:
+        """Bytes of an element of a dW that axes reduce."""
+        return self.itemsize if self.narrow_wgrad else self.wide
 
     @property
     def num_tokens(self) -> int:

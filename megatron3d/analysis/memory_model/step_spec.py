@@ -94,6 +94,7 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         kernels,
         config.data.reset_attention_mask,
         config.data.reset_position_ids,
+        narrow_wgrad=train.tp_grad_reduce_in_bf16,
     )
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     first, second = (local.wide if name is None else ITEMSIZES[name] for name in moments)

@@ -39,13 +39,13 @@ def matmul_backward(local: LocalSizes, site: str) -> int:
     if not plan.w:
         return (kept + whole_w) * local.itemsize
     late = matmuls[after].whole_w * overlap.weight_grad
-    return (kept + ahead) * local.itemsize + wgrad_bytes(local, whole_w) + late * local.wide
+    return (kept + ahead) * local.itemsize + wgrad_bytes(local, whole_w) + late * local.wgrad_itemsize
 
 
 def wgrad_bytes(local: LocalSizes, num_elements: int) -> int:
-    """Return the bytes of a dW that is about to be reduced in main_grad's dtype, after another one on CPUs."""
-    is_widened = local.itemsize < local.wide and not local.kernels.on_gpu
-    return num_elements * (local.wide + is_widened * local.itemsize)
+    """Return the bytes of a dW that is about to be reduced, on CPUs after another one in the network's dtype."""
+    is_widened = local.itemsize < local.wgrad_itemsize and not local.kernels.on_gpu
+    return num_elements * (local.wgrad_itemsize + is_widened * local.itemsize)
 
 
 def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:

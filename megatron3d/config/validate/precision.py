@@ -18,6 +18,9 @@ def precision_problems(facts: Facts) -> Iterator[str]:
     if facts.config.train.grad_reduce_in_bf16 and facts.config.train.precision == "fp64":
         where = facts.named("train.grad_reduce_in_bf16")
         yield f"{where}: would undo {plain(facts.config, 'train.precision')}, which is for verification; use false"
+    if facts.config.train.tp_grad_reduce_in_bf16 and facts.config.train.precision != "bf16":
+        where, precision = facts.named("train.tp_grad_reduce_in_bf16"), plain(facts.config, "train.precision")
+        yield f"{where}: gradients of {precision} are not in bf16; use false, or train.precision bf16"
 
 
 def _loss_scale_problems(facts: Facts) -> Iterator[str]:

@@ -128,8 +128,12 @@ def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     """Yield a message per communication option that has no communication to act on."""
     parallel, mesh = facts.config.parallel, Mesh(mode.axes)
     plans = [plan.on(mesh) for plan in (mode.expand, mode.contract)]
+    able = [name for name, entry in MODES.items() if build_mode(name, None, entry.default_shape(8)).expand.w]
+    train = facts.config.train
+    if train.tp_grad_reduce_in_bf16 and train.precision == "bf16" and not any(plan.w for plan in plans):
+        where = facts.named("train.tp_grad_reduce_in_bf16")
+        yield f"{where}: {describe_mode(facts.spec)} reduces no weight gradients; use false, or mode {one_of(able)}"
     if parallel.tp_keep_gathered_weights and not any(plan.w for plan in plans):
-        able = [name for name, entry in MODES.items() if build_mode(name, None, entry.default_shape(8)).expand.w]
         where = facts.named("parallel.tp_keep_gathered_weights")
         yield f"{where}: {describe_mode(facts.spec)} all-gathers no weights; use false, or mode {one_of(able)}"
     if parallel.tp_num_panels > 1 and not any(traffic(plan, mesh, 1, 1, 1, 1) for plan in plans):

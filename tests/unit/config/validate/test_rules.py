@@ -64,6 +64,21 @@ BROKEN = [
         "train.grad_reduce_in_bf16=true: would undo train.precision=fp64, which is for verification; use false",
     ),
     (
+        {"train": {"tp_grad_reduce_in_bf16": True}},
+        1,
+        "train.tp_grad_reduce_in_bf16=true: gradients of train.precision=fp32 are not in bf16; use false, or "
+        "train.precision bf16",
+    ),
+    (
+        {
+            "parallel": {"tensor_model_parallel_size": 2},
+            "train": {"precision": "bf16", "tp_grad_reduce_in_bf16": True},
+        },
+        2,
+        "train.tp_grad_reduce_in_bf16=true: 1d: t 2 reduces no weight gradients; use false, or mode 2d, 2.5d, 3d or "
+        "grid",
+    ),
+    (
         {"train": {"precision": "fp64", "norm_implementation": "apex"}},
         1,
         "train.norm_implementation=apex: its kernels compute statistics in fp32, less precise than "
