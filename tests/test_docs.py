@@ -104,6 +104,8 @@ def furnish(pool: Pool) -> None:
         Path(folder).mkdir(parents=True)
     for name in ("input.txt", "web/a.txt"):
         Path(name).write_text(text)
+    values = {"model.vocab_size": 8192, "train.precision": "bf16"}
+    Path("rows.jsonl").write_text(json.dumps({"config": values, "cluster": "eos", "num_gpus": 1, "measured_s": 1}))
     Path("prompts.txt").write_text("def \nclass\n")
     Path("web/b.jsonl").write_text(json.dumps({"text": text}) + "\n")
     Path("news-1.jsonl.zst").write_bytes(pa.compress(Path("web/b.jsonl").read_bytes(), "zstd", asbytes=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import megatron3d.runtime.interrupt  # noqa: F401
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from megatron3d.analysis.planner.plan_report import (
     result_table,
     scaling_table,
 )
+from megatron3d.analysis.planner.row_report import error_table
+from megatron3d.analysis.planner.rows import predict_rows
 from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, search
 from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.cli import resolve
@@ -32,7 +35,7 @@ from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.arguments import real, whole
-from megatron3d.runtime.files import write_figure
+from megatron3d.runtime.files import write_figure, write_text
 from megatron3d.runtime.limits import MAX_RANKS
 from megatron3d.runtime.tool_main import run_tool
 
@@ -73,6 +76,12 @@ def planned(arguments: argparse.Namespace, path: Path) -> tuple[PredictedLayout,
 
 def run(arguments: argparse.Namespace) -> None:
     """Do what the arguments ask for."""
+    if arguments.predict:
+        predict(arguments)
+        return
+    for name in ("cluster", "num_gpus"):
+        if getattr(arguments, name) is None:
+            raise UserError(f"--{name.replace('_', '-')}: missing; only --predict does without it")
     if arguments.compare:
         plans = [planned(arguments, path)[0] for path in arguments.compare]
         print("\n".join(compare_plans(*plans)))
@@ -99,6 +108,17 @@ def run(arguments: argparse.Namespace) -> None:
     if speeds:
         print("\n".join(["", *scaling_table(speeds)]))
     draw(arguments, found.plans, speeds)
+
+
+def predict(arguments: argparse.Namespace) -> None:
+    """Predict the rows of a file, write them with their predictions, and print the errors by group."""
+    if arguments.output is None:
+        raise UserError("--output: missing; give the file for the rows with their predictions, such as out.jsonl")
+    if not arguments.predict.is_file():
+        raise UserError(f"--predict {arguments.predict}: no such file; give a file with one JSON object per line")
+    rows = list(predict_rows(arguments.predict))
+    write_text(arguments.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print("\n".join([*error_table(rows), f"wrote {arguments.output}"]))
 
 
 def num_tokens(arguments: argparse.Namespace, config: Config) -> float:
@@ -189,11 +209,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="model, batch and precision; its layout is replaced"
     )
-    parser.add_argument(
-        "--cluster", required=True, metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path"
-    )
-    parser.add_argument("--num-gpus", type=whole(1, 10**5), required=True, metavar="N", help="ranks")
+    parser.add_argument("--cluster", metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path")
+    parser.add_argument("--num-gpus", type=whole(1, 10**5), metavar="N", help="ranks")
     parser.add_argument("--vocab-size", type=whole(1, 10**8), help="where the configuration leaves it to the tokenizer")
+    parser.add_argument(
+        "--predict", type=Path, metavar="FILE", help="rows of runs, one JSON object per line; needs --output"
+    )
     parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: those of train_iters")
     parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
     parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")

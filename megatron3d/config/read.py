@@ -85,6 +85,27 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
     return Reading(config, origins, tuple(problems), unsure)
 
 
+def read_values(values: Mapping[str, object], origin: str) -> Config:
+    """Return the configuration of values by `section.key`; raises UserError with every problem."""
+    entries = [Entry(*_section_and_name(key), _as_yaml(value), origin) for key, value in values.items()]
+    problems = [_unknown(entry) for entry in entries if entry.name not in SECTIONS.get(entry.section, ())]
+    config, invalid = _validated(
+        {entry.key: entry for entry in entries if entry.name in SECTIONS.get(entry.section, ())}
+    )
+    UserError.collect([*problems, *invalid.values()][:MAX_PROBLEMS])
+    return config
+
+
+def _section_and_name(key: str) -> tuple[str, str]:
+    section, _, name = key.rpartition(".")
+    return section, name
+
+
+def _as_yaml(value: object) -> object:
+    """Return a value of JSON as the reader of YAML files gives it."""
+    return tuple(map(_as_yaml, value)) if isinstance(value, list) else value
+
+
 def _is_empty_section(entry: Entry) -> bool:
     """Return whether an entry is a section of the schema without keys, as in `logging:`."""
     return entry.section in SECTIONS and not entry.name and entry.value in (None, {})

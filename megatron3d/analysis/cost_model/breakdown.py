@@ -10,8 +10,12 @@ from megatron3d.parallel.mesh import Axes
 
 COMPUTATION, BUBBLE = "computation", "bubble"
 UPDATE, DATA = "update", "data"
-# GEMMs, fused attention, memory-bound kernels, and the slowdown of computation by communication that overlaps with it.
-GEMMS, ATTENTION, MEMORY, SLOWDOWN = COMPUTE = ("GEMMs", "attention", "memory-bound kernels", "slowed by overlap")
+# GEMMs, fused attention, memory-bound kernels, the slowdown of computation by communication that overlaps with it,
+# and kernels that the host launches late.
+GEMMS, ATTENTION, MEMORY, SLOWDOWN, HOST = COMPUTE = (
+    *("GEMMs", "attention", "memory-bound kernels", "slowed by overlap"),
+    "waiting for the host",
+)
 
 
 class TimeBreakdown(dict[str, float]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.breakdown import SLOWDOWN, TimeBreakdown, exposed_time
@@ -20,6 +20,7 @@ from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.pipeline.simulate import Span
 
 Counts = Mapping[Axes, int]
 
@@ -108,3 +109,38 @@ def partly_exposed(times: TimeBreakdown, waits_s: float, tax: float) -> TimeBrea
         return times
     share = min(waits_s / times.total, 1.0)
     return times.scaled(share).plus(TimeBreakdown({SLOWDOWN: (1 - share) * times.total * tax}))
+
+
+@dataclass(frozen=True)
+class ScheduleTimes:
+    """Times at which the stages of a schedule start and end.
+
+    Attributes:
+        total_s: seconds from the first start to the last end on any rank, for all microbatches.
+        simulated_s: the same for the simulated microbatches.
+        firsts, lasts: start and end of the first forward, and of the last backward, of each stage.
+    """
+
+    total_s: float
+    simulated_s: float
+    firsts: Mapping[int, Span]
+    lasts: Mapping[int, Span]
+
+
+def exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
+    """Return how long reductions outlast the schedule; those of a stage start, in order, with its last backward."""
+    end = 0.0
+    for stage in sorted(each, key=lambda stage: line.lasts[stage].start):
+        last, found = line.lasts[stage], each[stage]
+        rest = max(0.0, found.sums.total - hidden_s)
+        end = max(max(end, last.start) + rest, last.end + min(found.tail_s, rest))
+    return max(0.0, end - line.simulated_s)
+
+
+def exposed_gather_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
+    """Return how long stages wait for their weights, which are all-gathered in order as layers need them."""
+    end, late = 0.0, 0.0
+    for stage in sorted(each, key=lambda stage: line.firsts[stage].start):
+        end += max(0.0, each[stage].gathers.total - hidden_s)
+        late = max(late, end - line.firsts[stage].end)
+    return late

@@ -1,13 +1,15 @@
 """Execution profile of a framework: the memory-bound kernels around its GEMMs, and which communication it overlaps.
 
 The profile of this framework is `OURS`.  Profiles of frameworks whose published step times validate the cost model
-differ from it in these numbers alone (`tests/unit/analysis/cost_model/framework_profiles.py`).
+differ from it in these numbers alone (`practices.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
 
 
 class MemoryAccesses(NamedTuple):
@@ -52,6 +54,9 @@ class ExecutionProfile:
             receivers (Megatron-LM's scatter/gather).
         overlaps_input_grad: the reduction of a linear's input gradient overlaps with its wgrad GEMM.
         ring_panels: linears move their operands in as many panels as ranks, each overlapping with the GEMM of another.
+        validates_later: with a split backward, ranks start their optimizer step without waiting for each other and
+            validate the gradient norm later, so that the slowest rank's own time decides (Qi et al. 2023, section 4).
+        fitted: terms that are fitted to published runs (`practices.py`).
     """
 
     name: str
@@ -77,6 +82,8 @@ class ExecutionProfile:
     scatters_pipeline: bool = True
     ring_panels: bool = False
     overlaps_input_grad: bool = True
+    validates_later: bool = False
+    fitted: FittedTerms = NEUTRAL
 
 
 # torch's own kernels, and ours.

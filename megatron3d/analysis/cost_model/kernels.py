@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
 from megatron3d.analysis.cost_model.hardware import Accelerator, KernelRates
 from megatron3d.errors import UserError
 
@@ -23,12 +24,14 @@ class DeviceModel:
     Attributes:
         peak: FLOP/s.
         slowdown: factor by which ranks that share its units are slower than one alone.
+        fitted: fitted factors of the framework whose kernels run.
     """
 
     kernels: KernelRates
     peak: float
     itemsize: int
     slowdown: float = 1.0
+    fitted: FittedTerms = NEUTRAL
 
     def gemm_s(self, m: float, n: float, k: float, batch: float = 1) -> float:
         """Return the seconds of `batch` GEMMs Y[m, n] = X[m, k] W[k, n]."""
@@ -46,13 +49,15 @@ class DeviceModel:
 
     def memory_bound_s(self, num_bytes: float, kernels: int = 1) -> float:
         """Return the seconds of `kernels` memory-bound kernels that move `num_bytes` in all."""
-        return self.launched(num_bytes / self.kernels.bytes_per_s, kernels) if num_bytes else 0.0
+        seconds = self.fitted.memory * num_bytes / self.kernels.bytes_per_s
+        return self.launched(seconds, kernels) if num_bytes else 0.0
 
     def attention_s(self, flops: float, backward: bool) -> float:
         """Return the seconds of fused attention of `flops`."""
         if not flops:
             return 0.0
-        return self.launched(flops / (self.peak * self.kernels.attention_fractions[backward]))
+        seconds = flops / (self.peak * self.kernels.attention_fractions[backward])
+        return self.launched(self.fitted.attention * seconds)
 
     def launched(self, seconds: float, kernels: int = 1) -> float:
         """Return `seconds` of `kernels` kernels with their launch times."""
@@ -62,7 +67,7 @@ class DeviceModel:
     @property
     def comm_tax(self) -> float:
         """Slowdown of computation per second of communication that it overlaps with."""
-        return self.kernels.comm_units / self.kernels.num_units
+        return self.kernels.comm_units / self.kernels.num_units + self.fitted.hidden_tax
 
 
 def _waves(num_tiles: float, num_units: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
 from megatron3d.analysis.cost_model.hardware import Cluster, NetworkLevel
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -22,10 +23,12 @@ class Network:
 
     Attributes:
         slowdown: factor by which ranks that share CPU cores are slower.
+        fitted: fitted terms of the framework whose collectives run.
     """
 
     cluster: Cluster
     slowdown: float = 1.0
+    fitted: FittedTerms = NEUTRAL
 
     def seconds(self, call: Traffic, mesh: Mesh) -> float:
         """Return the seconds of one collective of a mesh, or of a send/recv to a neighbour."""
@@ -36,8 +39,9 @@ class Network:
         if ranks == 1:
             return 0.0
         rounds = 2 if call.collective == "all_reduce" else 1
-        latency_s = self.cluster.call_us * 1e-6 + self._latency_s(members, rounds)
-        return self._shared(latency_s, call.wire_bytes / self._bottleneck(members)[0], ranks / mesh.world_size)
+        latency_s = (self.cluster.call_us + self.fitted.call_us) * 1e-6 + self._latency_s(members, rounds)
+        bytes_s = self._byte_factor(members) * call.wire_bytes / self._bottleneck(members)[0]
+        return self._shared(latency_s, bytes_s, ranks / mesh.world_size)
 
     def transfer_s(self, num_bytes: float, mesh: Mesh, axes: Axes) -> float:
         """Return the seconds of a send from each rank to its neighbour along an axis."""
@@ -45,7 +49,14 @@ class Network:
         # The neighbour that is farthest away counts: some rank has it.
         crossed = [level for level, count in zip(self.cluster.levels, members, strict=True) if count > 1]
         level = (crossed or self.cluster.levels)[-1]
-        return self._shared(level.latency_us * 1e-6, num_bytes / (level.gb_s * 1e9), min(2 / mesh.world_size, 1.0))
+        latency_s = (level.latency_us + self.fitted.call_us) * 1e-6
+        bytes_s = self._byte_factor(members) * num_bytes / (level.gb_s * 1e9)
+        return self._shared(latency_s, bytes_s, min(2 / mesh.world_size, 1.0))
+
+    def _byte_factor(self, members: list[int]) -> float:
+        """Return the fitted time of bytes relative to the links': it grows with the nodes of a group."""
+        ranks, inside = members[-1], members[-2] if len(members) > 1 else members[-1]
+        return self.fitted.outer * (ranks / inside) ** self.fitted.fall if ranks > inside else self.fitted.inner
 
     def _shared(self, latency_s: float, bytes_s: float, part: float) -> float:
         """Return the seconds of a collective of a fraction `part` of all ranks, which share CPU cores.

@@ -5,21 +5,25 @@ step = schedule of the stages + exposed communication of the data axis + optimiz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron3d.analysis.cost_model.breakdown import TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.analysis.cost_model.data_axis import (
-    DataAxisTime,
     ParamCounts,
+    ScheduleTimes,
     collectives_per_step,
     data_axis_time,
+    exposed_gather_s,
+    exposed_reduction_s,
     partly_exposed,
 )
 from megatron3d.analysis.cost_model.embedding_head import embedding_times, head_times
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.hardware import Accelerator, Cluster, load_accelerator, load_cluster
+from megatron3d.analysis.cost_model.host_floor import host_floor
 from megatron3d.analysis.cost_model.kernels import device_model
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
 from megatron3d.analysis.cost_model.network import Network
@@ -50,7 +54,8 @@ def make_machine(
     """Return the machine of a cluster of accelerators; ranks that share CPU cores slow each other down."""
     slowdown = cluster.slowdown(num_ranks)
     computes = device_model(accelerator, precision, ITEMSIZES[precision], slowdown)
-    return Machine(computes, Network(cluster, slowdown), profile)
+    computes = replace(computes, fitted=profile.fitted)
+    return Machine(computes, Network(cluster, slowdown, profile.fitted), profile)
 
 
 def as_configured(machine: Machine, spec: RunSpec) -> Machine:
@@ -87,6 +92,12 @@ class SimulatedStep:
     def mesh(self) -> Mesh:
         """Mesh of the run."""
         return self.local.mesh
+
+    @property
+    def waits_for_none(self) -> bool:
+        """Whether ranks start their optimizer step without waiting for each other, so that the slowest rank decides."""
+        splits = any(action.kind is ActionKind.W for actions in self.pipeline.schedule for action in actions)
+        return self.machine.profile.validates_later and splits
 
     @property
     def arch(self) -> Architecture:
@@ -131,7 +142,9 @@ def step_time(step: SimulatedStep) -> TimePrediction:
     optimizer = max(_optimizer_s(step, rank) for rank in ranks)
     parts = busy[worst].plus(waits)
     bubble = max(0.0, line.total_s - busy[worst].total)
-    return TimePrediction(line.total_s + waits.total + optimizer, parts, bubble, optimizer)
+    whole_s = line.total_s + waits.total + optimizer
+    late_s = whole_s * step.machine.profile.fitted.jitter * math.log2(step.mesh.world_size)
+    return TimePrediction(whole_s + late_s, parts, bubble + late_s, optimizer)
 
 
 Durations = Mapping[tuple[int, ActionKind], TimeBreakdown]
@@ -141,8 +154,8 @@ def stage_times(step: SimulatedStep) -> Durations:
     """Return the seconds of each kind of computation of each stage, for one microbatch."""
     local, machine = step.local, step.machine
     full = step.local.recompute.granularity == "full"
-    plain = layer_times(replace(local, recompute=NO_RECOMPUTE) if full else local, machine)
-    again = layer_times(local, machine) if full else plain
+    plain = host_floor(layer_times(replace(local, recompute=NO_RECOMPUTE) if full else local, machine), local, machine)
+    again = host_floor(layer_times(local, machine), local, machine, repeats=True) if full else plain
     embedding, head = embedding_times(local, machine), head_times(local, machine, step.loss_chunk)
     blocked = TimeBreakdown() if machine.profile.overlaps_pipeline else stage_transfer_time(step)
     found: dict[tuple[int, ActionKind], TimeBreakdown] = {}
@@ -182,22 +195,6 @@ def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
     return combine(exposed_time(call.axes, machine.network.seconds(call, mesh)) for call in calls)
 
 
-@dataclass(frozen=True)
-class ScheduleTimes:
-    """Times at which the stages of a schedule start and end.
-
-    Attributes:
-        total_s: seconds from the first start to the last end on any rank, for all microbatches.
-        simulated_s: the same for the simulated microbatches.
-        firsts, lasts: start and end of the first forward, and of the last backward, of each stage.
-    """
-
-    total_s: float
-    simulated_s: float
-    firsts: Mapping[int, Span]
-    lasts: Mapping[int, Span]
-
-
 def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
     """Simulate the schedule; the steady state of many microbatches is multiplied instead.
 
@@ -214,10 +211,12 @@ def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
         return simulate_durations(schedule, duration, hop)
 
     line, count = simulated(step.pipeline.schedule), num_microbatches(step.pipeline.schedule)
-    total = makespan = line.makespan
+    makespan, own = line.makespan, step.waits_for_none
+    total = line.cost if own else makespan
     if step.shorter is not None:
         fewer = num_microbatches(step.shorter)
-        period_s = (makespan - simulated(step.shorter).makespan) / (count - fewer)
+        before = simulated(step.shorter)
+        period_s = (total - (before.cost if own else before.makespan)) / (count - fewer)
         busiest_s = max(_computation(step, durations, rank).total for rank in range(step.pipeline.num_ranks))
         total += (step.num_microbatches - count) * max(period_s, busiest_s / step.num_microbatches)
     firsts: dict[int, Span] = {}
@@ -253,28 +252,9 @@ def exposed_data_axis(step: SimulatedStep, durations: Durations, line: ScheduleT
     }
     sums, gathers = combine(one.sums for one in each.values()), combine(one.gathers for one in each.values())
     steady = _steady_s(step, durations, rank)
-    late = _exposed_reduction_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
-    early = _exposed_gather_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
+    late = exposed_reduction_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
+    early = exposed_gather_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
     return partly_exposed(sums, late, tax).plus(partly_exposed(gathers, early, tax))
-
-
-def _exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
-    """Return how long reductions outlast the schedule; those of a stage start, in order, with its last backward."""
-    end = 0.0
-    for stage in sorted(each, key=lambda stage: line.lasts[stage].start):
-        last, found = line.lasts[stage], each[stage]
-        rest = max(0.0, found.sums.total - hidden_s)
-        end = max(max(end, last.start) + rest, last.end + min(found.tail_s, rest))
-    return max(0.0, end - line.simulated_s)
-
-
-def _exposed_gather_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
-    """Return how long stages wait for their weights, which are all-gathered in order as layers need them."""
-    end, late = 0.0, 0.0
-    for stage in sorted(each, key=lambda stage: line.firsts[stage].start):
-        end += max(0.0, each[stage].gathers.total - hidden_s)
-        late = max(late, end - line.firsts[stage].end)
-    return late
 
 
 def _steady_s(step: SimulatedStep, durations: Durations, rank: int) -> float:

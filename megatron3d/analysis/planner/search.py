@@ -24,7 +24,8 @@ from megatron3d.analysis.cost_model.step import as_configured, load_machine, pre
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
 from megatron3d.analysis.memory_model.libraries import library_bytes
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
-from megatron3d.analysis.memory_model.rank import RankMemory, rank_memory
+from megatron3d.analysis.memory_model.pipeline_ranks import largest_rank_memory
+from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_step_spec
 from megatron3d.analysis.planner.data_axis_bound import DataAxisBound
 from megatron3d.analysis.planner.options import (
@@ -126,9 +127,7 @@ class PlanningProblem:
     def memory(self, spec: RunSpec) -> RankMemory:
         """Predict the memory of the rank that needs most."""
         simulated, _ = simulated_specs(spec)
-        step = make_step_spec(simulated, KERNELS["gpu"])
-        ends = dict.fromkeys((0, step.pipeline.num_ranks - 1))
-        return max((rank_memory(step.on_pipeline_rank(coord)) for coord in ends), key=lambda each: each.total)
+        return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]))
 
     def library_bytes(self, spec: RunSpec) -> int:
         """Predict what libraries hold outside torch's allocator, on the pipeline rank with most links."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.layer import Machine
+from megatron3d.analysis.cost_model.practices import PROFILES
 from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, step_time
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import Config
 from megatron3d.model.flops import flops_per_token
-from tests.unit.analysis.cost_model.framework_profiles import PROFILES
 from tests.unit.analysis.cost_model.published import Row, read, step_of
 
 TABLES = read("held_out")

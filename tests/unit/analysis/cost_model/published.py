@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron3d.analysis.cost_model.execution_profile import ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine
+from megatron3d.analysis.cost_model.practices import MEGATRON_2021, MEGATRON_CORE
 from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, simulated_step, step_time
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_CORE
 
 DATA = Path(__file__).parent / "data"
 Row = Mapping[str, Any]

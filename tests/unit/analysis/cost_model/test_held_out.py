@@ -18,8 +18,8 @@ from megatron3d.analysis.cost_model import step as steps
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.hardware import Accelerator, load_accelerator
 from megatron3d.analysis.cost_model.layer import layer_times
+from megatron3d.analysis.cost_model.practices import MEGATRON_2023, PYTORCH
 from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
-from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2023, PYTORCH
 from tests.unit.analysis.cost_model.held_out import GROUPS, ROWS, TABLES, Beside, beside, step_for
 from tests.unit.analysis.cost_model.papers import SHAPES, on_perlmutter, on_v100
 from tests.unit.analysis.cost_model.published import core_tflops, read, sc21_tflops

@@ -11,11 +11,11 @@ from statistics import mean
 import pytest
 
 from megatron3d.analysis.cost_model.layer import layer_times
+from megatron3d.analysis.cost_model.practices import MEGATRON_2021, MEGATRON_2022
 from megatron3d.analysis.cost_model.step import load_machine, step_time
 from megatron3d.analysis.memory_model.activations import run_activations
 from megatron3d.config.schema import Config
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
-from tests.unit.analysis.cost_model.framework_profiles import MEGATRON_2021, MEGATRON_2022
 from tests.unit.analysis.cost_model.published import (
     DROPOUTS,
     core_tflops,

@@ -1,14 +1,27 @@
-"""Execution profiles of the frameworks whose published runs the cost model is compared with.
+"""Execution profiles of the frameworks whose runs can be predicted, by the names that `practice` takes.
 
-Each number is counted from the kernels that the framework ran; `ExecutionProfile` defines the fields.
+Each number of a profile is counted from the kernels that the framework ran; `ExecutionProfile` defines the fields.
+What cannot be counted is fitted to published runs and stands in `fitted.yaml`, which
+`benchmarks/fit_cost_model.py` writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from megatron3d.analysis.cost_model.execution_profile import NO_ACCESS, OURS, ExecutionProfile, MemoryAccesses
+from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
+from megatron3d.config.suggest import nearest, one_of
+from megatron3d.config.yaml_origins import read_yaml
+from megatron3d.errors import UserError
+from megatron3d.runtime.limits import shorten
+
+FITTED = Path(__file__).with_name("fitted.yaml")
 
 # torch's own kernels, compiled.
 PYTORCH = ExecutionProfile("PyTorch", logit_bytes=44.0, optimizer_bytes=38.0)
@@ -46,6 +59,10 @@ MEGATRON_2023 = replace(
     MEGATRON_2022, name="Megatron-LM, 2023", grad_bytes=8.0, fuses_grad_sum=True, reduce_itemsize=None
 )
 
+# Its fork with zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241, section 4), which validates the optimizer step
+# later.
+ZERO_BUBBLE = replace(MEGATRON_2023, name="Zero Bubble, 2023", validates_later=True)
+
 # Megatron-Core 0.8 with Transformer Engine: fused attention, gradient accumulation as in 2023, `--tp-comm-overlap`,
 # `--overlap-grad-reduce`, `--overlap-param-gather`.
 MEGATRON_CORE = ExecutionProfile(
@@ -74,7 +91,48 @@ LLM_C = ExecutionProfile(
     reduce_itemsize=2,
 )
 
+# torchtitan, OLMo-core and their kin: parameters sharded over all data-parallel ranks by FSDP units.
+PYTORCH_FSDP = replace(PYTORCH, name="PyTorch FSDP")
+
+# nanotron (Hugging Face): eager kernels of torch with FlashAttention 2; the distributed optimizer's all-gather and the
+# sends of the pipeline are not overlapped, the gradient reduction is.
+NANOTRON = replace(
+    PYTORCH,
+    name="nanotron",
+    rotary=MemoryAccesses(10, 10, 5),
+    overlaps_gather=False,
+    overlaps_pipeline=False,
+    overlaps_input_grad=False,
+)
+
+# Megatron-DeepSpeed: kernels of Megatron-LM of its time, gradients reduced in 16 bits and overlapped.
+DEEPSPEED = replace(MEGATRON_2021, name="DeepSpeed", overlaps_reduction=True)
+
 PROFILES: Mapping[str, ExecutionProfile] = {
     profile.name: profile
-    for profile in (OURS, PYTORCH, MEGATRON_2021, MEGATRON_2022, MEGATRON_2023, MEGATRON_CORE, LLM_C)
+    for profile in (
+        *(OURS, PYTORCH, PYTORCH_FSDP, NANOTRON, DEEPSPEED),
+        *(MEGATRON_2021, MEGATRON_2022, MEGATRON_2023, ZERO_BUBBLE, MEGATRON_CORE, LLM_C),
+    )
 }
+
+
+@cache
+def fitted_terms() -> Mapping[str, FittedTerms]:
+    """Return the fitted terms by practice.  Raises UserError if the file is damaged."""
+    try:
+        document = read_yaml(FITTED)
+        assert isinstance(document, dict), f"{FITTED.name}: a mapping of practices"
+        return {name: FittedTerms.model_validate(terms) for name, terms in document.items()}
+    except ValidationError as error:
+        raise UserError(f"{FITTED.name}: {error.errors()[0]['msg']}; run benchmarks/fit_cost_model.py") from error
+
+
+def practice(name: str) -> ExecutionProfile:
+    """Return a framework's execution profile with its fitted terms; case does not matter.  Raises UserError."""
+    known = {each.lower(): each for each in PROFILES}
+    if name.lower() not in known:
+        likely = nearest(name.lower(), known)
+        raise UserError(f"practice={shorten(name)}: unknown; use {known[likely] if likely else one_of(PROFILES)}")
+    profile = PROFILES[known[name.lower()]]
+    return replace(profile, fitted=fitted_terms().get(profile.name, NEUTRAL))

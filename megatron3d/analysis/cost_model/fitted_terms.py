@@ -1,0 +1,53 @@
+"""Terms of the cost model that no data sheet gives and no kernel count shows: fitted to published runs.
+
+    attention, memory-bound kernels, bytes on links   x factor
+    host time of a layer                              a floor under its kernels
+    collective                                        + time of a call, + time of each step of a ring between nodes
+    step                                              x (1 + jitter log2(ranks))
+
+Neutral values leave a prediction as it is without them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Factor = Annotated[float, Field(ge=0.2, le=20)]
+AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class FittedTerms(BaseModel):
+    """Fitted terms of one practice.
+
+    Attributes:
+        attention: time of fused attention, relative to the accelerator's `attention_fractions`.
+        memory: time of memory-bound kernels, relative to counted accesses at the accelerator's bandwidth.
+        hidden_tax: slowdown of computation per second of communication that overlaps with it, on top of the
+            multiprocessors that a collective takes.
+        host_layer_us: time that the host needs to launch forward and backward of a layer for one microbatch.
+        host_tensor_us: the same on top with tensor parallelism.
+        call_us: time of a collective on top of the cluster's.
+        inner, outer: time of a collective's bytes inside a node and between nodes, relative to the cluster's links.
+        fall: exponent with which `outer` grows with the nodes of a group.
+        jitter: part of a step that is lost for each doubling of ranks.
+        spread: 10th and 90th percentile of measured over predicted step times in the held-out folds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    attention: Factor = 1.0
+    memory: Factor = 1.0
+    hidden_tax: AtLeast0 = 0.0
+    host_layer_us: AtLeast0 = 0.0
+    host_tensor_us: AtLeast0 = 0.0
+    call_us: AtLeast0 = 0.0
+    inner: Factor = 1.0
+    outer: Factor = 1.0
+    fall: Annotated[float, Field(ge=0, le=3)] = 0.0
+    jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
+    spread: tuple[Factor, Factor] = (0.8, 1.25)
+
+
+NEUTRAL = FittedTerms()

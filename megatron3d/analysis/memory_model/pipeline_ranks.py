@@ -1,0 +1,33 @@
+"""Memory of the pipeline rank that needs most, which with uneven stages may be any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron3d.analysis.memory_model.rank import RankMemory, rank_memory
+from megatron3d.analysis.memory_model.step_spec import StepSpec
+
+# Pipelines of at most this number of ranks are looked at in full.
+FEW = 8
+
+
+def largest_rank_memory(step: StepSpec) -> RankMemory:
+    """Return the memory of the pipeline rank that needs most."""
+    return max((rank_memory(step.on_pipeline_rank(coord)) for coord in candidates(step)), key=lambda each: each.total)
+
+
+def candidates(step: StepSpec) -> Sequence[int]:
+    """Return the pipeline ranks among which one needs most: of those that hold alike stages, both ends and the middle.
+
+    Along a pipeline, microbatches in flight fall, rise or stay; only what a rank holds can change the order.
+    """
+    num_ranks = step.pipeline.num_ranks
+    if num_ranks <= FEW:
+        return range(num_ranks)
+    alike: dict[object, list[int]] = {}
+    for coord in range(num_ranks):
+        stages = step.on_pipeline_rank(coord).stages
+        held = tuple((len(stage.layers), stage.has_embedding, stage.has_head) for stage in stages)
+        alike.setdefault(held, []).append(coord)
+    chosen = {coords[at] for coords in alike.values() for at in (0, len(coords) // 2, -1)}
+    return sorted(chosen)

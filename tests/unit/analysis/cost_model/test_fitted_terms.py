@@ -1,0 +1,77 @@
+"""Fact: neutral terms change no prediction, each term slows a step down as it says, and those in use are in bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron3d.analysis.cost_model.breakdown import HOST
+from megatron3d.analysis.cost_model.execution_profile import OURS
+from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
+from megatron3d.analysis.cost_model.practices import PROFILES, ZERO_BUBBLE, fitted_terms, practice
+from megatron3d.analysis.cost_model.step import load_machine, predict_time, step_time
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config
+from tests.unit.analysis.cost_model.held_out import ROWS, step_for
+
+MODEL = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 8192}
+
+
+def seconds(fitted: FittedTerms, **parallel: object) -> float:
+    layout = {"tensor_model_parallel_size": 2, "zero_stage": 1, **parallel}
+    train = {"global_batch_size": 64, "precision": "bf16"}
+    config = Config.model_validate({"model": MODEL, "parallel": layout, "train": train})
+    return predict_time(RunSpec(config, 32), load_machine("eos", "bf16", 32, replace(OURS, fitted=fitted))).step_s
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        {"attention": 2.0},
+        {"memory": 2.0},
+        {"hidden_tax": 0.5},
+        {"host_layer_us": 5000.0},
+        {"host_tensor_us": 5000.0},
+        {"call_us": 100.0},
+        {"inner": 3.0},
+        {"outer": 3.0},
+        {"fall": 1.0},
+    ],
+    ids=str,
+)
+def test_each_term_slows_a_step_down(term: dict[str, float]) -> None:
+    """A host that needs 5 ms for a layer decides; the others add less."""
+    neutral, slower = seconds(NEUTRAL), seconds(FittedTerms(**term))
+    assert slower > 1.001 * neutral
+    if "host" in str(term):
+        assert slower >= 8 * 4 * 5e-3  # eight layers and four microbatches
+
+
+def test_host_time_of_tensor_parallelism_needs_it() -> None:
+    alone = {"tensor_model_parallel_size": 1}
+    assert seconds(FittedTerms(host_tensor_us=5000), **alone) == seconds(NEUTRAL, **alone)
+    assert HOST == "waiting for the host"
+
+
+def test_jitter_grows_with_the_logarithm_of_ranks() -> None:
+    assert seconds(FittedTerms(jitter=0.01)) == pytest.approx(1.05 * seconds(NEUTRAL))
+
+
+def test_fitted_terms_belong_to_practices() -> None:
+    assert set(fitted_terms()) <= set(PROFILES)
+    for name, terms in fitted_terms().items():
+        assert terms.spread[0] <= 1 <= terms.spread[1] and practice(name).fitted == terms
+    assert OURS.fitted == NEUTRAL
+
+
+def test_of_zero_bubble_schedules_the_slowest_rank_decides() -> None:
+    """Without a barrier a step is shorter by the warm-up of the last rank; a schedule without W waits as before."""
+    shorter = {}
+    for name in ("14.6B, 48 microbatches, ZB-2p", "1.5B, 24 microbatches, 1F1B"):
+        (step,) = (step_for(row) for row in ROWS if row["name"] == name)
+        later = replace(step.machine, profile=replace(step.machine.profile, validates_later=True))
+        shorter[name] = step_time(replace(step, machine=later)).step_s / step_time(step).step_s
+    waits, none = shorter.values()
+    assert 0.9 < waits < 0.97 and none == 1
+    assert ZERO_BUBBLE.validates_later
