@@ -15,6 +15,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron3d.analysis.cost_model.execution_profile import OURS
+from megatron3d.analysis.cost_model.practices import practice
+from megatron3d.analysis.planner.fixed_keys import read_fixed
 from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
 from megatron3d.analysis.planner.plan_report import (
     compare_plans,
@@ -25,7 +28,7 @@ from megatron3d.analysis.planner.plan_report import (
 )
 from megatron3d.analysis.planner.row_report import error_table
 from megatron3d.analysis.planner.rows import predict_rows
-from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, search
+from megatron3d.analysis.planner.search import SPARE, PlanningProblem, PredictedLayout, search
 from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.cli import resolve
 from megatron3d.config.read import Resolved, read_config
@@ -64,7 +67,8 @@ def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | N
     vocab_size = arguments.vocab_size or config.model.vocab_size
     if vocab_size is None:
         raise UserError("model.vocab_size: not known before the tokenizer is read; give --vocab-size")
-    return PlanningProblem(config, vocab_size, arguments.cluster, num_ranks or arguments.num_gpus)
+    chosen = practice(arguments.practice), read_fixed(arguments.fix), arguments.memory_margin / 100
+    return PlanningProblem(config, vocab_size, arguments.cluster, num_ranks or arguments.num_gpus, *chosen)
 
 
 def planned(arguments: argparse.Namespace, path: Path) -> tuple[PredictedLayout, PlanningProblem]:
@@ -218,6 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: those of train_iters")
     parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
     parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
+    parser.add_argument("--fix", nargs="+", default=[], metavar="KEY=VALUE", help="only layouts with these values")
+    parser.add_argument("--practice", default=OURS.name, metavar="NAME", help="framework that trains (default: ours)")
+    margin = "percent of memory that stays free (default: 8)"
+    parser.add_argument("--memory-margin", type=real(0, 90), default=100 * SPARE, metavar="PERCENT", help=margin)
     parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")
     parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two configurations side by side")

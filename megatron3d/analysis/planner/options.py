@@ -14,7 +14,7 @@ from megatron3d.pipeline.schedules import SCHEDULES
 
 # Larger tensor-parallel and pipeline sizes never pay off on the clusters that we know.
 MAX_TENSOR, MAX_PIPELINE = 64, 64
-MAX_MICRO_BATCH, MAX_VIRTUAL = 16, 8
+MAX_MICRO_BATCH, MAX_VIRTUAL = 16, 12
 RECOMPUTATIONS = (None, "selective", "full")
 # With fewer positions per context rank, data-parallel ranks are as good in memory and communicate less.
 MIN_POSITIONS = 8192
@@ -141,7 +141,13 @@ def pipelines(num_ranks: int, num_layers: int) -> Iterator[tuple[int, str, int]]
             continue
         for name, entry in SCHEDULES.items():
             highest = min(entry.max_virtual or MAX_VIRTUAL, num_layers // ranks)
-            yield from ((ranks, name, v) for v in _powers(entry.min_virtual, highest))
+            yield from ((ranks, name, v) for v in _virtual(entry.min_virtual, highest, num_layers / ranks))
+
+
+def _virtual(low: int, high: int, layers_per_rank: float) -> Iterator[int]:
+    """Yield the numbers of stages per rank: powers of two, and those that divide a rank's layers evenly."""
+    powers = set(_powers(low, high))
+    yield from (v for v in range(low, high + 1) if v in powers or layers_per_rank % v == 0)
 
 
 def _powers(low: int, high: int) -> Iterator[int]:

@@ -17,17 +17,17 @@ from functools import cached_property
 
 from megatron3d.analysis.cost_model.breakdown import TimePrediction
 from megatron3d.analysis.cost_model.data_axis import ParamCounts
-from megatron3d.analysis.cost_model.embedding_head import head_times
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
-from megatron3d.analysis.cost_model.layer import Machine, layer_times
+from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.step import as_configured, load_machine, predict_time, simulated_specs
-from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
 from megatron3d.analysis.memory_model.libraries import library_bytes
 from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
 from megatron3d.analysis.memory_model.pipeline_ranks import largest_rank_memory
 from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_step_spec
 from megatron3d.analysis.planner.data_axis_bound import DataAxisBound
+from megatron3d.analysis.planner.fixed_keys import NOTHING, FixedKeys
+from megatron3d.analysis.planner.layout_bound import Bubbles, LayoutBound
 from megatron3d.analysis.planner.options import (
     RECOMPUTATIONS,
     LayoutChoice,
@@ -45,14 +45,9 @@ from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import Recompute
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.action_costs import UNIT_COSTS
-from megatron3d.pipeline.schedules import build_schedule
-from megatron3d.pipeline.simulate import simulate
 
 # Layouts that fit or are slower, and are predicted, at most, and the part of memory that is left to the allocator.
-MOST, SPARE = 400, 0.06
-# By pipeline ranks, schedule, virtual stages and microbatches: as a part of a microbatch's time on a rank.
-Bubbles = dict[tuple[int, str, int, int], float]
+MOST, SPARE = 400, 0.08
 
 
 @dataclass(frozen=True)
@@ -82,13 +77,21 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """Model and global batch to plan for, the number of ranks, and the cluster."""
+    """Model and global batch to plan for, the number of ranks, and the cluster.
+
+    Attributes:
+        profile: execution profile of the framework that trains.
+        fixed: values that layouts must have.
+        spare: fraction of memory that is left to the allocator and to errors of the prediction.
+    """
 
     config: Config
     vocab_size: int
     cluster: str
     num_ranks: int
     profile: ExecutionProfile = OURS
+    fixed: FixedKeys = NOTHING
+    spare: float = SPARE
 
     @cached_property
     def machine(self) -> Machine:
@@ -99,7 +102,7 @@ class PlanningProblem:
     @property
     def memory_bytes(self) -> float:
         """Bytes of a rank that tensors and libraries may use."""
-        return self.machine.device.kernels.memory_gib * 2**30 * (1 - SPARE)
+        return self.machine.device.kernels.memory_gib * 2**30 * (1 - self.spare)
 
     @property
     def itemsize(self) -> int:
@@ -224,12 +227,13 @@ def _bounds_of(
     along_data = DataAxisBound(problem.machine, arch.num_layers, held, mesh)
     batch = config.train.global_batch_size
     rest = problem.num_ranks // (tensor.size * context)
+    chunk = problem.spec(config).loss_chunk(problem.machine.on_gpu)
     for size in microbatch_sizes(batch):
         for granularity in RECOMPUTATIONS:
             local = LocalSizes(arch, mode, mesh, size, problem.itemsize, Recompute(granularity or "none"))
             if size % mesh.size(mode.batch_axes):
                 continue
-            cost = _LayoutBound(problem, replace(local, kernels=KERNELS["gpu"]), weights)
+            cost = LayoutBound(problem.machine, chunk, replace(local, kernels=KERNELS["gpu"]), weights)
             for ranks, schedule, virtual in pipelines(rest, arch.num_layers):
                 data = rest // ranks
                 if batch % (data * size):
@@ -237,6 +241,9 @@ def _bounds_of(
                 num = batch // (data * size)
                 for zero in range(4) if data * context > 1 else (0,):
                     layout = LayoutChoice(tensor, ranks, schedule, virtual, zero, size, granularity, context)
+                    if not problem.fixed.allow(layout):
+                        rejected["not as --fix says"] += 1
+                        continue
                     if cost.least_bytes(layout, data, num) > problem.memory_bytes:
                         rejected["needs more memory than a rank has"] += 1
                         continue
@@ -247,53 +254,3 @@ def _with_batch(config: Config, problem: PlanningProblem, tensor: TensorChoice) 
     """Return the configuration with a batch that no batch rule refuses, to check the rules of shapes alone."""
     size = 64 * (problem.num_ranks // tensor.size)
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
-
-
-class _LayoutBound:
-    """Lower bounds of time and memory for layouts with one tensor mode, microbatch size and recomputation."""
-
-    def __init__(self, problem: PlanningProblem, local: LocalSizes, weights: int) -> None:
-        self._work, self._weights = local, weights
-        machine, chunk = problem.machine, problem.spec(problem.config).loss_chunk(problem.machine.on_gpu)
-        phases, self._head_s = layer_times(local, machine), head_times(local, machine, chunk).total
-        self._layer_s = phases.forward.total + phases.backward.total
-        self._busiest: dict[int, float] = {}
-        kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
-        least = min(total_bytes(layer_activations(each)) for each, _ in kinds)
-        self._activations = local.residual if is_full else least
-        self._again = recomputed_activations(local) if is_full else 0
-
-    def least_s(self, layout: LayoutChoice, num: int, bubbles: Bubbles) -> float:
-        """Return the seconds of a step with free communication over data and pipeline.
-
-        It is at least that of equal stages without a head, and the work of the busiest rank for all microbatches.
-        """
-        few = min(num, 2 * layout.pipeline)
-        key = layout.pipeline, layout.schedule, layout.virtual, few
-        if key not in bubbles:
-            schedule = build_schedule(layout.schedule, layout.pipeline, few, layout.virtual)
-            bubbles[key] = simulate(schedule).makespan / UNIT_COSTS.total - few if layout.pipeline > 1 else 0.0
-        stages = self._work.arch.num_layers * self._layer_s / layout.pipeline
-        return max((num + bubbles[key]) * stages, num * self._busiest_s(layout.pipeline))
-
-    def _busiest_s(self, ranks: int) -> float:
-        """Return the least seconds of a microbatch on the busiest rank, where each rank holds whole layers."""
-        if ranks not in self._busiest:
-            num_layers, layer_s = self._work.arch.num_layers, self._layer_s
-            # A number of layers with the head, and the largest part of the others.
-            self._busiest[ranks] = min(
-                max(mine * layer_s + self._head_s, math.ceil((num_layers - mine) / max(ranks - 1, 1)) * layer_s)
-                for mine in (range(num_layers + 1) if ranks > 1 else (num_layers,))
-            )
-        return self._busiest[ranks]
-
-    def least_bytes(self, layout: LayoutChoice, data: int, num: int) -> float:
-        """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank."""
-        size, wide = self._work.itemsize, self._work.wide
-        zero = layout.zero_stage
-        main = 0 if size == wide else wide
-        ranks = data * self._work.mesh.size(self._work.mode.context)
-        share = [1 / ranks if zero >= stage else 1 for stage in (1, 2, 3)]
-        each = size * (share[2] if main else 1) + (main + 2 * wide) * share[0] + wide * share[1]
-        held = self._activations * self._work.arch.num_layers * min(1, num / layout.pipeline)
-        return each * self._weights / layout.pipeline + held + self._again

@@ -1,0 +1,67 @@
+"""Lower bounds of a layout's step time and memory, from one layer's times and activations."""
+
+from __future__ import annotations
+
+import math
+
+from megatron3d.analysis.cost_model.embedding_head import head_times
+from megatron3d.analysis.cost_model.layer import Machine, layer_times
+from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.analysis.planner.options import LayoutChoice
+from megatron3d.parallel.loss_chunks import LossChunk
+from megatron3d.pipeline.action_costs import UNIT_COSTS
+from megatron3d.pipeline.schedules import build_schedule
+from megatron3d.pipeline.simulate import simulate
+
+# By pipeline ranks, schedule, virtual stages and microbatches: as a part of a microbatch's time on a rank.
+Bubbles = dict[tuple[int, str, int, int], float]
+
+
+class LayoutBound:
+    """Lower bounds of time and memory for layouts with one tensor mode, microbatch size and recomputation."""
+
+    def __init__(self, machine: Machine, loss_chunk: LossChunk, local: LocalSizes, weights: int) -> None:
+        self._work, self._weights = local, weights
+        phases, self._head_s = layer_times(local, machine), head_times(local, machine, loss_chunk).total
+        self._layer_s = phases.forward.total + phases.backward.total
+        self._busiest: dict[int, float] = {}
+        kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
+        least = min(total_bytes(layer_activations(each)) for each, _ in kinds)
+        self._activations = local.residual if is_full else least
+        self._again = recomputed_activations(local) if is_full else 0
+
+    def least_s(self, layout: LayoutChoice, num: int, bubbles: Bubbles) -> float:
+        """Return the seconds of a step with free communication over data and pipeline.
+
+        It is at least that of equal stages without a head, and the work of the busiest rank for all microbatches.
+        """
+        few = min(num, 2 * layout.pipeline)
+        key = layout.pipeline, layout.schedule, layout.virtual, few
+        if key not in bubbles:
+            schedule = build_schedule(layout.schedule, layout.pipeline, few, layout.virtual)
+            bubbles[key] = simulate(schedule).makespan / UNIT_COSTS.total - few if layout.pipeline > 1 else 0.0
+        stages = self._work.arch.num_layers * self._layer_s / layout.pipeline
+        return max((num + bubbles[key]) * stages, num * self._busiest_s(layout.pipeline))
+
+    def _busiest_s(self, ranks: int) -> float:
+        """Return the least seconds of a microbatch on the busiest rank, where each rank holds whole layers."""
+        if ranks not in self._busiest:
+            num_layers, layer_s = self._work.arch.num_layers, self._layer_s
+            # A number of layers with the head, and the largest part of the others.
+            self._busiest[ranks] = min(
+                max(mine * layer_s + self._head_s, math.ceil((num_layers - mine) / max(ranks - 1, 1)) * layer_s)
+                for mine in (range(num_layers + 1) if ranks > 1 else (num_layers,))
+            )
+        return self._busiest[ranks]
+
+    def least_bytes(self, layout: LayoutChoice, data: int, num: int) -> float:
+        """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank."""
+        size, wide = self._work.itemsize, self._work.wide
+        zero = layout.zero_stage
+        main = 0 if size == wide else wide
+        ranks = data * self._work.mesh.size(self._work.mode.context)
+        share = [1 / ranks if zero >= stage else 1 for stage in (1, 2, 3)]
+        each = size * (share[2] if main else 1) + (main + 2 * wide) * share[0] + wide * share[1]
+        held = self._activations * self._work.arch.num_layers * min(1, num / layout.pipeline)
+        return each * self._weights / layout.pipeline + held + self._again
