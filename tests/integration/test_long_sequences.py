@@ -1,0 +1,41 @@
+"""Fact: memory grows linearly with the length of sequences, as predicted; no tensor has all logits or all scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron3d.analysis.memory_model.rank import predict_memory
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config
+from megatron3d.verify.dry_run.program import dry_run
+from megatron3d.verify.dry_run.totals import step_totals
+
+VOCAB_SIZE = 32_000
+MODEL: dict[str, Any] = {
+    "family": "llama",
+    "num_layers": 2,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 1024,
+    "norm_placement": "sandwich",
+    "qk_layernorm": True,
+    "rotary_scaling": "llama3",
+    "rotary_scaling_factor": 8.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [8192, 32_768])
+def test_memory_of_long_sequences_is_predicted(length: int) -> None:
+    """All logits in fp32 would be 4 GB at 32k positions, the scores of a layer 16 GB in bf16; the step needs 3.3 GB."""
+    model = {**MODEL, "seq_length": length}
+    train = {"micro_batch_size": 1, "global_batch_size": 2, "precision": "bf16"}
+    spec = RunSpec(Config.model_validate({"model": model, "train": train}), 1, VOCAB_SIZE)
+    (run,) = dry_run(spec, [0])
+    measured = step_totals(run, spec.pipeline.schedule[0]).peak
+    assert predict_memory(spec).total == pytest.approx(measured, rel=0.05)
+    assert measured < 0.9e9 + length * 80e3
