@@ -29,6 +29,7 @@ PAIRS = (
     "tests/unit/ops/test_attention.py",
     "tests/unit/data/test_packing.py",
 )
+EXCHANGES = ("tests/unit/ops/test_ring_attention.py", "tests/unit/ops/test_attention_pairs.py")
 
 
 class Mutation(NamedTuple):
@@ -283,6 +284,71 @@ MUTATIONS = [
         "ops/context_attention.py",
         "dkv[:, :, low : low + rows.stop - rows.start]",
         "dkv[:, :, max(low - 1, 0) : max(low - 1, 0) + rows.stop - rows.start]",
+    ),
+    *(
+        Mutation(*bug, EXCHANGES)
+        for bug in (
+            (
+                "unseen rows of a pair have a log-sum-exp of 0",
+                "ops/attention_pairs.py",
+                "lse.masked_fill(~mask_LT.any(-1), -math.inf)",
+                "lse",
+            ),
+            (
+                "the earlier output has the weight of the later one",
+                "ops/attention_pairs.py",
+                "torch.sigmoid(new_lse - lse)",
+                "torch.sigmoid(lse - new_lse)",
+            ),
+            (
+                "a window sees one key too many",
+                "ops/attention_pairs.py",
+                "(distance_LT < window)",
+                "(distance_LT <= window)",
+            ),
+            (
+                "documents that continue on another rank are other documents",
+                "parallel/attention_pairs.py",
+                "        number = document + cuts.index(begin)",
+                "        number = document + cuts.index(begin) + 100 * bool(found)",
+            ),
+            (
+                "a ring moves keys and values by one rank past steps that it leaves out",
+                "parallel/context_ring.py",
+                "tuple(there - here for",
+                "tuple(1 for",
+            ),
+            (
+                "gradients of keys and values come home to a neighbour",
+                "ops/ring_attention.py",
+                "homeward = plan.size - plan.steps[-1].behind",
+                "homeward = 1",
+            ),
+            (
+                "gradients of the steps before are not added",
+                "ops/ring_attention.py",
+                "            dkv += before.wait()\n",
+                "            before.wait()\n",
+            ),
+            (
+                "half of a rank's own pairs has no gradient",
+                "ops/ring_attention.py",
+                "grads.add(kv, own, plan.own_parts[1])",
+                "grads.add(kv, own, ())",
+            ),
+            (
+                "heads received in the order of ranks, not of positions",
+                "ops/head_exchange.py",
+                "self._places = sorted(places)",
+                "self._places = places",
+            ),
+            (
+                "copies of key heads follow one another in the wrong order",
+                "ops/head_exchange.py",
+                "t.repeat_interleave(copies, dim=1)",
+                "t.repeat(1, copies, 1, 1)",
+            ),
+        )
     ),
     Mutation("loss not divided by its copies", "train/step.py", " / loss_copies(model)", ""),
     Mutation(

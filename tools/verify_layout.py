@@ -28,7 +28,8 @@ from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.pipeline import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.parallel.mesh import CONTEXT
+from megatron3d.parallel.context_exchange import head_axes
+from megatron3d.parallel.mesh import CONTEXT, Mesh
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import real, whole
@@ -144,6 +145,9 @@ def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Paral
         update={
             "tensor_model_parallel_size": None,
             "context_parallel_size": math.prod(size for axis, size in sizes.items() if axis in CONTEXT),
+            "hierarchical_context_parallel_sizes": tuple(sizes[axis] for axis in CONTEXT[::-1])
+            if CONTEXT[1] in sizes
+            else None,
             "tensor_parallel_shape": tuple(sizes[name] for name in MODES[parallel.tensor_parallel_mode].axis_names),
             "pipeline_model_parallel_size": sizes["pipeline"],
             "virtual_pipeline_model_parallel_size": virtual and min(virtual, 2),
@@ -155,7 +159,8 @@ def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Paral
 def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelConfig:
     """Return a model of this kind with a layer more than stages; grouped-query attention stays uneven if it was."""
     unit, num_stages = shrunk.tensor_size, len(shrunk.stage_owners)
-    contexts = shrunk.sizes.context
+    contexts, mode = shrunk.sizes.context, shrunk.mode
+    shared = Mesh(mode.axes).size(head_axes(mode.exchange, mode.context)) if mode.context else 1
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
     small_groups = unit if groups >= head_ranks else 1
@@ -164,8 +169,8 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
             "num_layers": max(num_stages, min(model.num_layers, num_stages + 1)),
             "hidden_size": 3 * HEAD_SIZE * unit,
             "ffn_hidden_size": 5 * unit,
-            "num_attention_heads": unit if groups == heads else 2 * unit,
-            "num_query_groups": small_groups,
+            "num_attention_heads": shared * (unit if groups == heads else 2 * unit),
+            "num_query_groups": shared * small_groups if groups == heads else small_groups,
             "kv_channels": HEAD_SIZE,
             "seq_length": 2 * unit * contexts,
             "max_position_embeddings": 2 * unit * contexts,

@@ -67,6 +67,9 @@ class HostComm:
             return completed(x)
         return self._in_place(x.contiguous(), lambda host: self._comm.all_reduce(host, axes, op))
 
+    def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
+        return self._moved(x, axes, lambda host: self._comm.all_to_all(host, axes))
+
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
         wait = self._start(x, lambda host: self._comm.shift(host, torch.empty_like(host), axes, by), [out])

@@ -85,6 +85,10 @@ class Comm(ObjectCollectives, Protocol):
         """Return `x` of any shape reduced over `axes` (`op`: sum or max), in place if it is contiguous."""
         ...
 
+    def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
+        """Send block i of `x` [ranks, ...] to the i-th rank of `axes`; return the blocks received, in this order."""
+        ...
+
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         """Send `x` to the rank `by` places further along `axes`, around its end to the first; return `out`.
 

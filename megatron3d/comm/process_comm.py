@@ -20,7 +20,7 @@ from megatron3d.comm import matmul_rounds, symmetric_memory
 from megatron3d.comm.collective_log import CollectiveLog
 from megatron3d.comm.interface import GatheredProduct, Pending, PutProduct, completed
 from megatron3d.comm.objects import GroupObjects, store_objects
-from megatron3d.comm.process_groups import ProcessGroups
+from megatron3d.comm.process_groups import ProcessGroups, current_device
 from megatron3d.comm.transfers import Works, send_and_receive
 from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
@@ -39,14 +39,6 @@ WaitHook = Callable[[Axes], AbstractContextManager[None]]
 
 def _no_hook(axes: Axes) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-def current_device(backend: str) -> torch.device:
-    """Return the device of tensors that a backend takes in this process: with NCCL the GPU chosen at the start."""
-    accelerator = torch.accelerator.current_accelerator()
-    if backend != GPU_BACKEND or accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 class ProcessComm:
@@ -236,6 +228,16 @@ class ProcessComm:
             return completed(x)
         x = x.contiguous()
         return self._pending(dist.all_reduce(x, _OPS[op], group=group, async_op=True), x, axes)
+
+    def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
+        group, ranks = self._group(axes, "all_to_all")
+        if ranks == 1:
+            return completed(x)
+        assert len(x) == ranks, f"{tuple(x.shape)} does not have one block for each of {axes}={ranks} ranks"
+        order = self._order(axes)
+        x = (x if order is None else x[[order.index(place) for place in range(ranks)]]).contiguous()
+        work = dist.all_to_all_single(out := torch.empty_like(x), x, group=group, async_op=True)
+        return self._pending(work, out, axes, lambda out: out if order is None else out[order])
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         group, ranks = self._group(axes, "shift")

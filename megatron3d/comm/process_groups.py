@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -20,6 +21,14 @@ from megatron3d.runtime.backends import GPU_BACKEND
 # 16 saturate NVLink and the network with large tensors, and leave 116 of an H100's 132 to the GEMM.  A transfer between
 # two ranks needs 4 at most, and waits on its multiprocessors until the other rank sends.  NCCL_MAX_CTAS overrides both.
 AXES_MAX_CTAS, LINK_MAX_CTAS = 16, 4
+
+
+def current_device(backend: str) -> torch.device:
+    """Return the device of tensors that a backend takes in this process: with NCCL the GPU chosen at the start."""
+    accelerator = torch.accelerator.current_accelerator()
+    if backend != GPU_BACKEND or accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 class ProcessGroups:

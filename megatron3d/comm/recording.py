@@ -65,6 +65,10 @@ class Recorder:
         self._record("all_reduce", axes, x, x.nbytes, passes=2)
         return self.comm.all_reduce(x, axes, op)
 
+    def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
+        self._record("all_to_all", axes, x, x.nbytes)
+        return self.comm.all_to_all(x, axes)
+
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         live = self.mesh.nontrivial(axes)
         if live:

@@ -29,7 +29,7 @@ from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.context import with_context
 from megatron3d.parallel.loss_chunks import GPU_LOSS_CHUNK, LossChunk
-from megatron3d.parallel.mesh import CONTEXT, Mesh
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.parallel_state import ParallelSizes, ParallelState
@@ -135,8 +135,9 @@ class RunSpec:
 
     @cached_property
     def mode(self) -> Mode:
-        """The tensor-parallel mode, with the context axis if there is one."""
-        return with_context(self.tensor_mode, ((CONTEXT[0], self.config.parallel.context_parallel_size),))
+        """The tensor-parallel mode, with the context axes if there are any."""
+        parallel = self.config.parallel
+        return with_context(self.tensor_mode, parallel.context_axes, parallel.cp_comm_type)
 
     @cached_property
     def overlap(self) -> TPOverlap:

@@ -14,6 +14,7 @@ from megatron3d.config.io_schema import CheckpointConfig, DataConfig, LoggingCon
 from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.section import Count, Positive, Section
 from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.mesh import CONTEXT
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
 
@@ -64,6 +65,9 @@ class ParallelConfig(Section):
     cp_comm_type: ExchangeName = Field(
         next(iter(CONTEXT_EXCHANGES)), description="how context ranks exchange keys and values for attention"
     )
+    hierarchical_context_parallel_sizes: tuple[Positive, Positive] | None = Field(
+        None, strict=False, description="of cp_comm_type a2a+p2p: ranks of a2a, which are neighbours, and of p2p"
+    )
     pipeline_model_parallel_size: int = Field(1, ge=1)
     pipeline_schedule: ScheduleName = "1f1b"
     virtual_pipeline_model_parallel_size: int | None = Field(
@@ -101,6 +105,12 @@ class ParallelConfig(Section):
     tp_num_panels: int = Field(
         1, ge=1, description="panels per matmul, the communication of one overlapping the GEMM of another; 1: no panels"
     )
+
+    @property
+    def context_axes(self) -> tuple[tuple[str, int], ...]:
+        """Context axes with their sizes, of which one or two may be 1; ranks of the last are neighbours."""
+        inner, outer = self.hierarchical_context_parallel_sizes or (1, self.context_parallel_size)
+        return tuple(zip(CONTEXT, (outer, inner), strict=True))
 
 
 class TrainConfig(Section):

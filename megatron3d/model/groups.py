@@ -33,7 +33,7 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
         DATA[:1],
         *(tuple(axis for axis in axes if axis not in mesh.zero) for axes in reduced),
     ]
-    sets += [mode.context, (*DATA, *mode.context)] if mode.context else []
+    sets += [mode.context, *((axis,) for axis in mode.context), (*DATA, *mode.context)] if mode.context else []
     unique = tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
     everything = mesh.nontrivial(mesh.names)
     has_cover = not everything or disjoint_cover(everything, unique)

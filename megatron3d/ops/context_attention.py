@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.attention import AttentionHeads, Drop, WeightDropout, attention_with_dropout
 from megatron3d.ops.attention_pairs import Merged, MergedGrads
+from megatron3d.ops.head_exchange import HeadExchange
 from megatron3d.ops.packed_attention import Visible
-from megatron3d.parallel.attention_pairs import Pair, pairs, segments
+from megatron3d.ops.ring_attention import ring_attention
+from megatron3d.parallel.attention_pairs import Pair, Span, pairs, segments
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
+from megatron3d.parallel.context_exchange import BOTH, HEADS, RING, head_axes, held_chunks, ring_axes
+from megatron3d.parallel.context_ring import ring_plan
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,33 @@ def _places(order: TokenOrder, seq_length: int) -> list[tuple[int, int, slice]]:
     return found
 
 
+def _ring_and_heads(exchange: str, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention) -> Tensor:
+    """Exchange positions for heads over some of the context axes, and attend in a ring over the others."""
+    assert at.drop is None, f"{exchange} takes no dropout"
+    comm, context = at.comm, at.order.context
+    ring, heads = ring_axes(exchange, context), head_axes(exchange, context)
+    q, k, v = q_BNLD, k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
+    if not at.heads.are_even:
+        k, v = (t[:, at.heads.group_of_query] for t in (k, v))
+    chunks, place = held_chunks(at.order, at.seq_length, comm.mesh.size(heads)), comm.mesh.index(ring)
+    plan = ring_plan(chunks, place, at.visible.starts, at.visible.window)
+    if not heads:
+        return ring_attention(q, k, v, plan, ring, comm)
+    moved = HeadExchange(_held_within(at, chunks[place], comm.mesh.size(heads)), heads, comm)
+    return moved.own_positions(ring_attention(*moved.whole_positions(q, k, v), plan, ring, comm))
+
+
+def _held_within(at: ContextAttention, joined: tuple[Span, ...], num_inner: int) -> tuple[tuple[Span, ...], ...]:
+    """Return the chunks of each inner rank, of those that together hold this rank's chunks of the ring."""
+    every = (at.order.chunks(at.seq_length, rank) for rank in range(at.order.num_ranks))
+    inside = tuple(each for each in every if any(low <= each[0][0] < high for low, high in joined))
+    assert len(inside) == num_inner, "inner ranks hold the chunks of their ring rank"
+    return inside
+
+
 Exchange = Callable[[Tensor, Tensor, Tensor, ContextAttention], Tensor]
-EXCHANGES: Mapping[str, Exchange] = {"all_gather": _all_gather}
+EXCHANGES: Mapping[str, Exchange] = {
+    "all_gather": _all_gather,
+    **{exchange: partial(_ring_and_heads, exchange) for exchange in (RING, HEADS, BOTH)},
+}
 assert tuple(EXCHANGES) == CONTEXT_EXCHANGES, "the table of exchanges is not that of the configuration"

@@ -20,11 +20,11 @@ from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 
 # Exchanges of keys and values between context ranks by name (`cp_comm_type`); the first one is the default.
-CONTEXT_EXCHANGES = ("all_gather",)
+CONTEXT_EXCHANGES = ("all_gather", "p2p", "a2a", "a2a+p2p")
 Span = tuple[int, int]
 
 
-def with_context(mode: Mode, axes: tuple[tuple[str, int], ...]) -> Mode:
+def with_context(mode: Mode, axes: tuple[tuple[str, int], ...], exchange: str = CONTEXT_EXCHANGES[0]) -> Mode:
     """Return a mode whose tokens are split over context axes as well, behind the axes that split sequences.
 
     Axes of one rank change nothing, so that a layout without context parallelism has no such axis.
@@ -37,9 +37,8 @@ def with_context(mode: Mode, axes: tuple[tuple[str, int], ...]) -> Mode:
     def widened(plan: MatmulPlan) -> MatmulPlan:
         return replace(plan, m=plan.m + names)
 
-    return replace(
-        mode, axes=live + mode.axes, expand=widened(mode.expand), contract=widened(mode.contract), context=names
-    )
+    plans = widened(mode.expand), widened(mode.contract)
+    return replace(mode, axes=live + mode.axes, expand=plans[0], contract=plans[1], context=names, exchange=exchange)
 
 
 def zigzag(seq_length: int, num_ranks: int, rank: int) -> tuple[Span, ...]:

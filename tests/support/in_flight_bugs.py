@@ -45,6 +45,8 @@ class Layout(NamedTuple):
 LAYOUTS: Mapping[str, Layout] = {
     "1d": Layout(LLAMA, 2, tensor_keys(("1d", "sequence_parallel"), (2,))),
     "1d in rounds": Layout(LLAMA, 2, tensor_keys(("1d", "sequence_parallel"), (2,)) | {"tp_comm_overlap": True}),
+    "ring": Layout(LLAMA, 2, {"context_parallel_size": 2, "cp_comm_type": "p2p"}),
+    "heads": Layout(LLAMA, 2, {"context_parallel_size": 2, "cp_comm_type": "a2a"}),
     "2d": Layout(LLAMA, 4, tensor_keys(("2d", "weight_stationary"), (2, 2))),
     "2d, LayerNorm": Layout(GPT2, 4, tensor_keys(("2d", "weight_stationary"), (2, 2))),
     **{f"ZeRO {stage}": Layout(LLAMA, 2, {"zero_stage": stage}) for stage in range(4)},
@@ -175,6 +177,15 @@ BUGS = [
         InFlightBug(f"{name}, {verb}", "1d in rounds", seed("shift", f"comm/matmul_rounds.py:{verb}"), found_by)
         for name, seed, found_by in (("no wait", _no_wait, NUMBERS), ("input overwritten", _write_input, WRITTEN))
         for verb in ("all_gather_matmul", "matmul_reduce_scatter")
+    ),
+    *(
+        InFlightBug(f"{name} of {what}", "ring", seed("shift", f"ops/ring_attention.py:{place}"), found_by)
+        for name, seed, found_by in (("no wait for a block", _no_wait, NUMBERS), ("input", _write_input, WRITTEN))
+        for what, place in (("keys and values", "_start"), ("their gradients", "_travel_home"))
+    ),
+    InFlightBug("no wait for heads", "heads", _no_wait("all_to_all", "ops/head_exchange.py:forward"), NUMBERS),
+    InFlightBug(
+        "no wait for gradients of heads", "heads", _no_wait("all_to_all", "ops/head_exchange.py:backward"), NUMBERS
     ),
     InFlightBug("no wait for dW", "2d", _no_wait("reduce_scatter", "ops/matmul.py:_wgrad"), NUMBERS),
     InFlightBug("no wait for W", "2d", _no_wait("all_gather", "ops/weight_prefetch.py:_all_gather"), NUMBERS),

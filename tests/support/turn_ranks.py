@@ -218,6 +218,13 @@ class TurnComm:
         x = x.contiguous()
         return self._collective(f"all_reduce {op}", axes, x, {"sum": _sum, "max": _max}[op], x)
 
+    def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
+        if self.mesh.size(axes) == 1:
+            return completed(x)
+        mine = self.mesh.index(axes)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return self._collective("all_to_all", axes, x, lambda blocks: torch.stack([each[mine] for each in blocks]), out)
+
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         live, ranks = self.mesh.nontrivial(self.mesh.in_order(axes)), self.mesh.ranks(axes)
         assert live in self._groups, f"no group was made for {live}; there are {self._groups}"

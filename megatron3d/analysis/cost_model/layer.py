@@ -33,6 +33,7 @@ from megatron3d.model.layer_kinds import rotated_share, seen_share
 from megatron3d.model.linears import layer_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
+from megatron3d.parallel.context_exchange import exchange_traffic
 from megatron3d.parallel.matmul_plan import Flows, Traffic, flows
 from megatron3d.parallel.mesh import Mesh
 
@@ -247,7 +248,7 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         whole = inner * local.keys_width * ranks * size
         call = Traffic("reduce_scatter" if backward else "all_gather", axes, whole * (ranks - 1) / ranks)
         yield exposed_time(axes, 2 * machine.network.seconds(call, local.mesh))
-    yield _exchange(local, machine, "reduce_scatter" if backward else "all_gather")
+    yield _exchange(local, machine, backward)
     features = local.mesh.nontrivial(local.mode.residual[1])
     if features:
         ranks = local.mesh.size(features)
@@ -255,13 +256,14 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         yield exposed_time(features, len(arch.norm_sites) * machine.network.seconds(call, local.mesh))
 
 
-def _exchange(local: LocalSizes, machine: Machine, collective: str) -> TimeBreakdown:
-    """Return the time of one exchange of keys and values between context ranks."""
-    axes, ranks = local.mode.context, local.mesh.size(local.mode.context)
-    if not axes:
-        return TimeBreakdown()
-    call = Traffic(collective, axes, local.whole_keys * machine.device.itemsize * (ranks - 1) / ranks)
-    return exposed_time(axes, machine.network.seconds(call, local.mesh))
+def _exchange(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
+    """Return the exposed time of one exchange between context ranks; a ring overlaps with attention."""
+    mode, mesh = local.mode, local.mesh
+    sizes = replace(local.exchange, itemsize=machine.device.itemsize)
+    calls = exchange_traffic(mode.exchange, mode.context, sizes, mesh, backward) if mode.context else []
+    every = sum(machine.network.seconds(call, mesh) for call in calls)
+    moved = sum(machine.network.seconds(call, mesh) for call in calls if call.collective == "shift")
+    return exposed_time(mode.context, every - min(moved, _attention(local, machine, backward).total))
 
 
 def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
@@ -291,7 +293,7 @@ def _recomputation(
         yield forward.plus(*(over.exposed(each.sent.gather_w) for each in planned.values() if ahead))
     if recompute.recomputes(CORE_ATTN):
         yield _attention(local, machine, backward=False)
-        yield _exchange(local, machine, "all_gather")
+        yield _exchange(local, machine, backward=False)
     if recompute.recomputes(MLP_ACT):
         elements = local.inner_tokens * local.ffn * (1.5 if local.is_gated else 1)
         num_bytes = elements * profile.activation.forward * machine.device.itemsize

@@ -32,7 +32,7 @@ class Network:
 
     def seconds(self, call: Traffic, mesh: Mesh) -> float:
         """Return the seconds of one collective of a mesh, or of a send/recv to a neighbour."""
-        if call.collective in ("send", "add"):
+        if call.collective in ("send", "add", "shift"):
             return self.transfer_s(call.wire_bytes, mesh, call.axes)
         members = members_by_level(self.cluster, mesh, call.axes)
         ranks = members[-1]

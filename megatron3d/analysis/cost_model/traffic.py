@@ -18,6 +18,7 @@ from megatron3d.analysis.memory_model.transient_peaks import chunk_rows
 from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.async_plan import in_rounds
+from megatron3d.parallel.context_exchange import exchange_traffic
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.sequence_pairs import num_scores
@@ -112,17 +113,22 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
         num_bytes = local.inner(local.keys_width) * (local.mesh.size(axes) - 1)
         yield from 2 * repeats * [Traffic("all_gather", axes, num_bytes)]
         yield from 2 * [Traffic("reduce_scatter", axes, num_bytes)]
-    yield from context_traffic(local, forwards + local.recompute.recomputes(CORE_ATTN))
+    yield from context_traffic(local, forwards)
 
 
 def context_traffic(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    """Yield the exchange of keys and values between context ranks: all-gathers, and one reduce-scatter in backward."""
-    axes = local.mode.context
-    if axes:
-        ranks = local.mesh.size(axes)
-        num_bytes = local.whole_keys * local.itemsize * (ranks - 1) / ranks
-        yield from forwards * [Traffic("all_gather", axes, num_bytes)]
-        yield Traffic("reduce_scatter", axes, num_bytes)
+    """Yield the exchanges between context ranks: of each forward, of attention that is recomputed, and of backward.
+
+    Backward needs the output of attention before its heads are exchanged for positions: it recomputes no more.
+    """
+    mode = local.mode
+    if not mode.context:
+        return
+    there = exchange_traffic(mode.exchange, mode.context, local.exchange, local.mesh, backward=False)
+    yield from forwards * there
+    if local.recompute.recomputes(CORE_ATTN):
+        yield from there[:-1] if there[-1].collective == "all_to_all" else there
+    yield from exchange_traffic(mode.exchange, mode.context, local.exchange, local.mesh, backward=True)
 
 
 def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
@@ -237,10 +243,12 @@ def step_flops(step: StepSpec) -> int:
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
     """Return the FLOPs of one layer on this rank for one microbatch."""
     products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
-    seen = local.sequences * num_scores(local.arch.seq_length, local.window) if local.window else local.scores
-    attention = 4 * seen * local.num_queries * local.arch.kv_channels
+    seq, window = local.arch.seq_length, local.window
+    windowed = local.sequences * num_scores(seq, window) if window else None
     recomputes_core = not again and local.recompute.recomputes(CORE_ATTN)
-    return (3 + again) * products + (3 + again + recomputes_core) * attention
+    forward, backward = (windowed or each for each in (local.scores, local.backward_scores))
+    scores = (1 + again + recomputes_core) * forward + 2 * backward
+    return (3 + again) * products + 4 * scores * local.num_queries * local.arch.kv_channels
 
 
 def _gemm_flops(local: LocalSizes, plan: MatmulPlan, m: int, n: int, k: int) -> int:

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from megatron3d.analysis.memory_model.exchange_memory import keeps_queries, kept_by_exchange
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.layer_kinds import rotaries
 from megatron3d.model.linears import FC1, PROJ, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, NO_RECOMPUTE, LayerRun
+from megatron3d.parallel.context_exchange import GATHER
 from megatron3d.parallel.sequence_pairs import DROPOUT_ROWS
 
 _INDEX = 8
@@ -163,8 +165,9 @@ def _core(local: LocalSizes) -> Iterator[KeptTensor]:
         *before, last[name] = _projection_path(local, name, count)
         kept |= {item[:2]: item for item in before}
     if local.mode.context:
-        kept |= {item[:2]: item for item in last.values() if item.what.startswith("q")}
-        last |= {name: KeptTensor("attention.core", "keys and values gathered", _whole_keys(local)) for name in "kv"}
+        queries = {"q": last["q"]} if keeps_queries(local) else {}
+        exchanged = {what: KeptTensor("attention.core", what, size) for what, size in kept_by_exchange(local).items()}
+        last = queries | exchanged
     attend = _materialized if local.arch.attention_dropout else _fused
     kept |= {item[:2]: item for item in attend(local, last)}
     yield from kept.values()
@@ -202,15 +205,10 @@ def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptT
     if name != "v" and local.attention.rotary is not None:
         here = KeptTensor(site, f"{name} rotated", local.inner(count * width))
     if name != "q" and not local.heads.are_even:
-        yield KeptTensor(site, f"head of each {name}", local.num_queries * _INDEX)
+        if name == "k" or local.mode.exchange != GATHER:  # gathered keys and values are indexed together
+            yield KeptTensor(site, f"head of each {name}", local.num_queries * _INDEX)
         here = KeptTensor(site, f"{name} for each head", local.inner(local.num_queries * width))
     yield here
-
-
-def _whole_keys(local: LocalSizes) -> int:
-    """Return the bytes of the gathered keys and values; each head's are apart where groups are uneven."""
-    heads = 1 if local.heads.are_even else local.num_queries / local.num_groups
-    return round(local.whole_keys * heads) * local.itemsize
 
 
 def _head_norm(
@@ -226,11 +224,11 @@ def _head_norm(
 def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:
     """Yield what fused attention keeps: q, k, v and a number per row of scores; its output is proj's input."""
     yield from last.values()
-    is_packed = local.masks_documents or local.window is not None
+    is_packed = local.masks_documents or local.window is not None or bool(local.mode.context)
     if local.itemsize == 2 and local.arch.seq_length <= local.kernels.softmax_again and not is_packed:
         return
     yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
-    if local.mode.context:
+    if local.mode.exchange == GATHER and local.mode.context:
         by_head = local.inner(local.num_queries * local.arch.kv_channels)
         yield KeptTensor("attention.core", "output by head", by_head)
 

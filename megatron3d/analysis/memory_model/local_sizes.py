@@ -12,6 +12,7 @@ from megatron3d.model.layer_kinds import AttentionKind, attention_kind, layer_co
 from megatron3d.model.linears import LinearSize, layer_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.parallel.attention_heads import HeadSplit
+from megatron3d.parallel.context_exchange import GATHER, ExchangeSizes, scores_computed
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -216,12 +217,26 @@ class LocalSizes:
 
     @property
     def scores(self) -> int:
-        """Attention scores that this rank computes for each of its heads: all, or with context ranks by chunks."""
-        seq, ranks = self.arch.seq_length, self.mesh.size(self.mode.context)
-        if ranks == 1 or self.arch.attention_dropout or self.masks_documents:
-            return self.inner_tokens * seq
-        chunk = seq // (2 * ranks)  # chunks r and 2 c - 1 - r see r + 1 and 2 c - r chunks of keys
-        return self.sequences * (2 * ranks + 1) * chunk**2
+        """Attention scores that this rank computes for each of its heads in forward."""
+        return self._scores(backward=False)
+
+    @property
+    def backward_scores(self) -> int:
+        """Attention scores for each of this rank's heads that backward computes."""
+        return self._scores(backward=True)
+
+    def _scores(self, backward: bool) -> int:
+        if not self.mode.context or self.arch.attention_dropout or self.masks_documents:
+            return self.inner_tokens * self.arch.seq_length
+        mode, seq = self.mode, self.arch.seq_length
+        return self.sequences * scores_computed(mode.exchange, mode.context, seq, self.mesh, backward)
+
+    @property
+    def exchange(self) -> ExchangeSizes:
+        """Sizes of what this rank exchanges with other context ranks; all-gathers send keys before they are copied."""
+        is_even = self.heads.are_even or self.mode.exchange == GATHER
+        groups, width = self.num_groups if is_even else self.num_queries, self.inner_tokens * self.arch.kv_channels
+        return ExchangeSizes(width * self.num_queries, width * groups, groups, self.itemsize)
 
     @property
     def whole_keys(self) -> int:

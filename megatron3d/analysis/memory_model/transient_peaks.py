@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
+from megatron3d.analysis.memory_model.exchange_memory import exchange_peak
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.linears import FC1, FC2, LINEARS, PROJ, QKV
@@ -93,8 +94,7 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     queries = local.num_queries * local.arch.kv_channels
     inside = {site: matmul_backward(local, site) for site in reversed(LINEARS)}
     inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width) + sdpa_workspace(local)
-    # Gradients of gathered keys and values, summed in fp32, in the model's dtype, and in the order of ranks.
-    inside["attention.core"] += local.whole_keys * (local.wide + 2 * local.itemsize)
+    inside["attention.core"] += exchange_peak(local)
     if local.window is not None and local.itemsize < local.wide and not local.kernels.on_gpu:
         inside["attention.core"] += local.inner(2 * local.keys_width) // local.itemsize * local.wide
     inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)

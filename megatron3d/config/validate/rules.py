@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.checkpoint import checkpoint_problems
-from megatron3d.config.validate.context import context_problems
+from megatron3d.config.validate.context import context_problems, exchange_problems, hierarchy_problems
 from megatron3d.config.validate.data import data_problems
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.validate.logging import logging_problems
@@ -63,13 +63,14 @@ def value_problems(facts: Facts) -> Iterator[str]:
 def layout_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems of pipeline, tensor-parallel layout and batch arithmetic."""
     yield from pipeline_problems(facts)
-    forms = list(form_problems(facts))
+    forms = [*form_problems(facts), *hierarchy_problems(facts)]
     if forms:
         yield from forms
         return
     mode = facts.spec.mode
     if not _heads_unknown(facts.config):
         yield from feature_problems(facts, mode)
+        yield from exchange_problems(facts)
     yield from context_problems(facts)
     yield from token_problems(facts, mode)
     yield from execution_problems(facts, mode)

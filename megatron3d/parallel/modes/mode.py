@@ -16,7 +16,8 @@ class Mode:
 
     `expand` is the plan of linears from the residual to the inner stream (qkv, fc1, head; column-parallel in Megatron),
     `contract` that of linears back to the residual stream (proj, fc2; row-parallel).  `context` names the axes that
-    split positions inside sequences; they split the tokens of both plans (`parallel/context.py`).
+    split positions inside sequences; they split the tokens of both plans (`parallel/context.py`), and `exchange` is how
+    their ranks exchange keys and values (`parallel/context_exchange.py`).
     """
 
     name: str
@@ -24,6 +25,7 @@ class Mode:
     expand: MatmulPlan
     contract: MatmulPlan
     context: Axes = ()
+    exchange: str = ""
 
     def __post_init__(self) -> None:
         there, back = self.expand.y_layout, self.contract.x_layout

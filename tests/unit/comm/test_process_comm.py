@@ -51,6 +51,13 @@ def wrong_collectives(rank: int, world_size: int) -> list[str]:
             check(comm.all_gather(value(rank), axes, dim).wait(), torch.cat(values, dim), "all_gather", axes, dim)
             piece = total.chunk(ranks, dim)[mesh.index(axes)]
             check(comm.reduce_scatter(value(rank), axes, dim).wait(), piece, "reduce_scatter", axes, dim)
+        for blocks in (value(rank), value(rank).movedim(2, 0)):
+            blocks = blocks.unflatten(0, (ranks, -1))
+            sent = [
+                value(other) if blocks.is_contiguous() else value(other).movedim(2, 0) for other in mesh.ranks(axes)
+            ]
+            mine = torch.stack([each.unflatten(0, (ranks, -1))[mesh.index(axes)] for each in sent])
+            check(comm.all_to_all(blocks, axes).wait(), mine, "all_to_all", axes, blocks.stride())
         if axes == mesh.in_order(axes):
             whole = torch.zeros(ranks * SHAPE[0], *SHAPE[1:]).double()
             whole.chunk(ranks)[mesh.index(axes)].copy_(value(rank))

@@ -31,6 +31,8 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import MODULES, NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, with_context
+from megatron3d.parallel.context_exchange import BOTH, head_axes
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -112,7 +114,15 @@ def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
     """Return a model of one stage with allocated parameters, and a microbatch."""
     stages = make_stages([local.arch.num_layers])
     assignment = StageAssignment(stages, (0,))
-    model = GPT(local.arch, local.mode, comm, assignment, LossChunk(12), recompute=local.recompute)
+    model = GPT(
+        local.arch,
+        local.mode,
+        comm,
+        assignment,
+        LossChunk(12),
+        recompute=local.recompute,
+        context_exchange=local.mode.exchange or CONTEXT_EXCHANGES[0],
+    )
     model.to_empty(device="cpu").to(DTYPES[local.itemsize])
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -184,6 +194,22 @@ def test_one_rank_keeps_the_predicted_activations(name: str, itemsize: int, micr
     local = alone(name, micro_batch_size, itemsize)
     ((got, expected),) = compare(0, [local])
     assert got == expected
+
+
+@pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
+def test_exchanges_between_context_ranks_keep_the_predicted_activations(exchange: str) -> None:
+    sizes = (("context", 2), ("context_inner", 2 if exchange == BOTH else 1))
+    mode = with_context(build_mode("1d", None, (2,)), sizes, exchange)
+    archs = [replace(arch_of(name), attention_dropout=0.0) for name in MODELS]
+    mesh = mesh_of(mode)
+    cases = [LocalSizes(arch, mode, mesh, MICRO_BATCH_SIZE, itemsize) for arch in archs for itemsize in (4, 2)]
+    # Heads on a rank are a multiple of the ranks that share them, unless the model has too few.
+    ranks = mesh.size(head_axes(exchange, mode.context))
+    cases = [local for local in cases if local.num_queries % ranks == 0]
+    with pretended_world(1, mesh.world_size):
+        results = compare(1, cases)
+    for local, (got, expected) in zip(cases, results, strict=True):
+        assert got == expected, f"{local.arch}, {local.itemsize} bytes"
 
 
 def alone(name: str, micro_batch_size: int = MICRO_BATCH_SIZE, itemsize: int = 2) -> LocalSizes:

@@ -1,0 +1,101 @@
+"""Exchanges between context ranks (`cp_comm_type`): what each sends, in closed form.
+
+    all_gather    keys and values of all ranks, their gradients reduce-scattered (Llama 3, arXiv:2407.21783)
+    p2p           keys and values round a ring, in backward with their gradients (Liu et al. 2023, arXiv:2310.01889)
+    a2a           positions for heads, and back (Jacobs et al. 2023, arXiv:2309.14509)
+    a2a+p2p       a2a over the inner axis, p2p over the outer one (Fang and Zhao 2024, arXiv:2405.07719)
+
+Of c ranks, each has q elements of queries and k elements of keys, as many of values.  In units of elements, each sends
+
+                  forward                      backward
+    all_gather    2 k (c - 1)                  2 k (c - 1)
+    p2p           2 k (c - 1)                  4 k (c - 1), one half in fp32 or wider
+    a2a           (2 q + 2 f k) (c - 1) / c    as forward
+
+Each key/value head of `a2a` is copied f times, where there are fewer of them than ranks, so that ranks divide them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron3d.parallel.context import TokenOrder
+from megatron3d.parallel.context_ring import Chunks
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import Axes, Mesh
+
+GATHER, RING, HEADS, BOTH = "all_gather", "p2p", "a2a", "a2a+p2p"
+
+
+def ring_axes(exchange: str, context: Axes) -> Axes:
+    """Return the context axes along which keys and values move round a ring."""
+    return {GATHER: (), RING: context, HEADS: (), BOTH: context[:1]}[exchange]
+
+
+def head_axes(exchange: str, context: Axes) -> Axes:
+    """Return the context axes over which positions are exchanged for heads."""
+    return {GATHER: (), RING: (), HEADS: context, BOTH: context[1:]}[exchange]
+
+
+def key_copies(num_groups: int, ranks: int) -> int:
+    """Return how often each key/value head is copied, so that `ranks` divides the copies."""
+    return ranks // math.gcd(num_groups, ranks)
+
+
+def held_chunks(order: TokenOrder, seq_length: int, num_inner: int) -> Chunks:
+    """Return the chunks of each rank of the ring, whose `num_inner` inner ranks hold neighbouring parts of them."""
+    ranks = range(0, order.num_ranks, num_inner)
+    inner = [[order.chunks(seq_length, rank + place) for place in range(num_inner)] for rank in ranks]
+    return tuple(tuple((min(part)[0], max(part)[1]) for part in zip(*held, strict=True)) for held in inner)
+
+
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """Sizes of the tensors that one exchange sends.
+
+    Attributes:
+        queries: elements of this rank's queries.
+        keys: elements of its keys, as many as of its values.
+        num_groups: its key/value heads.
+        steps: steps of the ring; None: all, as without windows.
+    """
+
+    queries: float
+    keys: float
+    num_groups: int
+    itemsize: int
+    steps: int | None = None
+
+
+def exchange_traffic(exchange: str, context: Axes, sizes: ExchangeSizes, mesh: Mesh, backward: bool) -> list[Traffic]:
+    """Return the collectives of one exchange and the bytes that this rank sends, in order."""
+    if exchange == GATHER:
+        num_bytes = 2 * sizes.keys * (mesh.size(context) - 1) * sizes.itemsize
+        return [Traffic("reduce_scatter" if backward else "all_gather", context, num_bytes)]
+    ring, heads = ring_axes(exchange, context), head_axes(exchange, context)
+    ranks = mesh.size(heads)
+    copied = sizes.keys * key_copies(sizes.num_groups, ranks)
+    steps = mesh.size(ring) - 1 if sizes.steps is None else sizes.steps
+    moved = steps * [Traffic("shift", ring, 2 * copied * sizes.itemsize)]
+    if backward:
+        moved += steps * [Traffic("shift", ring, 2 * copied * max(sizes.itemsize, 4))]
+    if ranks == 1:
+        return moved
+    share = (ranks - 1) / ranks * sizes.itemsize
+    there, back = ((sizes.queries + 2 * copied) * share, sizes.queries * share)[:: -1 if backward else 1]
+    return [Traffic("all_to_all", heads, there), *moved, Traffic("all_to_all", heads, back)]
+
+
+def scores_computed(exchange: str, context: Axes, seq_length: int, mesh: Mesh, backward: bool) -> int:
+    """Return the scores that a rank computes for each sequence and each of its heads, without windows and documents.
+
+    Kernels are counted whole where they are causal.  Of 2 o chunks over a ring of o ranks, forward computes a rank's
+    own two chunks as one causal pair, and backward each alone.
+    """
+    if exchange == GATHER:  # chunks r and 2 c - 1 - r see r + 1 and 2 c - r chunks of keys
+        ranks = mesh.size(context)
+        return (2 * ranks + 1) * (seq_length // (2 * ranks)) ** 2
+    ranks, shared = mesh.size(ring_axes(exchange, context)), mesh.size(head_axes(exchange, context))
+    chunks = 2 * ranks + (1 if backward else 2)
+    return chunks * (seq_length // 2 // ranks) ** 2 // shared
