@@ -126,6 +126,7 @@ PEERS = tuple(
     f"benchmarks.{name}"
     for name in (
         "checkpoint",
+        "context",
         "data_parallel",
         "dtensor_gpt",
         "dtensor_traffic",
