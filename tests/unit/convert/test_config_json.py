@@ -62,11 +62,17 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     other |= {"position_embedding_type": "none", "normalization": "none", "activation": "gelu"}
     other |= {"norm_placement": "post", "qk_layernorm_scope": "projection", "softmax_scale": 0.3, "logit_softcap": 3.0}
     other |= dict.fromkeys(("add_qkv_bias", "add_mlp_bias", "apply_layernorm_1p", "attention_output_gate"), True)
-    other |= {"rotary_scaling": RotaryScaling("linear", 2.0), "rotary_percent": 0.5, "no_rope_freq": (0, 1)}
+    other |= {
+        "window": 5,
+        "rotary_scaling": RotaryScaling("linear", 2.0),
+        "rotary_percent": 0.5,
+        "no_rope_freq": (0, 1),
+    }
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}
     before = write_settings(arch)
     of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq"}
-    for name in set(other) - {"padded_vocab_size"} - (of_rope if family == "gpt2" else set()):
+    unused = {"padded_vocab_size", "window_pattern"}
+    for name in set(other) - unused - (of_rope if family == "gpt2" else set()):
         try:
             after = write_settings(replace(arch, **{name: other[name]}))
         except UserError as error:
