@@ -270,8 +270,8 @@ MUTATIONS = [
     Mutation(
         "queries see the keys of their own chunks only",
         "ops/context_attention.py",
-        "pairs(segments(order.chunks(seq_length)), segments(every))",
-        "tuple(p for p in pairs(segments(order.chunks(seq_length)), segments(every)) if p.distance == 0)",
+        "pairs(segments(mine, (), window), segments(every, (), window), window)",
+        "tuple(p for p in pairs(segments(mine, (), window), segments(every, (), window), window) if p.distance == 0)",
     ),
     Mutation(
         "attention dropout by position on the context rank",
