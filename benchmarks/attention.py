@@ -1,0 +1,123 @@
+"""Attention of long sequences on one CPU thread: peak memory, and time of documents and windows against torch's.
+
+python benchmarks/attention.py [--output benchmarks/results/attention.json]
+
+`peak`: live bytes of forward and backward beyond q, k and v, measured by the FLOP and memory meter on fake tensors, and
+predicted: output, log-sum-exp, gradients, those of two pairs, and a mask.  `time`: seconds of forward and backward of
+the whole causal sequence, of eight documents, and of a window, next to torch's kernel under a dense mask of the same
+documents; outputs are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from report import Row, interleaved, milliseconds, show, write
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron3d.ops.packed_attention import Visible, packed_attention
+from megatron3d.parallel.attention_pairs import Kind
+from megatron3d.parallel.sequence_pairs import pairs_of_sequence
+from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
+
+HEADS, SIZE = 8, 64
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def projections(seq: int) -> list[Tensor]:
+    """Return q, k and v [1, heads, S, D] as the model has them."""
+    generator = torch.Generator().manual_seed(0)
+    made = (torch.randn(1, seq, HEADS, SIZE, generator=generator).requires_grad_() for _ in range(3))
+    return [each.transpose(1, 2) for each in made]
+
+
+def eighths(seq: int) -> Visible:
+    """Return eight documents of the same length."""
+    return Visible((tuple(range(seq // 8, seq, seq // 8)),))
+
+
+def forward_backward(attend: Attend, qkv: list[Tensor]) -> None:
+    """Compute attention and the gradients of q, k and v."""
+    y = attend(qkv[0], qkv[1], qkv[2])
+    torch.autograd.grad(y, qkv, y.detach())
+
+
+def peak_row(seq: int, name: str, visible: Visible) -> Row:
+    """Return measured and predicted bytes beyond q, k and v."""
+    with FakeTensorMode():
+        qkv = [torch.empty(1, seq, HEADS, SIZE, requires_grad=True).transpose(1, 2) for _ in range(3)]
+        with FlopMemoryMeter(qkv) as meter:
+            meter.reset_peak()
+            before = meter.num_bytes
+            forward_backward(lambda q, k, v: packed_attention(q, k, v, visible), qkv)
+    element = HEADS * SIZE * 4
+    starts = visible.starts[0] if visible.starts else ()
+    pairs = pairs_of_sequence(seq, starts, visible.window)
+    rows = [(p.queries[1] - p.queries[0], p.keys[1] - p.keys[0], p.kind is Kind.MASKED) for p in pairs]
+    longest = max(queries + 2 * keys for queries, keys, _ in rows)
+    masks = max(queries * keys * (1 + 4) * is_masked for queries, keys, is_masked in rows)  # bool, and added in fp32
+    predicted = 4 * seq * element + seq * HEADS * 4 + min(len(rows), 2) * longest * element + masks
+    measured = meter.peak_bytes - before
+    return {"what": "peak", "case": name, "seq": seq, "bytes": measured, "predicted": predicted} | {
+        "predicted_over_measured": predicted / measured,
+        "dense_mask_bytes": seq * seq * 4,
+    }
+
+
+def dense(seq: int, visible: Visible) -> Tensor:
+    """Return the additive mask [S, S]."""
+    see = visible.mask(0, range(seq), range(seq), torch.device("cpu"))
+    return torch.zeros(see.shape).masked_fill_(see.logical_not_(), float("-inf"))
+
+
+def time_rows(seq: int, rounds: int) -> list[Row]:
+    """Return milliseconds of one length, and their ratio to the whole causal sequence."""
+    documents, window, qkv = eighths(seq), Visible(None, 1024), projections(seq)
+    mask = dense(seq, documents)
+    cases: dict[str, Attend] = {
+        "whole": partial(F.scaled_dot_product_attention, is_causal=True),
+        "eight documents": lambda q, k, v: packed_attention(q, k, v, documents),
+        "torch, dense mask of them": partial(F.scaled_dot_product_attention, attn_mask=mask),
+        "window of 1024": lambda q, k, v: packed_attention(q, k, v, window),
+    }
+    ours, torchs = (cases[name](*qkv) for name in ("eight documents", "torch, dense mask of them"))
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
+    turns = interleaved({name: partial(forward_backward, each, qkv) for name, each in cases.items()}, rounds, 1)
+    whole = min(turn.cpu_s for turn in turns["whole"])
+    return [
+        {"what": "time", "case": name, "seq": seq, **milliseconds(each)}
+        | {"share_of_whole": min(turn.cpu_s for turn in each) / whole}
+        for name, each in turns.items()
+    ]
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=2, help="timed turns per case; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="short sequences, which only show that it works")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lengths = (2048,) if options.quick else (8192, 16384, 32768)
+    cases = {
+        "whole": lambda seq: Visible(),
+        "eight documents": eighths,
+        "window of 1024": lambda seq: Visible(None, 1024),
+    }
+    peaks = [peak_row(seq, name, make(seq)) for name, make in cases.items() for seq in lengths]
+    times = time_rows(2048 if options.quick else 4096, options.rounds)
+    show("Live bytes of forward and backward beyond q, k and v", peaks)
+    show("Forward and backward", times)
+    if options.output:
+        write(options.output, [*peaks, *times])
+
+
+if __name__ == "__main__":
+    main()
