@@ -14,6 +14,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.verify.layouts import StepTrace, differences, trace
+from tests.integration.test_context import DATA
 from tests.integration.test_dry_run import configure, problems
 from tests.support.turn_ranks import connect, run_turns
 
@@ -28,6 +29,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_channels": 8,
         "qk_layernorm": True,
         "ffn_hidden_size": 40,
+    },
+    "windows": {
+        **SMALL,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 40,
+        "window_size": (4, 0),
+        "window_attn_skip_freq": 2,
     },
 }
 TENSOR_1D, TENSOR_2D = (
@@ -48,9 +56,11 @@ ROWS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 NUM_RANKS = {"p2p": 4, "p2p, 2d": 8, "p2p, pipeline": 4, "a2a": 4, "a2a, 1d": 4, "a2a+p2p": 4, "a2a+p2p, 1d": 8}
 
 
-def config_of(model: str, parallel: dict[str, Any], **train: Any) -> Config:
+def config_of(model: str, parallel: dict[str, Any], data: str | None = None, **train: Any) -> Config:
     settings = {"precision": "fp64", "loss_chunk_tokens": 12, "micro_batch_size": 4, "global_batch_size": 8}
     sections = {"model": MODELS[model], "parallel": parallel, "train": settings | train}
+    if data is not None:
+        sections["data"] = DATA[data]
     return Config.model_validate({**sections, "optimizer": {"lr": 1e-2, "clip_grad": 0.5}})
 
 
@@ -60,20 +70,23 @@ def run_trace(rank: int, world_size: int, config: Config) -> StepTrace | None:
 
 
 @cache
-def alone(model: str) -> StepTrace:
-    values = run_trace(0, 1, config_of(model, {}, micro_batch_size=8))
+def alone(model: str, data: str | None) -> StepTrace:
+    values = run_trace(0, 1, config_of(model, {}, data, micro_batch_size=8))
     assert values is not None
     return values
 
 
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "packed documents"])
 @pytest.mark.parametrize("row", ROWS)
-def test_steps_equal_one_process(row: str) -> None:
+def test_steps_equal_one_process(row: str, documents: bool) -> None:
     exchange, context, parallel, train = ROWS[row]
-    model = list(MODELS)[list(ROWS).index(row) % 2]
-    config = config_of(model, parallel | {"cp_comm_type": exchange, "context_parallel_size": context}, **train)
+    place = list(ROWS).index(row)
+    model = list(MODELS)[(place + documents) % len(MODELS)]
+    data = list(DATA)[place % len(DATA)] if documents else None
+    config = config_of(model, parallel | {"cp_comm_type": exchange, "context_parallel_size": context}, data, **train)
     assert check(config, NUM_RANKS[row], VOCAB_SIZE) == []
     values = run_turns(run_trace, NUM_RANKS[row], config)[0]
-    assert list(differences(alone(model), values, TOLERANCE)) == []
+    assert list(differences(alone(model, data), values, TOLERANCE)) == []
 
 
 @pytest.mark.parametrize("recompute", [None, "selective"])
@@ -116,19 +129,12 @@ def test_what_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["p2p", "a2a"])
-def test_what_other_sections_ask_of_an_exchange(exchange: str) -> None:
+def test_dropout_of_attention_weights_is_refused(exchange: str) -> None:
     parallel = {"cp_comm_type": exchange, "context_parallel_size": 2}
     config = config_of("two key/value heads", parallel)
     model = config.model.model_copy(update={"attention_dropout": 0.1})
-    data = config.data.model_copy(update={"reset_attention_mask": True})
     (dropout,) = check(config.model_copy(update={"model": model}), 2, VOCAB_SIZE)
     assert dropout == (
         f"parallel.cp_comm_type={exchange}: has no dropout of attention weights; use all_gather, or "
         "model.attention_dropout 0"
-    )
-    found = check(config.model_copy(update={"data": data}), 2, VOCAB_SIZE)
-    assert any(
-        problem == f"parallel.cp_comm_type={exchange}: does not mask documents; use all_gather, or "
-        "data.reset_attention_mask false"
-        for problem in found
     )

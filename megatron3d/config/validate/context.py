@@ -58,7 +58,7 @@ def hierarchy_problems(facts: Facts) -> Iterator[str]:
 
 
 def exchange_problems(facts: Facts) -> Iterator[str]:
-    """Yield what an exchange cannot do: heads that its ranks do not divide, dropout, documents."""
+    """Yield what an exchange cannot do: heads that its ranks do not divide, dropout."""
     arch, mode = facts.arch, facts.spec.mode
     if not mode.context or mode.exchange == ANY:
         return
@@ -75,5 +75,3 @@ def exchange_problems(facts: Facts) -> Iterator[str]:
         )
     if arch.attention_dropout:
         yield (f"{facts.named(EXCHANGE)}: has no dropout of attention weights; use {ANY}, or model.attention_dropout 0")
-    if facts.config.data.reset_attention_mask:
-        yield f"{facts.named(EXCHANGE)}: does not mask documents; use {ANY}, or data.reset_attention_mask false"
