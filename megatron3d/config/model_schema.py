@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron3d.config.section import Positive, Section
+from megatron3d.config.section import Count, Positive, Section
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
-Window = Annotated[tuple[int, int], Field(strict=False)]
+Window = Annotated[tuple[Count, Count], Field(strict=False, examples=["[127,0]"])]
 LayerPattern = Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
 
 

@@ -192,7 +192,9 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
         return one_of(sorted(map(str, kind["enum"]), key=lambda value: value != near))
     if kind["type"] == "array":
         if "prefixItems" in kind:
-            return f"a list of {len(kind['prefixItems'])} whole numbers of at least 1, such as [8,8,1000]"
+            numbers = kind["prefixItems"]
+            least, example = numbers[0]["minimum"], kind["examples"][0]
+            return f"a list of {len(numbers)} whole numbers of at least {least}, such as {example}"
         if "anyOf" in kind["items"]:
             return "a list such as [0.7, data/web, 0.3, data/books]"
         if "enum" in kind["items"]:

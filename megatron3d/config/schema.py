@@ -43,7 +43,8 @@ ExchangeName = Annotated[
 ModeName = Annotated[str, AfterValidator(_known_mode), Field(json_schema_extra={"enum": list(MODES)})]
 Schedules = Field(json_schema_extra={"enum": [*SCHEDULES, FROM_FILE]})
 ScheduleName = Annotated[str, AfterValidator(_known_schedule), Schedules]
-Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False)]
+HeadAndRingRanks = Annotated[tuple[Positive, Positive], Field(strict=False, examples=["[8,4]"])]
+Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False, examples=["[8,8,1000]"])]
 MomentDtype = Literal["fp32", "bf16"]
 
 
@@ -65,8 +66,8 @@ class ParallelConfig(Section):
     cp_comm_type: ExchangeName = Field(
         next(iter(CONTEXT_EXCHANGES)), description="how context ranks exchange keys and values for attention"
     )
-    hierarchical_context_parallel_sizes: tuple[Positive, Positive] | None = Field(
-        None, strict=False, description="of cp_comm_type a2a+p2p: ranks of a2a, which are neighbours, and of p2p"
+    hierarchical_context_parallel_sizes: HeadAndRingRanks | None = Field(
+        None, description="of cp_comm_type a2a+p2p: ranks of a2a, which are neighbours, and of p2p"
     )
     pipeline_model_parallel_size: int = Field(1, ge=1)
     pipeline_schedule: ScheduleName = "1f1b"

@@ -90,12 +90,16 @@ block_size: 64
         f"parallel.tensor_parallel_mode=4d ({file}:14): not allowed; use 1d, 2d, 2.5d, 3d or grid",
         f"parallel.tensor_parallel_shape=[2,0] ({file}:14): not allowed; "
         "use a list of whole numbers of at least 1, such as [2,2,2] or null",
+        "model.window_size=[-1,0] (command line): not allowed; "
+        "use a list of 2 whole numbers of at least 0, such as [127,0] or null",
         f"train.train_iters=0 ({file}:11): not allowed; use a whole number of at least 1",
         f"train.seed=1.5 ({file}:10): a number is not allowed; use a whole number of at least 0",
         f"data.split=100 ({file}:15): a whole number is not allowed; use text such as 969,30,1",
         "optimizer.adam_beta1=1 (command line): not allowed; use a number of at least 0 and below 1",
     ]
-    assert sorted(problems_of(file, text, "lr", "tp=4", "optimizer.adam_beta1=1")) == sorted(expected)
+    assert sorted(
+        problems_of(file, text, "lr", "tp=4", "optimizer.adam_beta1=1", "model.window_size=[-1,0]")
+    ) == sorted(expected)
 
 
 @pytest.mark.parametrize(
