@@ -29,12 +29,13 @@ from tests.support.hub_models import write_tokenizer
 ROOT = Path(__file__).parents[3]
 
 
-def made(folder: Path, kind: str) -> DataConfig:
-    """Return a tokenizer of a type, trained on a text that stays as it is.
+# What tokenizers are trained on: a text that stays as it is, since in a unigram model pieces of one and of two equal
+# characters ("0" and "000", one and two line ends) have the same score in either order, and there rounding decides,
+# in fp32 in SentencePiece, in fp64 in Hugging Face's library. Blank lines are left out for that reason.
+LINES = [line.strip() for line in (ROOT / "LICENSE").read_text().splitlines() if line.strip()]
 
-    It has no blank lines: pieces of one and of two line ends have the same score in either order, and there rounding
-    decides, in fp32 in SentencePiece, in fp64 in Hugging Face's library.
-    """
+
+def made(folder: Path, kind: str) -> DataConfig:
     if kind == "ByteTokenizer":
         return DataConfig(tokenizer_type=kind)
     if kind == "CharTokenizer":
@@ -42,8 +43,7 @@ def made(folder: Path, kind: str) -> DataConfig:
         path.write_text(json.dumps(sorted(set(SAMPLE)), ensure_ascii=False))
         return DataConfig(tokenizer_type=kind, tokenizer_model=str(path))
     path = folder / "pieces.model"
-    text = "\n".join(line.strip() for line in (ROOT / "LICENSE").read_text().splitlines() if line.strip())
-    (folder / "text.txt").write_text((text + "\n") * 2)
+    (folder / "text.txt").write_text("\n".join([*LINES, ""]) * 2)
     path.write_bytes(train_sentencepiece(TrainingText((folder / "text.txt",), ("text",), 1.0), kind, 500))
     return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
 
@@ -114,7 +114,7 @@ def test_models_of_other_trainers_encode_alike_or_are_not_written(name: str, tmp
     """What is written encodes alike, in transformers too; what cannot is not left under a name that is misread."""
     options, converts = FOREIGN[name]
     model = io.BytesIO()
-    lines = ((ROOT / "README.md").read_text() + SAMPLE).splitlines() * 2
+    lines = (LINES + SAMPLE.splitlines()) * 2
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
         model_writer=model,
@@ -160,9 +160,8 @@ def test_add_bos_token_survives_both_ways(adds_bos: bool, tmp_path: Path) -> Non
         names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
         (hub / "tokenizer_config.json").write_text(json.dumps({**names, "add_bos_token": adds_bos}))
         if kind == "SentencePieceTokenizer":
-            lines = (ROOT / "README.md").read_text().splitlines()
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(lines), model_prefix=str(hub / "tokenizer"), vocab_size=300, minloglevel=2
+                sentence_iterator=iter(LINES), model_prefix=str(hub / "tokenizer"), vocab_size=300, minloglevel=2
             )
         else:
             write_tokenizer(hub)

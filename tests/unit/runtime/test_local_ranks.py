@@ -20,7 +20,8 @@ import os, signal, sys, time
 rank = int(os.environ["RANK"])
 def wait():
     os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']} waits\\n".encode())
-    time.sleep(60)
+    for _ in range(1200):  # not one long sleep: a signal just before it is handled only after it
+        time.sleep(0.05)
 def stop(*_):
     time.sleep(rank)
     sys.exit(3)
