@@ -190,7 +190,7 @@ MUTATIONS = [
     ),
     Mutation(
         "hidden dropout by local feature",
-        "model/layers.py",
+        "model/modules.py",
         "torch.arange(*span(self.hidden_size, self.layout[1], self.mesh), device=x_MH.device)",
         "torch.arange(x_MH.shape[1], device=x_MH.device)",
     ),

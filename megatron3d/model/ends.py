@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron3d.model.layers import Build
 from megatron3d.model.microbatch import Pass
+from megatron3d.model.modules import Build
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
 from megatron3d.ops.embedding import embedding
 from megatron3d.parallel.loss_chunks import LossChunk

@@ -18,8 +18,9 @@ from megatron3d.data.packing import PLAIN, Documents, Packing, Starts
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.ends import Embedding, LossHead
 from megatron3d.model.layer_kinds import rotaries
-from megatron3d.model.layers import Build, HiddenDropout, Layer, Linear, Norm
+from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass, Target, cut_positions
+from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment

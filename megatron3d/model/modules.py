@@ -1,0 +1,130 @@
+"""Modules that layers and the ends of a model consist of: linears, norms, dropout on the residual stream.
+
+Letters: M tokens, K input and N output features, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron3d.comm.interface import Comm
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.linears import layer_linears
+from megatron3d.model.microbatch import Pass
+from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
+from megatron3d.ops.async_matmul import AsyncMatmul
+from megatron3d.ops.compiled_matmul import CompiledLinears
+from megatron3d.ops.dropout import dropout, keep_mask
+from megatron3d.ops.main_grad import MainGrads
+from megatron3d.ops.matmul import Matmul
+from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
+from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
+from megatron3d.ops.seeds import derive_seed
+from megatron3d.ops.weight_prefetch import PrefetchedWeight
+from megatron3d.ops.wgrad_queue import WgradQueue
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.layout import ParamSpec, span
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.modes.mode import Mode
+from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
+
+
+@dataclass(frozen=True)
+class Build:
+    """Arguments of every module's constructor.
+
+    Attributes:
+        wgrads: defers weight gradients, or overlaps their reductions; None: linears compute them in backward.
+        compiled: operators of linears inside compiled graphs; None: layers are not compiled.
+        context_exchange: exchange of keys and values between context ranks.
+    """
+
+    arch: Architecture
+    mode: Mode
+    comm: Comm
+    specs: Mapping[str, ParamSpec]
+    main_grads: MainGrads
+    wgrads: WgradQueue | None = None
+    recompute: Recompute = NO_RECOMPUTE
+    overlap: TPOverlap = OVERLAP_ALL
+    norm_kernels: NormKernels = TORCH_NORMS
+    compiled: CompiledLinears | None = None
+    context_exchange: str = CONTEXT_EXCHANGES[0]
+
+    def plan(self, plan: MatmulPlan) -> MatmulPlan:
+        """Return the plan without axes of size 1."""
+        return plan.on(self.comm.mesh)
+
+    def live(self, axes: Axes) -> Axes:
+        """Return the axes of more than one rank."""
+        return self.comm.mesh.nontrivial(axes)
+
+    def param(self, name: str) -> nn.Parameter:
+        """Return a parameter of the table, without memory: `zero.Buffers` allocates it."""
+        return nn.Parameter(torch.empty(self.specs[name].local_shape(self.comm.mesh), device="meta"))
+
+    def optional(self, name: str) -> nn.Parameter | None:
+        """Return a parameter of the table, None where the table has none."""
+        return self.param(name) if name in self.specs else None
+
+
+class Linear(nn.Module):
+    """Tensor-parallel linear [M, K] -> [M, N] with its weight and bias, computed by a matmul plan."""
+
+    def __init__(self, layer: str, name: str, build: Build) -> None:
+        super().__init__()
+        plan = build.plan(layer_linears(build.arch)[name].plan(build.mode))
+        comm, overlap = build.comm, build.overlap
+        name = f"{layer}.{name}"
+        self.weight = build.param(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+        self.matmul: Matmul
+        if overlap.num_panels > 1:
+            sliced = PanelledWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
+            self.matmul = PanelledMatmul(plan, comm, overlap, build.main_grads, build.wgrads, sliced)
+        else:
+            weight = PrefetchedWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
+            compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
+            kind = AsyncMatmul if overlap.in_rounds else Matmul
+            self.matmul = kind(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled)
+
+    def forward(self, x_MK: Tensor) -> Tensor:
+        return self.matmul(x_MK, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm of [M, H] over features that `axes` shard."""
+
+    def __init__(self, name: str, axes: Axes, build: Build) -> None:
+        super().__init__()
+        self.axes, self.comm = build.live(axes), build.comm
+        self.eps, self.is_centred_at_0 = build.arch.norm_epsilon, build.arch.apply_layernorm_1p
+        self.kernels = build.norm_kernels
+        self.weight = build.param(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+
+    def forward(self, x_MH: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.is_centred_at_0 else self.weight
+        return norm(x_MH, weight, self.bias, self.eps, self.axes, self.comm, self.kernels)
+
+
+class HiddenDropout(nn.Module):
+    """Dropout on the residual stream [M, H], with the same mask in every layout."""
+
+    def __init__(self, site: str, build: Build) -> None:
+        super().__init__()
+        self.site, self.rate = site, build.arch.hidden_dropout
+        self.hidden_size = build.arch.hidden_size
+        self.layout, self.mesh = build.mode.residual, build.comm.mesh
+
+    def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        if self.rate == 0 or at.key is None:
+            return x_MH
+        rows = at.token_rows(self.layout[0], x_MH.device)
+        columns = torch.arange(*span(self.hidden_size, self.layout[1], self.mesh), device=x_MH.device)
+        return dropout(x_MH, keep_mask(derive_seed(*at.key, self.site), rows, columns, self.rate), self.rate)
