@@ -61,6 +61,7 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         window_pattern=tuple(1 - full for full in _pattern(model.window_attn_skip_freq))
         if isinstance(model.window_attn_skip_freq, int)
         else _pattern(model.window_attn_skip_freq),
+        rope_local_base_freq=model.rope_local_base_freq,
     )
 
 

@@ -33,6 +33,12 @@ class ModelConfig(Section):
         None, description="default: the family's"
     )
     rotary_base: float = Field(10000.0, gt=0)
+    rope_local_base_freq: float | None = Field(
+        None,
+        gt=0,
+        description="base of RoPE in layers with the window, which rotary_scaling then leaves alone; "
+        "default: rotary_base, scaled as in all layers",
+    )
     rotary_percent: float = Field(
         1.0, gt=0, le=1, description="fraction of each head's channels that RoPE rotates, the first ones"
     )

@@ -25,6 +25,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.vocab_size": ("padded_vocab_size",),
     "model.position_embedding_type": ("position_embedding", "pos_emb", "use_rotary_position_embeddings"),
     "model.rotary_base": ("rope_theta", "rope_base"),
+    "model.rope_local_base_freq": ("local_rope_theta", "rotary_base_local"),
     "model.add_qkv_bias": ("qkv_bias", "attention_bias"),
     "model.add_mlp_bias": ("mlp_bias",),
     "model.apply_layernorm_1p": ("layernorm_zero_centered_gamma",),

@@ -242,6 +242,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
 
 # Switches that no model type has, and the value of each without effect.
 SWITCHES: Mapping[str, JsonValue] = {
+    "rope_local_base_freq": None,
     "add_qkv_bias": None,
     "add_mlp_bias": None,
     "apply_layernorm_1p": False,

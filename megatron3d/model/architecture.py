@@ -48,6 +48,7 @@ class Architecture:
         no_rope_freq: pattern that repeats over depth, 1 for a layer without rotary positions; empty: none.
         window: keys that a query sees, itself included; None: all before it.
         window_pattern: pattern that repeats over depth, 0 for a layer without the window; empty: every layer has it.
+        rope_local_base_freq: base of rotary positions, unscaled, in layers with the window; None: as in the others.
     """
 
     num_layers: int
@@ -86,6 +87,7 @@ class Architecture:
     no_rope_freq: tuple[int, ...] = ()
     window: int | None = None
     window_pattern: tuple[int, ...] = ()
+    rope_local_base_freq: float | None = None
 
     @property
     def norm_sites(self) -> tuple[str, ...]:
@@ -113,6 +115,7 @@ FREE_FIELDS = frozenset(
         "max_position_embeddings",
         "rotary_base",
         "rotary_scaling",
+        "rope_local_base_freq",
         "window",
         "window_pattern",
         "hidden_dropout",

@@ -35,7 +35,10 @@ def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
     size = int(arch.kv_channels * arch.rotary_percent)
     windows = arch.window_pattern or (1,)
     window = arch.window if windows[layer % len(windows)] else None
-    return AttentionKind(Rotary(arch.rotary_base, size, arch.rotary_scaling) if has_rotary else None, window)
+    rotary = Rotary(arch.rotary_base, size, arch.rotary_scaling)
+    if window is not None and arch.rope_local_base_freq is not None:
+        rotary = Rotary(arch.rope_local_base_freq, size)
+    return AttentionKind(rotary if has_rotary else None, window)
 
 
 def pattern_length(arch: Architecture) -> int:

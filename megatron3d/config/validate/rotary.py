@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from megatron3d.config.model_defaults import ROTARY_KEYS
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, near_multiples, plain
+from megatron3d.model.layer_kinds import attention_kinds
 from megatron3d.ops.rotary_spec import YARN
 
 SCALING_KEYS = ("rotary_scaling_factor", *dict.fromkeys(key for keys in ROTARY_KEYS.values() for key in keys))
 # Values of the keys of RoPE that have no effect.
-WITHOUT_EFFECT = {"rotary_percent": 1.0, "no_rope_freq": None, "rotary_scaling": None}
+WITHOUT_EFFECT = {"rotary_percent": 1.0, "no_rope_freq": None, "rotary_scaling": None, "rope_local_base_freq": None}
 
 
 def rotary_problems(facts: Facts) -> Iterator[str]:
@@ -26,6 +27,7 @@ def rotary_problems(facts: Facts) -> Iterator[str]:
                 )
     else:
         yield from _channel_problems(facts)
+        yield from _local_base_problems(facts)
     yield from _pattern_problems(facts)
     yield from _scaling_problems(facts)
 
@@ -50,6 +52,21 @@ def _pattern_problems(facts: Facts) -> Iterator[str]:
         yield f"{where}: no layer has RoPE; use model.position_embedding_type=none, or a number from 2"
     elif pattern and not any(pattern):
         yield f"{where}: every layer has RoPE; leave it out"
+
+
+def _local_base_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message if the base of layers with a window has no effect, or if it leaves none to the other base."""
+    arch, where = facts.arch, facts.named("model.rope_local_base_freq")
+    if arch.rope_local_base_freq is None:
+        return
+    rotated = [kind for kind in attention_kinds(arch) if kind.rotary is not None]
+    if all(kind.window is None for kind in rotated):
+        yield f"{where}: no layer with RoPE has a window; set model.window_size, or leave it out"
+    elif all(kind.window is not None for kind in rotated):
+        yield (
+            f"{where}: every layer with RoPE has the window, so that rotary_base and rotary_scaling have no effect; "
+            "set model.rotary_base instead, or model.window_attn_skip_freq"
+        )
 
 
 def _scaling_problems(facts: Facts) -> Iterator[str]:

@@ -67,6 +67,7 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
         "rotary_scaling": RotaryScaling("linear", 2.0),
         "rotary_percent": 0.5,
         "no_rope_freq": (0, 1),
+        "rope_local_base_freq": 9.0,
     }
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}
     before = write_settings(arch)

@@ -153,6 +153,61 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {**GEMMA, "logit_softcap": 2.5},
         SANDWICH,
     ),
+    "gemma 3": (
+        {
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {**BASE, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 20.0, "rope_type": "default"},
+            },
+        },
+        {
+            **GEMMA,
+            "window_size": (6, 0),
+            "window_attn_skip_freq": 3,
+            "rope_local_base_freq": 20.0,
+            "rotary_scaling": "linear",
+            "rotary_scaling_factor": 8.0,
+            "qk_layernorm": True,
+        },
+        SANDWICH,
+    ),
+    "olmo 3": (
+        {
+            "model_type": "olmo3",
+            "hidden_size": 60,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    **BASE,
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "beta_fast": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": PLAIN,
+            },
+        },
+        {
+            "hidden_size": 60,
+            "rotary_base": 500.0,
+            "rope_local_base_freq": 500.0,
+            "rotary_scaling": "yarn",
+            "rotary_scaling_factor": 4.0,
+            "rotary_beta_fast": 4.0,
+            "original_max_position_embeddings": 16,
+            "window_size": (4, 0),
+            "window_attn_skip_freq": 2,
+            "norm_placement": "post",
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "projection",
+        },
+        POST,
+    ),
     "granite": (
         {
             "model_type": "granite",

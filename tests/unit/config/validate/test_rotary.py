@@ -47,6 +47,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {**YARN, "rotary_beta_slow": 64.0},
         "model.rotary_beta_slow=64.0: 64 is not below rotary_beta_fast 32; use 8",
     ),
+    (
+        {"rope_local_base_freq": 1e4},
+        "model.rope_local_base_freq=10000.0: no layer with RoPE has a window; set model.window_size, or leave it out",
+    ),
+    (
+        {"rope_local_base_freq": 1e4, "window_size": (3, 0)},
+        "model.rope_local_base_freq=10000.0: every layer with RoPE has the window, so that rotary_base and "
+        "rotary_scaling have no effect; set model.rotary_base instead, or model.window_attn_skip_freq",
+    ),
     ({**YARN, "rotary_base": 1.0}, "model.rotary_base=1.0: yarn needs a base above 1; use 10000.0"),
 ]
 
@@ -57,7 +66,10 @@ def test_a_broken_rule_is_reported(changes: dict[str, Any], message: str) -> Non
     assert check(with_changes({"model": model}), 1) == [message]
 
 
-@pytest.mark.parametrize("key,value", [("rotary_percent", 0.5), ("no_rope_freq", 2), ("rotary_scaling", "linear")])
+@pytest.mark.parametrize(
+    "key,value",
+    [("rotary_percent", 0.5), ("no_rope_freq", 2), ("rotary_scaling", "linear"), ("rope_local_base_freq", 9.0)],
+)
 def test_keys_of_rope_are_refused_without_rope(key: str, value: Any) -> None:
     changes = {key: value, "position_embedding_type": "learned_absolute"}
     if key == "rotary_scaling":
