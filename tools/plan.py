@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron3d.analysis.cost_model.execution_profile import OURS
 from megatron3d.analysis.cost_model.practices import practice
 from megatron3d.analysis.planner.fixed_keys import read_fixed
+from megatron3d.analysis.planner.nearby import nearby_table, search_nearby
 from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
 from megatron3d.analysis.planner.plan_report import (
     compare_plans,
@@ -106,6 +107,8 @@ def run(arguments: argparse.Namespace) -> None:
     best = found.plans[0]
     lines = [*result_table(found, problem), "", *explain_plan(best, problem, num_tokens(arguments, problem.config))]
     print("\n".join([*lines, *growing(problem.config)]))
+    if arguments.nearby:
+        print("\n".join(["", *nearby_table(problem, best, search_nearby(problem, best))]))
     if arguments.output:
         write(best, resolved, arguments.output, arguments.num_gpus)
     speeds = scaling(arguments, resolved.config)
@@ -227,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     margin = "percent of memory that stays free (default: 8)"
     parser.add_argument("--memory-margin", type=real(0, 90), default=100 * SPARE, metavar="PERCENT", help=margin)
     parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")
+    parser.add_argument(
+        "--nearby", action="store_true", help="also nearby numbers of ranks and batches that are faster"
+    )
     parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two configurations side by side")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars (.png, .svg, .pdf)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron3d.analysis.cost_model.breakdown import (
     BUBBLE,
@@ -73,7 +74,7 @@ class Forecast:
     def _assumption(self, kind: str, missing_s: float) -> str:
         """Return which assumption of the hardware files a part that is `missing_s` off rests on."""
         kernels, device = self.machine.device.kernels, self.machine.device
-        sheet = f"{self.machine.network.cluster.accelerator}.yaml"
+        sheet = f"{Path(self.machine.network.cluster.accelerator).stem}.yaml"
         memory = f"memory at {kernels.bytes_per_s / 1e9:,.0f} GB/s"
         gemms = f"GEMMs at {device.peak * kernels.matmul_fraction / 1e12:.3g} TFLOP/s"
         reasons = {

@@ -146,26 +146,36 @@ class Cluster(HardwareFile):
 
     @property
     def node_ranks(self) -> int:
-        """Ranks of a node: of the last level below the network."""
-        return self.levels[-2].ranks if len(self.levels) > 1 else self.levels[-1].ranks
+        """Ranks of a node: of the level of that name, or of the last one below the network."""
+        named = (level.ranks for level in self.levels if level.name == "node")
+        return next(named, self.levels[-min(2, len(self.levels))].ranks)
 
 
 T = TypeVar("T", bound=HardwareFile)
 
 
 def load_accelerator(name: str, folder: Path = FOLDER) -> Accelerator:
-    """Load an accelerator by its name, such as `a100`.  Raises UserError if it is unknown or has no `kernels`."""
+    """Load an accelerator by its name, such as `a100`, or by the path of a YAML file.
+
+    Raises UserError if it is unknown or has no `kernels`.
+    """
     found = _load(name, folder, Accelerator, "accelerator")
     if found.kernels is None:
-        raise UserError(f"accelerator {name}: only its peak is known; add `kernels` to {folder.name}/{name}.yaml")
+        file = name if _is_path(name) else f"{folder.name}/{name}.yaml"
+        raise UserError(f"accelerator {name}: only its peak is known; add `kernels` to {file}")
     return found
 
 
 def load_cluster(name: str, folder: Path = CLUSTERS) -> Cluster:
-    """Load a cluster by its name, such as `selene`, or by the path of a YAML file."""
-    if name.endswith((".yaml", ".yml")):
-        return _load(Path(name).stem, Path(name).parent, Cluster, "cluster")
-    return _load(name, folder, Cluster, "cluster")
+    """Load a cluster by its name, such as `selene`, or by the path of a YAML file.
+
+    A path that the file gives for its accelerator starts at the file's folder.
+    """
+    found = _load(name, folder, Cluster, "cluster")
+    if _is_path(found.accelerator):
+        start = Path(name).parent if _is_path(name) else folder
+        return found.model_copy(update={"accelerator": str(start / found.accelerator)})
+    return found
 
 
 def file_names(folder: Path) -> list[str]:
@@ -174,7 +184,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 def _load(name: str, folder: Path, kind: type[T], what: str) -> T:
-    path = folder / f"{name}.yaml"
+    path = Path(name) if _is_path(name) else folder / f"{name}.yaml"
     if not _is_file(path):
         hint = "; run tools/calibrate.py to write local.yaml" if name == "local" else ""
         known = ", ".join(file_names(folder)[:20]) or "a file"
@@ -185,6 +195,11 @@ def _load(name: str, folder: Path, kind: type[T], what: str) -> T:
         raise UserError(
             *(f"{path.name}: {shorten('.'.join(map(str, each['loc'])))}: {each['msg']}" for each in error.errors()[:10])
         ) from error
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a name is the path of a YAML file, and not the name of a file of the package."""
+    return name.endswith((".yaml", ".yml"))
 
 
 def _is_file(path: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron3d.config.schema import Config
@@ -90,15 +90,15 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def tensor_choices(num_ranks: int) -> Iterator[TensorChoice]:
-    """Yield every mode, form and shape on at most `num_ranks` ranks, equivalent ones once."""
+def tensor_choices(num_ranks: int, modes: Iterable[str] = tuple(MODES)) -> Iterator[TensorChoice]:
+    """Yield every form and shape of the modes on at most `num_ranks` ranks, equivalent ones once."""
     seen: set[object] = set()
     for size in divisors(num_ranks):
         if size > MAX_TENSOR:
             return
-        for mode, entry in MODES.items():
-            for shape in _shapes(size, len(entry.axis_names)):
-                for form, build in entry.forms.items():
+        for mode in modes if size > 1 else MODES:
+            for shape in _shapes(size, len(MODES[mode].axis_names)):
+                for form, build in MODES[mode].forms.items():
                     same = signature(build(shape))
                     if same not in seen:
                         seen.add(same)
@@ -112,15 +112,21 @@ def context_sizes(num_ranks: int, seq_length: int) -> Sequence[int]:
 
 
 def signature(mode: Mode) -> object:
-    """Return a value that is equal for equivalent modes: axis names and axes of size 1 do not matter."""
+    """Return a value that is equal for equivalent modes.
+
+    Names of axes, axes of size 1, and axes that only split the batch do not matter: data parallelism splits it as well,
+    and ZeRO can shard over it.
+    """
     mesh = Mesh(mode.axes)
-    place = {axis: index for index, axis in enumerate(mesh.nontrivial(mesh.names))}
-    plans = []
-    for plan in (mode.expand.on(mesh), mode.contract.on(mesh)):
-        split = tuple(tuple(place[axis] for axis in axes) for axes in (plan.m, plan.k, plan.n))
+    plans = mode.expand.on(mesh), mode.contract.on(mesh)
+    used = {axis for plan in plans for axes in (plan.k, plan.n, plan.x, plan.w, plan.y) for axis in axes}
+    place = {axis: index for index, axis in enumerate(axis for axis in mesh.nontrivial(mesh.names) if axis in used)}
+    numbered = []
+    for plan in plans:
+        split = tuple(tuple(place[axis] for axis in axes if axis in place) for axes in (plan.m, plan.k, plan.n))
         moved = tuple(tuple((place[axis], dim) for axis, dim in table.items()) for table in (plan.x, plan.w, plan.y))
-        plans.append((split, moved))
-    return tuple(mesh.sizes[axis] for axis in place), tuple(plans)
+        numbered.append((split, moved))
+    return tuple(mesh.sizes[axis] for axis in place), tuple(numbered)
 
 
 def _shapes(size: int, num_axes: int) -> Iterator[Shape]:

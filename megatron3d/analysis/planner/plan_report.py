@@ -9,6 +9,8 @@ from megatron3d.analysis.memory_model.table import align_columns
 from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, SearchResult
 
 DAY_S = 86400.0
+# Step times that differ less are within the prediction's error.
+MATTERS = 0.01
 
 
 def result_table(found: SearchResult, problem: PlanningProblem) -> list[str]:
@@ -16,7 +18,7 @@ def result_table(found: SearchResult, problem: PlanningProblem) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("", "step s", "MFU %", "tokens/s", "GiB", "compute", "waits", "bubble", "update", "limited by", "layout")
     ]
-    for place, plan in enumerate(found.plans, 1):
+    for place, plan in zip(places([plan.step.step_s for plan in found.plans]), found.plans, strict=True):
         step = plan.step
         waits = sum(step.exposed.values())
         cells = [
@@ -34,8 +36,20 @@ def result_table(found: SearchResult, problem: PlanningProblem) -> list[str]:
                 str(plan.layout),
             )
         )
-    lines = [*align_columns(rows), "", f"of {found.num_layouts:,} layouts, refused:"]
+    lines = align_columns(rows)
+    if len({row[0] for row in rows}) < len(rows):
+        lines.append("layouts with the same number are within 1 %, too close to call: take the simplest of them")
+    lines += ["", f"of {found.num_layouts:,} layouts, refused:"]
     return lines + [f"  {number:>7,}  {reason}" for reason, number in found.rejected.most_common(8)]
+
+
+def places(seconds: Sequence[float]) -> list[int]:
+    """Return the place of each step time, in order; times within 1 % of the first with a place share it."""
+    found: list[int] = []
+    for index, step_s in enumerate(seconds):
+        shared = index > 0 and step_s <= (1 + MATTERS) * seconds[found[-1] - 1]
+        found.append(found[-1] if shared else index + 1)
+    return found
 
 
 def largest_part(plan: PredictedLayout) -> str:

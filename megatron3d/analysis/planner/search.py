@@ -39,7 +39,8 @@ from megatron3d.analysis.planner.options import (
 )
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.validate.rules import check
+from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.rules import check, value_problems
 from megatron3d.errors import UserError
 from megatron3d.model.flops import flops_per_token
 from megatron3d.model.recompute_spec import Recompute
@@ -159,9 +160,13 @@ class LowerBound:
 def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tuple(MODES)) -> SearchResult:
     """Return the `count` fastest layouts of these modes that fit.
 
-    Raises UserError where there is none, with the commonest reasons.
+    Raises UserError where there is none, with the commonest reasons, or for values that every layout is refused for.
     """
+    simplest = LayoutChoice(TensorChoice("1d", "replicated", (1,))).apply_to(problem.config)
+    UserError.collect(list(value_problems(Facts(simplest, problem.num_ranks, problem.vocab_size))))
     rejected: Counter[str] = Counter()
+    wanted = dict(problem.fixed.values).get("parallel.tensor_parallel_mode")
+    modes = [mode for mode in modes if wanted in (None, mode)]
     bounds = sorted(_bounds(problem, rejected, modes), key=lambda bound: bound.seconds)
     plans: list[PredictedLayout] = []
     tried = 0
@@ -202,10 +207,9 @@ def _bounds(
     problem: PlanningProblem, rejected: Counter[str], modes: Sequence[str] = tuple(MODES)
 ) -> Iterator[LowerBound]:
     bubbles: Bubbles = {}
-    for tensor in tensor_choices(problem.num_ranks):
-        if tensor.mode in modes or tensor.size == 1:
-            for context in context_sizes(problem.num_ranks // tensor.size, problem.config.model.seq_length):
-                yield from _bounds_of(problem, tensor, context, bubbles, rejected)
+    for tensor in tensor_choices(problem.num_ranks, modes):
+        for context in context_sizes(problem.num_ranks // tensor.size, problem.config.model.seq_length):
+            yield from _bounds_of(problem, tensor, context, bubbles, rejected)
 
 
 def _bounds_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.analysis.cost_model.hardware import CLUSTERS, file_names, load_accelerator, load_cluster
+from megatron3d.analysis.cost_model.hardware import CLUSTERS, FOLDER, file_names, load_accelerator, load_cluster
 from megatron3d.errors import UserError
 
 SELENE = (CLUSTERS / "selene.yaml").read_text()
@@ -50,3 +50,35 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", file_names(CLUSTERS))
 def test_the_clusters_of_the_package_are_read(name: str) -> None:
     assert load_accelerator(load_cluster(name).accelerator).kernels
+
+
+def test_a_cluster_may_name_the_file_of_its_accelerator(tmp_path: Path) -> None:
+    """The path starts at the cluster's file; an accelerator without kernel rates is refused by its file."""
+    (tmp_path / "parts").mkdir()
+    own = tmp_path / "parts" / "mine.yml"
+    own.write_text((FOLDER / "a100.yaml").read_text().replace("memory_gib: 79.1", "memory_gib: 60"))
+    (tmp_path / "cluster.yaml").write_text(SELENE.replace("accelerator: a100", "accelerator: parts/mine.yml"))
+    cluster = load_cluster(str(tmp_path / "cluster.yaml"))
+    kernels = load_accelerator(cluster.accelerator).kernels
+    assert kernels is not None and kernels.memory_gib == 60
+    own.write_text((FOLDER / "l4.yaml").read_text())
+    with pytest.raises(UserError, match=r"only its peak is known; add `kernels` to .*parts/mine.yml"):
+        load_accelerator(cluster.accelerator)
+    own.unlink()
+    with pytest.raises(UserError, match="there is none"):
+        load_accelerator(cluster.accelerator)
+
+
+def test_a_node_is_the_level_of_that_name() -> None:
+    """Racks of 72 on one NVLink have nodes of 4, which SLURM starts."""
+    sizes = {name: load_cluster(name).node_ranks for name in file_names(CLUSTERS)}
+    assert sizes == {
+        "dgx_a100_40gb": 8,
+        "dgx_b200": 8,
+        "dgx_h200": 8,
+        "eos": 8,
+        "gb200_nvl72": 4,
+        "longhorn": 4,
+        "perlmutter": 4,
+        "selene": 8,
+    }

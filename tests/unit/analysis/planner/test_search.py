@@ -14,7 +14,10 @@ import pytest
 from megatron3d.analysis.cost_model.step import simulated_step, step_time
 from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.planner import search as searching
+from megatron3d.analysis.planner.fixed_keys import FixedKeys
+from megatron3d.analysis.planner.nearby import nearby_problems, nearby_table, search_nearby
 from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice, context_sizes, signature, tensor_choices
+from megatron3d.analysis.planner.plan_report import places
 from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, SearchResult, search
 from megatron3d.config.cli import resolve
 from megatron3d.config.run_spec import RunSpec
@@ -111,6 +114,20 @@ def test_each_layout_is_tried_once() -> None:
     assert TensorChoice("3d", "heads", (2, 2, 2)) in all_of_them
 
 
+def test_axes_that_only_split_the_batch_are_data_parallelism() -> None:
+    """2.5-D is 2-D with data-parallel layers of ranks, so that its depth is not tried, not even alone."""
+    assert not [each for each in tensor_choices(8) if each.mode == "2.5d"]
+    alone = [each for each in tensor_choices(8, ["2.5d"]) if each.size > 1]
+    assert {each.shape for each in alone if each.size == 4} == {(1, 1, 4), (1, 2, 2), (1, 4, 1)}
+    assert {each.mode for each in alone} == {"2.5d"}
+    fixed = FixedKeys((("parallel.tensor_parallel_mode", "2.5d"), ("parallel.tensor_model_parallel_size", 4)))
+    assert search(replace(problem(), fixed=fixed), 1).plans[0].layout.tensor.mode == "2.5d"
+
+
+def test_step_times_within_one_percent_share_a_place() -> None:
+    assert places([1.0, 1.005, 1.01, 1.011, 1.02, 1.03]) == [1, 1, 1, 4, 4, 6]
+
+
 def test_long_sequences_are_split_over_context_ranks() -> None:
     """Context ranks take parts of a sequence that does not fit one rank; short sequences are left whole."""
     assert context_sizes(8, 8192) == [1] and context_sizes(8, 65536) == [1, 2, 4, 8] == [*context_sizes(8, 2**20)]
@@ -124,6 +141,27 @@ def test_long_sequences_are_split_over_context_ranks() -> None:
     assert split.memory.categories["activations"] < 0.25 * whole.memory.categories["activations"]
     bounds = {bound.layout.context for bound in searching._bounds(here, Counter[str](), ["1d"])}
     assert 8 in bounds
+
+
+def test_nearby_numbers_with_many_divisors_are_tried() -> None:
+    """Whole nodes, and batches that many data-parallel sizes divide; a layout there is the best of its tensor size."""
+    train = {"global_batch_size": 20, "precision": "bf16"}
+    here = PlanningProblem(Config.model_validate({"model": MODEL, "train": train}), 8192, "perlmutter", 20)
+    numbers = [(each.num_ranks, each.config.train.global_batch_size) for each in nearby_problems(here)]
+    assert numbers == [(16, 20), (24, 20), (20, 16), (20, 18), (20, 21), (20, 24)]
+    assert [each.num_ranks for each in nearby_problems(replace(here, num_ranks=1000))][:4] == [840, 960, 1008, 1080]
+    assert [each.num_ranks for each in nearby_problems(replace(here, num_ranks=3))][:1] == [3]
+    (best,) = search(here, 1).plans
+    found = search_nearby(here, best)
+    assert found and {each.plan.layout.tensor.size for each in found} == {best.layout.tensor.size}
+    slow = replace(best, step=replace(best.step, step_s=2 * best.step.step_s))
+    table = nearby_table(here, slow, found)
+    speeds = [float(line.split(" %")[0].split()[-1]) for line in table[2:]]
+    assert len(speeds) == len(found) and speeds == sorted(speeds, reverse=True) and min(speeds) > 1
+    assert (
+        "none is more than 1 % faster"
+        in nearby_table(here, replace(best, step=replace(best.step, step_s=1e-9)), found)[0]
+    )
 
 
 def test_too_large_a_model_is_refused_with_reasons() -> None:
@@ -208,6 +246,8 @@ def test_the_tool_reports_missing_arguments(config_file: Path, capsys: pytest.Ca
     assert "cluster nowhere: there is none" in capsys.readouterr().err
     assert tool.main([*ARGUMENTS]) == 2
     assert "--config: missing" in capsys.readouterr().err
+    assert tool.main([*ARGUMENTS, "--config", str(config_file), "--vocab-size", "9000"]) == 2
+    assert "model.vocab_size=8192: less than the tokenizer's 9000 tokens" in capsys.readouterr().err
     assert tool.main([*ARGUMENTS, "--config", str(config_file), "model.vocab_size=null"]) == 2
     assert "--vocab-size" in capsys.readouterr().err
 
