@@ -14,6 +14,7 @@ from megatron3d.config.read import Resolved, read
 from megatron3d.config.report import batch_arithmetic, render
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.config.slow_shapes import slow_shapes
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import layout_problems, value_problems
@@ -117,6 +118,8 @@ def run_check(arguments: Arguments, environ_world_size: int | None = None) -> in
     print(render(resolved))
     print(batch_arithmetic(RunSpec(resolved.config, world_size)))
     print(parameter_line(resolved.config))
+    for line in slow_shapes(RunSpec(resolved.config, world_size)):
+        print(line)
     for problem in check_files(resolved.config, world_size, resolved.origins) if elsewhere else ():
         print(f"on this machine: {problem}")
     return ExitCode.DONE
