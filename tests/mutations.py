@@ -30,6 +30,8 @@ PAIRS = (
     "tests/unit/data/test_packing.py",
 )
 EXCHANGES = ("tests/unit/ops/test_ring_attention.py", "tests/unit/ops/test_attention_pairs.py")
+CONTEXT = ("tests/integration/test_context.py",)
+CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 
 
 class Mutation(NamedTuple):
@@ -349,6 +351,97 @@ MUTATIONS = [
                 "t.repeat(1, copies, 1, 1)",
             ),
         )
+    ),
+    *(
+        Mutation(*bug, CONTEXT)
+        for bug in (
+            (
+                "every context rank counts the tokens of whole sequences",
+                "train/step.py",
+                "num_copies((DATA + model.mode.batch_axes,)",
+                "num_copies((DATA + model.mode.expand.m,)",
+            ),
+            (
+                "every context rank counts its loss as a copy",
+                "train/step.py",
+                "num_copies((DATA + model.mode.inner[0],)",
+                "num_copies((DATA + model.mode.sequence_axes,)",
+            ),
+            (
+                "validation loss divided by tokens that do not count",
+                "train/evaluate.py",
+                "loss * (num_tokens / sum(counts)) if packing.masks_loss else loss",
+                "loss",
+            ),
+            (
+                "positions in documents begin at 0 on every context rank",
+                "model/microbatch.py",
+                "self.cut(self.documents.positions_BS).flatten()[low:high]",
+                "self.documents.positions_BS[:, : self.local_length].flatten()[low:high]",
+            ),
+            (
+                "documents of a microbatch's first sequences on every rank",
+                "model/microbatch.py",
+                "starts = starts[low - self.first_row : high - self.first_row]",
+                "starts = starts[: high - low]",
+            ),
+        )
+    ),
+    *(
+        Mutation(*bug, CONTEXT_PAIRS)
+        for bug in (
+            (
+                "a document that begins with a chunk belongs to the one before",
+                "parallel/attention_pairs.py",
+                "starts[document] <= low",
+                "starts[document] < low",
+            ),
+            (
+                "queries of a later rank see one key more than the window",
+                "parallel/attention_pairs.py",
+                "distance + query.length <= window",
+                "distance + query.length <= window + 1",
+            ),
+            (
+                "the last key of a window on another rank is not seen",
+                "parallel/attention_pairs.py",
+                "distance - key.length + 1 < window",
+                "distance - key.length + 2 < window",
+            ),
+            (
+                "a ring leaves out a step that some ranks need",
+                "parallel/context_ring.py",
+                "if any(between(each, step)",
+                "if all(between(each, step)",
+            ),
+            (
+                "keys and values come from the rank ahead",
+                "parallel/context_ring.py",
+                "held[reader - behind]",
+                "held[(reader + behind) % len(held)]",
+            ),
+        )
+    ),
+    Mutation(
+        "the second chunk of a context rank is not its zigzag partner",
+        "parallel/context.py",
+        "(rank, 2 * num_ranks - 1 - rank)",
+        "(rank, num_ranks + rank)",
+        ("tests/unit/parallel/test_context.py",),
+    ),
+    Mutation(
+        "log-sum-exps added without their maximum",
+        "ops/attention_pairs.py",
+        "torch.logaddexp(lse, new_lse)",
+        "(lse.exp() + new_lse.exp()).log()",
+        EXCHANGES,
+    ),
+    Mutation(
+        "heads come back in another order than they went",
+        "ops/head_exchange.py",
+        "received.movedim(0, 1).flatten(1, 2)",
+        "received.movedim(0, 2).flatten(1, 2)",
+        EXCHANGES,
     ),
     Mutation("loss not divided by its copies", "train/step.py", " / loss_copies(model)", ""),
     Mutation(

@@ -36,6 +36,8 @@ from megatron3d.runtime.arguments import real, whole
 
 VOCAB_SIZE = 61
 HEAD_SIZE = 8
+# Keys of the model that choose kinds of layers over depth.
+PATTERNS = ("window_attn_skip_freq", "no_rope_freq")
 MAX_RANKS = 16
 
 
@@ -164,20 +166,31 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
     small_groups = unit if groups >= head_ranks else 1
+    num_layers, seq_length = max(num_stages, min(model.num_layers, num_stages + 1)), 2 * unit * contexts
+    patterns = {name: shrink_pattern(getattr(model, name), num_layers) for name in PATTERNS}
     return model.model_copy(
         update={
-            "num_layers": max(num_stages, min(model.num_layers, num_stages + 1)),
+            "num_layers": num_layers,
             "hidden_size": 3 * HEAD_SIZE * unit,
             "ffn_hidden_size": 5 * unit,
             "num_attention_heads": shared * (unit if groups == heads else 2 * unit),
             "num_query_groups": shared * small_groups if groups == heads else small_groups,
             "kv_channels": HEAD_SIZE,
-            "seq_length": 2 * unit * contexts,
-            "max_position_embeddings": 2 * unit * contexts,
+            "seq_length": seq_length,
+            "max_position_embeddings": seq_length,
+            "window_size": model.window_size and (max(1, seq_length // 4), 0),
+            **patterns,
             "vocab_size": VOCAB_SIZE,
             "make_vocab_size_divisible_by": 1,
         }
     )
+
+
+def shrink_pattern(pattern: int | tuple[int, ...] | None, num_layers: int) -> int | tuple[int, ...] | None:
+    """Return a pattern over depth that fits into the layers: a longer one becomes its first two different entries."""
+    if pattern is None or isinstance(pattern, int):
+        return pattern and min(pattern, num_layers)
+    return pattern if len(pattern) <= num_layers else (pattern[0], 1 - pattern[0])
 
 
 def compare(config_json: str, steps: int, tolerance: float, device: str = "cpu", lag_s: float = 0.0) -> list[str]:

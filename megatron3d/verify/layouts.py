@@ -14,6 +14,7 @@ from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
+from megatron3d.data.packing import Packing
 from megatron3d.optim.lr_schedule import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
@@ -25,18 +26,27 @@ StepTrace = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class RandomSamples:
-    """Sequences of random tokens as a pure function of their index."""
+    """Sequences of random tokens as a pure function of their index.
+
+    Attributes:
+        document_length: mean length of documents, which end with token 0; 0: tokens only, of which any may be 0.
+    """
 
     seed: int
     vocab_size: int
     seq_length: int
+    document_length: int = 0
 
     def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return [samples, seq_length + 1] tokens."""
-        shape = self.seq_length + 1
-        return np.stack(
-            [np.random.default_rng((self.seed, int(i))).integers(self.vocab_size, size=shape) for i in samples]
-        )
+        return np.stack([self._sample(int(index)) for index in samples])
+
+    def _sample(self, index: int) -> npt.NDArray[np.int64]:
+        random, shape = np.random.default_rng((self.seed, index)), self.seq_length + 1
+        tokens = random.integers(self.vocab_size, size=shape)
+        if self.document_length:
+            tokens[random.random(shape) * self.document_length < 1] = 0
+        return tokens
 
 
 def trace(
@@ -51,15 +61,16 @@ def trace(
 
     Args:
         spec: its sections `model`, `parallel`, `train` and `optimizer` are used, on random tokens, and the options of
-            `data` for documents, which token 0 ends.
+            `data` for documents, which token 0 ends: with such options about four in a sequence.
         after_step: called with the state after every step.
         device: what this rank computes on; the trace is in host memory.
     """
     config, arch = spec.config, spec.arch
     state = build_state(spec, comm, device)
     train, num_tokens = config.train, config.train.global_batch_size * arch.seq_length
-    samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length)
     sizes, packing = (train.micro_batch_size, train.global_batch_size), spec.packing(0)
+    document_length = 0 if packing == Packing(0) else max(2, arch.seq_length // 4)
+    samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length, document_length)
     loader = BatchLoader(samples, spec.mesh, spec.mode.batch_axes, *sizes, device, packing)
     assert len(loader.step(0)) == spec.num_microbatches, "the loader disagrees with the batch arithmetic"
     settings = StepSettings(train.seed, num_tokens, train.global_batch_size, packing)

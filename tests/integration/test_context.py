@@ -13,9 +13,13 @@ from torch import Tensor
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
+from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import Packing
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.context_exchange import BOTH
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.state import build_state
+from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import StepTrace, differences, trace
 from tests.support.turn_ranks import connect, run_turns
 
@@ -109,16 +113,53 @@ def logits(rank: int, world_size: int, config: Config, rows: list[list[int]], pa
         return found
 
 
-@pytest.mark.parametrize("model", ("gpt2", "llama"))
-def test_packed_documents_of_four_ranks_equal_each_document_alone(model: str) -> None:
-    packed = [token for document in DOCUMENTS for token in document]
-    config = configure(model, None, {"context_parallel_size": 4})
-    every = run_turns(logits, 4, config, [packed, packed[::-1]], Packing(EOD, **RESET))
-    one = configure(model, None, {})
+PACKED = [token for document in DOCUMENTS for token in document]
+
+
+def exchange_of(exchange: str) -> dict[str, Any]:
+    """Return the keys of four context ranks."""
+    keys: dict[str, Any] = {"context_parallel_size": 4, "cp_comm_type": exchange}
+    return keys | ({"hierarchical_context_parallel_sizes": (2, 2)} if exchange == BOTH else {})
+
+
+@pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
+@pytest.mark.parametrize(("model", "restarts"), [("gpt2", True), ("llama", True), ("llama", False)])
+def test_packed_documents_of_four_ranks_equal_each_document_alone(model: str, restarts: bool, exchange: str) -> None:
+    """Where positions go on, RoPE turns all queries and keys of a later document alike, which changes no score."""
+    config, one = configure(model, None, exchange_of(exchange)), configure(model, None, {})
+    packing = Packing(EOD, reset_position_ids=restarts, reset_attention_mask=True)
+    every = run_turns(logits, 4, config, [PACKED, PACKED[::-1]], packing)
     expected = torch.cat([logits(0, 1, one, [document], Packing())[0] for document in DOCUMENTS])
     for found in every:
         assert torch.allclose(found[0], expected, atol=1e-12, rtol=0)
-    assert torch.allclose(every[0][1], logits(0, 1, one, [packed[::-1]], Packing(EOD, **RESET))[0], atol=1e-12, rtol=0)
+    assert torch.allclose(every[0][1], logits(0, 1, one, [PACKED[::-1]], packing)[0], atol=1e-12, rtol=0)
+
+
+def two_steps(rank: int, world_size: int, config: Config, rows: list[list[int]], packing: Packing) -> list[float]:
+    """Return loss and gradient norm of two steps, each of which trains on the same rows as its microbatches."""
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    state = build_state(spec, connect(spec), torch.device("cpu"))
+    each = [torch.tensor([row]) for row in rows]
+    batches = [Microbatch(row, place, packing.starts(row)) for place, row in enumerate(each)]
+    settings, found = StepSettings(1, sum(row.shape[1] - 1 for row in each), 1, packing), list[float]()
+    for _ in range(2):
+        result = train_step(state, batches, 1e-2, settings)
+        found += [result.loss.item(), result.grad_norm.item()]
+    return found
+
+
+@pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
+@pytest.mark.parametrize("restarts", [True, False])
+def test_losses_of_packed_documents_are_those_of_each_alone(restarts: bool, exchange: str) -> None:
+    """One process trains on each document as a microbatch of its own; the sum of their losses is divided once."""
+    packing = Packing(EOD, reset_position_ids=restarts, reset_attention_mask=True, eod_mask_loss=True)
+    sizes = {"micro_batch_size": 1}
+    alone_rows = [[*document, 3] for document in DOCUMENTS]
+    one = configure("llama", None, {}, **sizes, global_batch_size=len(alone_rows))
+    expected = two_steps(0, 1, one, alone_rows, replace(packing, reset_attention_mask=False, reset_position_ids=False))
+    packed = configure("llama", None, exchange_of(exchange), **sizes, global_batch_size=1)
+    for found in run_turns(two_steps, 4, packed, [[*PACKED, 3]], packing):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS)

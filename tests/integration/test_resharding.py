@@ -19,6 +19,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.optim.lr_schedule import learning_rate
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.checkpointing import load_state, save_state, source_of
 from megatron3d.train.state import TrainState, build_state
@@ -51,6 +52,10 @@ def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
     return {"pipeline_model_parallel_size": ranks, "pipeline_schedule": schedule}
 
 
+def context(ranks: int, exchange: str) -> dict[str, Any]:
+    return {"context_parallel_size": ranks, "cp_comm_type": exchange}
+
+
 # The last layout is one process; embeddings are tied, so that some pipelines hold them twice.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1d, data 2": tensor("1d", 2),
@@ -61,9 +66,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "grid, 1f1b": {**tensor("grid", 2, 1, 1), **pipeline(2, "1f1b")},
     "zb-h1": pipeline(4, "zb-h1"),
     "zb-v, ZeRO 3": {**pipeline(2, "zb-v"), "zero_stage": 3},
-    "interleaved, ZeRO 2": {**pipeline(2, "interleaved"), "zero_stage": 2},
-    "context 2, ZeRO 3": {**tensor("1d", 2), "context_parallel_size": 2, "zero_stage": 3},
-    "context 4": {"context_parallel_size": 4},
+    "interleaved, context 2, ZeRO 2": {**pipeline(2, "interleaved"), "context_parallel_size": 2, "zero_stage": 2},
+    "context 2, heads exchanged, ZeRO 3": {**tensor("1d", 2), **context(2, "a2a"), "zero_stage": 3},
+    "context 4 in a ring": context(4, "p2p"),
+    "context 2 x 2": {**context(4, "a2a+p2p"), "hierarchical_context_parallel_sizes": (2, 2), "zero_stage": 1},
     "ZeRO 1 in groups": {"zero_stage": 1, "num_distributed_optimizer_instances": 2},
     "one process": {},
 }
@@ -187,3 +193,5 @@ def test_the_layouts_use_every_kind_of_axis() -> None:
     assert {config.parallel.zero_stage for config in configs} == {0, 1, 2, 3}
     assert {config.parallel.pipeline_model_parallel_size for config in configs} == {1, 2, 4}
     assert {RunSpec(config, NUM_RANKS).mesh.sizes["data"] for config in configs} == {1, 2}
+    exchanges = {config.parallel.cp_comm_type for config in configs if config.parallel.context_parallel_size > 1}
+    assert exchanges == set(CONTEXT_EXCHANGES)

@@ -119,6 +119,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "tie_embeddings": True,
     },
 }
+# Documents packed into sequences, about four in each.
+DOCUMENTS: Mapping[str, dict[str, Any]] = {
+    "one": {},
+    "positions restart": {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True},
+    "positions go on": {"reset_attention_mask": True},
+}
+DOCUMENT_KEYS = frozenset(key for keys in DOCUMENTS.values() for key in keys)
 RECOMPUTATIONS: Mapping[str, dict[str, Any]] = {
     "nothing": {},
     "attention core": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -166,9 +173,10 @@ def tensor_keys(form: tuple[str, str], shape: tuple[int, ...]) -> dict[str, Any]
     return {"tensor_parallel_mode": form[0], "tensor_parallel_form": form[1], "tensor_parallel_shape": shape}
 
 
-def configure(model: Mapping[str, Any], parallel: Mapping[str, Any], **train: Any) -> Config:
+def configure(model: Mapping[str, Any], parallel: Mapping[str, Any], documents: str = "one", /, **train: Any) -> Config:
     """Return a float64 configuration with the settings that all comparisons share."""
-    return Config.model_validate({"model": model, "parallel": parallel, "train": TRAIN | train, "optimizer": OPTIMIZER})
+    sections = {"model": model, "parallel": parallel, "data": DOCUMENTS[documents]}
+    return Config.model_validate({**sections, "train": TRAIN | train, "optimizer": OPTIMIZER})
 
 
 def small_batches(name: str, parallel: Mapping[str, Any], num_ranks: int, batches: Sequence[int], least: int) -> Config:
@@ -243,10 +251,11 @@ def updated_values(state: TrainState) -> Tensor:
 
 
 @cache
-def reference(name: str, num_layers: int, batch: int, num_steps: int = NUM_STEPS) -> StepTrace:
+def reference(name: str, num_layers: int, batch: int, num_steps: int = NUM_STEPS, documents: str = "one") -> StepTrace:
     """Return the trace of one process that computes the global batch in one microbatch."""
     model = {**MODELS[name], "num_layers": num_layers}
-    values = run_trace(0, 1, configure(model, {}, micro_batch_size=batch, global_batch_size=batch), num_steps)
+    config = configure(model, {}, documents, micro_batch_size=batch, global_batch_size=batch)
+    values = run_trace(0, 1, config, num_steps)
     assert values is not None, "one process is rank 0"
     return values
 
@@ -255,9 +264,15 @@ def wrong(cases: Sequence[tuple[str, Config]], traces: Sequence[StepTrace], num_
     """Return the first differences from one process for each model and configuration, one line each."""
     lines = []
     for (name, config), got in zip(cases, traces, strict=True):
-        expected = reference(name, config.model.num_layers, config.train.global_batch_size, num_steps)
+        documents = next(each for each, keys in DOCUMENTS.items() if keys == given_documents(config))
+        expected = reference(name, config.model.num_layers, config.train.global_batch_size, num_steps, documents)
         lines += [f"{describe(config)}: {line}" for line in list(differences(expected, got, TOLERANCE))[:3]]
     return "\n".join(lines)
+
+
+def given_documents(config: Config) -> dict[str, Any]:
+    """Return the keys of a configuration's documents, one of the values of `DOCUMENTS`."""
+    return {key: value for key, value in config.data.model_dump().items() if key in DOCUMENT_KEYS and value}
 
 
 def describe(config: Config) -> str:
@@ -265,7 +280,8 @@ def describe(config: Config) -> str:
     tensor = [f"tensor_parallel_{key}" for key in ("mode", "form", "shape")]
     given = config.parallel.model_dump(exclude_defaults=True, exclude={*tensor})
     mode = " ".join(str(getattr(config.parallel, key)) for key in tensor)
-    return f"{mode} {given or ''} micro-batch {config.train.micro_batch_size}"
+    packed = ", ".join(given_documents(config))
+    return f"{mode} {given or ''} {packed} micro-batch {config.train.micro_batch_size}"
 
 
 def divisions(where: Sequence[int], num_layers: int, choose: random.Random) -> dict[str, list[int] | None]:

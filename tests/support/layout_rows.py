@@ -1,7 +1,8 @@
 """Covering array of layouts: rows that together contain every feasible pair of choices, as configurations.
 
-The choices are: mode and form, shape, schedule, pipeline, context and data-parallel ranks, ZeRO stage, HSDP replicas,
-activation recomputation, overlap, division of the layers, global batch, model.  Modes and schedules come from the
+The choices are: mode and form, shape, schedule, pipeline, context and data-parallel ranks, exchange between context
+ranks, packed documents, ZeRO stage, HSDP replicas, activation recomputation, overlap, division of the layers, global
+batch, model.  Modes and schedules come from the
 registries, so that a new one is covered as soon as it is registered.  Rows that cover every pair of what keeps state
 between steps train two steps, between which a non-finite gradient skips an update on all ranks; the others train one.
 """
@@ -11,18 +12,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.context_exchange import BOTH
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.pipeline.validate import write_schedule
 from tests.support.covering import Row, Rule, Table
 from tests.support.equality import (
     BATCHES,
+    DOCUMENTS,
     FORMS,
     MODELS,
     NUM_RANKS,
@@ -54,6 +59,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "schedule": [NO_PIPELINE, *SCHEDULES_WITH_STAGES],
     "data ranks": (1, 2, 4),
     "context ranks": (1, 2, 4),
+    "exchange": CONTEXT_EXCHANGES,
     "ZeRO": (0, 1, 2, 3),
     "replicas": (1, 2),
     "overlap": list(OVERLAPS),
@@ -61,6 +67,13 @@ FACTORS: dict[str, Sequence[Any]] = {
     "batch": range(len(BATCHES)),
     "recompute": list(RECOMPUTATIONS),
     "model": list(MODELS),
+    "documents": list(DOCUMENTS),
+}
+# Factors that meet every exchange and all documents; schedules, overlaps and batches do not know of either.
+MET_BY_ATTENTION = {"form", "pipeline ranks", "data ranks", "context ranks", "ZeRO", "recompute", "model"}
+MEETS: dict[str, set[str]] = {
+    "exchange": MET_BY_ATTENTION | {"documents"},
+    "documents": MET_BY_ATTENTION | {"exchange"},
 }
 
 
@@ -76,6 +89,19 @@ def has_batch(form: tuple[str, str], shape: tuple[int, ...], pipeline: int, data
     """Return whether one of the global batches has enough microbatches."""
     step, least = data * smallest_microbatch(form, shape), 2 if pipeline == 1 else 3
     return any(size % step == 0 and size // step >= least for size in BATCHES[batch])
+
+
+def has_ranks_of_exchange(ranks: int, exchange: str) -> bool:
+    """Return whether as many context ranks have an exchange: one rank has the default, two axes are four ranks."""
+    return exchange == CONTEXT_EXCHANGES[0] or ranks > (2 if exchange == BOTH else 1)
+
+
+def has_weights_of_exchange(exchange: str, model: str) -> bool:
+    """Return whether an exchange takes a model: all but the default have no dropout of attention weights.
+
+    The heads of every model here divide by the tensor and the context ranks together.
+    """
+    return exchange == CONTEXT_EXCHANGES[0] or not MODELS[model].get("attention_dropout")
 
 
 def has_stage_per_layer(ranks: int, schedule: tuple[str | None, int | None]) -> bool:
@@ -101,6 +127,8 @@ RULES = [
         lambda ranks, schedule, layers: layers != "by cost" or has_stage_per_layer(ranks, schedule),
     ),
     Rule(("data ranks", "context ranks", "ZeRO"), lambda data, context, stage: data * context > 1 or stage == 0),
+    Rule(("context ranks", "exchange"), has_ranks_of_exchange),
+    Rule(("exchange", "model"), has_weights_of_exchange),
     Rule(("data ranks", "replicas"), lambda data, replicas: data % replicas == 0),
     Rule(("form", "shape", "overlap"), has_overlap),
     Rule(("form", "shape", "pipeline ranks", "data ranks", "batch"), has_batch),
@@ -108,7 +136,12 @@ RULES = [
 
 
 def aspects(name: str, value: Any, other: str) -> list[tuple[str, Any]]:
-    """Return the aspects of a shape: all of it against mode and form, the size of each axis against other factors."""
+    """Return the aspects of a shape: all of it against mode and form, the size of each axis against other factors.
+
+    Exchanges and documents have none against factors that they need not meet.
+    """
+    if other not in MEETS.get(name, {other}) or name not in MEETS.get(other, {name}):
+        return []
     if name == "shape" and other != "form":
         return [(f"axis {place}", size) for place, size in enumerate(value)]
     return [(name, value)]
@@ -137,8 +170,17 @@ def heads_on_two_axes() -> Iterator[Row]:
                 break
 
 
+def packed_contexts() -> Iterator[Row]:
+    """Yield every exchange with packed documents and every model, on 2 and on 4 context ranks: windows, few heads."""
+    packed = [documents for documents, keys in DOCUMENTS.items() if keys]
+    for exchange, (place, model), documents in product(CONTEXT_EXCHANGES, enumerate(MODELS), packed):
+        ranks = 4 if exchange == BOTH or (place + packed.index(documents)) % 2 else 2
+        if has_weights_of_exchange(exchange, model):
+            yield {"context ranks": ranks, "exchange": exchange, "model": model, "documents": documents}
+
+
 TABLE = Table(FACTORS, RULES, aspects, cost)
-ROWS = TABLE.covering_rows(list(heads_on_two_axes()))
+ROWS = TABLE.covering_rows([*heads_on_two_axes(), *packed_contexts()])
 # Rows that cover all pairs of these factors, except modes with schedules, train two steps and skip one between them.
 STEP_FACTORS = ("form", "schedule", "ZeRO", "replicas", "overlap", "recompute")
 
@@ -170,11 +212,17 @@ class Case(NamedTuple):
     num_ranks: int
 
 
+def context_keys(ranks: int, exchange: str) -> dict[str, Any]:
+    """Return the keys of context ranks and of their exchange."""
+    keys: dict[str, Any] = {"context_parallel_size": ranks, "cp_comm_type": exchange}
+    return keys | ({"hierarchical_context_parallel_sizes": (2, ranks // 2)} if exchange == BOTH else {})
+
+
 def build(row: Row, folder: Path) -> Case:
     """Return the configuration of a row; write the file of its schedule, if it has one, to `folder`."""
     choose = random.Random(str(row))
     ranks, (schedule, virtual) = row["pipeline ranks"], row["schedule"]
-    tensor = tensor_keys(row["form"], row["shape"]) | {"context_parallel_size": row["context ranks"]}
+    tensor = tensor_keys(row["form"], row["shape"]) | context_keys(row["context ranks"], row["exchange"])
     num_inner = math.prod(row["shape"]) * row["data ranks"] * row["context ranks"]
     alone = small_batches(row["model"], tensor, num_inner, BATCHES[row["batch"]], least=2 if ranks == 1 else 3)
     train = alone.train.model_dump(exclude_defaults=True) | RECOMPUTATIONS[row["recompute"]]
@@ -191,14 +239,15 @@ def build(row: Row, folder: Path) -> Case:
             parallel["pipeline_schedule_file"] = str(path)
         where = RunSpec(configure(model, parallel, **train), ranks * num_inner).stage_owners
         parallel["pipeline_model_parallel_layout"] = divisions(where, DEPTHS[ranks], choose)[row["layers"]]
-    return Case(row["model"], configure(model, parallel, **train), ranks * num_inner)
+    return Case(row["model"], configure(model, parallel, row["documents"], **train), ranks * num_inner)
 
 
 def name_of(place: int) -> str:
     """Return a short name of a row."""
     row = ROWS[place]
     shape, (schedule, _) = "x".join(map(str, row["shape"])), row["schedule"]
-    ranks = f"cp{row['context ranks']}-pp{row['pipeline ranks']}"
+    exchange = row["exchange"] if row["context ranks"] > 1 else ""
+    ranks = f"cp{row['context ranks']}{exchange}-pp{row['pipeline ranks']}"
     return f"{place}-{'-'.join(row['form'])}-{shape}-{ranks}-{schedule}-zero{row['ZeRO']}"
 
 

@@ -11,15 +11,21 @@ import pytest
 
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config
+from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.rules import check
 from megatron3d.model.flops import num_parameters
+from megatron3d.model.layer_kinds import attention_kind
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.context_exchange import BOTH
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
 from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.verify.layouts import differences
+from tests.support.equality import run_trace
 from tests.support.tiny_run import ROOT, launch
+from tests.support.turn_ranks import run_turns
 from tools import verify_layout
 
 PRESETS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -42,6 +48,27 @@ def test_the_verified_layout_is_small_and_has_every_axis(path: Path) -> None:
         groups, heads = small.model.num_query_groups, small.model.num_attention_heads
         assert (groups == heads) == (config.model.num_query_groups in (None, config.model.num_attention_heads))
         assert num_parameters(verified.arch) < 2e6
+
+
+LONG = ROOT / "configs" / "llama-8b-128k.yaml"
+WINDOWS = ["model.window_size=[1023,0]", "model.window_attn_skip_freq=[1,1,1,1,1,0]", "model.no_rope_freq=4"]
+DOCUMENTS = ["data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_mask_loss=true"]
+
+
+@pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
+def test_every_exchange_is_verified_with_its_windows_and_documents(exchange: str) -> None:
+    typed = [f"parallel.cp_comm_type={exchange}", *WINDOWS, *DOCUMENTS]
+    typed += ["parallel.hierarchical_context_parallel_sizes=[4,2]"] if exchange == BOTH else []
+    small, num_ranks = verify_layout.shrink(read_config(LONG, typed).config, 64)
+    assert check(small, num_ranks) == []
+    spec, parallel = RunSpec(small, num_ranks, verify_layout.VOCAB_SIZE), small.parallel
+    assert parallel.cp_comm_type == exchange and parallel.context_parallel_size == (4 if exchange == BOTH else 2)
+    assert [attention_kind(spec.arch, layer).window for layer in range(2)] == [spec.arch.seq_length // 4 + 1, None]
+    assert spec.packing(0).reset_attention_mask
+    whole_batch = small.train.model_copy(update={"micro_batch_size": small.train.global_batch_size})
+    alone = small.model_copy(update={"parallel": ParallelConfig(), "train": whole_batch})
+    expected, got = run_trace(0, 1, alone, 2), run_turns(run_trace, num_ranks, small, 2)[0]
+    assert expected is not None and list(differences(expected, got, 1e-10)) == []
 
 
 def pipelines(**parallel: object) -> Config:

@@ -104,6 +104,15 @@ def test_a_row_that_sees_nothing(kernel: PairKernel) -> None:
         assert torch.equal(merged_lse[:, :, -1], other_lse[:, :, -1])
 
 
+def test_scores_whose_exponential_overflows_are_merged() -> None:
+    """The log-sum-exp of scores near 1e4 is exact: nothing larger than the weights is exponentiated."""
+    q, k, v, _ = inputs()
+    out, lse = CPU.forward(1e4 * q, k, v, False, None)
+    parts = [CPU.forward(1e4 * q, k[:, :, rows], v[:, :, rows], False, None) for rows in (slice(20), slice(20, S))]
+    merge(*parts[0], *parts[1])
+    assert lse.max() > 1e4 and error(list(parts[0]), [out, lse]) < 1e-9
+
+
 def test_a_window_counts_the_query_itself() -> None:
     mask = window_mask(Pair((0, 4), (0, 4), Kind.MASKED), 2, torch.device("cpu"))
     assert mask.tolist() == [[j in (i - 1, i) for j in range(4)] for i in range(4)]
