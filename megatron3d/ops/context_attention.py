@@ -25,10 +25,18 @@ from megatron3d.ops.attention_pairs import Merged, MergedGrads
 from megatron3d.ops.head_exchange import HeadExchange
 from megatron3d.ops.packed_attention import Visible
 from megatron3d.ops.ring_attention import ring_attention
-from megatron3d.parallel.attention_pairs import Pair, Span, pairs, segments
+from megatron3d.parallel.attention_pairs import Pair, Span
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
-from megatron3d.parallel.context_exchange import BOTH, HEADS, RING, head_axes, held_chunks, ring_axes
-from megatron3d.parallel.context_ring import ring_plan
+from megatron3d.parallel.context_exchange import (
+    BOTH,
+    HEADS,
+    RING,
+    exchange_ring,
+    gathered_pairs,
+    head_axes,
+    held_chunks,
+    ring_axes,
+)
 
 
 @dataclass(frozen=True)
@@ -66,22 +74,9 @@ def _all_gather(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAtten
     if at.drop is not None:
         dropped = WeightDropout(at.drop, at.heads, at.seq_length, at.visible)
         return attention_with_dropout(q_BNLD, kv[0], kv[1], dropped, at.order.chunks(at.seq_length))
-    seen = _visible_pairs(at.order, at.seq_length, at.visible)
+    seen = gathered_pairs(at.order, at.seq_length, at.visible.starts, at.visible.window)
     y_BNLD: Tensor = _AttendPairs.apply(q_BNLD, kv, seen, at.visible.window)
     return y_BNLD
-
-
-def _visible_pairs(order: TokenOrder, seq_length: int, visible: Visible) -> tuple[Pair, ...]:
-    """Return the pairs of this rank's queries with keys in the order of positions."""
-    window, mine = visible.window, order.chunks(seq_length)
-    every = sorted(chunk for rank in range(order.num_ranks) for chunk in order.chunks(seq_length, rank))
-    if visible.starts is None:
-        return pairs(segments(mine, (), window), segments(every, (), window), window)
-    return tuple(
-        pair._replace(sequences=(row, row + 1))
-        for row, starts in enumerate(visible.starts)
-        for pair in pairs(segments(mine, starts, window), segments(every, starts, window), window)
-    )
 
 
 class _AttendPairs(torch.autograd.Function):
@@ -147,11 +142,11 @@ def _ring_and_heads(exchange: str, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tenso
     q, k, v = q_BNLD, k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     if not at.heads.are_even:
         k, v = (t[:, at.heads.group_of_query] for t in (k, v))
-    chunks, place = held_chunks(at.order, at.seq_length, comm.mesh.size(heads)), comm.mesh.index(ring)
-    plan = ring_plan(chunks, place, at.visible.starts, at.visible.window)
+    plan = exchange_ring(exchange, at.order, at.seq_length, at.visible.starts, at.visible.window)
     if not heads:
         return ring_attention(q, k, v, plan, ring, comm)
-    moved = HeadExchange(_held_within(at, chunks[place], comm.mesh.size(heads)), heads, comm)
+    chunks = held_chunks(at.order, at.seq_length, comm.mesh.size(heads))[comm.mesh.index(ring)]
+    moved = HeadExchange(_held_within(at, chunks, comm.mesh.size(heads)), heads, comm)
     return moved.own_positions(ring_attention(*moved.whole_positions(q, k, v), plan, ring, comm))
 
 

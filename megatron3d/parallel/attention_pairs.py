@@ -128,6 +128,11 @@ def own_pairs(rows: Sequence[Segment], window: int | None = None) -> tuple[Pair,
     return tuple(Pair((low, high), (low, high), Kind.CAUSAL) for low, high in spans)
 
 
+def num_pair_scores(found: Iterable[Pair]) -> int:
+    """Return the scores that kernels compute of pairs; those of causal and of masked pairs count all, as in MFU."""
+    return sum((pair.queries[1] - pair.queries[0]) * (pair.keys[1] - pair.keys[0]) for pair in found)
+
+
 def _joined(whole: Iterable[Pair]) -> Iterator[Pair]:
     """Yield whole pairs, joined where keys, and then where queries follow one another."""
     by_keys: list[Pair] = []

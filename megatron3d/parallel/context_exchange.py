@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 
+from megatron3d.parallel.attention_pairs import Pair, num_pair_scores, pairs, segments
 from megatron3d.parallel.context import TokenOrder
-from megatron3d.parallel.context_ring import Chunks
+from megatron3d.parallel.context_ring import Chunks, RingPlan, Starts, ring_plan
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 
@@ -87,15 +90,53 @@ def exchange_traffic(exchange: str, context: Axes, sizes: ExchangeSizes, mesh: M
     return [Traffic("all_to_all", heads, there), *moved, Traffic("all_to_all", heads, back)]
 
 
-def scores_computed(exchange: str, context: Axes, seq_length: int, mesh: Mesh, backward: bool) -> int:
-    """Return the scores that a rank computes for each sequence and each of its heads, without windows and documents.
+def exchange_ring(
+    exchange: str, order: TokenOrder, seq_length: int, starts: Starts = None, window: int | None = None
+) -> RingPlan:
+    """Return this rank's part in the ring of an exchange; without a ring, one step with all that its heads see."""
+    chunks = held_chunks(order, seq_length, order.mesh.size(head_axes(exchange, order.context)))
+    return ring_plan(chunks, order.mesh.index(ring_axes(exchange, order.context)), starts, window)
 
-    Kernels are counted whole where they are causal.  Of 2 o chunks over a ring of o ranks, forward computes a rank's
-    own two chunks as one causal pair, and backward each alone.
+
+def gathered_pairs(
+    order: TokenOrder, seq_length: int, starts: Starts = None, window: int | None = None
+) -> tuple[Pair, ...]:
+    """Return the pairs of this rank's queries with the keys of all ranks, gathered in the order of positions."""
+    mine = order.chunks(seq_length)
+    every = sorted(chunk for rank in range(order.num_ranks) for chunk in order.chunks(seq_length, rank))
+    if starts is None:
+        return pairs(segments(mine, (), window), segments(every, (), window), window)
+    return tuple(
+        pair._replace(sequences=(row, row + 1))
+        for row, each in enumerate(starts)
+        for pair in pairs(segments(mine, each, window), segments(every, each, window), window)
+    )
+
+
+def scores_computed(
+    exchange: str, order: TokenOrder, seq_length: int, backward: bool, window: int | None = None
+) -> Fraction:
+    """Return the scores that a rank computes for each sequence and each of its heads, without documents.
+
+    Kernels are counted whole where they are causal or masked.  Ranks that exchange heads have a share of them.
     """
+    if window is not None:
+        return _scores_of_pairs(exchange, order, seq_length, backward, window)
     if exchange == GATHER:  # chunks r and 2 c - 1 - r see r + 1 and 2 c - r chunks of keys
-        ranks = mesh.size(context)
-        return (2 * ranks + 1) * (seq_length // (2 * ranks)) ** 2
-    ranks, shared = mesh.size(ring_axes(exchange, context)), mesh.size(head_axes(exchange, context))
+        ranks = order.num_ranks
+        return Fraction((2 * ranks + 1) * (seq_length // (2 * ranks)) ** 2)
+    # Of 2 o chunks over a ring of o ranks, forward computes a rank's own two as one causal pair, backward each alone.
+    ranks, shared = (order.mesh.size(axes(exchange, order.context)) for axes in (ring_axes, head_axes))
     chunks = 2 * ranks + (1 if backward else 2)
-    return chunks * (seq_length // 2 // ranks) ** 2 // shared
+    return Fraction(chunks * (seq_length // 2 // ranks) ** 2, shared)
+
+
+@lru_cache(maxsize=256)
+def _scores_of_pairs(exchange: str, order: TokenOrder, seq_length: int, backward: bool, window: int) -> Fraction:
+    """Return the scores of the pairs that a window leaves."""
+    if exchange == GATHER:
+        return Fraction(num_pair_scores(gathered_pairs(order, seq_length, None, window)))
+    plan = exchange_ring(exchange, order, seq_length, None, window)
+    own = plan.own_parts if backward else (plan.own,)
+    every = (*own, *(step.pairs for step in plan.steps))
+    return Fraction(sum(map(num_pair_scores, every)), order.mesh.size(head_axes(exchange, order.context)))

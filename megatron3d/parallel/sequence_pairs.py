@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from megatron3d.parallel.attention_pairs import LONGEST, SHORTEST, Kind, Pair, Span
+from megatron3d.parallel.attention_pairs import LONGEST, SHORTEST, Kind, Pair, Span, num_pair_scores
 
 # Where attention weights have dropout: the longest sequence whose scores are kept for backward, and the queries of a
 # piece of longer ones, whose scores are recomputed.
@@ -77,8 +77,7 @@ def sequence_pairs(
 
 def num_scores(seq_length: int, window: int | None) -> int:
     """Return the scores that the pairs of a sequence compute; those of a causal pair count all, as in MFU."""
-    pairs = pairs_of_sequence(seq_length, (), window)
-    return sum((pair.queries[1] - pair.queries[0]) * (pair.keys[1] - pair.keys[0]) for pair in pairs)
+    return num_pair_scores(pairs_of_sequence(seq_length, (), window))
 
 
 def _neighbours(spans: Sequence[Span]) -> Iterator[list[Span]]:

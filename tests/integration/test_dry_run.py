@@ -21,6 +21,8 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.context_exchange import BOTH
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.lower import lower
@@ -114,6 +116,40 @@ def test_context(recompute: str | None, zero_stage: int) -> None:
     train = RECOMPUTATIONS[recompute] if recompute else {}
     config = configure("llama" if zero_stage else "gpt2", parallel, 16, global_batch_size=48, **train)
     assert problems(config, 16, (0, 13)) == []
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "all layers": {"window_size": (4, 0)},
+    "every second layer": {"window_size": (8, 0), "window_attn_skip_freq": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "windows"), [*zip(CONTEXT_EXCHANGES, list(WINDOWS) * 2, strict=True), ("p2p", "all layers")]
+)
+def test_windows(exchange: str, windows: str) -> None:
+    """A window leaves out pairs, and steps of a ring; documents that begin nowhere change nothing."""
+    parallel: dict[str, Any] = {"context_parallel_size": 8, "cp_comm_type": exchange, "tensor_model_parallel_size": 2}
+    parallel |= {"hierarchical_context_parallel_sizes": (2, 4)} if exchange == BOTH else {}
+    train = RECOMPUTATIONS["core"] if windows == "all layers" else {}
+    config = configure("llama", {}, 32, global_batch_size=256, **train)
+    heads = {"num_attention_heads": 16, "num_query_groups": 4, "seq_length": 64}
+    model = config.model.model_copy(update=WINDOWS[windows] | heads)
+    data = config.data.model_copy(update={"reset_attention_mask": windows == "all layers"})
+    layout = config.parallel.model_copy(update=parallel)
+    config = config.model_copy(update={"model": model, "data": data, "parallel": layout})
+    assert check(config, 32, VOCAB_SIZE) == []
+    assert problems(config, 32, (0, 13)) == []
+    whole = step_of(config.model_copy(update={"model": model.model_copy(update={"window_size": None})}), 32, 13)
+    assert step_flops(step_of(config, 32, 13)) < step_flops(whole)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_windows_of_one_rank(dropout: float) -> None:
+    """Dropout of attention weights computes all scores, and masks them."""
+    config = configure("llama", {}, 1, global_batch_size=16)
+    model = config.model.model_copy(update={"window_size": (2, 0), "attention_dropout": dropout})
+    assert problems(config.model_copy(update={"model": model}), 1, (0,)) == []
 
 
 @pytest.mark.parametrize("zero_stage", range(4))

@@ -21,7 +21,6 @@ from megatron3d.parallel.async_plan import in_rounds
 from megatron3d.parallel.context_exchange import exchange_traffic
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
-from megatron3d.parallel.sequence_pairs import num_scores
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
 
@@ -85,8 +84,8 @@ def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
     """Yield the collectives of one microbatch in a stage."""
     local = step.local
     for run in local.recompute.runs(stage.layers):
-        for _ in run.layers:
-            yield from _layer(local, forwards=2 if run.is_recomputed else 1)
+        for each, count in local.by_kind(run.layers):
+            yield from count * list(_layer(each, forwards=2 if run.is_recomputed else 1))
     if stage.has_embedding:
         arch, plan = local.arch, local.mode.embed
         sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, local.itemsize)
@@ -243,12 +242,9 @@ def step_flops(step: StepSpec) -> int:
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
     """Return the FLOPs of one layer on this rank for one microbatch."""
     products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
-    seq, window = local.arch.seq_length, local.window
-    windowed = local.sequences * num_scores(seq, window) if window else None
     recomputes_core = not again and local.recompute.recomputes(CORE_ATTN)
-    forward, backward = (windowed or each for each in (local.scores, local.backward_scores))
-    scores = (1 + again + recomputes_core) * forward + 2 * backward
-    return (3 + again) * products + 4 * scores * local.num_queries * local.arch.kv_channels
+    scores = (1 + again + recomputes_core) * local.scores(backward=False) + 2 * local.scores(backward=True)
+    return (3 + again) * products + 4 * scores * local.arch.kv_channels
 
 
 def _gemm_flops(local: LocalSizes, plan: MatmulPlan, m: int, n: int, k: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,11 +13,13 @@ from megatron3d.model.layer_kinds import AttentionKind, attention_kind, layer_co
 from megatron3d.model.linears import LinearSize, layer_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.parallel.attention_heads import HeadSplit
-from megatron3d.parallel.context_exchange import GATHER, ExchangeSizes, scores_computed
+from megatron3d.parallel.context import TokenOrder
+from megatron3d.parallel.context_exchange import GATHER, ExchangeSizes, exchange_ring, scores_computed
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
+from megatron3d.parallel.sequence_pairs import num_scores
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 
 
@@ -215,28 +218,33 @@ class LocalSizes:
         """Positions of each sequence that this rank holds."""
         return self.arch.seq_length // self.mesh.size(self.mode.context)
 
-    @property
-    def scores(self) -> int:
-        """Attention scores that this rank computes for each of its heads in forward."""
-        return self._scores(backward=False)
+    def scores(self, backward: bool) -> int:
+        """Return the attention scores that this rank computes for all its heads in forward or in backward."""
+        arch, mode = self.arch, self.mode
+        if arch.attention_dropout:
+            each = Fraction(self.inner_tokens * arch.seq_length)
+        elif not mode.context:
+            each = Fraction(self.sequences * num_scores(arch.seq_length, self.window))
+        else:
+            sizes = mode.exchange, self.order, arch.seq_length, backward, self.window
+            each = self.sequences * scores_computed(*sizes)
+        return int(each * self.num_queries)
 
     @property
-    def backward_scores(self) -> int:
-        """Attention scores for each of this rank's heads that backward computes."""
-        return self._scores(backward=True)
-
-    def _scores(self, backward: bool) -> int:
-        if not self.mode.context or self.arch.attention_dropout or self.masks_documents:
-            return self.inner_tokens * self.arch.seq_length
-        mode, seq = self.mode, self.arch.seq_length
-        return self.sequences * scores_computed(mode.exchange, mode.context, seq, self.mesh, backward)
+    def order(self) -> TokenOrder:
+        """Which positions of its sequences this rank holds."""
+        return TokenOrder(self.mode.batch_axes, self.mode.context, self.mesh)
 
     @property
     def exchange(self) -> ExchangeSizes:
         """Sizes of what this rank exchanges with other context ranks; all-gathers send keys before they are copied."""
-        is_even = self.heads.are_even or self.mode.exchange == GATHER
+        mode, seq = self.mode, self.arch.seq_length
+        is_even = self.heads.are_even or mode.exchange == GATHER
         groups, width = self.num_groups if is_even else self.num_queries, self.inner_tokens * self.arch.kv_channels
-        return ExchangeSizes(width * self.num_queries, width * groups, groups, self.itemsize)
+        sizes = ExchangeSizes(width * self.num_queries, width * groups, groups, self.itemsize)
+        if self.window is None or mode.exchange == GATHER or not mode.context:
+            return sizes
+        return replace(sizes, steps=len(exchange_ring(mode.exchange, self.order, seq, None, self.window).steps))
 
     @property
     def whole_keys(self) -> int:
