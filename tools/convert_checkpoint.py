@@ -1,6 +1,6 @@
 """Convert checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --input FOLDER --output FOLDER`.
 
-Tensors are converted one by one.  Success is printed after our GPT and the Hugging Face model have computed the same
+Tensors are converted one by one.  EQUAL is printed after our GPT and the Hugging Face model have computed the same
 logits for stored inputs.  Exit codes: 0 converted, 1 the logits differ, 2 wrong input; 1 and 2 write nothing.
 """
 
@@ -62,6 +62,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="do not run transformers' own model, which is in memory whole; a plain forward of the files always runs",
     )
+    parser.add_argument(
+        "--without-logits",
+        action="store_true",
+        help="run neither model, only convert the tensors; needs the least memory",
+    )
     return parser
 
 
@@ -82,7 +87,7 @@ def _unused(args: argparse.Namespace) -> Iterator[str]:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Convert the checkpoint, and print the comparisons of the logits."""
+    """Convert the checkpoint, and unless told otherwise print the comparisons of the logits."""
     UserError.collect(_unused(args))
     request = ConversionRequest(
         source=args.input,
@@ -93,11 +98,16 @@ def convert(args: argparse.Namespace) -> None:
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,
         with_transformers=not args.without_transformers,
+        with_logits=not args.without_logits,
         model_type=args.model_type,
     )
     report = _DIRECTIONS[args.direction](request)
     for note in report.notes:
         print(f"> {note}")
+    if args.without_logits:
+        print("> logits were not compared (--without-logits)")
+        print(f"CONVERTED: {args.output}")
+        return
     if not args.without_transformers and not has_transformers():
         print("> transformers is not installed, so that its own model was not run")
     print("> logits for the stored inputs of conversion.json, weights rounded alike:")

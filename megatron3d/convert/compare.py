@@ -1,13 +1,15 @@
 """Compare the logits of a checkpoint and of a Hugging Face folder, on stored inputs, with weights rounded alike.
 
-Our GPT runs as a pipeline of one layer per stage, one stage after another in this process, so that memory holds one
-layer and one vocabulary matrix, whatever the model's size.
+Our GPT runs as a pipeline of one layer per stage, one stage after another in this process, and both models with at most
+8192 rows of the vocabulary's matrices, so that memory holds about 10 bytes per parameter of one layer, whatever the
+model's size.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,22 @@ from torch import Tensor
 
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.param_pieces import param_pieces
+from megatron3d.checkpoint.piece import Piece
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.convert.model_types import HubConfig
 from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
-from megatron3d.model.stages import StageAssignment, make_stages
+from megatron3d.model.params import EMBEDDING, HEAD
+from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 
 NUM_SEQUENCES, MAX_POSITIONS = 2, 24
+# Rows of the vocabulary's matrices that are compared: with more, those of the inputs, and others evenly spread.
+MAX_ROWS = 8192
+VOCABULARY = (f"model.{EMBEDDING}", f"model.{HEAD}")
 # Relative to the largest logit; transformers normalizes and rotates in fp32 in every precision.
 PLAIN_TOLERANCE, TRANSFORMERS_TOLERANCE = 1e-9, 1e-4
 
@@ -61,28 +68,60 @@ def stored_inputs(vocab_size: int, max_positions: int) -> Tensor:
     return torch.from_numpy(tokens)
 
 
+def compared_rows(vocab_size: int, tokens_BS: Tensor) -> Tensor:
+    """Return the ids of the tokens whose logits are compared, sorted: all, or `MAX_ROWS` and those of the inputs."""
+    spread = torch.linspace(0, vocab_size - 1, min(vocab_size, MAX_ROWS), dtype=torch.float64).long()
+    rows: Tensor = torch.cat((spread, tokens_BS.flatten())).unique()
+    return rows
+
+
 @torch.no_grad()
-def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, tokens_BS: Tensor) -> Tensor:
-    """Return the logits [B, S, V] of our GPT in float64, its weights rounded to a dtype first."""
+def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, tokens_BS: Tensor, rows_V: Tensor) -> Tensor:
+    """Return the logits [B, S, V] of our GPT in float64, its weights rounded to a dtype first.
+
+    Args:
+        tokens_BS: tokens of the model's vocabulary `rows_V`, by their places there.
+        rows_V: ids in the vocabulary of the checkpoint.
+    """
     num_stages = arch.num_layers
     pipeline = StageAssignment(make_stages([1] * num_stages), tuple(range(num_stages)))
     mode = build_mode(next(iter(MODES)), None, (1,))
     axes = (("pipeline", num_stages), ("replica", 1), ("data", 1), *mode.axes)
-    x_MH: Tensor | None = None
-    for stage in pipeline.stages:
+    small = replace(arch, vocab_size=len(rows_V), padded_vocab_size=len(rows_V))
+
+    def run(stage: Stage, x_MH: Tensor | None) -> Tensor:
+        """Return the output of a stage, whose weights are in memory only meanwhile."""
         comm = ProcessComm(Mesh(axes, stage.index), ())
-        model = GPT(arch, mode, comm, pipeline, LossChunk(1)).to_empty(device="cpu").double()
+        model = GPT(small, mode, comm, pipeline, LossChunk(1)).to_empty(device="cpu").double()
         pieces = [
             piece
             for name, param in model.named_parameters()
             for piece in param_pieces("model", model.specs[name], param.data.fill_(0.0), comm.mesh)
         ]
-        store.load(checkpoint, pieces)
+        store.load(checkpoint, [part for piece in pieces for part in _rows_of_vocabulary(piece, arch, rows_V)])
         for param in model.parameters():
             param.data.copy_(param.to(rounded))
-        x_MH = model(stage, x_MH, model.begin_sampling(tokens_BS))
+        y_MH: Tensor = model(stage, x_MH, model.begin_sampling(tokens_BS))
+        return y_MH
+
+    x_MH: Tensor | None = None
+    for stage in pipeline.stages:
+        x_MH = run(stage, x_MH)
     assert x_MH is not None, "a model has a layer"
     return x_MH
+
+
+def _rows_of_vocabulary(piece: Piece, arch: Architecture, rows_V: Tensor) -> Iterator[Piece]:
+    """Yield a piece of a model whose vocabulary is `rows_V` as pieces of runs of rows of the whole vocabulary."""
+    if piece.name not in VOCABULARY or len(rows_V) == arch.vocab_size:
+        yield piece
+        return
+    first = 0
+    for end in [*(torch.nonzero(rows_V.diff() > 1).flatten() + 1).tolist(), len(rows_V)]:
+        low = int(rows_V[first])
+        box = ((low, low + end - first), *piece.box[1:])
+        yield Piece(piece.name, (arch.vocab_size, *piece.shape[1:]), box, piece.tensor[first:end])
+        first = end
 
 
 @torch.no_grad()
@@ -100,14 +139,16 @@ def has_transformers() -> bool:
 
 
 @torch.no_grad()
-def compare_transformers(ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor) -> LogitComparison:
+def compare_transformers(
+    ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor, rows_V: Tensor
+) -> LogitComparison:
     """Compare our logits with those of transformers' model in fp32; the whole model is in memory."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     for stored in model.state_dict().values():  # not the rotary frequencies, which are computed and never rounded
         stored.copy_(stored.to(rounded))
-    theirs = model.eval()(tokens_BS, use_cache=False).logits.double()
+    theirs = model.eval()(tokens_BS, use_cache=False).logits.double()[..., rows_V]
     return _agreement(f"transformers {transformers.__version__} in fp32", ours_BSV, theirs, TRANSFORMERS_TOLERANCE)
 
 

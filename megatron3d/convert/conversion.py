@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,15 +27,16 @@ from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
 from megatron3d.convert.config_json import model_type_of, read_settings, represents, write_settings
-from megatron3d.convert.hub_weights import DTYPES, HubWeights
+from megatron3d.convert.hub_weights import DTYPES, HubWeights, refuse_code, rows_of
 from megatron3d.convert.model_types import HubConfig
 from megatron3d.convert.output_files import output_folder, read_json, source_file, write_json
 from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
-from megatron3d.convert.tensor_names import FileTensor, file_tensors
+from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors
 from megatron3d.convert.tokenizer import GENERATION, export_tokenizer, id_value, import_tokenizer, keep_token_ids
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture, architecture_of_record, architecture_record
+from megatron3d.parallel.layout import box_shape
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.checkpointing import Meta, read_meta
 
@@ -51,6 +53,7 @@ class ConversionRequest:
         dtype: dtype of the written weights; None keeps that of the source.
         max_shard_bytes: largest safetensors file, for a conversion to Hugging Face.
         seq_length: sequence length of later training, for a conversion from Hugging Face.
+        with_logits: run both models on stored inputs, and publish the output only if they agree.
         model_type: model type that is written; None: that of the model's origin, or the first that computes the same.
     """
 
@@ -62,6 +65,7 @@ class ConversionRequest:
     tokenizer_type: str | None = None
     tokenizer_model: str | None = None
     with_transformers: bool = True
+    with_logits: bool = True
     model_type: str | None = None
 
 
@@ -80,6 +84,7 @@ class LogitsDiffer(RuntimeError):
 def from_hub(request: ConversionRequest) -> ConversionReport:
     """Write a run's folder with the weights of a Hugging Face folder; raises UserError or LogitsDiffer."""
     settings = read_json(source_file(request.source, "config.json"))
+    refuse_code(request.source, settings)
     model = read_settings(settings, request.seq_length)
     assert model.vocab_size is not None, "config.json has a vocabulary"
     arch, model_type = resolve_architecture(model, model.vocab_size), model_type_of(settings)
@@ -102,7 +107,7 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
             consumed_samples=0,
             optimizer_steps=0.0,
         )
-        pieces = _pieces(table, weights, request.dtype, folder)
+        pieces = _pieces(table, weights, request.dtype)
         checkpoint = store.save(folder, 0, pieces, meta.model_dump(), _alone())
         stored = [request.dtype] if request.dtype else list(weights.dtypes)
         precision = _PRECISIONS[stored[0]] if len(stored) == 1 else "fp32"
@@ -166,12 +171,19 @@ def _compare_logits(
     hub: Path,
 ) -> tuple[LogitComparison, ...]:
     """Run both models on the stored inputs; raises LogitsDiffer."""
+    if not request.with_logits:
+        return ()
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
-    rounded = request.dtype or torch.float64
-    ours = compare.our_logits(checkpoint, arch, rounded, tokens)
-    found = [compare.compare(ours, settings, weights.tensor, rounded, tokens)]
+    rounded, rows = request.dtype or torch.float64, compare.compared_rows(arch.vocab_size, tokens)
+    places = torch.searchsorted(rows, tokens)
+    ours = compare.our_logits(checkpoint, arch, rounded, places, rows)
+
+    def values(name: str) -> Tensor:
+        return weights.tensor(name)[rows] if name in weights.vocabulary else weights.tensor(name)
+
+    found = [compare.compare(ours, settings, values, rounded, places)]
     if request.with_transformers and compare.has_transformers():
-        found.append(compare.compare_transformers(ours, hub, rounded, tokens))
+        found.append(compare.compare_transformers(ours, hub, rounded, tokens, rows))
     wrong = [agreement for agreement in found if not agreement.holds]
     if wrong:
         raise LogitsDiffer(
@@ -180,31 +192,18 @@ def _compare_logits(
     return tuple(found)
 
 
-def _pieces(
-    table: Sequence[FileTensor], weights: HubWeights, dtype: torch.dtype | None, scratch: Path
-) -> Iterator[Piece]:
-    """Yield the logical tensors, as views of the mapped files, or of scratch files where their dtype is converted."""
+def _pieces(table: Sequence[FileTensor], weights: HubWeights, dtype: torch.dtype | None) -> Iterator[Piece]:
+    """Yield the logical tensors; each is read, and rounded to a dtype if one is given, when it is written."""
+
+    def values(tensor: FileTensor, rows: RowRange) -> Tensor:
+        found = rows_of(tensor, weights.tensor(tensor.name), rows)
+        return found if dtype is None else found.to(dtype)
+
     for tensor in table:
-        values = _converted(weights.tensor(tensor.name), dtype, scratch)
-        joined = _transposed(values) if tensor.is_transposed else values
-        rows = [shape[0] for _, shape in tensor.parts]
-        for (name, shape), part in zip(tensor.parts, joined.split(rows), strict=True):
-            yield Piece(f"model.{name}", shape, tuple((0, size) for size in shape), part)
-
-
-def _transposed(values: Tensor) -> Tensor:
-    """Return the transpose as a view, contiguous for a single row or column."""
-    return values.T if min(values.shape) > 1 else values.reshape(values.shape[::-1])
-
-
-def _converted(values: Tensor, dtype: torch.dtype | None, scratch: Path) -> Tensor:
-    """Return the values in another dtype, in memory backed by an unlinked file, which the system may page out."""
-    if dtype is None or values.dtype == dtype:
-        return values
-    path = scratch / "scratch"
-    mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=dtype)
-    path.unlink()
-    return mapped.view(values.shape).copy_(values)
+        stored = dtype or weights.stored(tensor.name).dtype
+        for rows in tensor.row_ranges():
+            described = torch.empty(box_shape(rows.box), dtype=stored, device="meta")
+            yield Piece(f"model.{rows.name}", rows.shape, rows.box, described, partial(values, tensor, rows))
 
 
 def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
@@ -219,15 +218,14 @@ def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -
 
 
 def _read(checkpoint: Path, run: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    joined = [torch.zeros(tensor.joined_shape, dtype=dtype) for tensor in run]
-    pieces = []
-    for tensor, whole in ((each, whole) for each, whole in zip(run, joined, strict=True) if each.parts):
-        parts = whole.split([shape[0] for _, shape in tensor.parts])
-        for (name, shape), part in zip(tensor.parts, parts, strict=True):
-            pieces.append(Piece(f"model.{name}", shape, tuple((0, size) for size in shape), part))
+    values = [torch.zeros(tensor.shape, dtype=dtype) for tensor in run]
+    pieces = [
+        Piece(f"model.{rows.name}", rows.shape, rows.box, rows_of(tensor, whole, rows))
+        for tensor, whole in zip(run, values, strict=True)
+        for rows in tensor.row_ranges()
+    ]
     store.load(checkpoint, pieces)
-    for tensor, whole in zip(run, joined, strict=True):
-        yield whole.T if tensor.is_transposed else whole
+    yield from values
 
 
 def read_architecture(checkpoint: Path) -> Architecture:

@@ -1,4 +1,7 @@
-"""Find the tensors of a Hugging Face folder, check them before any is read, and map them into memory one by one."""
+"""Find the tensors of a Hugging Face folder, check them before any is read, and map them into memory one by one.
+
+A file is mapped once per tensor: the pages of earlier tensors, which would count as the process's memory, go.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron3d.convert.model_types import HubConfig
 from megatron3d.convert.output_files import source_file
-from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, strip_body_prefix
+from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, RowRange, strip_body_prefix
 from megatron3d.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,19 +46,20 @@ class HubTensor:
 class HubWeights:
     """The tensors of a folder, by the names of a table.
 
-    Raises UserError with every problem where files are missing, damaged or foreign, or tensors other than the table's.
+    `vocabulary` names those with a row for each token.  Raises UserError with every problem where files are missing,
+    damaged or foreign, or tensors other than the table's.
     """
 
     def __init__(self, folder: Path, tensors: Sequence[FileTensor], model_type: str, is_tied: bool) -> None:
-        self._handles: dict[Path, Any] = {}
         self.files = find_files(folder)
-        found = {tensor.name: tensor for path in self.files for tensor in self._open(path)}
+        found = {tensor.name: tensor for path in self.files for tensor in _tensors(path)}
         found = {name: tensor for name, tensor in found.items() if not _CONSTANTS.search(name)}
+        self.vocabulary = frozenset(tensor.name for tensor in tensors if tensor.has_vocabulary)
         bare = {strip_body_prefix(tensor.name, model_type): tensor.name for tensor in tensors}
         self._stored = {bare.get(name, name): tensor for name, tensor in found.items()}
         head = self._stored.pop(TIED_HEAD, None) if is_tied else None
         _raise(folder, _differences(self._stored, tensors))
-        if head is not None and not torch.equal(self._read(head), self.tensor(tensors[0].name)):
+        if head is not None and not torch.equal(_read(head), self.tensor(tensors[0].name)):
             raise UserError(
                 f"{folder}: config.json ties the embedding and the head, but {TIED_HEAD} differs from "
                 f"{tensors[0].name}; set tie_word_embeddings to false there if the model was trained so"
@@ -68,18 +72,37 @@ class HubWeights:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as stored, mapped from the file."""
-        return self._read(self._stored[name])
+        return _read(self._stored[name])
 
-    def _read(self, stored: HubTensor) -> Tensor:
-        try:
-            tensor: Tensor = self._handles[stored.file].get_tensor(stored.name)
-        except (OSError, SafetensorError) as error:
-            raise _damaged(stored.file, error) from error
-        return tensor
+    def stored(self, name: str) -> HubTensor:
+        """Return where a tensor of the table is, and its dtype."""
+        return self._stored[name]
 
-    def _open(self, path: Path) -> Iterator[HubTensor]:
-        try:
-            self._handles[path] = handle = safe_open(path, framework="pt")
+
+def rows_of(tensor: FileTensor, values: Tensor, rows: RowRange) -> Tensor:
+    """Return rows of a logical tensor as a view of the values of a file's tensor."""
+    joined = _transposed(values) if tensor.is_transposed else values
+    return joined[rows.start : rows.start + rows.high - rows.low]
+
+
+def _transposed(values: Tensor) -> Tensor:
+    """Return the transpose as a view, contiguous for a single row or column."""
+    return values.T if min(values.shape) > 1 else values.reshape(values.shape[::-1])
+
+
+def _read(stored: HubTensor) -> Tensor:
+    try:
+        with safe_open(stored.file, framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(stored.name)
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
+        raise _damaged(stored.file, error) from error
+    return tensor
+
+
+def _tensors(path: Path) -> Iterator[HubTensor]:
+    """Yield the tensors that the header of a file describes."""
+    try:
+        with safe_open(path, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
                 part = handle.get_slice(name)
                 dtype = _NAMES.get(part.get_dtype())
@@ -89,12 +112,24 @@ class HubWeights:
                         "model before quantization"
                     )
                 yield HubTensor(path, name, tuple(part.get_shape()), dtype)
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path, error) from error
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is no whole safetensors file ({error}); copy or download it again")
+
+
+def refuse_code(folder: Path, settings: HubConfig) -> None:
+    """Raise UserError where a folder's model is defined by Python code in the folder, which is never run."""
+    code = sorted(path.name for path in folder.glob("modeling*.py"))
+    if not code and settings.get("auto_map") is None:
+        return
+    what = f"auto_map in config.json names code ({', '.join(code) or 'of another folder'})" if not code else code[0]
+    raise UserError(
+        f"{folder}: {what} defines the model by code, which is never run here; if transformers has the same model "
+        "without that code (trust_remote_code=False computes the same), remove auto_map and the .py files"
+    )
 
 
 def find_files(folder: Path) -> tuple[Path, ...]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.params import param_specs
-from megatron3d.parallel.layout import Shape
+from megatron3d.model.params import EMBEDDING, HEAD, param_specs
+from megatron3d.parallel.layout import Box, Shape
 from megatron3d.parallel.modes import MODES, build_mode
 
 # Hugging Face module: our modules whose tensors it concatenates; {n} is the layer, * marks a Conv1D.
@@ -56,18 +57,54 @@ _MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 TIED_HEAD = "lm_head.weight"
 
 
+class RowRange(NamedTuple):
+    """Consecutive rows of a logical tensor that are consecutive in a file's tensor, where they begin at row `start`.
+
+    Attributes:
+        shape: shape of the logical tensor.
+    """
+
+    name: str
+    shape: Shape
+    low: int
+    high: int
+    start: int
+
+    @property
+    def box(self) -> Box:
+        """The rows as a box of the logical tensor."""
+        return ((self.low, self.high), *((0, size) for size in self.shape[1:]))
+
+
 @dataclass(frozen=True)
 class FileTensor:
     """A tensor of a file: logical tensors with their shapes, concatenated along dim 0, then perhaps transposed.
 
     Attributes:
         num_zeros: length of a vector of zeros, which has no parts: a bias that our model lacks.
+        num_groups: the rows of the parts alternate: with 2 groups a first half of each part, then the second halves.
     """
 
     name: str
     parts: tuple[tuple[str, Shape], ...]
     is_transposed: bool
     num_zeros: int = 0
+    num_groups: int = 1
+
+    def row_ranges(self) -> Iterator[RowRange]:
+        """Yield the rows of every part, in the order of the rows of the tensor before transposition."""
+        start = 0
+        for group in range(self.num_groups):
+            for name, shape in self.parts:
+                rows, rest = divmod(shape[0], self.num_groups)
+                assert rest == 0, f"{self.name}: {shape[0]} rows of {name} in {self.num_groups} groups"
+                yield RowRange(name, shape, group * rows, (group + 1) * rows, start)
+                start += rows
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether there is a row for each token of the vocabulary."""
+        return any(name in (EMBEDDING, HEAD) for name, _ in self.parts)
 
     @property
     def joined_shape(self) -> Shape:
