@@ -15,7 +15,7 @@ from dataclasses import replace
 from megatron3d.analysis.memory_model.exchange_memory import keeps_queries, kept_by_exchange
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
-from megatron3d.model.layer_kinds import rotaries
+from megatron3d.model.layer_kinds import layer_counts, rotaries
 from megatron3d.model.linears import FC1, PROJ, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, NO_RECOMPUTE, LayerRun
 from megatron3d.parallel.context_exchange import GATHER
@@ -51,7 +51,9 @@ def recomputed_activations(local: LocalSizes) -> int:
     Offloaded activations count as well: those of the layer that is computed, and of the one that leaves or arrives.
     """
     whole, layers = replace(local, recompute=NO_RECOMPUTE), range(local.arch.num_layers)
-    recomputed = [run.layers for run in local.recompute.runs(layers) if run.is_recomputed]
+    runs = (run.layers for run in local.recompute.runs(layers) if run.is_recomputed)
+    # Most runs have as many layers of each kind as another.
+    recomputed = {frozenset(layer_counts(local.arch, run).items()): run for run in runs}.values()
     kinds = [each for each, _ in local.by_kind(layers)]
     everything = [total_bytes(layer_activations(replace(each, recompute=NO_RECOMPUTE))) for each in kinds]
     kept = [total_bytes(layer_activations(each)) for each in kinds]
