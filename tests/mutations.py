@@ -32,6 +32,7 @@ PAIRS = (
 EXCHANGES = ("tests/unit/ops/test_ring_attention.py", "tests/unit/ops/test_attention_pairs.py")
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
+SOFTMAX = ("tests/unit/ops/test_attention_softmax.py",)
 
 
 class Mutation(NamedTuple):
@@ -95,6 +96,54 @@ MUTATIONS = [
         "model/layers.py",
         "attention_kind(arch, index)",
         "attention_kind(arch, index * (build.comm.mesh.coord('pipeline') > 0))",
+    ),
+    Mutation(
+        "base of RoPE in layers with a window scaled",
+        "model/layer_kinds.py",
+        "rotary = Rotary(arch.rope_local_base_freq, size)",
+        "rotary = Rotary(arch.rope_local_base_freq, size, arch.rotary_scaling)",
+        ("tests/unit/model/test_peers.py",),
+    ),
+    Mutation(
+        "gradient of an attention sink without its weight",
+        "ops/attention_softmax.py",
+        "-(weight_BNL * along_BNL).sum((0, 2))",
+        "-along_BNL.sum((0, 2))",
+        SOFTMAX,
+    ),
+    Mutation(
+        "attention sink missing in the log-sum-exp for backward",
+        "ops/attention_softmax.py",
+        "torch.logaddexp(lse, sink)",
+        "lse",
+        SOFTMAX,
+    ),
+    Mutation(
+        "cap of scores without its slope",
+        "ops/attention_softmax.py",
+        "1 - (scores.clamp(min=-softcap) / softcap).square()",
+        "torch.ones_like(scores)",
+        SOFTMAX,
+    ),
+    Mutation(
+        "pieces of capped queries without the keys of later pieces",
+        "ops/capped_attention.py",
+        "mask, last = q_BNLD.new_ones((high - low, high), dtype=torch.bool).tril(low), high",
+        "mask, last = q_BNLD.new_ones((high - low, high), dtype=torch.bool).tril(), high",
+        SOFTMAX,
+    ),
+    Mutation(
+        "sinks of the first heads on all ranks that exchange heads",
+        "ops/head_exchange.py",
+        "[self._comm.mesh.index(self._axes)]",
+        "[0]",
+        ("tests/integration/test_context_exchanges.py",),
+    ),
+    Mutation(
+        "gradient of attention sinks not summed over tokens of other ranks",
+        "model/params.py",
+        "(self.arch.num_attention_heads,)), (features,), DATA + tokens, decay=False)",
+        "(self.arch.num_attention_heads,)), (features,), DATA, decay=False)",
     ),
     Mutation(
         "softmax maximum of one vocabulary shard",

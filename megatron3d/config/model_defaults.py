@@ -62,6 +62,8 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         if isinstance(model.window_attn_skip_freq, int)
         else _pattern(model.window_attn_skip_freq),
         rope_local_base_freq=model.rope_local_base_freq,
+        attention_softcap=model.attention_softcap,
+        softmax_type=model.softmax_type,
     )
 
 

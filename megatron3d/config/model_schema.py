@@ -99,6 +99,14 @@ class ModelConfig(Section):
     softmax_scale: float | None = Field(
         None, gt=0, description="factor of attention's scores; default: 1 / root of kv_channels"
     )
+    attention_softcap: float | None = Field(
+        None, gt=0, description="c: attention's scores become c tanh(score / c); default: unbounded"
+    )
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = Field(
+        "vanilla",
+        description="attention sinks: off-by-one adds 1 to the denominator of attention's softmax, learnable the "
+        "exponential of a parameter of each head",
+    )
     logit_scale: float = Field(1.0, gt=0, description="factor of the logits")
     logit_softcap: float | None = Field(
         None, gt=0, description="c: logits become c tanh(logit / c), after logit_scale; default: unbounded"

@@ -33,6 +33,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.embedding_scale": ("embedding_multiplier",),
     "model.softmax_scale": ("attention_multiplier", "query_pre_attn_scalar"),
     "model.logit_scale": ("logits_scaling",),
+    "model.attention_softcap": ("attn_logit_softcapping", "attn_logit_softcap"),
+    "model.softmax_type": ("attention_sinks", "sinks"),
     "model.logit_softcap": ("final_logit_softcapping",),
     "model.rotary_percent": ("partial_rotary_factor", "rotary_pct"),
     "model.no_rope_freq": ("no_rope_layer_interval", "no_rope_layers"),

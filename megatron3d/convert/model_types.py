@@ -251,6 +251,8 @@ SWITCHES: Mapping[str, JsonValue] = {
     "attention_output_gate": False,
     "embedding_scale": 1.0,
     "softmax_scale": None,
+    "attention_softcap": None,
+    "softmax_type": "vanilla",
     "logit_scale": 1.0,
     "logit_softcap": None,
 }

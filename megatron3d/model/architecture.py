@@ -49,6 +49,7 @@ class Architecture:
         window: keys that a query sees, itself included; None: all before it.
         window_pattern: pattern that repeats over depth, 0 for a layer without the window; empty: every layer has it.
         rope_local_base_freq: base of rotary positions, unscaled, in layers with the window; None: as in the others.
+        softmax_type: whether a constant or learned logit of each head joins the denominator of its softmax.
     """
 
     num_layers: int
@@ -88,11 +89,18 @@ class Architecture:
     window: int | None = None
     window_pattern: tuple[int, ...] = ()
     rope_local_base_freq: float | None = None
+    attention_softcap: float | None = None
+    softmax_type: str = "vanilla"
 
     @property
     def norm_sites(self) -> tuple[str, ...]:
         """The norms of a layer on the residual stream, in the order of the forward pass."""
         return NORM_SITES[self.norm_placement]
+
+    @property
+    def has_vanilla_softmax(self) -> bool:
+        """Whether attention's weights are the softmax of its scores, neither capped nor with sinks."""
+        return self.attention_softcap is None and self.softmax_type == "vanilla"
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -20,6 +20,7 @@ def num_parameters(arch: Architecture) -> int:
     kv = 2 * arch.num_query_groups * arch.kv_channels
     head_norms = 2 * arch.kv_channels if arch.qk_layernorm_scope == "head" else q + kv // 2
     attention = (h + qkv_bias) * (q + gate + kv) + q * h + proj_bias * h + head_norms * norm * arch.qk_layernorm
+    attention += arch.num_attention_heads * (arch.softmax_type == "learnable")
     gates = 2 if arch.activation in GATED else 1
     mlp = gates * (h + mlp_bias) * f + f * h + mlp_bias * h
     embeddings = arch.vocab_size * h * (1 if arch.tie_embeddings else 2)

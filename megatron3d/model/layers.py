@@ -18,6 +18,7 @@ from megatron3d.model.mlp import MLP
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.ops.attention import AttentionHeads, attention
+from megatron3d.ops.attention_softmax import VANILLA, Softmax
 from megatron3d.ops.context_attention import ContextAttention, context_attention
 from megatron3d.ops.norm import TORCH_NORMS
 from megatron3d.ops.packed_attention import Visible
@@ -48,6 +49,8 @@ class Attention(nn.Module):
         norm_axes = () if self.norms_heads else build.mode.inner[1]
         self.q_norm = Norm(f"{name}.q_norm", norm_axes, build) if arch.qk_layernorm else None
         self.k_norm = Norm(f"{name}.k_norm", norm_axes, build) if arch.qk_layernorm else None
+        self.softcap, self.has_sinks = arch.attention_softcap, arch.softmax_type != VANILLA
+        self.sinks = build.optional(f"{name}.sinks")
         self.has_gate = arch.attention_output_gate
         self.proj = Linear(layer, PROJ, build)
         self.recomputes_core = build.recompute.recomputes(CORE_ATTN)
@@ -78,9 +81,11 @@ class Attention(nn.Module):
                 tables = at.rows(cos, self.tokens), at.rows(sin, self.tokens)
             q, k = rotate(q, tables), rotate(k, tables)
         q = q if self.query_scale == 1 else q * self.query_scale
+        sinks = q.new_zeros(q.shape[2]) if self.has_sinks and self.sinks is None else self.sinks
+        softmax = Softmax(self.softcap, sinks)
         if at.cached:
             k, v = at.cached.extend(self.site, k, v)
-            return attention(q, k, v, self.heads, None, at.cached.mask_BSL(self.window))
+            return attention(q, k, v, self.heads, None, at.cached.mask_BSL(self.window), softmax=softmax)
         drop = None
         if self.dropout and at.key is not None:
             first, _ = at.order.sequences(at.num_sequences, self.tokens)
@@ -88,9 +93,9 @@ class Attention(nn.Module):
         visible = at.visible(self.window, self.tokens)
         if self.context:
             seen = visible or Visible()
-            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, drop)
+            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, drop, softmax)
             return context_attention(q, k, v, self.exchange, inputs)
-        return attention(q, k, v, self.heads, drop, visible=visible)
+        return attention(q, k, v, self.heads, drop, visible=visible, softmax=softmax)
 
 
 class Layer(nn.Module):
@@ -136,7 +141,12 @@ _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
     Norm: lambda m: bool(m.axes) or m.kernels is not TORCH_NORMS,
     HiddenDropout: lambda m: m.rate > 0,
     Attention: lambda m: (
-        m.dropout > 0 or m.window is not None or m.recomputes_core or bool(m.heads.gather_axes or m.context)
+        m.dropout > 0
+        or m.window is not None
+        or m.softcap is not None
+        or m.has_sinks
+        or m.recomputes_core
+        or bool(m.heads.gather_axes or m.context)
     ),
     MLP: lambda m: m.recomputes_activation,
 }

@@ -98,6 +98,7 @@ class _Table:
         yield from norm("input_norm")
         yield from self.linear(name, QKV)
         yield from self.head_norms(f"{name}.attention") if arch.qk_layernorm else ()
+        yield from self.sinks(f"{name}.attention") if arch.softmax_type == "learnable" else ()
         yield from self.linear(name, PROJ)
         yield from norm("attention_output_norm")
         yield from norm("post_attention_norm")
@@ -114,6 +115,11 @@ class _Table:
         axes, rows = (features, tokens) if is_whole else ((), tokens + features)
         for part, size in zip(("q_norm", "k_norm"), sizes, strict=True):
             yield from self.norm(f"{name}.{part}", size, rows, axes)
+
+    def sinks(self, name: str) -> Named:
+        """Yield the attention sinks: one logit for each query head, sharded as these are, 0 at first."""
+        path, (tokens, features) = f"{name}.sinks", self.mode.inner
+        yield path, ParamSpec(_same(path, (self.arch.num_attention_heads,)), (features,), DATA + tokens, decay=False)
 
     def norm(self, name: str, size: int, tokens: Axes, features: Axes) -> Named:
         """Yield weight and, for LayerNorm, bias of a norm; `tokens` are the axes that shard the normalized rows."""

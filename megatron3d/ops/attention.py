@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
+from megatron3d.ops.attention_pairs import PlainKernel
+from megatron3d.ops.attention_softmax import PLAIN_SOFTMAX, Softmax, add_sink, capped
 from megatron3d.ops.bf16_cpu_attention import causal_attention, recomputes_softmax
+from megatron3d.ops.capped_attention import InPieces
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.ops.packed_attention import Visible, packed_attention, positions_of
 from megatron3d.ops.recompute import recomputed
@@ -82,6 +85,7 @@ def attention(
     drop: Drop | None,
     mask_BST: Tensor | None = None,
     visible: Visible | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Return causal attention, [M, N * D].
 
@@ -89,14 +93,17 @@ def attention(
         drop: dropout of the attention weights.
         mask_BST: True where a query sees one of T key positions, of a KV cache; default: causal.
         visible: documents and window of the sequences; default: none.
+        softmax: how scores become weights.
     """
     q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSGD, v_BSGD))
     if not heads.are_even:
         k, v = (t[:, heads.group_of_query] for t in (k, v))
     if drop is not None:
-        y = attention_with_dropout(q, k, v, WeightDropout(drop, heads, q.shape[2], visible or Visible()))
-    elif visible is not None:
-        y = packed_attention(q, k, v, visible)
+        y = attention_with_dropout(q, k, v, WeightDropout(drop, heads, q.shape[2], visible or Visible(), softmax))
+    elif mask_BST is not None and not softmax.is_vanilla:
+        y = masked_attention(q, k, v, mask_BST, softmax)
+    elif visible is not None or not softmax.is_vanilla:
+        y = packed_attention(q, k, v, visible or Visible(), softmax)
     elif mask_BST is None and recomputes_softmax(q.device.type, q.dtype, q.shape[2]):
         y = causal_attention(q, k, v)
     else:
@@ -106,13 +113,22 @@ def attention(
     return y.transpose(1, 2).reshape(batch * seq, num_heads * size)
 
 
+def masked_attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BST: Tensor, softmax: Softmax) -> Tensor:
+    """Return attention [B, N, S, D] of queries to the keys of a KV cache that they see, with a cap or sinks."""
+    kernel = InPieces(PlainKernel(softmax.softcap))
+    out, lse = kernel.forward(q_BNSD, k_BGTD, v_BGTD, False, mask_BST[:, None, None])
+    return add_sink(out, lse, softmax.sink_N)[0]
+
+
 class WeightDropout(NamedTuple):
-    """Dropout of attention weights: (rate, key, first sequence), and the heads, positions and documents it is for."""
+    """Dropout of attention weights: (rate, key, first sequence), and the heads, positions, documents and softmax it is
+    for."""
 
     drop: Drop
     heads: AttentionHeads
     seq_length: int
     visible: Visible
+    softmax: Softmax = PLAIN_SOFTMAX
 
     def keep(self, batch: int, queries: Sequence[int], num_keys: int, device: torch.device) -> Tensor:
         """Return bool [B, N, L, T] for queries at these positions and the first keys, the same in every layout."""
@@ -157,6 +173,12 @@ def piece_with_dropout(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], 
     scores = (q @ k.transpose(-1, -2) * size**-0.5).to(torch.promote_types(q.dtype, torch.float32))
     rows = range(batch if at.visible.starts else 1)
     see = torch.stack([at.visible.mask(row, queries, range(num_keys), q.device) for row in rows])
-    weights = scores.masked_fill(see.logical_not_().unsqueeze(1), float("-inf")).softmax(-1).to(q.dtype)
+    scores = capped(scores, at.softmax.softcap).masked_fill(see.logical_not_().unsqueeze(1), float("-inf"))
+    if at.softmax.sink_N is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = at.softmax.sink_N.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+    weights = weights.to(q.dtype)
     keep = at.keep(batch, queries, num_keys, q.device)
     return dropout(weights, keep, at.drop[0]) @ v

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron3d.ops.attention_softmax import cap_slope, capped
 from megatron3d.parallel.attention_pairs import Kind, Pair
 
 
@@ -53,12 +54,19 @@ class PairKernel(Protocol):
 
 
 class PlainKernel:
-    """Plain matmuls: for any device and dtype, with the scores of one pair in memory."""
+    """Plain matmuls: for any device and dtype, with the scores of one pair in memory.
+
+    Args:
+        softcap: cap of the scores; None: they are not capped.
+    """
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
 
     def forward(
         self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT)
+        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT, self._softcap)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num_(0.0).to(q_BNLD.dtype)
         return (weights @ v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
@@ -75,23 +83,42 @@ class PlainKernel:
     ) -> Grads:
         out, lse = merged
         groups = (k_BGTD.shape[1], -1)
-        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT)
+        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT, self._softcap, is_again=True)
         weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp()
         delta = (dy_BNLD.to(weights.dtype) * out).sum(-1, keepdim=True).unflatten(1, groups)
         q, dy = (t.unflatten(1, groups) for t in (q_BNLD, dy_BNLD))
         dweights = dy @ v_BGTD.unsqueeze(2).mT
-        dscores = (weights * (dweights - delta)).to(q.dtype) * q.shape[-1] ** -0.5
+        dscores = weights * (dweights - delta)
+        if self._softcap is not None:
+            dscores *= cap_slope(scores, self._softcap)
+        dscores = dscores.to(q.dtype) * q.shape[-1] ** -0.5
         dv = (weights.to(dy.dtype).mT @ dy).sum(2)
         return Grads((dscores @ k_BGTD.unsqueeze(2)).flatten(1, 2), (dscores.mT @ q).sum(2), dv)
 
 
-def _scores(q_BNLD: Tensor, k_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None) -> Tensor:
+def _scores(
+    q_BNLD: Tensor,
+    k_BGTD: Tensor,
+    is_causal: bool,
+    mask_LT: Tensor | None,
+    softcap: float | None,
+    is_again: bool = False,
+) -> Tensor:
     """Return scores [B, G, N / G, L, T] in fp32 or wider, -inf where a query does not see a key."""
-    q = q_BNLD.unflatten(1, (k_BGTD.shape[1], -1))
-    scores: Tensor = (q @ k_BGTD.unsqueeze(2).mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    q, keys = q_BNLD.unflatten(1, (k_BGTD.shape[1], -1)), k_BGTD.unsqueeze(2).mT
+    product = _computed_again(q, keys) if is_again else q @ keys
+    scores: Tensor = product.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    scores = capped(scores, softcap)
     if is_causal:
         mask_LT = q.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
     return scores if mask_LT is None else scores.masked_fill(~mask_LT, -math.inf)
+
+
+def _computed_again(q: Tensor, k: Tensor) -> Tensor:
+    """Return q @ k by the operation whose FLOPs `FlopMemoryMeter` does not count, as those of fused kernels."""
+    k = k.expand(*q.shape[:3], *k.shape[3:]).flatten(0, 2)
+    product_LT: Tensor = torch.baddbmm(q.new_zeros((1, 1, 1)), q.flatten(0, 2), k, beta=0).unflatten(0, q.shape[:3])
+    return product_LT
 
 
 class CpuKernel:
@@ -197,10 +224,14 @@ def rows(x: Tensor, span: tuple[int, int], pair: Pair) -> Tensor:
 
 
 class Merged:
-    """Output [B, N, L, D], in fp32 or wider, and log-sum-exp [B, N, L] of the pairs added so far."""
+    """Output [B, N, L, D], in fp32 or wider, and log-sum-exp [B, N, L] of the pairs added so far.
 
-    def __init__(self, q_BNLD: Tensor, window: int | None) -> None:
-        self._q, self._window = q_BNLD, window
+    Args:
+        kernel: kernel of all pairs; None: the one of each kind on this device.
+    """
+
+    def __init__(self, q_BNLD: Tensor, window: int | None, kernel: PairKernel | None = None) -> None:
+        self._q, self._window, self._kernel = q_BNLD, window, kernel
         self._wide = torch.promote_types(q_BNLD.dtype, torch.float32)
         self._merged: tuple[Tensor, Tensor] | None = None
 
@@ -209,7 +240,8 @@ class Merged:
         for pair in pairs:
             q, (k, v) = rows(self._q, pair.queries, pair), (rows(t, pair.keys, pair) for t in kv)
             mask = _mask(pair, self._window, q.device)
-            out, lse = kernel_for(q, pair.kind).forward(q, k, v, pair.kind is Kind.CAUSAL, mask)
+            kernel = self._kernel or kernel_for(q, pair.kind)
+            out, lse = kernel.forward(q, k, v, pair.kind is Kind.CAUSAL, mask)
             if self._merged is None and q is self._q:
                 self._merged = out.to(self._wide), lse
                 continue
@@ -236,10 +268,19 @@ class MergedGrads:
 
     Args:
         merged: final output and log-sum-exp of the queries.
+        kernel: kernel of all pairs; None: the one of each kind on this device.
     """
 
-    def __init__(self, dy: Tensor, q_BNLD: Tensor, merged: tuple[Tensor, Tensor], window: int | None) -> None:
+    def __init__(
+        self,
+        dy: Tensor,
+        q_BNLD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        window: int | None,
+        kernel: PairKernel | None = None,
+    ) -> None:
         self._dy, self._q, self._merged, self._window = dy, q_BNLD, merged, window
+        self._kernel = kernel
         wide = torch.promote_types(q_BNLD.dtype, torch.float32)
         self.dq = torch.zeros_like(q_BNLD, dtype=wide, memory_format=torch.contiguous_format)
 
@@ -249,7 +290,8 @@ class MergedGrads:
             dy, q, out, lse = (rows(t, pair.queries, pair) for t in (self._dy, self._q, *self._merged))
             k, v = (rows(t, pair.keys, pair) for t in kv)
             mask, is_causal = _mask(pair, self._window, q.device), pair.kind is Kind.CAUSAL
-            grads = kernel_for(q, pair.kind).backward(dy, q, k, v, (out, lse), is_causal, mask)
+            kernel = self._kernel or kernel_for(q, pair.kind)
+            grads = kernel.backward(dy, q, k, v, (out, lse), is_causal, mask)
             rows(self.dq, pair.queries, pair).add_(grads.dq)
             for total, grad in zip(dkv, (grads.dk, grads.dv), strict=True):
                 rows(total, pair.keys, pair).add_(grad)

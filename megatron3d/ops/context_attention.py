@@ -22,6 +22,8 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.attention import AttentionHeads, Drop, WeightDropout, attention_with_dropout
 from megatron3d.ops.attention_pairs import Merged, MergedGrads
+from megatron3d.ops.attention_softmax import PLAIN_SOFTMAX, Softmax, add_sink, sink_grad
+from megatron3d.ops.capped_attention import capped_kernel
 from megatron3d.ops.head_exchange import HeadExchange
 from megatron3d.ops.packed_attention import Visible
 from megatron3d.ops.ring_attention import ring_attention
@@ -49,6 +51,7 @@ class ContextAttention:
         seq_length: positions of a whole sequence.
         visible: documents and window of the sequences.
         drop: dropout of the attention weights.
+        softmax: how scores become weights.
     """
 
     comm: Comm
@@ -57,6 +60,7 @@ class ContextAttention:
     seq_length: int
     visible: Visible
     drop: Drop | None = None
+    softmax: Softmax = PLAIN_SOFTMAX
 
 
 def context_attention(q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, exchange: str, at: ContextAttention) -> Tensor:
@@ -72,10 +76,10 @@ def _all_gather(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAtten
     if not at.heads.are_even:
         kv = kv[:, :, at.heads.group_of_query]
     if at.drop is not None:
-        dropped = WeightDropout(at.drop, at.heads, at.seq_length, at.visible)
+        dropped = WeightDropout(at.drop, at.heads, at.seq_length, at.visible, at.softmax)
         return attention_with_dropout(q_BNLD, kv[0], kv[1], dropped, at.order.chunks(at.seq_length))
     seen = gathered_pairs(at.order, at.seq_length, at.visible.starts, at.visible.window)
-    y_BNLD: Tensor = _AttendPairs.apply(q_BNLD, kv, seen, at.visible.window)
+    y_BNLD: Tensor = _AttendPairs.apply(q_BNLD, kv, at.softmax.sink_N, at.softmax.softcap, seen, at.visible.window)
     return y_BNLD
 
 
@@ -83,22 +87,30 @@ class _AttendPairs(torch.autograd.Function):
     """Attention [B, N, L, D] by pairs of rows; keeps queries, keys, values, output and log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q_BNLD: Tensor, kv: Tensor, seen: tuple[Pair, ...], window: int | None) -> Tensor:
-        merged = Merged(q_BNLD, window)
+    def forward(
+        ctx: Any,
+        q_BNLD: Tensor,
+        kv: Tensor,
+        sink_N: Tensor | None,
+        softcap: float | None,
+        seen: tuple[Pair, ...],
+        window: int | None,
+    ) -> Tensor:
+        ctx.seen, ctx.window, ctx.kernel = seen, window, capped_kernel(softcap)
+        merged = Merged(q_BNLD, window, ctx.kernel)
         merged.add(kv, seen)
-        out, lse = merged.result()
-        ctx.seen, ctx.window = seen, window
+        out, lse = add_sink(*merged.result(), sink_N)
         y = out.to(q_BNLD.dtype)
-        ctx.save_for_backward(q_BNLD, kv, y, lse)
+        ctx.save_for_backward(q_BNLD, kv, sink_N, y, lse)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, y, lse = ctx.saved_tensors
+        q, kv, sink_N, y, lse = ctx.saved_tensors
         dkv = torch.zeros_like(kv, dtype=lse.dtype)
-        grads = MergedGrads(dy, q, (y, lse), ctx.window)
+        grads = MergedGrads(dy, q, (y, lse), ctx.window, ctx.kernel)
         grads.add(kv, dkv, ctx.seen)
-        return grads.dq.to(q.dtype), dkv.to(kv.dtype), None, None
+        return grads.dq.to(q.dtype), dkv.to(kv.dtype), sink_grad(dy, y, lse, sink_N), None, None, None
 
 
 class _GatherPositions(torch.autograd.Function):
@@ -144,10 +156,11 @@ def _ring_and_heads(exchange: str, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tenso
         k, v = (t[:, at.heads.group_of_query] for t in (k, v))
     plan = exchange_ring(exchange, at.order, at.seq_length, at.visible.starts, at.visible.window)
     if not heads:
-        return ring_attention(q, k, v, plan, ring, comm)
+        return ring_attention(q, k, v, plan, ring, comm, at.softmax)
     chunks = held_chunks(at.order, at.seq_length, comm.mesh.size(heads))[comm.mesh.index(ring)]
     moved = HeadExchange(_held_within(at, chunks, comm.mesh.size(heads)), heads, comm)
-    return moved.own_positions(ring_attention(*moved.whole_positions(q, k, v), plan, ring, comm))
+    softmax = at.softmax._replace(sink_N=moved.own_heads(at.softmax.sink_N))
+    return moved.own_positions(ring_attention(*moved.whole_positions(q, k, v), plan, ring, comm, softmax))
 
 
 def _held_within(at: ContextAttention, joined: tuple[Span, ...], num_inner: int) -> tuple[tuple[Span, ...], ...]:

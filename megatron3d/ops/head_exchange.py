@@ -59,6 +59,10 @@ class HeadExchange:
         q, k, v = whole.split([block.shape[2] for block in blocks], dim=1)
         return q, k, v
 
+    def own_heads(self, x_N: Tensor | None) -> Tensor | None:
+        """Return what belongs to this rank's share of the heads, of a number for each of them."""
+        return None if x_N is None else x_N.unflatten(0, (self._ranks, -1))[self._comm.mesh.index(self._axes)]
+
     def own_positions(self, y_BNSD: Tensor) -> Tensor:
         """Return all heads at this rank's positions, [B, N, L, D], from its share of the heads at all positions."""
         parts = y_BNSD.split([high - low for (low, high), _, _ in self._places], dim=2)

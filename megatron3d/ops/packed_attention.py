@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron3d.ops.attention_pairs import CPU, PLAIN, PairKernel
+from megatron3d.ops.attention_pairs import CPU, PLAIN, PairKernel, PlainKernel
+from megatron3d.ops.attention_softmax import PLAIN_SOFTMAX, Softmax, add_sink, sink_grad
 from megatron3d.parallel.attention_pairs import LONGEST, Kind, Pair
 from megatron3d.parallel.sequence_pairs import Starts, sequence_pairs
 
@@ -73,23 +74,30 @@ class Kernel(Protocol):
         ...
 
 
-def packed_attention(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible: Visible) -> Tensor:
+def packed_attention(
+    q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible: Visible, softmax: Softmax = PLAIN_SOFTMAX
+) -> Tensor:
     """Return attention [B, N, S, D] of queries to what they see; only q, k, v, the result and its lse are kept."""
-    y: Tensor = _PackedAttention.apply(q_BNSD, k_BGSD, v_BGSD, visible)
+    y: Tensor = _PackedAttention.apply(q_BNSD, k_BGSD, v_BGSD, softmax.sink_N, softmax.softcap, visible)
     return y
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-        ctx.visible, ctx.kernel = visible, choose(q, k).kernel
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_N: Tensor | None, softcap: float | None, visible: Visible
+    ) -> Tensor:
+        ctx.visible, ctx.kernel = visible, choose(q, k, softcap).kernel
         out, lse = ctx.kernel.forward(q, k, v, visible)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out  # type: ignore[no-any-return]
+        out, lse = add_sink(out, lse, sink_N)
+        ctx.save_for_backward(q, k, v, out, lse, sink_N)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.kernel.backward(dy, ctx.saved_tensors, ctx.visible), None
+        *saved, sink_N = ctx.saved_tensors
+        dsink_N = sink_grad(dy, saved[3], saved[4], sink_N)
+        return *ctx.kernel.backward(dy, tuple(saved), ctx.visible), dsink_N, None, None
 
 
 class ByPairs:
@@ -216,6 +224,8 @@ KERNELS = (
 )
 
 
-def choose(q: Tensor, k: Tensor) -> KernelChoice:
-    """Return the first kernel of `KERNELS` that supports q and k."""
+def choose(q: Tensor, k: Tensor, softcap: float | None = None) -> KernelChoice:
+    """Return the first kernel of `KERNELS` that supports q and k; where scores are capped, plain matmuls."""
+    if softcap is not None:
+        return KernelChoice("plain matmuls by pairs of rows", ByPairs(PlainKernel(softcap), LONGEST), lambda q, k: True)
     return next(choice for choice in KERNELS if choice.supports(q, k))

@@ -128,9 +128,20 @@ def own_pairs(rows: Sequence[Segment], window: int | None = None) -> tuple[Pair,
     return tuple(Pair((low, high), (low, high), Kind.CAUSAL) for low, high in spans)
 
 
-def num_pair_scores(found: Iterable[Pair]) -> int:
-    """Return the scores that kernels compute of pairs; those of causal and of masked pairs count all, as in MFU."""
-    return sum((pair.queries[1] - pair.queries[0]) * (pair.keys[1] - pair.keys[0]) for pair in found)
+def num_pair_scores(found: Iterable[Pair], longest: int | None = None) -> int:
+    """Return the scores that kernels compute of pairs; those of causal and of masked pairs count all, as in MFU.
+
+    Args:
+        longest: most queries that a kernel takes at once; causal pairs of more are computed in pieces.
+    """
+    return sum(_num_scores(pair, longest) for pair in found)
+
+
+def _num_scores(pair: Pair, longest: int | None) -> int:
+    rows, keys = pair.queries[1] - pair.queries[0], pair.keys[1] - pair.keys[0]
+    if longest is None or pair.kind is not Kind.CAUSAL:
+        return rows * keys
+    return sum(min(longest, rows - low) * min(low + longest, rows) for low in range(0, rows, longest))
 
 
 def _joined(whole: Iterable[Pair]) -> Iterator[Pair]:

@@ -114,14 +114,20 @@ def gathered_pairs(
 
 
 def scores_computed(
-    exchange: str, order: TokenOrder, seq_length: int, backward: bool, window: int | None = None
+    exchange: str,
+    order: TokenOrder,
+    seq_length: int,
+    backward: bool,
+    window: int | None = None,
+    longest: int | None = None,
 ) -> Fraction:
     """Return the scores that a rank computes for each sequence and each of its heads, without documents.
 
-    Kernels are counted whole where they are causal or masked.  Ranks that exchange heads have a share of them.
+    Kernels, which take at most `longest` queries at once, are counted whole where they are causal or masked.  Ranks
+    that exchange heads have a share of them.
     """
-    if window is not None:
-        return _scores_of_pairs(exchange, order, seq_length, backward, window)
+    if window is not None or longest is not None:
+        return _scores_of_pairs(exchange, order, seq_length, backward, window, longest)
     if exchange == GATHER:  # chunks r and 2 c - 1 - r see r + 1 and 2 c - r chunks of keys
         ranks = order.num_ranks
         return Fraction((2 * ranks + 1) * (seq_length // (2 * ranks)) ** 2)
@@ -132,11 +138,14 @@ def scores_computed(
 
 
 @lru_cache(maxsize=256)
-def _scores_of_pairs(exchange: str, order: TokenOrder, seq_length: int, backward: bool, window: int) -> Fraction:
+def _scores_of_pairs(
+    exchange: str, order: TokenOrder, seq_length: int, backward: bool, window: int | None, longest: int | None
+) -> Fraction:
     """Return the scores of the pairs that a window leaves."""
     if exchange == GATHER:
-        return Fraction(num_pair_scores(gathered_pairs(order, seq_length, None, window)))
+        return Fraction(num_pair_scores(gathered_pairs(order, seq_length, None, window), longest))
     plan = exchange_ring(exchange, order, seq_length, None, window)
     own = plan.own_parts if backward else (plan.own,)
     every = (*own, *(step.pairs for step in plan.steps))
-    return Fraction(sum(map(num_pair_scores, every)), order.mesh.size(head_axes(exchange, order.context)))
+    scores = sum(num_pair_scores(each, longest) for each in every)
+    return Fraction(scores, order.mesh.size(head_axes(exchange, order.context)))

@@ -75,9 +75,9 @@ def sequence_pairs(
     return tuple(found)
 
 
-def num_scores(seq_length: int, window: int | None) -> int:
+def num_scores(seq_length: int, window: int | None, longest: int | None = None) -> int:
     """Return the scores that the pairs of a sequence compute; those of a causal pair count all, as in MFU."""
-    return num_pair_scores(pairs_of_sequence(seq_length, (), window))
+    return num_pair_scores(pairs_of_sequence(seq_length, (), window, longest))
 
 
 def _neighbours(spans: Sequence[Span]) -> Iterator[list[Span]]:

@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_channels": 8,
         "qk_layernorm": True,
         "ffn_hidden_size": 40,
+        "attention_softcap": 0.5,
+        "softmax_type": "learnable",
     },
     "windows": {
         **SMALL,
@@ -36,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 40,
         "window_size": (4, 0),
         "window_attn_skip_freq": 2,
+        "softmax_type": "learnable",
     },
 }
 TENSOR_1D, TENSOR_2D = (

@@ -45,6 +45,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 8,
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
+        "attention_softcap": 0.7,
+        "softmax_type": "learnable",
     },
     "llama, untied, grouped queries": {
         **SMALL,
@@ -91,6 +93,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "logit_scale": 0.5,
         "rotary_percent": 0.5,
         "no_rope_freq": 2,
+        "attention_softcap": 0.3,
         "window_size": (2, 0),
         "window_attn_skip_freq": (0, 1),
         "rotary_scaling": "yarn",
@@ -117,6 +120,21 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "rotary_scaling": "linear",
         "rotary_scaling_factor": 8.0,
         "tie_embeddings": True,
+    },
+    "gpt-oss's layers": {
+        **SMALL,
+        "family": "llama",
+        "num_attention_heads": 16,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 40,
+        "add_bias_linear": True,
+        "activation": "clamped_swiglu",
+        "softmax_type": "learnable",
+        "window_size": (2, 0),
+        "window_attn_skip_freq": (1, 0),
+        "rotary_scaling": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 8,
     },
 }
 # Documents packed into sequences, about four in each.

@@ -24,6 +24,9 @@ NO_ACCESS = MemoryAccesses(0, 0)
 UNARY = MemoryAccesses(2, 3)  # read x, write y; read x and dy, write dx
 BINARY = MemoryAccesses(3, 3)
 TWO_COPIES = MemoryAccesses(2, 2, 2)
+# Accesses per capped score, counted in the elementwise kernels around the plain matmuls of `ops/attention_pairs.py`:
+# they compute in fp32 on bf16 scores.
+CAPPED_SCORES = MemoryAccesses(36.0, 52.0, 10)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,12 @@ class ExecutionProfile:
     overlaps_input_grad: bool = True
     validates_later: bool = False
     fitted: FittedTerms = NEUTRAL
+
+    def unfused_scores(self, is_capped: bool) -> MemoryAccesses | None:
+        """Return the accesses per attention score, None where attention is fused; no fused kernel caps scores."""
+        if is_capped:
+            return CAPPED_SCORES
+        return None if self.fuses_attention else self.scores
 
 
 # torch's own kernels, and ours.

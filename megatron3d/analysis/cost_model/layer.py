@@ -29,7 +29,7 @@ from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_exce
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
-from megatron3d.model.layer_kinds import rotated_share, seen_share
+from megatron3d.model.layer_kinds import mean_keys, rotated_share, seen_share
 from megatron3d.model.linears import layer_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
@@ -271,14 +271,14 @@ def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreak
     arch, seq = local.arch, local.arch.seq_length
     device, rows = machine.device, local.positions
     heads = local.sequences * local.num_queries
-    if machine.profile.fuses_attention:
+    if (scores := machine.profile.unfused_scores(arch.attention_softcap is not None)) is None:
         flops = 4 * heads * rows * seq * arch.kv_channels / 2 * seen_share(arch)
         return TimeBreakdown({ATTENTION: device.attention_s(flops * (2.5 if backward else 1), backward)})
-    first = device.gemm_s(rows, seq, arch.kv_channels, heads)
-    second = device.gemm_s(rows, arch.kv_channels, seq, heads)
-    scores = machine.profile.scores
+    keys = seq if arch.attention_softcap is None else round(mean_keys(arch))
+    first = device.gemm_s(rows, keys, arch.kv_channels, heads)
+    second = device.gemm_s(rows, arch.kv_channels, keys, heads)
     seconds = device.memory_bound_s(
-        heads * rows * seq * (scores.backward if backward else scores.forward) * device.itemsize, scores.num_kernels
+        heads * rows * keys * (scores.backward if backward else scores.forward) * device.itemsize, scores.num_kernels
     )
     return TimeBreakdown({ATTENTION: (1 + backward) * (first + second) + seconds})
 

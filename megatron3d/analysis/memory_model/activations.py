@@ -18,7 +18,7 @@ from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activat
 from megatron3d.model.layer_kinds import layer_counts, rotaries
 from megatron3d.model.linears import FC1, PROJ, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, NO_RECOMPUTE, LayerRun
-from megatron3d.parallel.context_exchange import GATHER
+from megatron3d.parallel.context_exchange import GATHER, RING
 from megatron3d.parallel.sequence_pairs import DROPOUT_ROWS
 
 _INDEX = 8
@@ -227,10 +227,16 @@ def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTe
     """Yield what fused attention keeps: q, k, v and a number per row of scores; its output is proj's input."""
     yield from last.values()
     is_packed = local.masks_documents or local.window is not None or bool(local.mode.context)
+    is_packed = is_packed or not local.arch.has_vanilla_softmax
     if local.itemsize == 2 and local.arch.seq_length <= local.kernels.softmax_again and not is_packed:
         return
     yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
-    if local.mode.exchange == GATHER and local.mode.context:
+    if local.arch.softmax_type == "off-by-one":
+        yield KeptTensor("attention.core", "sinks of 0", local.num_queries * local.itemsize)
+    is_by_head = local.mode.exchange == GATHER or (
+        local.mode.exchange == RING and local.arch.attention_softcap is not None  # plain matmuls
+    )
+    if local.mode.context and is_by_head:
         by_head = local.inner(local.num_queries * local.arch.kv_channels)
         yield KeptTensor("attention.core", "output by head", by_head)
 
@@ -251,6 +257,9 @@ def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator
     yield KeptTensor(site, "k and v by head", 2 * by_head)
     masks = local.sequences if local.masks_documents else 1
     yield KeptTensor(site, "positions not seen", masks * local.positions * seq)
-    yield KeptTensor(site, "softmax", scores * local.wide)
+    sinks = 0 if local.arch.softmax_type == "vanilla" else local.inner_tokens * local.num_queries
+    yield KeptTensor(site, "softmax", (scores + sinks) * local.wide)
+    if local.arch.attention_softcap is not None:
+        yield KeptTensor(site, "tanh of scores", scores * local.wide)
     yield KeptTensor(site, "dropout mask", scores)
     yield KeptTensor(site, "softmax after dropout", scores * local.itemsize)

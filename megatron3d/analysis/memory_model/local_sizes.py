@@ -13,6 +13,7 @@ from megatron3d.model.layer_kinds import AttentionKind, attention_kind, layer_co
 from megatron3d.model.linears import LinearSize, layer_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.parallel.attention_heads import HeadSplit
+from megatron3d.parallel.attention_pairs import LONGEST
 from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.context_exchange import GATHER, ExchangeSizes, exchange_ring, scores_computed
 from megatron3d.parallel.layout import span
@@ -224,11 +225,16 @@ class LocalSizes:
         if arch.attention_dropout:
             each = Fraction(self.inner_tokens * arch.seq_length)
         elif not mode.context:
-            each = Fraction(self.sequences * num_scores(arch.seq_length, self.window))
+            each = Fraction(self.sequences * num_scores(arch.seq_length, self.window, self.longest_piece))
         else:
-            sizes = mode.exchange, self.order, arch.seq_length, backward, self.window
+            sizes = mode.exchange, self.order, arch.seq_length, backward, self.window, self.longest_piece
             each = self.sequences * scores_computed(*sizes)
         return int(each * self.num_queries)
+
+    @property
+    def longest_piece(self) -> int | None:
+        """Most queries that attention takes at once; None: all of a pair."""
+        return None if self.arch.attention_softcap is None else LONGEST
 
     @property
     def order(self) -> TokenOrder:

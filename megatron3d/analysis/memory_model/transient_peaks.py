@@ -14,6 +14,7 @@ from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.linears import FC1, FC2, LINEARS, PROJ, QKV
 from megatron3d.model.recompute_spec import NO_RECOMPUTE
+from megatron3d.parallel.attention_pairs import LONGEST
 from megatron3d.parallel.loss_chunks import token_moves
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.sequence_pairs import DROPOUT_PIECE, DROPOUT_ROWS
@@ -94,7 +95,7 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     queries = local.num_queries * local.arch.kv_channels
     inside = {site: matmul_backward(local, site) for site in reversed(LINEARS)}
     inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width) + sdpa_workspace(local)
-    inside["attention.core"] += exchange_peak(local)
+    inside["attention.core"] += exchange_peak(local) + capped_scores(local)
     if local.window is not None and local.itemsize < local.wide and not local.kernels.on_gpu:
         inside["attention.core"] += local.inner(2 * local.keys_width) // local.itemsize * local.wide
     inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
@@ -120,6 +121,18 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     return {name: size + again - gone[at] for name, (at, size) in needed.items()}
 
 
+def capped_scores(local: LocalSizes) -> int:
+    """Return the bytes of the scores that the backward of capped attention has at once, six times in fp32 or wider.
+
+    They are those of a piece of at most `LONGEST` queries, with the keys that they may see.
+    """
+    if local.arch.attention_softcap is None or local.arch.attention_dropout:
+        return 0
+    seq, rows = local.arch.seq_length, min(local.positions, LONGEST)
+    keys = seq if local.window is None else min(seq, rows + local.window)
+    return 6 * local.sequences * local.num_queries * rows * keys * local.wide
+
+
 def sdpa_workspace(local: LocalSizes) -> int:
     """Return the bytes that the backward of fused attention needs on a GPU beyond the gradients of q, k and v.
 
@@ -127,7 +140,8 @@ def sdpa_workspace(local: LocalSizes) -> int:
     added.  Rows are padded to 128, and heads to 32 features (64 above 128).  These are FlashAttention's (Dao 2023,
     arXiv:2307.08691); cuDNN's are as large.
     """
-    if not local.kernels.sdpa_workspace or local.arch.attention_dropout or local.itemsize == local.wide:
+    is_fused = not local.arch.attention_dropout and local.arch.attention_softcap is None
+    if not local.kernels.sdpa_workspace or not is_fused or local.itemsize == local.wide:
         return 0
     seq, width = local.positions, local.arch.kv_channels
     rows = local.sequences * _padded(seq, _SDPA_ROWS) * local.num_queries

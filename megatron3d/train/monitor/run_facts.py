@@ -39,7 +39,8 @@ def describe_attention_kernel(state: TrainState) -> str:
     work = job_of(state.spec, whole.device).local
     heads = work.num_queries, work.num_groups, arch.kv_channels
     q, k = (whole.new_empty((1, n, 1, arch.kv_channels)) for n in heads[:2])
-    packed = choose(q, k).name if state.spec.config.data.reset_attention_mask or has_window(arch) else None
+    by_pairs = state.spec.config.data.reset_attention_mask or has_window(arch) or not arch.has_vanilla_softmax
+    packed = choose(q, k, arch.attention_softcap).name if by_pairs else None
     return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, packed)
 
 

@@ -34,6 +34,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_channels": 4,
         "window_size": (3, 0),
         "window_attn_skip_freq": 2,
+        "rope_local_base_freq": 100.0,
+        "attention_softcap": 1.5,
+        "softmax_type": "off-by-one",
     },
 }
 # Ragged contexts that grow by one or several tokens, one longer than the model's length, one that is another text.

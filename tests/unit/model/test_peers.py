@@ -130,6 +130,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"rotary_base": 500.0, "add_qkv_bias": True},
         {},
     ),
+    "biases of attention": (
+        {"model_type": "llama", "attention_bias": True, "rope_parameters": PLAIN},
+        {"rotary_base": 500.0, "add_bias_linear": True, "add_mlp_bias": False},
+        {},
+    ),
     "olmo2": (
         {"model_type": "olmo2", "hidden_size": 60, "rope_parameters": PLAIN},
         {
@@ -145,12 +150,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {
             "model_type": "gemma2",
             "query_pre_attn_scalar": 16,
-            "attn_logit_softcapping": None,
+            "attn_logit_softcapping": 1.5,
             "final_logit_softcapping": 2.5,
-            "layer_types": FULL,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": PLAIN,
         },
-        {**GEMMA, "logit_softcap": 2.5},
+        {
+            **GEMMA,
+            "attention_softcap": 1.5,
+            "logit_softcap": 2.5,
+            "window_size": (6, 0),
+            "window_attn_skip_freq": 2,
+        },
         SANDWICH,
     ),
     "gemma 3": (
@@ -265,6 +277,54 @@ def test_an_output_gate() -> None:
 
     ours = {**OURS, **keys, "attention_output_gate": True}
     compare({**SIZES, **settings}, ours, {**LLAMA_NAMES, **names}, split)
+
+
+def test_gpt_oss_with_one_expert() -> None:
+    """Attention sinks, biases, YaRN and windows; an expert alone is an MLP whose gate and up features alternate."""
+    settings = {
+        "model_type": "gpt_oss",
+        "num_local_experts": 1,
+        "num_experts_per_tok": 1,
+        "experts_implementation": "eager",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            **BASE,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+        },
+    }
+    keys = {
+        "add_bias_linear": True,
+        "activation": "clamped_swiglu",
+        "softmax_type": "learnable",
+        "window_size": (4, 0),
+        "window_attn_skip_freq": (1, 0),
+        "rotary_base": 500.0,
+        "rotary_scaling": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "rotary_beta_fast": 4.0,
+        "rotary_truncate": False,
+        "original_max_position_embeddings": 16,
+    }
+    names = {"layers.{n}.attention.sinks": "model.layers.{n}.self_attn.sinks"}
+
+    def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: value for name, value in tensors.items() if ".mlp." not in name}
+        for name in (name for name in tensors if ".experts." in name):
+            layer, _, what = name.partition(".experts.")
+            module, kind = what.replace("_bias", ""), "bias" if "bias" in what else "weight"
+            value = tensors[name][0].mT if kind == "weight" else tensors[name][0]
+            if module == "gate_up_proj":
+                found |= {f"{layer}.gate_proj.{kind}": value[::2], f"{layer}.up_proj.{kind}": value[1::2]}
+            else:
+                found[f"{layer}.down_proj.{kind}"] = value
+        return found
+
+    compare({**SIZES, **settings}, {**OURS, **keys}, {**LLAMA_NAMES, **names}, split)
 
 
 def test_the_clamped_activation_is_that_of_gpt_oss() -> None:

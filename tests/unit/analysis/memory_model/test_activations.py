@@ -95,6 +95,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",
     },
+    "capped scores, sinks of 0": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 24,
+        "attention_softcap": 3.0,
+        "softmax_type": "off-by-one",
+    },
+    "capped scores, sinks, dropout": {
+        "family": "gpt2",
+        "num_attention_heads": 8,
+        "attention_softcap": 3.0,
+        "softmax_type": "learnable",
+        **DROPOUT,
+    },
     "uneven groups": {"family": "gpt2", "num_attention_heads": 24, "num_query_groups": 3, "hidden_dropout": 0.1},
     "llama, uneven groups, dropout": {
         "family": "llama",
