@@ -46,6 +46,20 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
+    Mutation(
+        "a fused tensor's rows read from its start",
+        "convert/hub_index.py",
+        "[first : first + high - low]",
+        "[: high - low]",
+        ("tests/integration/test_hub_load.py",),
+    ),
+    Mutation(
+        "rows of groups one group apart",
+        "convert/tensor_names.py",
+        "group * rows, (group + 1) * rows, start",
+        "0, rows, start",
+        ("tests/unit/convert/test_streaming.py",),
+    ),
     Mutation("bias added by every rank of K", "ops/matmul.py", "None if plan.k else bias_N", "bias_N"),
     Mutation(
         "dX not reduced over one axis",

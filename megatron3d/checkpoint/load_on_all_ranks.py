@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron3d.checkpoint.index import Index, PlainIndex, read_index
 from megatron3d.checkpoint.piece import Piece
-from megatron3d.checkpoint.read import find_index_damage, load_share, raise_if_damaged
+from megatron3d.checkpoint.read import BoxSource, find_index_damage, load_share, raise_if_damaged
 from megatron3d.comm.interface import Comm, ObjectCollectives
 from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
 from megatron3d.parallel.mesh import Axes
@@ -28,14 +28,20 @@ from megatron3d.parallel.mesh import Axes
 _WORDS = {4: torch.int32, 8: torch.int64}
 
 
-def read_index_on_all_ranks(folder: Path, comm: ObjectCollectives, names: Iterable[str], prefix: str = "") -> Index:
-    """Return the index of the tensors `names`, which rank 0 reads and broadcasts.
+def read_index_on_all_ranks(
+    folder: Path,
+    comm: ObjectCollectives,
+    names: Iterable[str],
+    prefix: str = "",
+    read: Callable[[Path], Index] | None = None,
+) -> Index:
+    """Return the index of the tensors `names`, which rank 0 reads, perhaps with `read`, and broadcasts.
 
     All ranks raise UserError if the index is missing or damaged, for tensors whose names start with `prefix`.
     """
 
     def parse() -> PlainIndex:
-        index = read_index(folder)
+        index = (read or read_index)(folder)
         raise_if_damaged(folder, find_index_damage(index.with_prefix(prefix)))
         return index.plain()
 
@@ -43,7 +49,7 @@ def read_index_on_all_ranks(folder: Path, comm: ObjectCollectives, names: Iterab
 
 
 def load_on_all_ranks(
-    folder: Path, index: Index, pieces: Sequence[Piece], memory: Iterable[Tensor], comm: Comm, replicas: Axes
+    source: BoxSource, pieces: Sequence[Piece], memory: Iterable[Tensor], comm: Comm, replicas: Axes
 ) -> list[str]:
     """Fill the pieces of all ranks and return each damage, on all ranks; after damage the values are undefined.
 
@@ -58,7 +64,7 @@ def load_on_all_ranks(
     def read() -> list[str]:
         for tensor in tensors:
             tensor.zero_()
-        return load_share(folder, index, pieces, (mesh.index(replicas), mesh.size(replicas)))
+        return load_share(source, pieces, (mesh.index(replicas), mesh.size(replicas)))
 
     damage = distinct_on_all_ranks(comm, read)
     for tensor in tensors if not damage else ():

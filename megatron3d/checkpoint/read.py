@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,12 @@ def load_with_index(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
         (
             found
             for file, boxes in _boxes_to_read(path, index, pieces)
-            for found in _load_file(path / file, index, boxes, _is_whole)
+            for found in _load_file(BoxSource(path, index), file, boxes, _is_whole)
         ),
     )
 
 
-def load_share(path: Path, index: Index, pieces: Iterable[Piece], share: tuple[int, int]) -> list[str]:
+def load_share(source: BoxSource, pieces: Iterable[Piece], share: tuple[int, int]) -> list[str]:
     """Fill one share of the boxes of this rank's pieces, verified; return a sentence for each damage.
 
     Together all ranks must need every element of the tensors that they load; then every byte is verified.  Raises
@@ -74,11 +75,11 @@ def load_share(path: Path, index: Index, pieces: Iterable[Piece], share: tuple[i
         share: (i, n) reads the i-th of n parts of the boxes, of about equal size, and leaves the others' elements as
             they are.
     """
-    files = _boxes_to_read(path, index, pieces)
+    files = _boxes_to_read(source.folder, source.index, pieces)
     return [
         found
         for file, boxes in _part_of(files, *share)
-        for found in _load_file(path / file, index, boxes, _has_chosen_element)
+        for found in _load_file(source, file, boxes, _has_chosen_element)
     ]
 
 
@@ -126,40 +127,58 @@ class BoxFile:
     """An open safetensors file of boxes; damage is collected in `problems` instead of raised."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.problems = path, list[str]()
+        self.path, self.problems = path, list[str]()
         self._file: Any = None
 
     def __enter__(self) -> BoxFile:
         try:
-            if not stat.S_ISREG(self._path.stat().st_mode):
+            if not stat.S_ISREG(self.path.stat().st_mode):
                 raise OSError("not a file")
-            self._file = safe_open(self._path, framework="pt").__enter__()
+            self._file = safe_open(self.path, framework="pt").__enter__()
         except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
-            self.problems.append(f"{self._path.name} is missing or damaged: {error}")
+            self.problems.append(f"{self.path.name} is missing or damaged: {error}")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.__exit__(None, None, None)
 
+    def box(self, file: Any, stored: StoredBox) -> Tensor | None:
+        """Return a box, memory-mapped from an open file, or None and report where its shape is another one."""
+        found, wanted = list(file.get_slice(stored.key).get_shape()), list(box_shape(stored.box))
+        if found != wanted:
+            self.problems.append(f"{self.path.name}: {stored.key} is {found}, not {wanted}")
+            return None
+        box: Tensor = file.get_tensor(stored.key)
+        return box
+
     def read(self, stored: StoredBox, tensor: StoredTensor) -> Tensor | None:
         """Return a box, memory-mapped from the file; None where the file does not match the index."""
         if self._file is None:
             return None
         try:
-            view = self._file.get_slice(stored.key)
-            found, wanted = list(view.get_shape()), list(box_shape(stored.box))
-            if found != wanted:
-                self.problems.append(f"{self._path.name}: {stored.key} is {found}, not {wanted}")
-                return None
-            box: Tensor = self._file.get_tensor(stored.key)
+            box = self.box(self._file, stored)
         except SafetensorError as error:
-            self.problems.append(f"{self._path.name} is missing or damaged: {error}")
+            self.problems.append(f"{self.path.name} is missing or damaged: {error}")
+            return None
+        if box is None:
             return None
         if dtype_name(box.dtype) != tensor.dtype:
-            self.problems.append(f"{self._path.name}: {stored.key} is {dtype_name(box.dtype)}, not {tensor.dtype}")
+            self.problems.append(f"{self.path.name}: {stored.key} is {dtype_name(box.dtype)}, not {tensor.dtype}")
             return None
         return box
+
+
+OpenFile = Callable[[Path], BoxFile]
+
+
+@dataclass(frozen=True)
+class BoxSource:
+    """A checkpoint: its folder, where the boxes of its tensors are, and how its files are opened."""
+
+    folder: Path
+    index: Index
+    open_file: OpenFile = BoxFile
 
 
 def _checksum_mismatch(path: Path, stored: StoredBox) -> str:
@@ -223,18 +242,19 @@ def _has_chosen_element(stored: StoredBox, wanted: Sequence[Wanted]) -> bool:
 
 
 def _load_file(
-    path: Path,
-    index: Index,
+    source: BoxSource,
+    file: str,
     parts: Mapping[StoredBox, Sequence[Wanted]],
     is_verified: Callable[[StoredBox, Sequence[Wanted]], bool],
 ) -> list[str]:
     """Fill the pieces from one file; return a sentence for each damage."""
-    with BoxFile(path) as boxes:
+    path = source.folder / file
+    with source.open_file(path) as boxes:
         for stored, wanted in parts.items():
-            box = boxes.read(stored, index.tensors[wanted[0][1].name])
+            box = boxes.read(stored, source.index.tensors[wanted[0][1].name])
             if box is None:
                 continue
-            if is_verified(stored, wanted) and checksum(box) != stored.checksum:
+            if stored.checksum and is_verified(stored, wanted) and checksum(box) != stored.checksum:
                 boxes.problems.append(_checksum_mismatch(path, stored))
                 continue
             for common, piece in wanted:

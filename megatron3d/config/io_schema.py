@@ -56,7 +56,11 @@ class CheckpointConfig(Section):
     """Folders and options for saving and loading checkpoints."""
 
     save: str | None = None
-    load: str | None = Field(None, description="if equal to save: resume from the newest checkpoint there, if any")
+    load: str | None = Field(
+        None,
+        description="a run, its checkpoint, or with finetune a Hugging Face folder; if equal to save: resume from the "
+        "newest checkpoint there, if any",
+    )
     save_interval: int | None = Field(None, ge=1, description="default: only at the end")
     non_persistent_save_interval: int | None = Field(
         None, ge=1, description="iterations between short-lived checkpoints in `non_persistent` of save; default: none"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_index
+from megatron3d.checkpoint.meta import read_meta
 from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.io_schema import DataConfig
@@ -27,6 +28,7 @@ from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
 from megatron3d.convert.config_json import model_type_of, read_settings, represents, write_settings
+from megatron3d.convert.hub_index import weights_meta
 from megatron3d.convert.hub_weights import DTYPES, HubWeights, refuse_code, rows_of
 from megatron3d.convert.model_types import HubConfig
 from megatron3d.convert.output_files import output_folder, read_json, source_file, write_json
@@ -35,10 +37,9 @@ from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors
 from megatron3d.convert.tokenizer import GENERATION, export_tokenizer, id_value, import_tokenizer, keep_token_ids
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture, architecture_of_record, architecture_record
+from megatron3d.model.architecture import Architecture, architecture_of_record
 from megatron3d.parallel.layout import box_shape
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.train.checkpointing import Meta, read_meta
 
 RECORD = "conversion.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -100,13 +101,7 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
                 f"{model.vocab_size}; name the model's own tokenizer with --tokenizer-type and --tokenizer-model"
             )
         notes = keep_token_ids(settings, request.source, folder, tokenizer.vocab_size) if name else []
-        meta = Meta(
-            model=architecture_record(arch),
-            identity={"tokenizer": tokenizer.fingerprint},
-            iteration=0,
-            consumed_samples=0,
-            optimizer_steps=0.0,
-        )
+        meta = weights_meta(arch, tokenizer.fingerprint)
         pieces = _pieces(table, weights, request.dtype)
         checkpoint = store.save(folder, 0, pieces, meta.model_dump(), _alone())
         stored = [request.dtype] if request.dtype else list(weights.dtypes)

@@ -81,12 +81,13 @@ class HubWeights:
 
 def rows_of(tensor: FileTensor, values: Tensor, rows: RowRange) -> Tensor:
     """Return rows of a logical tensor as a view of the values of a file's tensor."""
-    joined = _transposed(values) if tensor.is_transposed else values
-    return joined[rows.start : rows.start + rows.high - rows.low]
+    return joined(values, tensor.is_transposed)[rows.start : rows.start + rows.high - rows.low]
 
 
-def _transposed(values: Tensor) -> Tensor:
-    """Return the transpose as a view, contiguous for a single row or column."""
+def joined(values: Tensor, is_transposed: bool) -> Tensor:
+    """Return the joined logical tensors as a view of a file's tensor; a transposed row or column is contiguous."""
+    if not is_transposed:
+        return values
     return values.T if min(values.shape) > 1 else values.reshape(values.shape[::-1])
 
 

@@ -19,14 +19,12 @@ from pydantic import JsonValue
 from megatron3d.config.io_schema import DataConfig
 from megatron3d.convert.output_files import read_json, source_file, write_json
 from megatron3d.convert.tokenizer_candidates import candidates
+from megatron3d.convert.tokenizer_files import BARE_PIECES, JSON, PIECES, folder_tokenizer
 from megatron3d.convert.tokenizer_probe import encodes_alike, transformers_encodes_alike
 from megatron3d.data.tokenizers.special_tokens import IDS, NAMES, SpecialTokens, token_ids
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 
-JSON, PIECES = "tokenizer.json", "tokenizer.model"
-# A SentencePiece model that no tokenizer.json equals; transformers would read PIECES as Llama's kind of model.
-BARE_PIECES = "sentencepiece.model"
 _FILES = {"HuggingFaceTokenizer": JSON, "CharTokenizer": "characters.json", "TikTokenizer": "tiktoken.json"}
 GENERATION, SETTINGS = IDS[0], NAMES[0]
 # Files that are copied with a tokenizer.
@@ -60,10 +58,8 @@ def _find(source: Path) -> tuple[str, str]:
     """Return type and file of a folder's tokenizer; raises UserError where there is none, or a link leads out."""
     for name in (*IDS, *COMPANIONS):
         source_file(source, name)
-    kinds = {JSON: "HuggingFaceTokenizer", PIECES: "SentencePieceTokenizer", BARE_PIECES: "SentencePieceTokenizer"}
-    for name, kind in kinds.items():
-        if (path := source_file(source, name)).is_file():
-            return kind, str(path)
+    if (found := folder_tokenizer(source)) is not None:
+        return found
     raise UserError(
         f"{source}: there is neither {JSON} nor {PIECES}; name the model's tokenizer with --tokenizer-type and "
         "--tokenizer-model, or make them with save_pretrained of transformers' fast tokenizer"

@@ -11,6 +11,7 @@ from pydantic import JsonValue
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.meta import meta_of
 from megatron3d.checkpoint.publish import is_non_persistent
 from megatron3d.checkpoint.retention import RetentionPolicy
 from megatron3d.checkpoint.snapshot import Snapshot
@@ -24,6 +25,8 @@ from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.checkpoint import is_own
+from megatron3d.config.validate.files import is_hub_folder
+from megatron3d.convert.hub_index import HubFile, read_hub_index
 from megatron3d.data.corpus.blended import BlendedSamples
 from megatron3d.data.corpus.corpus import Corpus, open_corpus
 from megatron3d.data.corpus.spec import check_token_ids
@@ -40,12 +43,14 @@ from megatron3d.model.architecture import changed_fields
 from megatron3d.model.groups import tied_links
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.startup_phases import StartupPhases
-from megatron3d.train.checkpointing import LoadOptions, load_newest, load_state, read_meta, source_of
+from megatron3d.train.checkpointing import LoadOptions, SourceFormat, load_newest, load_state, source_of
 from megatron3d.train.monitor.pipeline_trace import trace_folder
 from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
 from megatron3d.train.monitor.startup_report import check_built, describe_connections, startup_report
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
+
+HUGGING_FACE = SourceFormat(read_hub_index, HubFile, is_foreign=True)
 
 
 def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Run:
@@ -185,7 +190,8 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
         return
     folder, damaged = load_newest(Path(load), state, identity, options) if is_own(config) else (None, [])
     if not is_own(config):
-        folder = on_rank_0(comm, lambda: resolve(Path(load)))
+        folder, is_hub = on_rank_0(comm, lambda: find_weights(Path(load)))
+        options = replace(options, source=HUGGING_FACE) if is_hub else options
         load_state(folder, state, identity, options)
     if folder is None:
         run_on_all_ranks(comm, lambda: check_nothing_lost(Path(load), damaged))
@@ -196,8 +202,14 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
             print(f"> skipping checkpoint {refused}: {reason}", flush=True)
         how = "continuing from" if options.progress else "starting with the weights of"
         print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting from scratch", flush=True)
-        for name, saved, own in changed_fields(read_meta(folder).model, state.model.arch) if folder else ():
+        model = meta_of(folder, options.source.read_index(folder)).model if folder else {}
+        for name, saved, own in changed_fields(model, state.model.arch) if folder else ():
             print(f"> model.{name}: {saved} in the checkpoint, {own} in this run", flush=True)
+
+
+def find_weights(load: Path) -> tuple[Path, bool]:
+    """Return a checkpoint of a run and False, or a Hugging Face folder and True; raises UserError for other folders."""
+    return (load, True) if is_hub_folder(load) else (resolve(load), False)
 
 
 def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
+from pydantic import JsonValue
 from torch import Tensor
 
 from megatron3d import __version__
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.index import Count
 from megatron3d.checkpoint.load_on_all_ranks import load_on_all_ranks, read_index_on_all_ranks
+from megatron3d.checkpoint.meta import Meta, meta_of
 from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
 from megatron3d.checkpoint.publish import candidates
-from megatron3d.checkpoint.read import raise_if_damaged
+from megatron3d.checkpoint.read import BoxFile, BoxSource, OpenFile, raise_if_damaged
 from megatron3d.checkpoint.snapshot import PieceSource
 from megatron3d.checkpoint.verify import first_intact
 from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus.stream import Cursor
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import (
     architecture_record,
@@ -36,21 +35,13 @@ from megatron3d.train.state import TrainState
 from megatron3d.zero import FlatBuffer
 
 
-class Meta(BaseModel):
-    """Metadata of a checkpoint; `config` and `mesh` are those of the run that wrote it."""
+@dataclass(frozen=True)
+class SourceFormat:
+    """How the index of a checkpoint is read, and how its files are; `is_foreign` where no run of ours wrote them."""
 
-    model_config = ConfigDict(strict=True)
-
-    model: dict[str, JsonValue]
-    identity: dict[str, JsonValue]
-    iteration: Count
-    consumed_samples: Count
-    optimizer_steps: Annotated[FiniteFloat, Field(ge=0)]
-    loss_scale: dict[str, FiniteFloat] = {}
-    cursors: dict[str, Annotated[list[Count], Field(max_length=len(Cursor._fields))]] = {}
-    config: dict[str, JsonValue] = {}
-    mesh: dict[str, int] = {}
-    versions: dict[str, str] = {}
+    read_index: Callable[[Path], store.Index] = store.read_index
+    open_file: OpenFile = BoxFile
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,12 +53,14 @@ class LoadOptions:
         optimizer: first and second moments, number of updates, loss scale.
         accept: parts of the run's identity that may differ.
         adapts: the model may differ in fields that no parameter depends on, such as the length of its sequences.
+        source: format of the files.
     """
 
     progress: bool = True
     optimizer: bool = True
     accept: frozenset[str] = frozenset()
     adapts: bool = False
+    source: SourceFormat = SourceFormat()
 
 
 EVERYTHING, WEIGHTS = LoadOptions(), LoadOptions(progress=False, optimizer=False)
@@ -133,8 +126,11 @@ def try_load(
     pieces = list(_pieces(state, None, only))
     try:
         names = {piece.name for piece in pieces}
-        index = read_index_on_all_ranks(folder, comm, names, "" if options.optimizer else "model.")
+        prefix = "" if options.optimizer else "model."
+        index = read_index_on_all_ranks(folder, comm, names, prefix, options.source.read_index)
     except UserError as error:
+        if options.source.is_foreign:  # there is no older checkpoint to try
+            raise
         return error.problems
     metas: list[Meta] = []
     run_on_all_ranks(comm, lambda: metas.append(_check_compatible(folder, index, state, identity, options)))
@@ -142,7 +138,8 @@ def try_load(
     # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
     memory = [values for _, _, values in _flat_memory(state, only)]
     replicas = tuple(axis for axis in (*DATA, *state.model.mode.context) if axis not in buffers.sharding.axes)
-    damage = load_on_all_ranks(folder, index, pieces, memory, comm, replicas)
+    source = BoxSource(folder, index, options.source.open_file)
+    damage = load_on_all_ranks(source, pieces, memory, comm, replicas)
     if damage:
         return damage
     buffers.publish()
@@ -168,19 +165,6 @@ def load_newest(
     return first_intact(found, lambda folder: try_load(folder, state, identity, options))
 
 
-def read_meta(folder: Path) -> Meta:
-    """Return the metadata of a checkpoint; raises UserError if it is not one of a training run."""
-    return _meta(folder, store.read_index(folder))
-
-
-def _meta(folder: Path, index: store.Index) -> Meta:
-    try:
-        return Meta.model_validate(index.meta)
-    except ValidationError as error:
-        places = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
-        raise UserError(f"{folder}: its index is of no training run ({places}); load another checkpoint") from error
-
-
 def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:
     """Load the parameters only, for sampling and evaluation; raises as `load_state`."""
     load_state(folder, state, identity, WEIGHTS)
@@ -190,11 +174,12 @@ def _check_compatible(
     folder: Path, index: store.Index, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions
 ) -> Meta:
     """Return the metadata after comparing it with the model and, unless accepted, with `identity`."""
-    meta = _meta(folder, index)
+    meta = meta_of(folder, index)
     accepted = options.accept | (frozenset() if options.progress else ORDER_OF_SAMPLES)
     arch, found = state.model.arch, meta.identity
     changes = [each for each in changed_fields(meta.model, arch) if not (options.adapts and may_change(each, arch))]
-    different = [name for name in identity if found.get(name) != identity[name] and name not in accepted]
+    compared = [name for name in identity if name in found or not options.source.is_foreign]
+    different = [name for name in compared if found.get(name) != identity[name] and name not in accepted]
     said = f"{folder}: saved with {{}}={{}}, but this run has {{}}; continue with the saved one"
     anyway = ", or set checkpoint.accept_changed=[{}] to continue with other samples"
     UserError.collect(

@@ -12,6 +12,7 @@ from pydantic_core import from_json, to_json
 
 from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pieces
 from megatron3d.checkpoint.index import Index, read_index
+from megatron3d.checkpoint.meta import Meta, read_meta
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.checkpoint.read import load_with_index
 from megatron3d.checkpoint.store import save
@@ -19,7 +20,6 @@ from megatron3d.checkpoint.verify import newest_intact
 from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.train.checkpointing import Meta, read_meta
 from tests.fuzz.runner import Files, Target
 
 INDEX, BOXES = "run/iter_0000003/index.json", "run/iter_0000003/rank_00000.safetensors"

@@ -11,9 +11,9 @@ import torch
 
 from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.meta import read_meta
 from megatron3d.checkpoint.publish import finished_checkpoints
 from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.train.checkpointing import read_meta
 from tests.support.pool import Pool
 from tests.support.tiny_run import Words, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus
 

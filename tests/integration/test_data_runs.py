@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron3d.checkpoint.meta import read_meta
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.train.checkpointing import read_meta
 from tests.support.pool import Pool
 from tests.support.tiny_run import (
     evaluations,

@@ -17,12 +17,18 @@ from megatron3d.errors import UserError
 TRACKER = "latest_checkpointed_iteration.txt"
 # Folder of a run's short-lived checkpoints, in the run's folder.
 NON_PERSISTENT = "non_persistent"
+HUB_CONFIG = "config.json"
 
 
 def check_files(config: Config, world_size: int, origins: Mapping[str, str] | None = None) -> list[str]:
     """Return the problems of the schedule file, corpus, tokenizer, and the folders to save to and load from."""
     facts = Facts(config, world_size, origins=origins or {})
     return [*file_problems(facts), *_corpus(facts), *_tokenizer(facts), *_outputs(facts), *_load(facts)]
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Return whether a folder holds a model of Hugging Face, and no run of ours."""
+    return (folder / HUB_CONFIG).is_file() and not (folder / TRACKER).exists()
 
 
 def _corpus(facts: Facts) -> Iterator[str]:
@@ -86,6 +92,8 @@ def _load(facts: Facts) -> Iterator[str]:
 def _load_problems(facts: Facts) -> Iterator[str]:
     load, save = facts.config.checkpoint.load, facts.config.checkpoint.save
     where = facts.named("checkpoint.load")
+    if load is not None and is_hub_folder(Path(load)) and not facts.config.checkpoint.finetune:
+        yield f"{where}: a Hugging Face folder holds weights only; set checkpoint.finetune=true to start with them"
     if load is not None and save is not None and Path(load).absolute() == Path(save).absolute():
         return
     if save is not None and any((Path(save) / place / TRACKER).exists() for place in (".", NON_PERSISTENT)):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron3d.checkpoint.index import Index
+from megatron3d.checkpoint.meta import Meta, read_meta
 from megatron3d.errors import UserError
-from megatron3d.train.checkpointing import Meta, read_meta
 
 COUNTERS: dict[str, Any] = {"iteration": 3, "consumed_samples": 24, "optimizer_steps": 3.0}
 NAN, INFINITE = float("nan"), float("inf")

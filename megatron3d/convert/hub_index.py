@@ -1,0 +1,76 @@
+"""A Hugging Face folder as a checkpoint: an index that leads from logical tensors to rows of the files' tensors.
+
+    layers.0.attention.k.weight [H, H]  =  rows H to 2H of the transpose of h.0.attn.c_attn.weight in model.safetensors
+
+Nothing is converted or copied: ranks read the boxes that they need from the mapped files, as from our checkpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron3d.checkpoint.index import Index, StoredBox, StoredTensor
+from megatron3d.checkpoint.meta import Meta
+from megatron3d.checkpoint.piece import dtype_name
+from megatron3d.checkpoint.read import BoxFile
+from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.convert.config_json import model_type_of, read_settings
+from megatron3d.convert.hub_weights import HubWeights, joined, refuse_code
+from megatron3d.convert.output_files import read_json, source_file
+from megatron3d.convert.tensor_names import file_tensors
+from megatron3d.convert.tokenizer_files import folder_tokenizer
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
+from megatron3d.model.architecture import Architecture, architecture_record
+
+TRANSPOSED, AS_IT_IS = "T", "-"
+
+
+def weights_meta(arch: Architecture, tokenizer: str | None) -> Meta:
+    """Return the metadata of weights without a run; `tokenizer` is a fingerprint, None where it is not known."""
+    return Meta(
+        model=architecture_record(arch),
+        identity={} if tokenizer is None else {"tokenizer": tokenizer},
+        iteration=0,
+        consumed_samples=0,
+        optimizer_steps=0.0,
+    )
+
+
+def read_hub_index(folder: Path) -> Index:
+    """Return the index of a Hugging Face folder, whose files are opened with `HubFile`.
+
+    Raises UserError with every field of config.json that our model cannot represent, or every problem of the files.
+    """
+    settings = read_json(source_file(folder, "config.json"))
+    refuse_code(folder, settings)
+    model, model_type = read_settings(settings), model_type_of(settings)
+    arch = resolve_architecture(model, model.vocab_size or 0)
+    table = file_tensors(arch, model_type)
+    weights = HubWeights(folder, table, model_type, arch.tie_embeddings)
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in table:
+        stored = weights.stored(tensor.name)
+        for rows in tensor.row_ranges():
+            key = f"{rows.start}:{TRANSPOSED if tensor.is_transposed else AS_IT_IS}:{stored.name}"
+            box = StoredBox.model_construct(None, box=rows.box, file=stored.file.name, key=key, checksum="")
+            name = f"model.{rows.name}"
+            others = tensors[name].boxes if name in tensors else ()
+            dtype = dtype_name(stored.dtype)
+            tensors[name] = StoredTensor.model_construct(None, shape=rows.shape, dtype=dtype, boxes=(*others, box))
+    found = folder_tokenizer(folder)
+    meta = weights_meta(arch, found and build_tokenizer(*found).fingerprint)
+    return Index.model_construct(None, iteration=0, meta=meta.model_dump(), tensors=tensors)
+
+
+class HubFile(BoxFile):
+    """An open safetensors file of a Hugging Face folder; `read_hub_index` says which rows of its tensors a box is."""
+
+    def box(self, file: Any, stored: StoredBox) -> Tensor:
+        """Return rows of a tensor, memory-mapped from an open file."""
+        start, direction, name = stored.key.split(":", 2)
+        (low, high), first = stored.box[0], int(start)
+        rows: Tensor = joined(file.get_tensor(name), direction == TRANSPOSED)[first : first + high - low]
+        return rows
