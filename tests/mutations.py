@@ -119,6 +119,13 @@ MUTATIONS = [
         ("tests/unit/model/test_peers.py",),
     ),
     Mutation(
+        "MLP of a parallel residual reads the stream after attention",
+        "model/layers.py",
+        "x_MH if self.is_parallel else sum_MH",
+        "sum_MH",
+        ("tests/unit/model/test_peers.py",),
+    ),
+    Mutation(
         "gradient of an attention sink without its weight",
         "ops/attention_softmax.py",
         "-(weight_BNL * along_BNL).sum((0, 2))",

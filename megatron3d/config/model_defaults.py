@@ -64,6 +64,7 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         rope_local_base_freq=model.rope_local_base_freq,
         attention_softcap=model.attention_softcap,
         softmax_type=model.softmax_type,
+        use_parallel_residual=model.use_parallel_residual,
     )
 
 

@@ -92,6 +92,9 @@ class ModelConfig(Section):
     norm_placement: Literal["pre", "post", "sandwich"] = Field(
         "pre", description="norms on the inputs of attention and MLP, on their outputs, or on both"
     )
+    use_parallel_residual: bool = Field(
+        False, description="attention and MLP of a layer both read its input: x + attention(norm(x)) + MLP(norm(x))"
+    )
     attention_output_gate: bool = Field(
         False, description="multiply attention's output by the sigmoid of a projection of its input"
     )

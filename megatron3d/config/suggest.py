@@ -30,6 +30,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.add_mlp_bias": ("mlp_bias",),
     "model.apply_layernorm_1p": ("layernorm_zero_centered_gamma",),
     "model.norm_placement": ("post_norm", "norm_position", "apply_residual_connection_post_layernorm"),
+    "model.use_parallel_residual": ("parallel_attn", "parallel_residual"),
     "model.embedding_scale": ("embedding_multiplier",),
     "model.softmax_scale": ("attention_multiplier", "query_pre_attn_scalar"),
     "model.logit_scale": ("logits_scaling",),

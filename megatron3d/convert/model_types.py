@@ -251,6 +251,7 @@ SWITCHES: Mapping[str, JsonValue] = {
     "attention_output_gate": False,
     "embedding_scale": 1.0,
     "softmax_scale": None,
+    "use_parallel_residual": False,
     "attention_softcap": None,
     "softmax_type": "vanilla",
     "logit_scale": 1.0,

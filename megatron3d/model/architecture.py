@@ -49,6 +49,7 @@ class Architecture:
         window: keys that a query sees, itself included; None: all before it.
         window_pattern: pattern that repeats over depth, 0 for a layer without the window; empty: every layer has it.
         rope_local_base_freq: base of rotary positions, unscaled, in layers with the window; None: as in the others.
+        use_parallel_residual: attention and MLP read the same residual stream, and both are added to it.
         softmax_type: whether a constant or learned logit of each head joins the denominator of its softmax.
     """
 
@@ -91,6 +92,7 @@ class Architecture:
     rope_local_base_freq: float | None = None
     attention_softcap: float | None = None
     softmax_type: str = "vanilla"
+    use_parallel_residual: bool = False
 
     @property
     def norm_sites(self) -> tuple[str, ...]:

@@ -99,7 +99,10 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Transformer layer [M, H] -> [M, H], the one of this index in the whole model."""
+    """Transformer layer [M, H] -> [M, H], the one of this index in the whole model.
+
+    The MLP reads the residual stream after attention, or, with a parallel residual, the same one as attention.
+    """
 
     def __init__(self, index: int, build: Build) -> None:
         super().__init__()
@@ -109,6 +112,7 @@ class Layer(nn.Module):
             has_one = site in build.arch.norm_sites
             return Norm(f"{name}.{site}", build.mode.residual[1], build) if has_one else nn.Identity()
 
+        self.is_parallel = build.arch.use_parallel_residual
         self.input_norm = norm("input_norm")
         self.attention = Attention(index, name, build)
         self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
@@ -120,9 +124,9 @@ class Layer(nn.Module):
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         y_MH = self.attention_output_norm(self.attention(self.input_norm(x_MH), at))
-        x_MH = x_MH + self.attention_dropout(y_MH, at)
-        y_MH = self.mlp_output_norm(self.mlp(self.post_attention_norm(x_MH)))
-        z_MH: Tensor = x_MH + self.mlp_dropout(y_MH, at)
+        sum_MH = x_MH + self.attention_dropout(y_MH, at)
+        y_MH = self.mlp_output_norm(self.mlp(self.post_attention_norm(x_MH if self.is_parallel else sum_MH)))
+        z_MH: Tensor = sum_MH + self.mlp_dropout(y_MH, at)
         return z_MH
 
 

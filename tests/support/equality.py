@@ -130,6 +130,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "add_bias_linear": True,
         "activation": "clamped_swiglu",
         "softmax_type": "learnable",
+        "use_parallel_residual": True,
         "window_size": (2, 0),
         "window_attn_skip_freq": (1, 0),
         "rotary_scaling": "yarn",

@@ -121,8 +121,9 @@ def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
     yield KeptTensor(PROJ, "input", local.inner(local.num_queries * local.arch.kv_channels))
     yield from norms.get("attention_output_norm", ())
     yield from _mask(local, "attention_dropout")
-    yield from norms.get("post_attention_norm", ())
-    yield KeptTensor(FC1, "input", local.residual)
+    up = (*norms.get("post_attention_norm", ()), KeptTensor(FC1, "input", local.residual))
+    is_kept = local.arch.use_parallel_residual and up[0].what == "input"  # as attention's input
+    yield from up[1:] if is_kept else up
     yield from activation_tensors(local)
     yield from norms.get("mlp_output_norm", ())
     yield from _mask(local, "mlp_dropout")

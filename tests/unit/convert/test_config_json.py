@@ -69,6 +69,7 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
         "no_rope_freq": (0, 1),
         "rope_local_base_freq": 9.0,
         "attention_softcap": 3.0,
+        "use_parallel_residual": True,
         "softmax_type": "learnable",
     }
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}

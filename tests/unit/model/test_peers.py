@@ -279,6 +279,54 @@ def test_an_output_gate() -> None:
     compare({**SIZES, **settings}, ours, {**LLAMA_NAMES, **names}, split)
 
 
+def test_gpt_neox() -> None:
+    """Attention and MLP in parallel, all biases; queries, keys and values are one tensor by heads."""
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    settings = {
+        "model_type": "gpt_neox",
+        "hidden_size": 60,
+        "layer_norm_eps": 1e-6,
+        "use_parallel_residual": True,
+        "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.4},
+    }
+    keys = {
+        "hidden_size": 60,
+        "num_query_groups": 6,
+        "normalization": "LayerNorm",
+        "activation": "gelu",
+        "add_bias_linear": True,
+        "rotary_base": 500.0,
+        "rotary_percent": 0.4,
+        "use_parallel_residual": True,
+    }
+    layer = "gpt_neox.layers.{n}"
+    names = {
+        "embedding": "gpt_neox.embed_in",
+        "layers.{n}.input_norm": f"{layer}.input_layernorm",
+        "layers.{n}.attention.q": f"{layer}.attention.q",
+        "layers.{n}.attention.k": f"{layer}.attention.k",
+        "layers.{n}.attention.v": f"{layer}.attention.v",
+        "layers.{n}.attention.proj": f"{layer}.attention.dense",
+        "layers.{n}.post_attention_norm": f"{layer}.post_attention_layernorm",
+        "layers.{n}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
+        "layers.{n}.mlp.fc2": f"{layer}.mlp.dense_4h_to_h",
+        "final_norm": "gpt_neox.final_layer_norm",
+        "head": "lm_head",
+    }
+
+    def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: value for name, value in tensors.items() if ".query_key_value." not in name}
+        for name in tensors.keys() - found.keys():
+            parts = tensors[name].unflatten(0, (6, 3, 10)).unbind(1)
+            found |= {
+                name.replace("query_key_value", letter): part.flatten(0, 1)
+                for letter, part in zip("qkv", parts, strict=True)
+            }
+        return found
+
+    compare({**sizes, **settings}, {**OURS, **keys}, names, split)
+
+
 def test_gpt_oss_with_one_expert() -> None:
     """Attention sinks, biases, YaRN and windows; an expert alone is an MLP whose gate and up features alternate."""
     settings = {

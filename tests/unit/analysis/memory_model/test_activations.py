@@ -47,6 +47,7 @@ SMALL = {"num_layers": 1, "hidden_size": 48, "seq_length": SEQ_LENGTH, "kv_chann
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "num_attention_heads": 8},
+    "GPT-NeoX": {"family": "gpt2", "num_attention_heads": 8, "use_parallel_residual": True, "hidden_dropout": 0.1},
     "gpt2, dropout": {"family": "gpt2", "num_attention_heads": 8, **DROPOUT},
     "gpt2, relu, QK-norm": {"family": "gpt2", "num_attention_heads": 8, "activation": "relu", "qk_layernorm": True},
     "llama": {"family": "llama", "num_attention_heads": 16, "num_query_groups": 8, "ffn_hidden_size": 40},
@@ -76,6 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_query_groups": 4,
         "ffn_hidden_size": 24,
         "norm_placement": "post",
+        "use_parallel_residual": True,
         "attention_output_gate": True,
         "activation": "clamped_swiglu",
         "qk_layernorm": True,
@@ -97,6 +99,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "capped scores, sinks of 0": {
         "family": "llama",
+        "use_parallel_residual": True,
         "num_attention_heads": 8,
         "num_query_groups": 4,
         "ffn_hidden_size": 24,
