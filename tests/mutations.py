@@ -341,7 +341,7 @@ MUTATIONS = [
     ),
     Mutation(
         "queries see the keys of their own chunks only",
-        "ops/context_attention.py",
+        "parallel/context_exchange.py",
         "pairs(segments(mine, (), window), segments(every, (), window), window)",
         "tuple(p for p in pairs(segments(mine, (), window), segments(every, (), window), window) if p.distance == 0)",
     ),
@@ -438,10 +438,10 @@ MUTATIONS = [
                 "num_copies((DATA + model.mode.sequence_axes,)",
             ),
             (
-                "validation loss divided by tokens that do not count",
+                "validation loss added once for each context rank",
                 "train/evaluate.py",
-                "loss * (num_tokens / sum(counts)) if packing.masks_loss else loss",
-                "loss",
+                "torch.stack(losses).sum() / loss_copies(model)",
+                "torch.stack(losses).sum() / loss_copies(model) * model.order.num_ranks",
             ),
             (
                 "positions in documents begin at 0 on every context rank",

@@ -6,7 +6,7 @@ The parameter count is independent of the parameter table on purpose: at start-u
 from __future__ import annotations
 
 from megatron3d.model.architecture import GATED, Architecture
-from megatron3d.model.layer_kinds import mean_keys
+from megatron3d.model.layer_kinds import keys_seen, mean_keys
 from megatron3d.model.linears import layer_linears
 
 
@@ -32,6 +32,11 @@ def num_parameters(arch: Architecture) -> int:
 def layer_flops_per_token(arch: Architecture) -> int:
     """Return the FLOPs per token of one layer, forward and backward; where windows differ, their mean."""
     return 6 * layer_weights(arch) + round(12 * arch.num_attention_heads * arch.kv_channels * mean_keys(arch))
+
+
+def flops_of_layer(arch: Architecture, layer: int) -> int:
+    """Return the FLOPs per token of one layer of the model, forward and backward, with its own window."""
+    return 6 * layer_weights(arch) + 12 * arch.num_attention_heads * arch.kv_channels * keys_seen(arch, layer)
 
 
 def layer_weights(arch: Architecture) -> int:

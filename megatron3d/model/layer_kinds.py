@@ -62,24 +62,14 @@ def rotaries(arch: Architecture) -> tuple[Rotary, ...]:
     return tuple(dict.fromkeys(kind.rotary for kind in attention_kinds(arch) if kind.rotary is not None))
 
 
-def rotated_share(arch: Architecture) -> float:
-    """Return the mean over all layers of the share of a head's channels that is rotated."""
-    counts = layer_counts(arch, range(arch.num_layers))
-    rotated = ((attention_kind(arch, place).rotary, count) for place, count in counts.items())
-    return sum(count * rotary.num_channels for rotary, count in rotated if rotary) / (
-        arch.num_layers * arch.kv_channels
-    )
-
-
 def mean_keys(arch: Architecture) -> float:
     """Return the mean over all layers of the most keys that a query sees: the window, or the whole sequence."""
     return sum(count * keys for keys, count in _keys(arch)) / arch.num_layers
 
 
-def seen_share(arch: Architecture) -> float:
-    """Return the mean over all layers of the share of the causal half of the scores that windows leave."""
-    seq = arch.seq_length
-    return sum(count * keys * (2 * seq - keys) for keys, count in _keys(arch)) / (arch.num_layers * seq**2)
+def keys_seen(arch: Architecture, layer: int) -> int:
+    """Return the most keys that a query of a layer sees: the window, or the whole sequence."""
+    return min(attention_kind(arch, layer).window or arch.seq_length, arch.seq_length)
 
 
 def has_window(arch: Architecture) -> bool:
@@ -90,4 +80,4 @@ def has_window(arch: Architecture) -> bool:
 def _keys(arch: Architecture) -> Iterator[tuple[int, int]]:
     """Yield the most keys that a query sees, and how many layers have as many."""
     for place, count in layer_counts(arch, range(arch.num_layers)).items():
-        yield min(attention_kind(arch, place).window or arch.seq_length, arch.seq_length), count
+        yield keys_seen(arch, place), count

@@ -12,7 +12,8 @@ from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
+from megatron3d.model.flops import flops_of_layer, head_flops_per_token, layer_flops_per_token
+from megatron3d.model.stage_balance import balanced_counts
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,15 @@ def divide(arch: Architecture, num_stages: int, owners: Sequence[int] | None = N
 
     The cost of a layer and of the head is its FLOPs; the embedding costs nothing.  Each layer goes to the rank with the
     lowest cost, and there to its cheapest stage, which minimizes the cost of the busiest rank.  Of stages with equal
-    cost the last one gets the layer, since earlier stages have more microbatches in flight.
+    cost the last one gets the layer, since earlier stages have more microbatches in flight.  Where layers differ, as
+    with windows in some of them, each counts its own FLOPs (`stage_balance.py`).
     """
     owners = range(num_stages) if owners is None else owners
     assert arch.num_layers >= num_stages, f"{arch.num_layers} layers are too few for {num_stages} stages"
     layer, head = layer_flops_per_token(arch), head_flops_per_token(arch)
+    work = tuple(flops_of_layer(arch, index) for index in range(arch.num_layers))
+    if len(set(work)) > 1:
+        return balanced_counts(work, head, tuple(owners))
     counts = [1] * num_stages
 
     def cost(stage: int) -> int:

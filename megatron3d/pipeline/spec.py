@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import head_flops_per_token, layer_weights
+from megatron3d.model.layer_kinds import keys_seen, layer_counts, mean_keys
 from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.pipeline.actions import ActionKind, Schedule
 
@@ -23,18 +24,25 @@ class Pipeline(StageAssignment):
         return any(action.kind is ActionKind.I for actions in self.schedule for action in actions)
 
 
-def layer_flops(arch: Architecture) -> Mapping[ActionKind, int]:
+def layer_flops(arch: Architecture, keys: float | None = None) -> Mapping[ActionKind, int]:
     """Return the FLOPs of one layer per token, by kind of computation.
 
     Forward, input gradient and weight gradient of a linear layer cost the same; the attention core has no weights and
     costs twice as much backward as forward.
+
+    Args:
+        keys: most keys that a query of the layer sees; default: the mean over all layers.
     """
-    linear, core = 2 * layer_weights(arch), 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length
+    seen = mean_keys(arch) if keys is None else keys
+    linear, core = 2 * layer_weights(arch), round(4 * arch.num_attention_heads * arch.kv_channels * seen)
     return {ActionKind.F: linear + core, ActionKind.I: linear + 2 * core, ActionKind.W: linear}
 
 
 def stage_flops(arch: Architecture, stage: Stage) -> Mapping[ActionKind, int]:
     """Return the FLOPs of a stage per token, by kind; the head computes its gradients in the forward, with the loss."""
-    flops = {kind: len(stage.layers) * count for kind, count in layer_flops(arch).items()}
+    flops = dict.fromkeys((ActionKind.F, ActionKind.I, ActionKind.W), 0)
+    for place, count in layer_counts(arch, stage.layers).items():
+        for kind, each in layer_flops(arch, keys_seen(arch, place)).items():
+            flops[kind] += count * each
     head = head_flops_per_token(arch) if stage.has_head else 0
     return {**flops, ActionKind.F: flops[ActionKind.F] + head, ActionKind.B: flops[ActionKind.I] + flops[ActionKind.W]}

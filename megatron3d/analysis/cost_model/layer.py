@@ -29,7 +29,6 @@ from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_exce
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
-from megatron3d.model.layer_kinds import mean_keys, rotated_share, seen_share
 from megatron3d.model.linears import layer_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
@@ -152,7 +151,7 @@ class OverlapModel:
 
 
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
-    """Return the times of one layer for one microbatch."""
+    """Return the times of a layer of the kind of `local.layer` for one microbatch."""
     planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.matmuls.items()}
     over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
     forward = [_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
@@ -237,7 +236,7 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
     yield passes(residual, profile.dropout, 2 * (arch.hidden_dropout > 0))
     yield passes(inner * local.ffn * (1.5 if local.is_gated else 1), profile.activation)
     yield passes(inner * (2 * heads + keys), profile.layout)
-    if share := rotated_share(arch):
+    if share := local.rotated_share:
         yield passes(inner * (heads + keys / 2) * share, profile.rotary)
     if arch.qk_layernorm:
         yield passes(inner * (heads + keys / 2), profile.norm)
@@ -272,9 +271,9 @@ def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreak
     device, rows = machine.device, local.positions
     heads = local.sequences * local.num_queries
     if (scores := machine.profile.unfused_scores(arch.attention_softcap is not None)) is None:
-        flops = 4 * heads * rows * seq * arch.kv_channels / 2 * seen_share(arch)
+        flops = 4 * heads * rows * seq * arch.kv_channels / 2 * local.seen_share
         return TimeBreakdown({ATTENTION: device.attention_s(flops * (2.5 if backward else 1), backward)})
-    keys = seq if arch.attention_softcap is None else round(mean_keys(arch))
+    keys = seq if arch.attention_softcap is None else local.keys_seen
     first = device.gemm_s(rows, keys, arch.kv_channels, heads)
     second = device.gemm_s(rows, arch.kv_channels, keys, heads)
     seconds = device.memory_bound_s(

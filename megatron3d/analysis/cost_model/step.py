@@ -153,14 +153,12 @@ Durations = Mapping[tuple[int, ActionKind], TimeBreakdown]
 def stage_times(step: SimulatedStep) -> Durations:
     """Return the seconds of each kind of computation of each stage, for one microbatch."""
     local, machine = step.local, step.machine
-    full = step.local.recompute.granularity == "full"
-    plain = host_floor(layer_times(replace(local, recompute=NO_RECOMPUTE) if full else local, machine), local, machine)
-    again = host_floor(layer_times(local, machine), local, machine, repeats=True) if full else plain
+    kinds = {each.layer: _times_of_kind(each, machine) for each, _ in local.by_kind(range(local.arch.num_layers))}
     embedding, head = embedding_times(local, machine), head_times(local, machine, step.loss_chunk)
     blocked = TimeBreakdown() if machine.profile.overlaps_pipeline else stage_transfer_time(step)
     found: dict[tuple[int, ActionKind], TimeBreakdown] = {}
     for stage in step.pipeline.stages:
-        times = _stage(local, stage, plain, again)
+        times = _stage(local, stage, kinds)
         if stage.has_embedding:
             times[ActionKind.F] = times[ActionKind.F].plus(embedding[0])
             times |= {kind: times[kind].plus(embedding[1]) for kind in (ActionKind.B, ActionKind.W)}
@@ -172,15 +170,22 @@ def stage_times(step: SimulatedStep) -> Durations:
     return found
 
 
-def _stage(local: LocalSizes, stage: Stage, plain: LayerTimes, again: LayerTimes) -> dict[ActionKind, TimeBreakdown]:
+def _times_of_kind(local: LocalSizes, machine: Machine) -> tuple[LayerTimes, LayerTimes]:
+    """Return the times of a layer that keeps its activations, and of one that is recomputed."""
+    full = local.recompute.granularity == "full"
+    plain = host_floor(layer_times(replace(local, recompute=NO_RECOMPUTE) if full else local, machine), local, machine)
+    return plain, host_floor(layer_times(local, machine), local, machine, repeats=True) if full else plain
+
+
+def _stage(
+    local: LocalSizes, stage: Stage, kinds: Mapping[int, tuple[LayerTimes, LayerTimes]]
+) -> dict[ActionKind, TimeBreakdown]:
     runs = local.recompute.runs(stage.layers)
-    repeated = sum(len(run.layers) for run in runs if run.is_recomputed)
-    kinds = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
-    kept = len(stage.layers) - repeated
-    return {
-        kind: one.scaled(kept).plus(other.scaled(repeated))
-        for kind, one, other in zip(kinds, plain, again, strict=True)
-    }
+    layers = [
+        (kinds[each.layer][run.is_recomputed], count) for run in runs for each, count in local.by_kind(run.layers)
+    ]
+    actions = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
+    return {kind: combine(times[place].scaled(count) for times, count in layers) for place, kind in enumerate(actions)}
 
 
 def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:

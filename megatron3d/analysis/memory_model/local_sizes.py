@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron3d.model.architecture import GATED, Architecture
-from megatron3d.model.layer_kinds import AttentionKind, attention_kind, layer_counts
+from megatron3d.model.layer_kinds import AttentionKind, attention_kind, keys_seen, layer_counts
 from megatron3d.model.linears import LinearSize, layer_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.parallel.attention_heads import HeadSplit
@@ -158,6 +158,23 @@ class LocalSizes:
         """Keys that a query of this layer sees; None: all before it, as with a window that is no shorter."""
         window = self.attention.window
         return None if window is None or window >= self.arch.seq_length else window
+
+    @property
+    def keys_seen(self) -> int:
+        """Most keys that a query of this layer sees."""
+        return keys_seen(self.arch, self.layer)
+
+    @property
+    def seen_share(self) -> float:
+        """Share of the causal half of the scores that this layer's window leaves."""
+        seq, keys = self.arch.seq_length, self.keys_seen
+        return keys * (2 * seq - keys) / seq**2
+
+    @property
+    def rotated_share(self) -> float:
+        """Share of a head's channels that this layer rotates."""
+        rotary = self.attention.rotary
+        return rotary.num_channels / self.arch.kv_channels if rotary else 0.0
 
     def by_kind(self, layers: Iterable[int]) -> list[tuple[LocalSizes, int]]:
         """Return the sizes of one layer of each kind among `layers`, and how many there are of it."""

@@ -23,10 +23,13 @@ class LayoutBound:
 
     def __init__(self, machine: Machine, loss_chunk: LossChunk, local: LocalSizes, weights: int) -> None:
         self._work, self._weights = local, weights
-        phases, self._head_s = layer_times(local, machine), head_times(local, machine, loss_chunk).total
-        self._layer_s = phases.forward.total + phases.backward.total
-        self._busiest: dict[int, float] = {}
+        self._head_s = head_times(local, machine, loss_chunk).total
         kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
+        phases = [(layer_times(each, machine), count) for each, count in kinds]
+        seconds = [(times.forward.total + times.backward.total, count) for times, count in phases]
+        self._layers_s = sum(each_s * count for each_s, count in seconds)
+        self._least_layer_s = min(each_s for each_s, _ in seconds)
+        self._busiest: dict[int, float] = {}
         least = min(total_bytes(layer_activations(each)) for each, _ in kinds)
         self._activations = local.residual if is_full else least
         self._again = recomputed_activations(local) if is_full else 0
@@ -41,13 +44,13 @@ class LayoutBound:
         if key not in bubbles:
             schedule = build_schedule(layout.schedule, layout.pipeline, few, layout.virtual)
             bubbles[key] = simulate(schedule).makespan / UNIT_COSTS.total - few if layout.pipeline > 1 else 0.0
-        stages = self._work.arch.num_layers * self._layer_s / layout.pipeline
+        stages = self._layers_s / layout.pipeline
         return max((num + bubbles[key]) * stages, num * self._busiest_s(layout.pipeline))
 
     def _busiest_s(self, ranks: int) -> float:
         """Return the least seconds of a microbatch on the busiest rank, where each rank holds whole layers."""
         if ranks not in self._busiest:
-            num_layers, layer_s = self._work.arch.num_layers, self._layer_s
+            num_layers, layer_s = self._work.arch.num_layers, self._least_layer_s
             # A number of layers with the head, and the largest part of the others.
             self._busiest[ranks] = min(
                 max(mine * layer_s + self._head_s, math.ceil((num_layers - mine) / max(ranks - 1, 1)) * layer_s)

@@ -14,7 +14,7 @@ from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import head_flops_per_token, layer_flops_per_token
+from megatron3d.model.flops import flops_of_layer, head_flops_per_token, layer_flops_per_token
 from megatron3d.model.stages import Stage, divide, make_stages
 from megatron3d.pipeline.actions import Action, ActionKind, RankOfStage, rank_in_loop, rank_in_v
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
@@ -81,6 +81,54 @@ def test_the_most_expensive_rank_is_minimal(
         mine = [w for w, owner in zip(costs(arch, counts), owners, strict=True) if owner == rank]
         head = head_flops_per_token(arch) if owners[-1] == rank else 0
         assert max(mine) - min(mine) <= max(layer_flops_per_token(arch), head)
+
+
+def windowed(num_layers: int, pattern: list[int], vocab_size: int) -> Architecture:
+    """Return layers of which those with a 1 see one key of 512: they take a twelfth of the FLOPs of the others."""
+    model = {**SIZES, "seq_length": 512, "window_size": [1, 0], "window_attn_skip_freq": pattern}
+    return resolve_architecture(ModelConfig.model_validate({"num_layers": num_layers, **model}), vocab_size)
+
+
+def unequal_loads(arch: Architecture, counts: Sequence[int], owners: Sequence[int]) -> list[int]:
+    """Return the work of each rank where layers differ."""
+    work = [sum(flops_of_layer(arch, layer) for layer in stage.layers) for stage in make_stages(counts)]
+    work[-1] += head_flops_per_token(arch)
+    return [sum(w for w, owner in zip(work, owners, strict=True) if owner == rank) for rank in sorted(set(owners))]
+
+
+PATTERNS = st.lists(st.integers(0, 1), min_size=2, max_size=4).filter(lambda each: len(set(each)) == 2)
+
+
+@given(stages=st.integers(1, 4), extra=st.integers(2, 7), vocab_size=st.integers(0, 2000), pattern=PATTERNS)
+def test_layers_with_a_window_count_less(stages: int, extra: int, vocab_size: int, pattern: list[int]) -> None:
+    arch = windowed(stages + extra, pattern, vocab_size)
+    counts = divide(arch, stages)
+    assert sum(counts) == arch.num_layers and min(counts) >= 1 and len(counts) == stages
+    best = min(max(unequal_loads(arch, c, range(stages))) for c in divisions(arch.num_layers, stages))
+    assert max(unequal_loads(arch, counts, range(stages))) == best
+
+
+@given(
+    virtual=st.integers(2, 3),
+    extra=st.integers(2, 5),
+    pattern=PATTERNS,
+    place=st.sampled_from([rank_in_loop, rank_in_v]),
+)
+def test_ranks_with_several_stages_are_nearly_balanced(
+    virtual: int, extra: int, pattern: list[int], place: RankOfStage
+) -> None:
+    """The busiest rank has at most one large layer more than in the best division."""
+    stages = 2 * virtual
+    arch, owners = windowed(stages + extra, pattern, 0), [place(stage, 2) for stage in range(stages)]
+    counts = divide(arch, stages, owners)
+    best = min(max(unequal_loads(arch, c, owners)) for c in divisions(arch.num_layers, stages))
+    assert max(unequal_loads(arch, counts, owners)) <= best + max(flops_of_layer(arch, layer) for layer in range(2, 6))
+
+
+def test_unequal_stages_by_hand() -> None:
+    """Work 12 1 1 1 12 1 1 1 12 1 1 1: each stage has a layer without the window."""
+    assert divide(windowed(12, [0, 1, 1, 1], 0), 3) == (4, 4, 4)
+    assert divide(windowed(9, [0, 1, 1, 1, 1, 1, 1, 1, 1], 0), 2) == (1, 8)
 
 
 def test_stages_by_hand() -> None:

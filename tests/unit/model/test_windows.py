@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
-from megatron3d.model.layer_kinds import attention_kind, has_window, mean_keys, seen_share
+from megatron3d.model.layer_kinds import attention_kind, has_window, mean_keys
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import build_mode
 from megatron3d.train.state import build_state
 from tests.support.turn_ranks import connect
 
@@ -38,8 +43,15 @@ def test_costs_of_windows() -> None:
     whole, long, short = arch(), arch(window_size=[SEQ - 1, 0]), arch(window_size=[3, 0])
     assert flops_per_token(whole) == flops_per_token(long) and not has_window(long)
     assert flops_per_token(whole) - flops_per_token(short) == 12 * 6 * 32 * (SEQ - 4)
-    assert seen_share(whole) == seen_share(long) == 1
-    assert seen_share(short) == (4 * SEQ - 4**2 / 2) / (SEQ**2 / 2), "the band is the triangle less a smaller one"
+    assert local(whole).seen_share == local(long).seen_share == 1
+    band = (4 * SEQ - 4**2 / 2) / (SEQ**2 / 2)
+    assert local(short).seen_share == band, "the band is the triangle less a smaller one"
+    mixed = arch(window_size=[3, 0], window_attn_skip_freq=2)
+    assert [replace(local(mixed), layer=layer).seen_share for layer in range(4)] == [band, 1, band, 1]
+
+
+def local(made: Architecture) -> LocalSizes:
+    return LocalSizes(made, build_mode("1d", None, (1,)), Mesh((("t", 1),)), 1, 4)
 
 
 @pytest.mark.parametrize("window", [4, 2])
