@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from gpu_program import SMALL
 
-from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.rank import predict_memory
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.loopback import LoopbackComm

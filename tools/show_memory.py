@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.analysis.memory_model.activations import run_activations
-from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check

@@ -27,7 +27,8 @@ from megatron3d.analysis.cost_model.host_floor import host_floor
 from megatron3d.analysis.cost_model.kernels import device_model
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
 from megatron3d.analysis.cost_model.network import Network
-from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.architecture import Architecture

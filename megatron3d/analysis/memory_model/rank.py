@@ -25,8 +25,8 @@ from megatron3d.analysis.memory_model.activations import (
     run_activations,
     total_bytes,
 )
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.libraries import symmetric_bytes
-from megatron3d.analysis.memory_model.local_sizes import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.analysis.memory_model.transient_peaks import embedding_peak, head_peaks, layer_peaks
 from megatron3d.config.run_spec import RunSpec

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron3d.analysis.memory_model.local_sizes import KERNELS, KernelMemory, LocalSizes
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.loss_chunks import LossChunk

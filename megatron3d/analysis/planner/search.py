@@ -20,8 +20,9 @@ from megatron3d.analysis.cost_model.data_axis import ParamCounts
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.step import as_configured, load_machine, predict_time, simulated_specs
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.libraries import library_bytes
-from megatron3d.analysis.memory_model.local_sizes import KERNELS, LocalSizes
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.pipeline_ranks import largest_rank_memory
 from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_step_spec

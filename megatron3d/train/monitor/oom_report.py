@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.analysis.memory_model.suggestions import suggest
 from megatron3d.analysis.memory_model.table import memory_table

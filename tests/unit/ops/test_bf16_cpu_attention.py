@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.ops import bf16_cpu_attention
 from megatron3d.ops.bf16_cpu_attention import MAX_SEQ_LENGTH, causal_attention, recomputes_softmax
 

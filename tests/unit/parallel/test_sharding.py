@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron3d.analysis.cost_model.step import load_machine, simulated_step
-from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config

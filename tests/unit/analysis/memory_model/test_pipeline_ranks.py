@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.pipeline_ranks import candidates, largest_rank_memory
 from megatron3d.analysis.memory_model.rank import rank_memory
 from megatron3d.analysis.memory_model.step_spec import make_step_spec

@@ -14,7 +14,7 @@ from live import Live
 from torch import Tensor
 
 from megatron3d.analysis.memory_model.activations import recomputed_activations
-from megatron3d.analysis.memory_model.local_sizes import KERNELS
+from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.rank import (
     flat_numels,
     in_flight,
