@@ -1,4 +1,5 @@
-"""Fact: the closed form of the parameter count is the sum of the table, for any architecture, and as published."""
+"""Fact: the closed form of the parameter count is the sum of the table, for any architecture, and as published; that of
+the FLOPs is what a meter counts, with every switch."""
 
 from __future__ import annotations
 
@@ -6,15 +7,24 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.model_schema import ModelConfig
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import flops_per_token, num_parameters
+from megatron3d.model.flops import flops_per_token, layer_weights, num_parameters
+from megatron3d.model.gpt import GPT
+from megatron3d.model.layer_kinds import attention_kind
 from megatron3d.model.params import param_specs
+from megatron3d.model.stages import StageAssignment, make_stages
+from megatron3d.parallel.loss_chunks import LossChunk
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
+from megatron3d.parallel.sequence_pairs import num_scores
+from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
 GPT2_124M = ModelConfig(family="gpt2", num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024)
 GPT3_175B = ModelConfig(family="gpt2", num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
@@ -43,6 +53,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         "seq_length": draw(st.integers(1, 20)),
         "qk_layernorm": draw(st.booleans()),
         "attention_output_gate": draw(st.booleans()),
+        "softmax_type": draw(st.sampled_from(["vanilla", "off-by-one", "learnable"])),
         "norm_placement": draw(st.sampled_from(["pre", "post", "sandwich"])),
         "qk_layernorm_scope": draw(st.sampled_from(["head", "projection"])),
     }
@@ -105,3 +116,60 @@ def test_flops_of_gpt3_are_six_per_parameter_and_attention() -> None:
     arch = resolve_architecture(GPT3_175B, 50257)
     attention = 12 * 96 * 12288 * 2048
     assert abs(flops_per_token(arch) - attention - 6 * num_parameters(arch)) < 1e-3 * flops_per_token(arch)
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "grouped queries, gated": {"family": "llama", "num_query_groups": 2},
+    "norms": {"norm_placement": "sandwich", "apply_layernorm_1p": True, "qk_layernorm": True},
+    "projections normed": {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+    "biases of queries, keys and values": {"add_bias_linear": False, "add_qkv_bias": True},
+    "output gate": {"attention_output_gate": True},
+    "activation": {"activation": "clamped_swiglu"},
+    "scales and caps of logits": {
+        "embedding_scale": 2.0,
+        "softmax_scale": 0.3,
+        "logit_scale": 0.5,
+        "logit_softcap": 3.0,
+    },
+    "heads apart from the hidden size": {"kv_channels": 5},
+    "part of each head rotated": {"position_embedding_type": "rope", "rotary_percent": 0.5, "no_rope_freq": 2},
+    "windows": {
+        "position_embedding_type": "rope",
+        "window_size": (2, 0),
+        "window_attn_skip_freq": 2,
+        "rope_local_base_freq": 50.0,
+    },
+    "capped scores": {"attention_softcap": 2.0},
+    "sinks": {"softmax_type": "learnable"},
+    "capped scores in windows with sinks": {
+        "attention_softcap": 2.0,
+        "softmax_type": "off-by-one",
+        "window_size": (2, 0),
+    },
+    "parallel residual": {"use_parallel_residual": True},
+    "dropout of weights": {"attention_dropout": 0.1, "attention_softcap": 2.0, "softmax_type": "learnable"},
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_the_flops_of_a_step_are_the_closed_form_with_every_switch(name: str) -> None:
+    """6 per weight of a GEMM and token, and 12 per score and channel of a head; a window has its pairs' scores."""
+    sizes = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 20, "seq_length": 12}
+    arch = resolve_architecture(ModelConfig.model_validate({**sizes, **SWITCHES[name]}), vocab_size=128)
+    mode = build_mode(next(iter(MODES)), None, (1,))
+    assignment = StageAssignment(make_stages([arch.num_layers]), (0,))
+    comm = ProcessComm(Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes)), ())
+    model = GPT(arch, mode, comm, assignment, LossChunk(5)).to_empty(device="cpu").double()
+    for param in model.parameters():
+        param.data.normal_(std=0.1)
+    tokens_BT = torch.arange(2 * 13).view(2, 13)
+    with FlopMemoryMeter() as meter:
+        model(assignment.stages[0], None, model.begin(tokens_BT, 24, key=(1, 2))).backward()
+    windows = [attention_kind(arch, layer).window for layer in range(arch.num_layers)]
+    scores = sum(num_scores(arch.seq_length, window) for window in windows)
+    weights = arch.num_layers * layer_weights(arch) + arch.hidden_size * arch.vocab_size
+    channels = arch.num_attention_heads * arch.kv_channels
+    assert meter.flops == 2 * (6 * 12 * weights + 12 * scores * channels)
+    if not any(windows):
+        assert meter.flops == 2 * 12 * flops_per_token(arch)
