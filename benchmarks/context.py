@@ -24,7 +24,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.attention import AttentionHeads
-from megatron3d.ops.context_attention import EXCHANGES, ContextAttention
+from megatron3d.ops.context_attention import ContextAttention, context_attention
 from megatron3d.ops.packed_attention import Visible
 from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.mesh import Mesh
@@ -72,7 +72,9 @@ def contestants(mesh: Mesh, length: int) -> Mapping[str, Attend]:
     )
 
     def ours(exchange: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return EXCHANGES[exchange](q, k.transpose(1, 2), v.transpose(1, 2), at)
+        by_position = [t.transpose(1, 2) for t in (q, k, v)]
+        y = context_attention(by_position[0], by_position[1], by_position[2], exchange, at)
+        return y.view(by_position[0].shape).transpose(1, 2)
 
     def torchs(method: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = _TorchRing.apply(q, k, v, method)

@@ -29,7 +29,11 @@ PAIRS = (
     "tests/unit/ops/test_attention.py",
     "tests/unit/data/test_packing.py",
 )
-EXCHANGES = ("tests/unit/ops/test_ring_attention.py", "tests/unit/ops/test_attention_pairs.py")
+EXCHANGES = (
+    "tests/unit/ops/test_ring_attention.py",
+    "tests/unit/ops/test_context_attention.py",
+    "tests/unit/ops/test_attention_pairs.py",
+)
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 SOFTMAX = ("tests/unit/ops/test_attention_softmax.py",)
@@ -155,9 +159,9 @@ MUTATIONS = [
     ),
     Mutation(
         "sinks of the first heads on all ranks that exchange heads",
-        "ops/head_exchange.py",
-        "[self._comm.mesh.index(self._axes)]",
-        "[0]",
+        "ops/context_heads.py",
+        "first = self._moved.rank * self._num_heads if self._moved else 0",
+        "first = 0",
         ("tests/integration/test_context_exchanges.py",),
     ),
     Mutation(
@@ -335,9 +339,9 @@ MUTATIONS = [
     ),
     Mutation(
         "gathered keys in the order of context ranks",
-        "ops/context_attention.py",
-        "sorted(ctx.places, key=lambda p: p[0])",
-        "ctx.places",
+        "ops/context_gather.py",
+        "sorted(places, key=lambda p: p[0])",
+        "places",
     ),
     Mutation(
         "queries see the keys of their own chunks only",
@@ -353,9 +357,9 @@ MUTATIONS = [
     ),
     Mutation(
         "gradient of the first chunk's keys from another chunk",
-        "ops/context_attention.py",
-        "dkv[:, :, low : low + rows.stop - rows.start]",
-        "dkv[:, :, max(low - 1, 0) : max(low - 1, 0) + rows.stop - rows.start]",
+        "ops/context_gather.py",
+        "whole[:, :, low : low + rows.stop - rows.start]",
+        "whole[:, :, max(low - 1, 0) : max(low - 1, 0) + rows.stop - rows.start]",
     ),
     *(
         Mutation(*bug, EXCHANGES)
@@ -416,9 +420,27 @@ MUTATIONS = [
             ),
             (
                 "copies of key heads follow one another in the wrong order",
-                "ops/head_exchange.py",
+                "ops/context_heads.py",
                 "t.repeat_interleave(copies, dim=1)",
                 "t.repeat(1, copies, 1, 1)",
+            ),
+            (
+                "backward of every part of the heads reads the output of the first part",
+                "ops/context_gather.py",
+                "return y_BNLD[:, slice(*part.queries)]",
+                "return y_BNLD[:, : part.queries[1] - part.queries[0]]",
+            ),
+            (
+                "recomputed attention has the log-sum-exp of the first part",
+                "ops/context_heads.py",
+                "result[1][:, slice(*part.queries)])",
+                "result[1][:, : part.queries[1] - part.queries[0]])",
+            ),
+            (
+                "parts of key/value heads are put together in the wrong order",
+                "ops/context_gather.py",
+                "dk, dv = (torch.cat([part[place] for part in parts], dim=2) for place in (1, 2))",
+                "dk, dv = (torch.cat([part[place] for part in parts[::-1]], dim=2) for place in (1, 2))",
             ),
         )
     ),
@@ -508,9 +530,9 @@ MUTATIONS = [
     ),
     Mutation(
         "heads come back in another order than they went",
-        "ops/head_exchange.py",
-        "received.movedim(0, 1).flatten(1, 2)",
-        "received.movedim(0, 2).flatten(1, 2)",
+        "ops/context_heads.py",
+        "dim=3)  # [c, B, L, parts, n, D]\n    return blocks.movedim(0, 2)",
+        "dim=3)  # [c, B, L, parts, n, D]\n    return blocks.movedim(0, 3)",
         EXCHANGES,
     ),
     Mutation("loss not divided by its copies", "train/step.py", " / loss_copies(model)", ""),

@@ -19,7 +19,7 @@ from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.ops.attention import AttentionHeads, attention
 from megatron3d.ops.attention_softmax import VANILLA, Softmax
-from megatron3d.ops.context_attention import ContextAttention, context_attention
+from megatron3d.ops.context_attention import ContextAttention, KeptResult, context_attention
 from megatron3d.ops.norm import TORCH_NORMS
 from megatron3d.ops.packed_attention import Visible
 from megatron3d.ops.recompute import recomputed
@@ -57,19 +57,23 @@ class Attention(nn.Module):
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         qkv_MF = self.qkv(x_MH)
-        y_MF: Tensor = self.proj(recomputed(self.core, qkv_MF, at) if self.recomputes_core else self.core(qkv_MF, at))
+        args = (qkv_MF, at, KeptResult()) if self.recomputes_core else (qkv_MF, at)
+        y_MF: Tensor = self.proj(recomputed(self.core, *args) if self.recomputes_core else self.core(*args))
         return y_MF
 
-    def core(self, qkv_MF: Tensor, at: Pass) -> Tensor:
-        """Return the input [M, F] of the output projection: core attention over the output of qkv [M, F]."""
+    def core(self, qkv_MF: Tensor, at: Pass, kept: KeptResult | None = None) -> Tensor:
+        """Return the input [M, F] of the output projection: core attention over the output of qkv [M, F].
+
+        Attention over context ranks that is recomputed finds its result in `kept`.
+        """
         if not self.has_gate:
-            return self.attend(qkv_MF, at)
+            return self.attend(qkv_MF, at, kept)
         size = (self.heads.query_span[1] - self.heads.query_span[0]) * self.heads.size
         qkv_MF, gate_MF = qkv_MF.split((qkv_MF.shape[1] - size, size), dim=1)
-        y_MF: Tensor = self.attend(qkv_MF, at) * gate_MF.sigmoid()
+        y_MF: Tensor = self.attend(qkv_MF, at, kept) * gate_MF.sigmoid()
         return y_MF
 
-    def attend(self, qkv_MF: Tensor, at: Pass) -> Tensor:
+    def attend(self, qkv_MF: Tensor, at: Pass, kept: KeptResult | None = None) -> Tensor:
         """Return attention's output [M, F] for queries, keys and values of this rank's heads."""
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         q, k, v = self.heads.split(qkv_MF, at.local_length, None if self.norms_heads else norms)
@@ -93,7 +97,7 @@ class Attention(nn.Module):
         visible = at.visible(self.window, self.tokens)
         if self.context:
             seen = visible or Visible()
-            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, drop, softmax)
+            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, drop, softmax, kept)
             return context_attention(q, k, v, self.exchange, inputs)
         return attention(q, k, v, self.heads, drop, visible=visible, softmax=softmax)
 

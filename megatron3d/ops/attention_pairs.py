@@ -54,11 +54,7 @@ class PairKernel(Protocol):
 
 
 class PlainKernel:
-    """Plain matmuls: for any device and dtype, with the scores of one pair in memory.
-
-    Args:
-        softcap: cap of the scores; None: they are not capped.
-    """
+    """Plain matmuls: for any device and dtype, with the scores of one pair, capped at `softcap`, in memory."""
 
     def __init__(self, softcap: float | None = None) -> None:
         self._softcap = softcap
@@ -243,7 +239,8 @@ class Merged:
             kernel = self._kernel or kernel_for(q, pair.kind)
             out, lse = kernel.forward(q, k, v, pair.kind is Kind.CAUSAL, mask)
             if self._merged is None and q is self._q:
-                self._merged = out.to(self._wide), lse
+                by_position = out.to(self._wide).transpose(1, 2).contiguous()  # as the output projection reads it
+                self._merged = by_position.transpose(1, 2), lse
                 continue
             merged, merged_lse = (rows(t, pair.queries, pair) for t in self.result())
             merge(merged, merged_lse, out, lse)
@@ -251,7 +248,10 @@ class Merged:
     def result(self) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp, zeros and -inf where no pair was added."""
         if self._merged is None:
-            out = torch.zeros_like(self._q, dtype=self._wide, memory_format=torch.contiguous_format)
+            batch, num_heads, length, size = (
+                self._q.shape
+            )  # heads of a position next to one another, as proj reads them
+            out = self._q.new_zeros((batch, length, num_heads, size), dtype=self._wide).transpose(1, 2)
             self._merged = out, out.new_full(out.shape[:-1], -math.inf)
         return self._merged
 

@@ -1,9 +1,13 @@
-"""Causal attention whose sequences are split over context ranks: exchanges of keys and values.
+"""Causal attention whose sequences are split over context ranks: one function for every exchange (`cp_comm_type`).
 
-A rank has the queries, keys and values of its own positions (`parallel/context.py`).  An exchange of `EXCHANGES` gives
-its queries the keys that they may see.  `all_gather` collects all keys and values in the order of positions, as Llama 3
-does (arXiv:2407.21783, section 3.3.2): with grouped queries they are small, and their gradients return by one
-reduce-scatter.
+A rank has the queries, keys and values of its own positions (`parallel/context.py`).  An exchange brings the queries of
+some heads what they may see, in parts of consecutive heads:
+
+    forward     every part in flight | attention of part 0, its output on its way | attention of part 1 ...
+    backward    every part in flight | gradients of part 0, on their way home | gradients of part 1 ...
+
+so that only the first part's way there and the last part's way back are exposed.  Heads do not depend on one another:
+the numbers are those of one part.
 
 Letters: B sequences, L positions of this rank, S positions of whole sequences, N query heads, G key/value heads,
 D features of a head, C context ranks.
@@ -13,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +24,17 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.attention import AttentionHeads, Drop, WeightDropout, attention_with_dropout
-from megatron3d.ops.attention_pairs import Merged, MergedGrads
 from megatron3d.ops.attention_softmax import PLAIN_SOFTMAX, Softmax, add_sink, sink_grad
 from megatron3d.ops.capped_attention import capped_kernel
+from megatron3d.ops.context_gather import Gathered, gather_positions
+from megatron3d.ops.context_heads import Exchange, Operands, RingAndHeads
 from megatron3d.ops.head_exchange import HeadExchange
 from megatron3d.ops.packed_attention import Visible
-from megatron3d.ops.ring_attention import ring_attention
-from megatron3d.parallel.attention_pairs import Pair, Span
+from megatron3d.parallel.attention_pairs import Span
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.parallel.context_exchange import (
     BOTH,
+    GATHER,
     HEADS,
     RING,
     exchange_ring,
@@ -39,6 +43,26 @@ from megatron3d.parallel.context_exchange import (
     held_chunks,
     ring_axes,
 )
+
+
+class KeptResult:
+    """Output and log-sum-exp of attention that is recomputed for backward.
+
+    The output is the input of the output projection, which keeps it: with a number per row of scores, backward needs
+    queries, keys and values again, but neither attention nor its output's exchange.
+    """
+
+    def __init__(self) -> None:
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def put(self, y_MF: Tensor, lse: Tensor) -> None:
+        """Keep the result of forward."""
+        self._found = y_MF.detach(), lse
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """Return what forward has kept, once; None in forward."""
+        found, self._found = self._found, None
+        return found
 
 
 @dataclass(frozen=True)
@@ -52,6 +76,7 @@ class ContextAttention:
         visible: documents and window of the sequences.
         drop: dropout of the attention weights.
         softmax: how scores become weights.
+        kept: keeps the result where attention is recomputed.
     """
 
     comm: Comm
@@ -61,106 +86,125 @@ class ContextAttention:
     visible: Visible
     drop: Drop | None = None
     softmax: Softmax = PLAIN_SOFTMAX
+    kept: KeptResult | None = None
 
 
 def context_attention(q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, exchange: str, at: ContextAttention) -> Tensor:
     """Return causal attention of this rank's positions, [M, N * D], by an entry of `EXCHANGES`."""
-    y_BNLD = EXCHANGES[exchange](q_BLND.transpose(1, 2), k_BLGD, v_BLGD, at)
+    q_BNLD = q_BLND.transpose(1, 2)
+    if at.drop is not None:
+        return _by_token(_with_dropout(q_BNLD, k_BLGD, v_BLGD, at, at.drop))
+    moves = EXCHANGES[exchange](exchange, at)
+    if not at.heads.are_even and exchange != GATHER:
+        k_BLGD, v_BLGD = (t[:, :, at.heads.group_of_query] for t in (k_BLGD, v_BLGD))
+    found = at.kept.take() if at.kept else None
+    result = None if found is None else (found[0].view(q_BLND.shape).transpose(1, 2), found[1])
+    y_BNLD, lse = attend_by(moves, q_BNLD, k_BLGD, v_BLGD, at.softmax, result)
+    y_MF = _by_token(y_BNLD)
+    if at.kept and result is None and torch.is_grad_enabled():
+        at.kept.put(y_MF, lse)
+    return y_MF
+
+
+def attend_by(
+    moves: Exchange,
+    q_BNLD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGD: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
+    result: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention [B, N, L, D] of this rank's positions, and its log-sum-exp, which has no gradient.
+
+    `result` is what the call that is recomputed has returned: only what its gradients need is brought again.
+    """
+    y_BNLD, lse = _Attend.apply(q_BNLD, k_BLGD, v_BLGD, softmax.sink_N, softmax.softcap, moves, result)
+    return y_BNLD, lse
+
+
+def _by_token(y_BNLD: Tensor) -> Tensor:
     return y_BNLD.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def _all_gather(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention) -> Tensor:
-    """All-gather keys and values, and attend to those that each chunk of queries may see."""
-    kv_BSGD: Tensor = _GatherPositions.apply(torch.stack((k_BLGD, v_BLGD)), at.order, at.seq_length, at.comm)
-    kv = kv_BSGD.transpose(2, 3)
+def _with_dropout(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention, drop: Drop) -> Tensor:
+    """Gather keys and values, and attend with dropout of the weights."""
+    kv = gather_positions(torch.stack((k_BLGD, v_BLGD)), at.order, at.seq_length, at.comm).transpose(2, 3)
     if not at.heads.are_even:
         kv = kv[:, :, at.heads.group_of_query]
-    if at.drop is not None:
-        dropped = WeightDropout(at.drop, at.heads, at.seq_length, at.visible, at.softmax)
-        return attention_with_dropout(q_BNLD, kv[0], kv[1], dropped, at.order.chunks(at.seq_length))
-    seen = gathered_pairs(at.order, at.seq_length, at.visible.starts, at.visible.window)
-    y_BNLD: Tensor = _AttendPairs.apply(q_BNLD, kv, at.softmax.sink_N, at.softmax.softcap, seen, at.visible.window)
-    return y_BNLD
+    dropped = WeightDropout(drop, at.heads, at.seq_length, at.visible, at.softmax)
+    return attention_with_dropout(q_BNLD, kv[0], kv[1], dropped, at.order.chunks(at.seq_length))
 
 
-class _AttendPairs(torch.autograd.Function):
-    """Attention [B, N, L, D] by pairs of rows; keeps queries, keys, values, output and log-sum-exp."""
+class _Attend(torch.autograd.Function):
+    """Attention [B, N, L, D] and its log-sum-exp by parts of heads; keeps each part's operands, output and lse."""
 
     @staticmethod
     def forward(
         ctx: Any,
         q_BNLD: Tensor,
-        kv: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
         sink_N: Tensor | None,
         softcap: float | None,
-        seen: tuple[Pair, ...],
-        window: int | None,
-    ) -> Tensor:
-        ctx.seen, ctx.window, ctx.kernel = seen, window, capped_kernel(softcap)
-        merged = Merged(q_BNLD, window, ctx.kernel)
-        merged.add(kv, seen)
-        out, lse = add_sink(*merged.result(), sink_N)
-        y = out.to(q_BNLD.dtype)
-        ctx.save_for_backward(q_BNLD, kv, sink_N, y, lse)
-        return y
+        moves: Exchange,
+        result: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        kernel = capped_kernel(softcap)
+        coming = [moves.bring(part, q_BNLD, k_BLGD, v_BLGD, result) for part in moves.parts]
+        saved, returning = list[Tensor](), list[Callable[[], Tensor]]()
+        for part, wait in zip(moves.parts, coming, strict=True):
+            operands, done = wait()
+            if done is None:
+                out, lse = moves.attend(part, operands, kernel)
+                out, lse = add_sink(out, lse, moves.sinks(part, sink_N))
+                done = out.to(q_BNLD.dtype), lse
+                returning.append(moves.send_output(done[0]))
+            saved += [*operands, *done]
+        if result is None:
+            lse = torch.cat(saved[3::4], dim=1) if len(moves.parts) > 1 else saved[3]
+            result = moves.join_output([wait() for wait in returning]), lse
+            saved[2::4] = [moves.kept_output(*each, result[0]) for each in zip(moves.parts, saved[2::4], strict=True)]
+        ctx.moves, ctx.kernel = moves, kernel
+        ctx.save_for_backward(sink_N, *saved)
+        ctx.mark_non_differentiable(result[1])
+        return result
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, sink_N, y, lse = ctx.saved_tensors
-        dkv = torch.zeros_like(kv, dtype=lse.dtype)
-        grads = MergedGrads(dy, q, (y, lse), ctx.window, ctx.kernel)
-        grads.add(kv, dkv, ctx.seen)
-        return grads.dq.to(q.dtype), dkv.to(kv.dtype), sink_grad(dy, y, lse, sink_N), None, None, None
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        sink_N, *saved = ctx.saved_tensors
+        moves: Exchange = ctx.moves
+        coming = [moves.bring_grad(part, dy) for part in moves.parts]
+        dsink_N = None if sink_N is None else torch.zeros_like(sink_N)
+        returning = []
+        for place, (part, wait) in enumerate(zip(moves.parts, coming, strict=True)):
+            q, kv, y, lse = saved[4 * place : 4 * place + 4]
+            dy_part = wait()
+            found, into = sink_grad(dy_part, y, lse, moves.sinks(part, sink_N)), moves.sinks(part, dsink_N)
+            if found is not None and into is not None:
+                into.copy_(found)
+            grads = moves.attend_backward(part, Operands(q, kv), (y, lse), dy_part, ctx.kernel)
+            returning.append(moves.send_grads(part, Operands(grads[0].to(q.dtype), grads[1].to(kv.dtype))))
+        dq, dk, dv = moves.join_grads([wait() for wait in returning])
+        return dq, dk, dv, dsink_N, None, None, None
 
 
-class _GatherPositions(torch.autograd.Function):
-    """All-gather [2, B, L, G, D] over the context ranks to [2, B, S, G, D] in the order of positions."""
-
-    @staticmethod
-    def forward(ctx: Any, kv: Tensor, order: TokenOrder, seq_length: int, comm: Comm) -> Tensor:
-        axes = comm.mesh.nontrivial(order.context)
-        ctx.places, ctx.axes, ctx.comm = _places(order, seq_length), axes, comm
-        by_rank = comm.all_gather(kv.unsqueeze(0), axes, dim=0).wait()
-        return torch.cat([by_rank[rank, :, :, rows] for _, rank, rows in sorted(ctx.places, key=lambda p: p[0])], dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        by_rank = dkv.new_empty((ctx.comm.mesh.size(ctx.axes), *dkv.shape[:2], _local(dkv, ctx), *dkv.shape[3:]))
-        for low, rank, rows in ctx.places:
-            by_rank[rank, :, :, rows] = dkv[:, :, low : low + rows.stop - rows.start]
-        return ctx.comm.reduce_scatter(by_rank, ctx.axes, dim=0).wait().squeeze(0), None, None, None
+def _gathered(exchange: str, at: ContextAttention) -> Exchange:
+    seen = gathered_pairs(at.order, at.seq_length, at.visible.starts, at.visible.window)
+    return Gathered(at.order, at.seq_length, at.heads.group_of_query, seen, at.visible.window, at.comm)
 
 
-def _local(whole: Tensor, ctx: Any) -> int:
-    return int(whole.shape[2]) // int(ctx.comm.mesh.size(ctx.axes))
-
-
-def _places(order: TokenOrder, seq_length: int) -> list[tuple[int, int, slice]]:
-    """Return for every chunk of a sequence its first position, the context rank that holds it, and its rows there."""
-    found = []
-    for rank in range(order.num_ranks):
-        start = 0
-        for low, high in order.chunks(seq_length, rank):
-            found.append((low, rank, slice(start, start + high - low)))
-            start += high - low
-    return found
-
-
-def _ring_and_heads(exchange: str, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention) -> Tensor:
-    """Exchange positions for heads over some of the context axes, and attend in a ring over the others."""
-    assert at.drop is None, f"{exchange} takes no dropout"
+def _ring_and_heads(exchange: str, at: ContextAttention) -> Exchange:
+    """Return the exchange of positions for heads over some of the context axes, with a ring over the others."""
     comm, context = at.comm, at.order.context
     ring, heads = ring_axes(exchange, context), head_axes(exchange, context)
-    q, k, v = q_BNLD, k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
-    if not at.heads.are_even:
-        k, v = (t[:, at.heads.group_of_query] for t in (k, v))
     plan = exchange_ring(exchange, at.order, at.seq_length, at.visible.starts, at.visible.window)
-    if not heads:
-        return ring_attention(q, k, v, plan, ring, comm, at.softmax)
     chunks = held_chunks(at.order, at.seq_length, comm.mesh.size(heads))[comm.mesh.index(ring)]
-    moved = HeadExchange(_held_within(at, chunks, comm.mesh.size(heads)), heads, comm)
-    softmax = at.softmax._replace(sink_N=moved.own_heads(at.softmax.sink_N))
-    return moved.own_positions(ring_attention(*moved.whole_positions(q, k, v), plan, ring, comm, softmax))
+    held = _held_within(at, chunks, comm.mesh.size(heads))
+    moved = HeadExchange(held, heads, comm) if heads else None
+    num_groups = len(at.heads.group_of_query)
+    if at.heads.are_even:
+        num_groups = at.heads.group_span[1] - at.heads.group_span[0]
+    return RingAndHeads(len(at.heads.group_of_query), num_groups, moved, plan, ring, comm)
 
 
 def _held_within(at: ContextAttention, joined: tuple[Span, ...], num_inner: int) -> tuple[tuple[Span, ...], ...]:
@@ -171,9 +215,8 @@ def _held_within(at: ContextAttention, joined: tuple[Span, ...], num_inner: int)
     return inside
 
 
-Exchange = Callable[[Tensor, Tensor, Tensor, ContextAttention], Tensor]
-EXCHANGES: Mapping[str, Exchange] = {
-    "all_gather": _all_gather,
-    **{exchange: partial(_ring_and_heads, exchange) for exchange in (RING, HEADS, BOTH)},
+EXCHANGES: Mapping[str, Callable[[str, ContextAttention], Exchange]] = {
+    GATHER: _gathered,
+    **dict.fromkeys((RING, HEADS, BOTH), _ring_and_heads),
 }
 assert tuple(EXCHANGES) == CONTEXT_EXCHANGES, "the table of exchanges is not that of the configuration"

@@ -12,70 +12,46 @@ Letters: B sequences, N query heads, G key/value heads, L positions of this rank
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending, completed
-from megatron3d.ops.attention_pairs import Merged, MergedGrads
-from megatron3d.ops.attention_softmax import PLAIN_SOFTMAX, Softmax, add_sink, sink_grad
-from megatron3d.ops.capped_attention import capped_kernel
+from megatron3d.ops.attention_pairs import Merged, MergedGrads, PairKernel
 from megatron3d.parallel.context_ring import RingPlan
 from megatron3d.parallel.mesh import Axes
 
 
 def ring_attention(
-    q_BNLD: Tensor,
-    k_BGLD: Tensor,
-    v_BGLD: Tensor,
+    q_BNLD: Tensor, kv: Tensor, plan: RingPlan, axes: Axes, comm: Comm, kernel: PairKernel | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention [B, N, L, D] of this rank's positions to those that all ranks over `axes` hold, and its
+    log-sum-exp, given keys and values [2, B, G, L, D]."""
+    merged, blocks = Merged(q_BNLD, plan.window, kernel), _Blocks(kv, plan, axes, comm)
+    merged.add(kv, plan.own)
+    for step in plan.steps:
+        merged.add(blocks.next(), step.pairs)
+    return merged.result()
+
+
+def ring_gradients(
+    dy: Tensor,
+    operands: tuple[Tensor, Tensor],
+    merged: tuple[Tensor, Tensor],
     plan: RingPlan,
     axes: Axes,
     comm: Comm,
-    softmax: Softmax = PLAIN_SOFTMAX,
-) -> Tensor:
-    """Return attention [B, N, L, D] of this rank's positions to those that all ranks over `axes` hold."""
-    y: Tensor = _RingAttention.apply(q_BNLD, k_BGLD, v_BGLD, softmax.sink_N, softmax.softcap, plan, axes, comm)
-    return y
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BNLD: Tensor,
-        k_BGLD: Tensor,
-        v_BGLD: Tensor,
-        sink_N: Tensor | None,
-        softcap: float | None,
-        plan: RingPlan,
-        axes: Axes,
-        comm: Comm,
-    ) -> Tensor:
-        kv, ctx.kernel = torch.stack((k_BGLD, v_BGLD)), capped_kernel(softcap)
-        merged, blocks = Merged(q_BNLD, plan.window, ctx.kernel), _Blocks(kv, plan, axes, comm)
-        merged.add(kv, plan.own)
-        for step in plan.steps:
-            merged.add(blocks.next(), step.pairs)
-        out, lse = add_sink(*merged.result(), sink_N)
-        y = out.to(q_BNLD.dtype)
-        ctx.save_for_backward(q_BNLD, kv, sink_N, y, lse)
-        ctx.plan, ctx.axes, ctx.comm = plan, axes, comm
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, sink_N, y, lse = ctx.saved_tensors
-        plan: RingPlan = ctx.plan
-        grads, blocks = MergedGrads(dy, q, (y, lse), plan.window, ctx.kernel), _Blocks(kv, plan, ctx.axes, ctx.comm)
-        own = torch.zeros_like(kv, dtype=grads.dq.dtype)
-        grads.add(kv, own, plan.own_parts[0])
-        travelling = _travel_home(grads, blocks, plan, ctx.axes, ctx.comm) if plan.steps else None
-        grads.add(kv, own, plan.own_parts[1])
-        if travelling is not None:
-            own += travelling.wait()
-        dk, dv = own.to(kv.dtype)
-        return grads.dq.to(q.dtype), dk, dv, sink_grad(dy, y, lse, sink_N), None, None, None, None
+    kernel: PairKernel | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of queries, and of keys and values, in fp32 or wider, given the final output and lse."""
+    q, kv = operands
+    grads, blocks = MergedGrads(dy, q, merged, plan.window, kernel), _Blocks(kv, plan, axes, comm)
+    own = torch.zeros_like(kv, dtype=grads.dq.dtype)
+    grads.add(kv, own, plan.own_parts[0])
+    travelling = _travel_home(grads, blocks, plan, axes, comm) if plan.steps else None
+    grads.add(kv, own, plan.own_parts[1])
+    if travelling is not None:
+        own += travelling.wait()
+    return grads.dq, own
 
 
 def _travel_home(grads: MergedGrads, blocks: _Blocks, plan: RingPlan, axes: Axes, comm: Comm) -> Pending:

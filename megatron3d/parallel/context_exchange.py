@@ -13,21 +13,31 @@ Of c ranks, each has q elements of queries and k elements of keys, as many of va
     a2a           (2 q + 2 f k) (c - 1) / c    as forward
 
 Each key/value head of `a2a` is copied f times, where there are fewer of them than ranks, so that ranks divide them.
+
+All but `p2p` exchange heads in p parts of equal size, each in flight during the attention of the part before: the first
+part of what comes before attention, and the last part of what follows it, remain exposed.  Attention that is recomputed
+keeps its output: `all_gather` repeats its forward, `p2p` sends nothing, `a2a` sends 2 q + 2 f k, the output as well.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
-from megatron3d.parallel.attention_pairs import Pair, num_pair_scores, pairs, segments
+from megatron3d.parallel.attention_pairs import Pair, Span, num_pair_scores, pairs, segments
 from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.context_ring import Chunks, RingPlan, Starts, ring_plan
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 
+# Most parts of an exchange: more parts hide more of it behind attention, in smaller messages.
+MOST_PARTS = 4
 GATHER, RING, HEADS, BOTH = "all_gather", "p2p", "a2a", "a2a+p2p"
 
 
@@ -53,6 +63,25 @@ def held_chunks(order: TokenOrder, seq_length: int, num_inner: int) -> Chunks:
     return tuple(tuple((min(part)[0], max(part)[1]) for part in zip(*held, strict=True)) for held in inner)
 
 
+class HeadPart(NamedTuple):
+    """Consecutive query heads and the key/value heads that they read, as half-open ranges; exchanged at once."""
+
+    queries: Span
+    groups: Span
+
+
+def num_parts(num_groups: int) -> int:
+    """Return in how many parts key/value heads are exchanged: each is in flight during attention of the one before."""
+    return next(count for count in range(min(MOST_PARTS, num_groups), 0, -1) if num_groups % count == 0)
+
+
+def head_parts(group_of_query: Sequence[int], count: int) -> tuple[HeadPart, ...]:
+    """Return `count` parts of a rank's heads; `group_of_query`, ascending, is the key/value head of each query head."""
+    size = (group_of_query[-1] + 1) // count
+    bounds = [bisect_left(group_of_query, place * size) for place in range(count + 1)]
+    return tuple(HeadPart(span, (place * size, (place + 1) * size)) for place, span in enumerate(pairwise(bounds)))
+
+
 @dataclass(frozen=True)
 class ExchangeSizes:
     """Sizes of the tensors that one exchange sends.
@@ -62,6 +91,7 @@ class ExchangeSizes:
         keys: elements of its keys, as many as of its values.
         num_groups: its key/value heads.
         steps: steps of the ring; None: all, as without windows.
+        in_parts: heads are exchanged in parts.
     """
 
     queries: float
@@ -69,25 +99,56 @@ class ExchangeSizes:
     num_groups: int
     itemsize: int
     steps: int | None = None
+    in_parts: bool = True
+
+    def num_parts(self, exchange: str, num_head_ranks: int) -> int:
+        """Return the number of parts in which heads are exchanged, given the ranks that exchange positions for them."""
+        if exchange == RING or not self.in_parts:
+            return 1
+        return num_parts(self.num_groups * key_copies(self.num_groups, num_head_ranks) // num_head_ranks)
 
 
-def exchange_traffic(exchange: str, context: Axes, sizes: ExchangeSizes, mesh: Mesh, backward: bool) -> list[Traffic]:
-    """Return the collectives of one exchange and the bytes that this rank sends, in order."""
-    if exchange == GATHER:
-        num_bytes = 2 * sizes.keys * (mesh.size(context) - 1) * sizes.itemsize
-        return [Traffic("reduce_scatter" if backward else "all_gather", context, num_bytes)]
+class ExchangeTraffic(NamedTuple):
+    """Collectives of one exchange, in order, and the bytes that this rank sends.
+
+    Attributes:
+        calls: all of them.
+        exposed: those that begin and end without attention between.
+    """
+
+    calls: list[Traffic]
+    exposed: list[Traffic]
+
+
+def exchange_traffic(
+    exchange: str, context: Axes, sizes: ExchangeSizes, mesh: Mesh, backward: bool, again: bool = False
+) -> ExchangeTraffic:
+    """Return the traffic of one exchange.
+
+    Args:
+        again: it is the exchange of a forward that is recomputed from the output of attention, which is kept.
+    """
     ring, heads = ring_axes(exchange, context), head_axes(exchange, context)
     ranks = mesh.size(heads)
-    copied = sizes.keys * key_copies(sizes.num_groups, ranks)
-    steps = mesh.size(ring) - 1 if sizes.steps is None else sizes.steps
+    parts = sizes.num_parts(exchange, ranks)
+    if exchange == GATHER:
+        num_bytes = 2 * sizes.keys * (mesh.size(context) - 1) * sizes.itemsize / parts
+        call = Traffic("reduce_scatter" if backward else "all_gather", context, num_bytes)
+        return ExchangeTraffic(parts * [call], parts * [call] if again else [call])
+    copied = sizes.keys * key_copies(sizes.num_groups, ranks) / parts
+    steps = 0 if again else mesh.size(ring) - 1 if sizes.steps is None else sizes.steps
     moved = steps * [Traffic("shift", ring, 2 * copied * sizes.itemsize)]
     if backward:
         moved += steps * [Traffic("shift", ring, 2 * copied * max(sizes.itemsize, 4))]
     if ranks == 1:
-        return moved
-    share = (ranks - 1) / ranks * sizes.itemsize
-    there, back = ((sizes.queries + 2 * copied) * share, sizes.queries * share)[:: -1 if backward else 1]
-    return [Traffic("all_to_all", heads, there), *moved, Traffic("all_to_all", heads, back)]
+        return ExchangeTraffic(moved, [])
+    share, queries = (ranks - 1) / ranks * sizes.itemsize, sizes.queries / parts
+    if again:
+        calls = parts * [Traffic("all_to_all", heads, 2 * (queries + copied) * share)]
+        return ExchangeTraffic(calls, calls)
+    there, back = ((queries + 2 * copied) * share, queries * share)[:: -1 if backward else 1]
+    sent = [Traffic("all_to_all", heads, num_bytes) for num_bytes in (there, back)]
+    return ExchangeTraffic(parts * [sent[0]] + parts * [*moved, sent[1]], sent)
 
 
 def exchange_ring(

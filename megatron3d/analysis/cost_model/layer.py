@@ -255,14 +255,15 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         yield exposed_time(features, len(arch.norm_sites) * machine.network.seconds(call, local.mesh))
 
 
-def _exchange(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
-    """Return the exposed time of one exchange between context ranks; a ring overlaps with attention."""
+def _exchange(local: LocalSizes, machine: Machine, backward: bool, again: bool = False) -> TimeBreakdown:
+    """Return the exposed time of one exchange between context ranks: all but what attention hides."""
     mode, mesh = local.mode, local.mesh
+    if not mode.context:
+        return TimeBreakdown()
     sizes = replace(local.exchange, itemsize=machine.device.itemsize)
-    calls = exchange_traffic(mode.exchange, mode.context, sizes, mesh, backward) if mode.context else []
-    every = sum(machine.network.seconds(call, mesh) for call in calls)
-    moved = sum(machine.network.seconds(call, mesh) for call in calls if call.collective == "shift")
-    return exposed_time(mode.context, every - min(moved, _attention(local, machine, backward).total))
+    sent = exchange_traffic(mode.exchange, mode.context, sizes, mesh, backward, again)
+    every, bare = (sum(machine.network.seconds(call, mesh) for call in calls) for calls in sent)
+    return exposed_time(mode.context, every - min(every - bare, _attention(local, machine, backward).total))
 
 
 def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
@@ -291,8 +292,8 @@ def _recomputation(
         ahead = local.overlap.weight_gather
         yield forward.plus(*(over.exposed(each.sent.gather_w) for each in planned.values() if ahead))
     if recompute.recomputes(CORE_ATTN):
-        yield _attention(local, machine, backward=False)
-        yield _exchange(local, machine, backward=False)
+        yield TimeBreakdown() if local.keeps_result else _attention(local, machine, backward=False)
+        yield _exchange(local, machine, backward=False, again=local.keeps_result)
     if recompute.recomputes(MLP_ACT):
         elements = local.inner_tokens * local.ffn * (1.5 if local.is_gated else 1)
         num_bytes = elements * profile.activation.forward * machine.device.itemsize

@@ -118,16 +118,17 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
 def context_traffic(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
     """Yield the exchanges between context ranks: of each forward, of attention that is recomputed, and of backward.
 
-    Backward needs the output of attention before its heads are exchanged for positions: it recomputes no more.
+    Recomputation keeps the output of attention, except where its weights have dropout.
     """
     mode = local.mode
     if not mode.context:
         return
-    there = exchange_traffic(mode.exchange, mode.context, local.exchange, local.mesh, backward=False)
+    given = mode.exchange, mode.context, local.exchange, local.mesh
+    there = exchange_traffic(*given, backward=False).calls
     yield from forwards * there
     if local.recompute.recomputes(CORE_ATTN):
-        yield from there[:-1] if there[-1].collective == "all_to_all" else there
-    yield from exchange_traffic(mode.exchange, mode.context, local.exchange, local.mesh, backward=True)
+        yield from exchange_traffic(*given, backward=False, again=local.keeps_result).calls
+    yield from exchange_traffic(*given, backward=True).calls
 
 
 def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
@@ -242,7 +243,7 @@ def step_flops(step: StepSpec) -> int:
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
     """Return the FLOPs of one layer on this rank for one microbatch."""
     products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
-    recomputes_core = not again and local.recompute.recomputes(CORE_ATTN)
+    recomputes_core = not again and local.recompute.recomputes(CORE_ATTN) and not local.keeps_result
     scores = (1 + again + recomputes_core) * local.scores(backward=False) + 2 * local.scores(backward=True)
     return (3 + again) * products + 4 * scores * local.arch.kv_channels
 

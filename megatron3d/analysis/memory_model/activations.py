@@ -18,7 +18,7 @@ from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activat
 from megatron3d.model.layer_kinds import layer_counts, rotaries
 from megatron3d.model.linears import FC1, PROJ, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, NO_RECOMPUTE, LayerRun
-from megatron3d.parallel.context_exchange import GATHER, RING
+from megatron3d.parallel.context_exchange import GATHER
 from megatron3d.parallel.sequence_pairs import DROPOUT_ROWS
 
 _INDEX = 8
@@ -183,6 +183,18 @@ def _core(local: LocalSizes) -> Iterator[KeptTensor]:
 
 def _recomputed_core(local: LocalSizes) -> Iterator[KeptTensor]:
     yield _qkv_output(local)
+    if local.keeps_result:
+        yield _logsumexp(local)
+        if local.arch.attention_output_gate:
+            yield KeptTensor("attention.core", "output before its gate", local.inner(_width(local)))
+
+
+def _logsumexp(local: LocalSizes) -> KeptTensor:
+    return KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
+
+
+def _width(local: LocalSizes) -> int:
+    return local.num_queries * local.arch.kv_channels
 
 
 def _qkv_output(local: LocalSizes) -> KeptTensor:
@@ -208,7 +220,8 @@ def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptT
     if name != "v" and local.attention.rotary is not None:
         here = KeptTensor(site, f"{name} rotated", local.inner(count * width))
     if name != "q" and not local.heads.are_even:
-        if name == "k" or local.mode.exchange != GATHER:  # gathered keys and values are indexed together
+        is_gathered = bool(local.mode.context) and local.mode.exchange == GATHER
+        if not is_gathered or (name == "k" and local.arch.attention_dropout):  # both are indexed together, or again
             yield KeptTensor(site, f"head of each {name}", local.num_queries * _INDEX)
         here = KeptTensor(site, f"{name} for each head", local.inner(local.num_queries * width))
     yield here
@@ -231,15 +244,9 @@ def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTe
     is_packed = is_packed or not local.arch.has_vanilla_softmax
     if local.itemsize == 2 and local.arch.seq_length <= local.kernels.softmax_again and not is_packed:
         return
-    yield KeptTensor("attention.core", "logsumexp", local.inner_tokens * local.num_queries * local.wide)
+    yield _logsumexp(local)
     if local.arch.softmax_type == "off-by-one":
         yield KeptTensor("attention.core", "sinks of 0", local.num_queries * local.itemsize)
-    is_by_head = local.mode.exchange == GATHER or (
-        local.mode.exchange == RING and local.arch.attention_softcap is not None  # plain matmuls
-    )
-    if local.mode.context and is_by_head:
-        by_head = local.inner(local.num_queries * local.arch.kv_channels)
-        yield KeptTensor("attention.core", "output by head", by_head)
 
 
 def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:

@@ -33,8 +33,9 @@ def exchange_peak(local: LocalSizes) -> int:
 
 
 def _gathered(local: LocalSizes) -> Mapping[str, int]:
-    """Return the keys and values of all ranks; each head's are apart where groups are uneven."""
-    heads = 1 if local.heads.are_even else local.num_queries / local.num_groups
+    """Return the keys and values of all ranks; with dropout each head's are apart where groups are uneven."""
+    is_apart = local.arch.attention_dropout and not local.heads.are_even
+    heads = local.num_queries / local.num_groups if is_apart else 1
     return {"keys and values gathered": round(local.whole_keys * heads) * local.itemsize}
 
 
@@ -43,9 +44,9 @@ def _stacked(local: LocalSizes) -> Mapping[str, int]:
 
 
 def _moved_heads(local: LocalSizes) -> Mapping[str, int]:
-    """Return queries, keys and values as received, keys and values as a ring moves them, and attention's output."""
+    """Return queries as received, keys and values as a ring moves them, and attention's output."""
     queries, keys = round(local.exchange.queries) * local.itemsize, _num_keys(local) * local.itemsize
-    return {"heads received": queries + keys, "keys and values": keys, "output of these heads": queries}
+    return {"queries received": queries, "keys and values": keys, "output of these heads": queries}
 
 
 def _num_keys(local: LocalSizes) -> int:

@@ -193,12 +193,18 @@ class LocalSizes:
         return TokenOrder(self.mode.batch_axes, self.mode.context, self.mesh)
 
     @property
+    def keeps_result(self) -> bool:
+        """Whether attention that is recomputed keeps its output and log-sum-exp, as that of context ranks does."""
+        return bool(self.mode.context) and not self.arch.attention_dropout
+
+    @property
     def exchange(self) -> ExchangeSizes:
         """Sizes of what this rank exchanges with other context ranks; all-gathers send keys before they are copied."""
         mode, seq = self.mode, self.arch.seq_length
         is_even = self.heads.are_even or mode.exchange == GATHER
         groups, width = self.num_groups if is_even else self.num_queries, self.inner_tokens * self.arch.kv_channels
-        sizes = ExchangeSizes(width * self.num_queries, width * groups, groups, self.itemsize)
+        in_parts = not self.arch.attention_dropout
+        sizes = ExchangeSizes(width * self.num_queries, width * groups, groups, self.itemsize, in_parts=in_parts)
         if self.window is None or mode.exchange == GATHER or not mode.context:
             return sizes
         return replace(sizes, steps=len(exchange_ring(mode.exchange, self.order, seq, None, self.window).steps))

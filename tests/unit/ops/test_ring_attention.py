@@ -20,10 +20,10 @@ from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
 from megatron3d.ops import attention_pairs
 from megatron3d.ops.attention import AttentionHeads
-from megatron3d.ops.context_attention import EXCHANGES, ContextAttention
+from megatron3d.ops.context_attention import ContextAttention, attend_by, context_attention
+from megatron3d.ops.context_heads import RingAndHeads
 from megatron3d.ops.packed_attention import Visible
-from megatron3d.ops.ring_attention import ring_attention
-from megatron3d.parallel.context import TokenOrder
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.parallel.context_exchange import ExchangeSizes, exchange_traffic, key_copies
 from megatron3d.parallel.context_ring import Chunks, Starts, ring_plan
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -94,7 +94,7 @@ def exchanged(case: Case, exchange: str, comm: Comm) -> list[Tensor]:
     *leaves, dy = (cut(each, chunks) for each in inputs(case))
     q, k, v = (each.requires_grad_() for each in leaves)
     at = ContextAttention(comm, order, heads, LENGTH, Visible(case.starts, case.window))
-    y = EXCHANGES[exchange](q.transpose(1, 2), k, v, at).transpose(1, 2)
+    y = context_attention(q, k, v, exchange, at).view(q.shape)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -119,10 +119,10 @@ def wrong(exchange: str, names: list[str], ranks: list[list[Any]]) -> list[str]:
     return found
 
 
-NEW = ("p2p", "a2a", "a2a+p2p")
+EVERY = CONTEXT_EXCHANGES
 
 
-@pytest.mark.parametrize(("exchange", "num_ranks"), list(product(NEW, (2, 4))))
+@pytest.mark.parametrize(("exchange", "num_ranks"), list(product(EVERY, (2, 4))))
 def test_ranks_that_take_turns(exchange: str, num_ranks: int) -> None:
     names = list(CASES)
     assert wrong(exchange, names, run_turns(run_exchange, num_ranks, exchange, names)) == []
@@ -145,8 +145,8 @@ def contiguous(rank: int, world_size: int) -> list[Any]:
     q, k, v = (each.requires_grad_() for each in leaves)
     plan = ring_plan(chunks, rank, case.starts)
     comm = make_comm(mesh, [CONTEXT[:1]])
-    heads = [t.transpose(1, 2) for t in (q, k, v)]
-    y = ring_attention(heads[0], heads[1], heads[2], plan, CONTEXT[:1], comm).transpose(1, 2)
+    ring = RingAndHeads(case.num_heads, case.num_groups, None, plan, CONTEXT[:1], comm)
+    y = attend_by(ring, q.transpose(1, 2), k, v)[0].transpose(1, 2)
     return [each.numpy() for each in (y.detach(), *torch.autograd.grad(y, leaves, dy))]
 
 
@@ -170,13 +170,13 @@ def bytes_sent(rank: int, world_size: int, exchange: str, name: str) -> list[str
         steps = len(ring_plan(held, rank, case.starts, case.window).steps)
     sizes = ExchangeSizes(per_head * case.num_heads, per_head * case.num_groups, case.num_groups, 8, steps)
     expected = [
-        each for backward in (False, True) for each in exchange_traffic(exchange, context, sizes, mesh, backward)
+        each for backward in (False, True) for each in exchange_traffic(exchange, context, sizes, mesh, backward).calls
     ]
     return [] if sorted(recorder.calls) == sorted(expected) else [f"{recorder.calls} instead of {expected}"]
 
 
 @pytest.mark.parametrize("name", ["causal", "one key/value head", "three key/value heads"])
-@pytest.mark.parametrize("exchange", NEW)
+@pytest.mark.parametrize("exchange", EVERY)
 def test_the_bytes_are_the_closed_form(exchange: str, name: str) -> None:
     assert run_turns(bytes_sent, 4, exchange, name) == [[]] * 4
 

@@ -1,0 +1,165 @@
+"""All-gather of keys and values over context ranks, as Llama 3 does (arXiv:2407.21783, section 3.3.2).
+
+With grouped queries keys and values are small; their gradients return by reduce-scatters.
+Letters: B sequences, L positions of this rank, S positions of whole sequences, N query heads, G key/value heads,
+D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron3d.comm.interface import Comm
+from megatron3d.ops.attention_pairs import Merged, MergedGrads, PairKernel
+from megatron3d.ops.context_heads import Grads, Operands, Result, by_position
+from megatron3d.parallel.attention_pairs import Pair
+from megatron3d.parallel.context import TokenOrder
+from megatron3d.parallel.context_exchange import HeadPart, head_parts, num_parts
+
+
+class Gathered:
+    """Exchange that gathers keys and values of all ranks, in the order of positions.
+
+    Args:
+        group_of_query: for each query head of this rank, its key/value head.
+        seen: pairs of this rank's queries with all keys.
+    """
+
+    def __init__(
+        self,
+        order: TokenOrder,
+        seq_length: int,
+        group_of_query: Sequence[int],
+        seen: tuple[Pair, ...],
+        window: int | None,
+        comm: Comm,
+    ) -> None:
+        self._axes, self._comm = comm.mesh.nontrivial(order.context), comm
+        self._places, self._group_of_query = places_of_chunks(order, seq_length), group_of_query
+        self._seen, self._window = seen, window
+        self.parts = head_parts(group_of_query, num_parts(group_of_query[-1] + 1))
+
+    def bring(
+        self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
+    ) -> Callable[[], tuple[Operands, Result | None]]:
+        groups, queries = slice(*part.groups), slice(*part.queries)
+        kv = torch.stack((k_BLGD[:, :, groups], v_BLGD[:, :, groups]))
+        pending = self._comm.all_gather(kv.unsqueeze(0), self._axes, dim=0)
+        done = None if result is None else (result[0][:, queries], result[1][:, queries])
+
+        def finish() -> tuple[Operands, Result | None]:
+            whole = _in_order(pending.wait(), self._places)
+            return Operands(q_BNLD[:, queries], whole.transpose(2, 3)), done
+
+        return finish
+
+    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
+        merged = Merged(operands.q, self._window, kernel)
+        merged.add(self._for_queries(part, operands.kv), self._seen)
+        return merged.result()
+
+    def _uneven(self, part: HeadPart) -> list[int] | None:
+        """Return the key/value head of each query head of a part, None where each serves equally many."""
+        first, count = part.groups[0], part.groups[1] - part.groups[0]
+        heads = [group - first for group in self._group_of_query[slice(*part.queries)]]
+        is_even = heads == [place * count // len(heads) for place in range(len(heads))] and len(heads) % count == 0
+        return None if is_even else heads
+
+    def _for_queries(self, part: HeadPart, kv: Tensor) -> Tensor:
+        heads = self._uneven(part)
+        return kv if heads is None else kv[:, :, heads]
+
+    def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
+        return None if sink_N is None else sink_N[slice(*part.queries)]
+
+    def send_output(self, y: Tensor) -> Callable[[], Tensor]:
+        return lambda: y
+
+    def join_output(self, parts: Sequence[Tensor]) -> Tensor:
+        return by_position(parts)
+
+    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
+        return y_BNLD[:, slice(*part.queries)]
+
+    def bring_grad(self, part: HeadPart, dy_BNLD: Tensor) -> Callable[[], Tensor]:
+        return lambda: dy_BNLD[:, slice(*part.queries)]
+
+    def attend_backward(
+        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
+    ) -> Result:
+        grads, kv = MergedGrads(dy, operands.q, result, self._window, kernel), self._for_queries(part, operands.kv)
+        dkv = torch.zeros_like(kv, dtype=grads.dq.dtype)
+        grads.add(kv, dkv, self._seen)
+        heads = self._uneven(part)
+        if heads is not None:
+            index = torch.tensor(heads, device=dkv.device)
+            dkv = torch.zeros_like(operands.kv, dtype=dkv.dtype).index_add_(2, index, dkv)
+        return grads.dq, dkv
+
+    def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
+        by_rank = _by_rank(grads.kv.transpose(2, 3), self._places, self._comm.mesh.size(self._axes))
+        pending = self._comm.reduce_scatter(by_rank, self._axes, dim=0)
+
+        def finish() -> Grads:
+            dk, dv = pending.wait().squeeze(0)
+            return grads.q, dk, dv
+
+        return finish
+
+    def join_grads(self, parts: Sequence[Grads]) -> Grads:
+        if len(parts) == 1:
+            return parts[0]
+        dk, dv = (torch.cat([part[place] for part in parts], dim=2) for place in (1, 2))
+        return by_position([dq for dq, _, _ in parts]), dk, dv
+
+
+def gather_positions(kv: Tensor, order: TokenOrder, seq_length: int, comm: Comm) -> Tensor:
+    """All-gather [2, B, L, G, D] over the context ranks to [2, B, S, G, D] in the order of positions."""
+    whole: Tensor = _GatherPositions.apply(kv, order, seq_length, comm)
+    return whole
+
+
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, order: TokenOrder, seq_length: int, comm: Comm) -> Tensor:
+        axes = comm.mesh.nontrivial(order.context)
+        ctx.places, ctx.axes, ctx.comm = places_of_chunks(order, seq_length), axes, comm
+        return _in_order(comm.all_gather(kv.unsqueeze(0), axes, dim=0).wait(), ctx.places)
+
+    @staticmethod
+    def backward(ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
+        by_rank = _by_rank(dkv, ctx.places, ctx.comm.mesh.size(ctx.axes))
+        return ctx.comm.reduce_scatter(by_rank, ctx.axes, dim=0).wait().squeeze(0), None, None, None
+
+
+# First position of a chunk of a sequence, the context rank that holds it, and its rows there.
+Place = tuple[int, int, slice]
+
+
+def places_of_chunks(order: TokenOrder, seq_length: int) -> list[Place]:
+    """Return the place of every chunk of a sequence, by rank."""
+    found = []
+    for rank in range(order.num_ranks):
+        start = 0
+        for low, high in order.chunks(seq_length, rank):
+            found.append((low, rank, slice(start, start + high - low)))
+            start += high - low
+    return found
+
+
+def _in_order(by_rank: Tensor, places: Sequence[Place]) -> Tensor:
+    """Return [2, B, S, G, D] in the order of positions, from those of each rank, [C, 2, B, L, G, D]."""
+    return torch.cat([by_rank[rank, :, :, rows] for _, rank, rows in sorted(places, key=lambda p: p[0])], dim=2)
+
+
+def _by_rank(whole: Tensor, places: Sequence[Place], num_ranks: int) -> Tensor:
+    """Return [C, 2, B, L, G, D], the positions of each rank, from [2, B, S, G, D] in their order."""
+    length = whole.shape[2] // num_ranks
+    by_rank = whole.new_empty((num_ranks, *whole.shape[:2], length, *whole.shape[3:]))
+    for low, rank, rows in places:
+        by_rank[rank, :, :, rows] = whole[:, :, low : low + rows.stop - rows.start]
+    return by_rank
