@@ -19,6 +19,7 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.sdpa_backends import NAMES, usable
 from megatron3d.ops.attention import attention
+from megatron3d.ops.attention_softmax import Softmax, capped
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, cross_entropy_
 from megatron3d.ops.embedding import embedding
 from megatron3d.ops.fused_cross_entropy import VocabShard
@@ -127,6 +128,31 @@ def test_attention_within_documents_and_windows(
             check(got.grad, right.grad, TOLERANCES[dtype])
         on_gpu = "variable-length" if dtype in LOW and size % 8 == 0 else "plain"
         assert choose(q, k).name.startswith("flash by pairs" if device.type == "cpu" else on_gpu)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["sinks", "capped, sinks"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_sinks(device: torch.device, dtype: torch.dtype, softcap: float | None, window: int | None) -> None:
+    """In every kernel's own shape of the log-sum-exp; on the CPU plain matmuls in float64."""
+    for size in (64, 36):
+        values = [normal(2, 129, count, size, seed=count) for count in (4, 2, 2)]
+        qkv, wide = zip(*(rounded(each.requires_grad_(), dtype, device) for each in values), strict=True)
+        sinks, wide_sinks = rounded(normal(4, seed=5).requires_grad_(), dtype, device)
+        q, k, v = (t.transpose(1, 2) for t in qkv)
+        y = packed_attention(q, k, v, Visible(None, window), Softmax(softcap, sinks))
+        q, k, v = (t.transpose(1, 2) for t in wide)
+        see = Visible(None, window).mask(0, range(129), range(129), torch.device("cpu"))
+        scores = q @ k.repeat_interleave(2, 1).mT * size**-0.5
+        scores = capped(scores, softcap).masked_fill(~see, -torch.inf)
+        scores = torch.cat((scores, wide_sinks.view(4, 1, 1).expand(2, 4, 129, 1)), -1)
+        expected = scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)
+        dy, wide_dy = rounded(normal(*y.shape, seed=9), dtype, device)
+        y.backward(dy)
+        expected.backward(wide_dy)
+        check(y, expected, TOLERANCES[dtype])
+        for got, right in zip((*qkv, sinks), (*wide, wide_sinks), strict=True):
+            check(got.grad, right.grad, TOLERANCES[dtype])
 
 
 def documents(seq: int) -> Tensor:

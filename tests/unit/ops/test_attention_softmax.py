@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.attention import AttentionHeads, WeightDropout, attention_with_dropout, masked_attention
 from megatron3d.ops.attention_pairs import PlainKernel
-from megatron3d.ops.attention_softmax import Softmax
+from megatron3d.ops.attention_softmax import Softmax, add_sink, sink_grad
 from megatron3d.ops.capped_attention import InPieces
 from megatron3d.ops.packed_attention import Visible, packed_attention
 from megatron3d.parallel.mesh import Mesh
@@ -93,6 +93,18 @@ def test_pieces_of_queries(is_causal: bool) -> None:
     expected = (*merged, *whole.backward(dy, q, k, v, merged, is_causal, mask))
     got = (*pieces.forward(q, k, v, is_causal, mask), *pieces.backward(dy, q, k, v, merged, is_causal, mask))
     assert max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True)) < 1e-14
+
+
+def test_the_log_sum_exp_of_variable_length_kernels() -> None:
+    """They have [N, B * S] where others have [B, N, S]."""
+    out, dy = normal(B, N, S, D, seed=0), normal(B, N, S, D, seed=3)
+    lse, sinks = normal(B, N, S, seed=1), normal(N, seed=2)
+    flat = lse.transpose(0, 1).flatten(1)
+    expected, got = add_sink(out, lse, sinks), add_sink(out, flat, sinks)
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(got[1], expected[1].transpose(0, 1).flatten(1), rtol=1e-14, atol=1e-14)
+    grads = [sink_grad(dy, each, lse, sinks) for each, lse in (expected, got)]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
