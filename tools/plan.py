@@ -19,7 +19,7 @@ from megatron3d.analysis.cost_model.execution_profile import OURS
 from megatron3d.analysis.cost_model.practices import practice
 from megatron3d.analysis.planner.fixed_keys import read_fixed
 from megatron3d.analysis.planner.nearby import nearby_table, search_nearby
-from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
+from megatron3d.analysis.planner.options import ContextChoice, LayoutChoice, TensorChoice
 from megatron3d.analysis.planner.plan_report import (
     compare_plans,
     explain_plan,
@@ -59,7 +59,9 @@ def layout_of(config: Config) -> LayoutChoice:
         parallel.zero_stage,
         train.micro_batch_size,
         train.recompute_granularity,
-        parallel.context_parallel_size,
+        ContextChoice(
+            parallel.context_parallel_size, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes or ()
+        ),
     )
 
 

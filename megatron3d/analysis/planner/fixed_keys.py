@@ -15,7 +15,8 @@ from megatron3d.runtime.limits import shorten
 VALUES: Mapping[str, Callable[[LayoutChoice], object]] = {
     "parallel.tensor_parallel_mode": lambda layout: layout.tensor.mode,
     "parallel.tensor_model_parallel_size": lambda layout: layout.tensor.size,
-    "parallel.context_parallel_size": lambda layout: layout.context,
+    "parallel.context_parallel_size": lambda layout: layout.context.size,
+    "parallel.cp_comm_type": lambda layout: layout.context.exchange,
     "parallel.pipeline_model_parallel_size": lambda layout: layout.pipeline,
     "parallel.pipeline_schedule": lambda layout: layout.schedule,
     "parallel.virtual_pipeline_model_parallel_size": lambda layout: layout.virtual,

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron3d.config.schema import Config
+from megatron3d.model.architecture import Architecture
+from megatron3d.parallel.context_exchange import BOTH, GATHER, HEADS, RING
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, Shape
 from megatron3d.parallel.modes.mode import Mode
@@ -40,6 +42,22 @@ class TensorChoice:
 
 
 @dataclass(frozen=True, order=True)
+class ContextChoice:
+    """Context ranks, how they exchange keys and values, and of `a2a+p2p` the ranks of each."""
+
+    size: int = 1
+    exchange: str = GATHER
+    hierarchy: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        sizes = " ".join((self.exchange, *("·".join(map(str, self.hierarchy)),) * bool(self.hierarchy)))
+        return f"CP {self.size} {sizes}"
+
+
+WHOLE = ContextChoice()
+
+
+@dataclass(frozen=True, order=True)
 class LayoutChoice:
     """Layout of a run, and the other choices that the planner makes."""
 
@@ -50,7 +68,7 @@ class LayoutChoice:
     zero_stage: int = 0
     micro_batch_size: int = 1
     recompute: str | None = None
-    context: int = 1
+    context: ContextChoice = WHOLE
 
     def apply_to(self, config: Config) -> Config:
         """Return a configuration with these choices; nothing is validated."""
@@ -60,7 +78,9 @@ class LayoutChoice:
             "tensor_parallel_shape": self.tensor.shape,
             "tensor_model_parallel_size": self.tensor.size,
             "sequence_parallel": False,
-            "context_parallel_size": self.context,
+            "context_parallel_size": self.context.size,
+            "cp_comm_type": self.context.exchange,
+            "hierarchical_context_parallel_sizes": self.context.hierarchy or None,
             "pipeline_model_parallel_size": self.pipeline,
             "pipeline_schedule": self.schedule,
             "pipeline_schedule_file": None,
@@ -81,7 +101,7 @@ class LayoutChoice:
         virtual = f" v{self.virtual}" if self.virtual > 1 else ""
         pipeline = f"PP {self.pipeline} {self.schedule}{virtual}" if self.pipeline > 1 else "no PP"
         again = f", recompute {self.recompute}" if self.recompute else ""
-        context = f", CP {self.context}" if self.context > 1 else ""
+        context = f", {self.context}" if self.context.size > 1 else ""
         return f"{self.tensor}{context}, {pipeline}, ZeRO {self.zero_stage}, microbatch {self.micro_batch_size}{again}"
 
 
@@ -109,6 +129,28 @@ def context_sizes(num_ranks: int, seq_length: int) -> Sequence[int]:
     """Return the numbers of context ranks that divide the ranks, and leave each `MIN_POSITIONS` of a sequence."""
     sizes = _powers(2, seq_length // MIN_POSITIONS)
     return [1, *(size for size in sizes if num_ranks % size == 0 and seq_length % (2 * size) == 0)]
+
+
+def context_choices(num_ranks: int, arch: Architecture, tensor: TensorChoice, node: int) -> Iterator[ContextChoice]:
+    """Yield the numbers of context ranks with every exchange that the model allows.
+
+    With `a2a+p2p` heads move among as many neighbours as a node of `node` ranks has next to their tensor ranks.
+    """
+    mode = MODES[tensor.mode].forms[tensor.form](tensor.shape)
+    heads = arch.num_attention_heads // Mesh(mode.axes).size(mode.inner[1])
+    for size in context_sizes(num_ranks, arch.seq_length):
+        if size == 1:
+            yield WHOLE
+            continue
+        yield ContextChoice(size, GATHER)
+        if arch.attention_dropout:
+            continue
+        yield ContextChoice(size, RING)
+        if heads % size == 0:
+            yield ContextChoice(size, HEADS)
+        inner = max(_powers(1, min(node // tensor.size, size // 2)), default=1)
+        if inner > 1 and heads % inner == 0:
+            yield ContextChoice(size, BOTH, (inner, size // inner))
 
 
 def signature(mode: Mode) -> object:

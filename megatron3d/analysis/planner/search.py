@@ -31,9 +31,10 @@ from megatron3d.analysis.planner.fixed_keys import NOTHING, FixedKeys
 from megatron3d.analysis.planner.layout_bound import Bubbles, LayoutBound
 from megatron3d.analysis.planner.options import (
     RECOMPUTATIONS,
+    ContextChoice,
     LayoutChoice,
     TensorChoice,
-    context_sizes,
+    context_choices,
     microbatch_sizes,
     pipelines,
     tensor_choices,
@@ -208,13 +209,14 @@ def _bounds(
     problem: PlanningProblem, rejected: Counter[str], modes: Sequence[str] = tuple(MODES)
 ) -> Iterator[LowerBound]:
     bubbles: Bubbles = {}
+    arch, node = problem.spec(problem.config).arch, problem.machine.network.cluster.levels[0].ranks
     for tensor in tensor_choices(problem.num_ranks, modes):
-        for context in context_sizes(problem.num_ranks // tensor.size, problem.config.model.seq_length):
+        for context in context_choices(problem.num_ranks // tensor.size, arch, tensor, node):
             yield from _bounds_of(problem, tensor, context, bubbles, rejected)
 
 
 def _bounds_of(
-    problem: PlanningProblem, tensor: TensorChoice, context: int, bubbles: Bubbles, rejected: Counter[str]
+    problem: PlanningProblem, tensor: TensorChoice, context: ContextChoice, bubbles: Bubbles, rejected: Counter[str]
 ) -> Iterator[LowerBound]:
     config = problem.config
     broken = check(
@@ -231,7 +233,7 @@ def _bounds_of(
     weights = arch.num_layers * sum(held.layer.values())
     along_data = DataAxisBound(problem.machine, arch.num_layers, held, mesh)
     batch = config.train.global_batch_size
-    rest = problem.num_ranks // (tensor.size * context)
+    rest = problem.num_ranks // (tensor.size * context.size)
     chunk = problem.spec(config).loss_chunk(problem.machine.on_gpu)
     for size in microbatch_sizes(batch):
         for granularity in RECOMPUTATIONS:
@@ -244,7 +246,7 @@ def _bounds_of(
                 if batch % (data * size):
                     continue
                 num = batch // (data * size)
-                for zero in range(4) if data * context > 1 else (0,):
+                for zero in range(4) if data * context.size > 1 else (0,):
                     layout = LayoutChoice(tensor, ranks, schedule, virtual, zero, size, granularity, context)
                     if not problem.fixed.allow(layout):
                         rejected["not as --fix says"] += 1

@@ -26,7 +26,7 @@ def test_every_plan_has_the_fixed_values() -> None:
 
 
 def test_each_key_is_what_the_layout_writes() -> None:
-    layout = LayoutChoice(TensorChoice("1d", "sequence_parallel", (2,)), 2, "interleaved", 2, 1, 2, "selective", 1)
+    layout = LayoutChoice(TensorChoice("1d", "sequence_parallel", (2,)), 2, "interleaved", 2, 1, 2, "selective")
     config = layout.apply_to(PROBLEM.config)
     for key, value in VALUES.items():
         section, name = key.split(".")

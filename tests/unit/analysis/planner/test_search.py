@@ -16,7 +16,14 @@ from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.planner import search as searching
 from megatron3d.analysis.planner.fixed_keys import FixedKeys
 from megatron3d.analysis.planner.nearby import nearby_problems, nearby_table, search_nearby
-from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice, context_sizes, signature, tensor_choices
+from megatron3d.analysis.planner.options import (
+    ContextChoice,
+    LayoutChoice,
+    TensorChoice,
+    context_sizes,
+    signature,
+    tensor_choices,
+)
 from megatron3d.analysis.planner.plan_report import places
 from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, SearchResult, search
 from megatron3d.config.cli import resolve
@@ -24,6 +31,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES
 from tests.support.pool import Pool
@@ -136,11 +144,25 @@ def test_long_sequences_are_split_over_context_ranks() -> None:
     train = {"global_batch_size": 8, "precision": "bf16"}
     here = PlanningProblem(Config.model_validate({"model": model, "train": train}), 8192, "perlmutter", 8)
     alone = TensorChoice("1d", "replicated", (1,))
-    whole, split = (here.plan(LayoutChoice(alone, zero_stage=1, context=size)) for size in (1, 8))
-    assert "CP 8" in str(split.layout) and check(split.config, 8, 8192) == []
+    whole, split = (here.plan(LayoutChoice(alone, zero_stage=1, context=ContextChoice(size))) for size in (1, 8))
+    assert "CP 8 all_gather" in str(split.layout) and check(split.config, 8, 8192) == []
     assert split.memory.categories["activations"] < 0.25 * whole.memory.categories["activations"]
     bounds = {bound.layout.context for bound in searching._bounds(here, Counter[str](), ["1d"])}
-    assert 8 in bounds
+    assert {each.exchange for each in bounds if each.size == 8} == {*CONTEXT_EXCHANGES}
+    assert ContextChoice(8, "a2a+p2p", (4, 2)) in bounds  # heads move within a node of 4
+
+
+def test_context_ranks_are_chosen_for_long_sequences_only() -> None:
+    """One sequence of 131,072 positions in a step is divided among ranks, 16 of 8,192 are not."""
+    found = {}
+    for length, sequences in ((131072, 1), (8192, 16)):
+        model = {**MODEL, "family": "llama", "seq_length": length, "max_position_embeddings": length}
+        train = {"global_batch_size": sequences, "precision": "bf16"}
+        here = PlanningProblem(Config.model_validate({"model": model, "train": train}), 8192, "perlmutter", 8)
+        (best,) = search(here, 1, ["1d"]).plans
+        found[length] = best.layout.context
+        assert tool.layout_of(best.config).context == best.layout.context
+    assert found[131072].size > 1 and found[8192] == ContextChoice()
 
 
 def test_nearby_numbers_with_many_divisors_are_tried() -> None:
