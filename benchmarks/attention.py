@@ -5,12 +5,15 @@ python benchmarks/attention.py [--output benchmarks/results/attention.json]
 `peak`: live bytes of forward and backward beyond q, k and v, measured by the FLOP and memory meter on fake tensors, and
 predicted: output, log-sum-exp, gradients, those of two pairs, and a mask.  `time`: seconds of forward and backward of
 the whole causal sequence, of eight documents, and of a window, next to torch's kernel under a dense mask of the same
-documents; outputs are compared first.
+documents; outputs are compared first.  `resident`: growth of the process's resident memory during forward and backward,
+in a process of its own per row, next to the same prediction, less what is allocated and not yet written.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,8 @@ from megatron3d.parallel.sequence_pairs import pairs_of_sequence
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
 HEADS, SIZE = 8, 64
+# Every freed tensor goes back to the system at once, so that resident memory follows the live bytes.
+RETURNS_MEMORY = ("env", "MALLOC_MMAP_THRESHOLD_=65536", "OMP_NUM_THREADS=1")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,18 +61,61 @@ def peak_row(seq: int, name: str, visible: Visible) -> Row:
             meter.reset_peak()
             before = meter.num_bytes
             forward_backward(lambda q, k, v: packed_attention(q, k, v, visible), qkv)
+    predicted, measured = predicted_bytes(seq, visible), meter.peak_bytes - before
+    return {"what": "peak", "case": name, "seq": seq, "bytes": measured, "predicted": predicted} | {
+        "predicted_over_measured": predicted / measured,
+        "dense_mask_bytes": seq * seq * 4,
+    }
+
+
+def predicted_bytes(seq: int, visible: Visible) -> int:
+    """Return the bytes of forward and backward beyond q, k and v."""
     element = HEADS * SIZE * 4
     starts = visible.starts[0] if visible.starts else ()
     pairs = pairs_of_sequence(seq, starts, visible.window)
     rows = [(p.queries[1] - p.queries[0], p.keys[1] - p.keys[0], p.kind is Kind.MASKED) for p in pairs]
     longest = max(queries + 2 * keys for queries, keys, _ in rows)
     masks = max(queries * keys * (1 + 4) * is_masked for queries, keys, is_masked in rows)  # bool, and added in fp32
-    predicted = 4 * seq * element + seq * HEADS * 4 + min(len(rows), 2) * longest * element + masks
-    measured = meter.peak_bytes - before
-    return {"what": "peak", "case": name, "seq": seq, "bytes": measured, "predicted": predicted} | {
-        "predicted_over_measured": predicted / measured,
-        "dense_mask_bytes": seq * seq * 4,
-    }
+    return 4 * seq * element + seq * HEADS * 4 + min(len(rows), 2) * longest * element + masks
+
+
+def unwritten_bytes(seq: int, name: str) -> int:
+    """Return the bytes of the gradients of the last document, which are written when those of its pair are there."""
+    return seq // 8 * 3 * HEADS * SIZE * 4 if name == "eight documents" else 0
+
+
+CASES: dict[str, Callable[[int], Visible]] = {
+    "whole": lambda seq: Visible(),
+    "eight documents": eighths,
+    "window of 1024": lambda seq: Visible(None, 1024),
+}
+
+
+def resident_growth(name: str, seq: int) -> int:
+    """Return the bytes by which this process's resident memory grows during forward and backward; Linux."""
+    torch.set_num_threads(1)
+    visible = CASES[name](seq)
+    forward_backward(lambda q, k, v: packed_attention(q, k, v, CASES[name](256)), projections(256))
+    qkv = projections(seq)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark becomes the memory that is resident now
+    before = resident("VmHWM")
+    forward_backward(lambda q, k, v: packed_attention(q, k, v, visible), qkv)
+    return resident("VmHWM") - before
+
+
+def resident(key: str) -> int:
+    """Return bytes of this process by a key of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def resident_row(name: str, seq: int) -> Row:
+    """Return the growth of resident memory in a process of its own, and the prediction."""
+    command = [*RETURNS_MEMORY, sys.executable, __file__, "--resident", name, str(seq)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured, predicted = int(done.stdout), predicted_bytes(seq, CASES[name](seq)) - unwritten_bytes(seq, name)
+    row = {"what": "resident", "case": name, "seq": seq, "bytes": measured, "predicted": predicted}
+    return row | {"predicted_over_measured": predicted / measured}
 
 
 def dense(seq: int, visible: Visible) -> Tensor:
@@ -103,20 +151,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="timed turns per case; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="short sequences, which only show that it works")
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--resident", nargs=2, metavar=("CASE", "SEQ"), help="print the growth of resident memory only")
     options = parser.parse_args()
+    if options.resident:
+        print(resident_growth(options.resident[0], int(options.resident[1])))
+        return
     torch.set_num_threads(1)
     lengths = (2048,) if options.quick else (8192, 16384, 32768)
-    cases = {
-        "whole": lambda seq: Visible(),
-        "eight documents": eighths,
-        "window of 1024": lambda seq: Visible(None, 1024),
-    }
-    peaks = [peak_row(seq, name, make(seq)) for name, make in cases.items() for seq in lengths]
+    peaks = [peak_row(seq, name, make(seq)) for name, make in CASES.items() for seq in lengths]
+    grown = [resident_row(name, seq) for name in CASES for seq in lengths]
     times = time_rows(2048 if options.quick else 4096, options.rounds)
     show("Live bytes of forward and backward beyond q, k and v", peaks)
+    show("Growth of resident memory", grown)
     show("Forward and backward", times)
     if options.output:
-        write(options.output, [*peaks, *times])
+        write(options.output, [*peaks, *grown, *times])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from megatron3d.runtime.limits import MAX_RANKS
 from megatron3d.runtime.tool_main import run_tool
 from megatron3d.viz.data_flows import data_flows_picture
 from megatron3d.viz.layouts import layout_picture
+from megatron3d.viz.positions import positions_picture
 from megatron3d.viz.schedules import schedules_picture
 from megatron3d.viz.zero_memory import zero_memory_picture
 
@@ -39,6 +40,7 @@ def every_picture() -> Iterator[tuple[str, str]]:
     yield "zero.svg", zero_memory_picture()
     yield "schedules.svg", schedules_picture()
     yield "data_flows.svg", data_flows_picture()
+    yield "positions.svg", positions_picture()
 
 
 def one_picture(arguments: argparse.Namespace) -> str:

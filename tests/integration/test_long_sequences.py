@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attention
 import pytest
 
 from megatron3d.analysis.memory_model.rank import predict_memory
@@ -39,3 +40,20 @@ def test_memory_of_long_sequences_is_predicted(length: int) -> None:
     measured = step_totals(run, spec.pipeline.schedule[0]).peak
     assert predict_memory(spec).total == pytest.approx(measured, rel=0.05)
     assert measured < 0.9e9 + length * 80e3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "length"), [("eight documents", 8192), ("window of 1024", 16_384)])
+def test_resident_memory_of_attention_is_predicted(case: str, length: int) -> None:
+    """The process grows by what the meter counts; docs/long_context.md has longer sequences."""
+    row = attention.resident_row(case, length)
+    assert row["predicted_over_measured"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("case", attention.CASES)
+def test_attention_needs_live_bytes_that_grow_with_the_length(case: str) -> None:
+    """Beyond a mask of a window, twice the length needs twice the memory; all scores would need four times as much."""
+    rows = [attention.peak_row(length, case, attention.CASES[case](length)) for length in (8192, 16_384, 32_768)]
+    assert [row["predicted_over_measured"] for row in rows] == pytest.approx([1] * 3, abs=0.01)
+    first, second, third = (float(row["bytes"]) for row in rows)
+    assert third - second == pytest.approx(2 * (second - first), rel=0.01)

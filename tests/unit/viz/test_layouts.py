@@ -17,6 +17,15 @@ from megatron3d.parallel.matmul_plan import flows, traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.viz.layouts import INPUT, OUTPUT, holders, layout_picture, operands
+from megatron3d.viz.positions import (
+    PANELS,
+    POSITIONS,
+    RANKS,
+    AttentionPanel,
+    held_positions,
+    multiplied_pairs,
+    positions_picture,
+)
 from megatron3d.viz.zero_memory import CASES, captions
 from tests.support.tiny_run import ROOT
 from tools import draw_layouts
@@ -127,6 +136,23 @@ def test_captions_of_zero_equal_the_closed_forms_of_the_page() -> None:
             "while computing, also the weights of two FSDP units",
         ],
     ]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_the_picture_of_positions_is_the_dense_mask(panel: AttentionPanel) -> None:
+    """Each query sees the keys of its document and window, once; the rank that holds it multiplies them."""
+    owner = {position: rank for rank in range(RANKS) for position in held_positions(rank)}
+    documents = [sum(start <= position for start in panel.starts) for position in range(POSITIONS)]
+    expected = {
+        (query, key): (owner[query], owner[key])
+        for query in range(POSITIONS)
+        for key in range(query + 1)
+        if documents[query] == documents[key] and query - key < (panel.window or POSITIONS)
+    }
+    assert multiplied_pairs(panel) == expected
+    words = [text.text for text in ElementTree.fromstring(positions_picture()).iter(f"{SVG}text")]
+    work = [sum(rank == each for rank, _ in expected.values()) for each in range(RANKS)]
+    assert f"pairs of each rank: {', '.join(map(str, work))}" in words
 
 
 def test_one_picture_of_any_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
