@@ -135,14 +135,14 @@ def test_packed_documents_of_four_ranks_equal_each_document_alone(model: str, re
     assert torch.allclose(every[0][1], logits(0, 1, one, [PACKED[::-1]], packing)[0], atol=1e-12, rtol=0)
 
 
-def two_steps(rank: int, world_size: int, config: Config, rows: list[list[int]], packing: Packing) -> list[float]:
-    """Return loss and gradient norm of two steps, each of which trains on the same rows as its microbatches."""
+def train_on(rank: int, world_size: int, config: Config, steps: list[list[list[int]]], packing: Packing) -> list[float]:
+    """Return loss and gradient norm of steps, each of which trains on its rows as its microbatches."""
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
-    state = build_state(spec, connect(spec), torch.device("cpu"))
-    each = [torch.tensor([row]) for row in rows]
-    batches = [Microbatch(row, place, packing.starts(row)) for place, row in enumerate(each)]
-    settings, found = StepSettings(1, sum(row.shape[1] - 1 for row in each), 1, packing), list[float]()
-    for _ in range(2):
+    state, found = build_state(spec, connect(spec), torch.device("cpu")), list[float]()
+    for rows in steps:
+        each = [torch.tensor([row]) for row in rows]
+        batches = [Microbatch(row, place, packing.starts(row)) for place, row in enumerate(each)]
+        settings = StepSettings(1, sum(row.shape[1] - 1 for row in each), len(rows), packing)
         result = train_step(state, batches, 1e-2, settings)
         found += [result.loss.item(), result.grad_norm.item()]
     return found
@@ -156,9 +156,10 @@ def test_losses_of_packed_documents_are_those_of_each_alone(restarts: bool, exch
     sizes = {"micro_batch_size": 1}
     alone_rows = [[*document, 3] for document in DOCUMENTS]
     one = configure("llama", None, {}, **sizes, global_batch_size=len(alone_rows))
-    expected = two_steps(0, 1, one, alone_rows, replace(packing, reset_attention_mask=False, reset_position_ids=False))
+    plain = replace(packing, reset_attention_mask=False, reset_position_ids=False)
+    expected = train_on(0, 1, one, [alone_rows] * 2, plain)
     packed = configure("llama", None, exchange_of(exchange), **sizes, global_batch_size=1)
-    for found in run_turns(two_steps, 4, packed, [[*PACKED, 3]], packing):
+    for found in run_turns(train_on, 4, packed, [[[*PACKED, 3]]] * 2, packing):
         assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
@@ -169,3 +170,21 @@ def test_shorter_sequences_of_a_warm_up(model: str) -> None:
     expected = logits(0, 1, configure(model, None, {}), rows, Packing())
     for found in run_turns(logits, 2, configure(model, None, {"context_parallel_size": 2}), rows, Packing()):
         assert torch.allclose(found, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
+@pytest.mark.parametrize("scaling", ["llama3", "yarn"])
+def test_a_warm_up_of_the_length_with_scaled_rope(scaling: str, exchange: str) -> None:
+    """Lengths of 8 and of 16 train in turn; windows are longer than the first and shorter than the second."""
+    changes = {"rotary_scaling": scaling, "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8}
+    changes |= {"window_size": (9, 0), "window_attn_skip_freq": 2}
+    steps = [[PACKED[:9]], [[*PACKED, 3]], [[*PACKED[:8], 3]]]
+
+    def scaled(parallel: dict[str, Any]) -> Config:
+        config = configure("llama", None, parallel, micro_batch_size=1, global_batch_size=1)
+        return config.model_copy(update={"model": config.model.model_copy(update=changes)})
+
+    assert check(scaled(exchange_of(exchange)), 4, VOCAB_SIZE) == []
+    expected = train_on(0, 1, scaled({}), steps, Packing())
+    for found in run_turns(train_on, 4, scaled(exchange_of(exchange)), steps, Packing()):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
