@@ -23,6 +23,7 @@ from shapes import Ours, Size
 from torch import Tensor, nn
 
 from megatron3d.model.layers import Layer
+from megatron3d.model.mlp import MLP
 
 TINY = Size(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16, seq_length=4, batch_size=1)
 REPEATS = 50  # calls per turn
@@ -52,7 +53,7 @@ def turns(precision: str, rounds: int) -> tuple[Turns, Turns]:
 
     renew = partial(ours.state.buffers.begin_step, 10**9)
     drop = partial(nn.Module.zero_grad, theirs)
-    fc1, weight, bias = layer.mlp.fc1, block.mlp.c_fc.weight, block.mlp.c_fc.bias
+    fc1, weight, bias = cast(MLP, layer.mlp).fc1, block.mlp.c_fc.weight, block.mlp.c_fc.bias
     linears: Mapping[str, Callable[[], object]] = {
         "megatron3d": partial(repeatedly, fc1, x_MH, renew),
         "torch": partial(repeatedly, lambda x_MH: F.linear(x_MH, weight, bias), x_MH, drop),

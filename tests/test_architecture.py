@@ -38,6 +38,7 @@ LOADS_TORCH: Mapping[str, bool] = {
     "megatron3d.model.recompute_spec": False,
     "megatron3d.model.stages": False,
     "megatron3d.ops.rotary_spec": False,
+    "megatron3d.ops.router_spec": False,
     "megatron3d.pipeline": False,
     "megatron3d.pipeline.engine": True,
     "megatron3d.pipeline.executor": True,

@@ -25,6 +25,8 @@ are at most 10^12, and sizes of models, batches and layouts at most those in `me
 # Page about each key, by how the key begins.
 PAGES: Mapping[str, str] = {
     "model.window": "long_context.md",
+    "model.moe": "moe.md",
+    "model.num_moe": "moe.md",
     "model.": "models.md",
     "parallel.tensor": "tensor_parallel.md",
     "parallel.sequence": "tensor_parallel.md",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron3d.checkpoint.piece import Piece
-from megatron3d.parallel.layout import ParamSpec, layout_axes
+from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.zero import Buffers
@@ -59,7 +59,7 @@ def split_among_replicas(held: Iterable[ParamRange], mesh: Mesh, zero_axes: Axes
     """
     groups: dict[Axes, list[ParamRange]] = {}
     for each in held:
-        split = layout_axes(each.spec.layout) | {"pipeline", *zero_axes}
+        split = each.spec.axes | {"pipeline", *zero_axes}
         copies = tuple(axis for axis in mesh.names if axis not in split)
         groups.setdefault(copies, []).append(_half_of_pipeline_rank(_without_padding(each, mesh), mesh))
     for copies, group in groups.items():

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from megatron3d.config.model_schema import ModelConfig
 from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
 from megatron3d.ops.rotary_spec import LINEAR, LLAMA3, YARN, RotaryScaling, yarn_attention_factor
+from megatron3d.ops.router_spec import Balance, Experts
 
 T = TypeVar("T")
 
@@ -21,11 +22,12 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
     family = FAMILIES[model.family]
     activation = _or_default(model.activation, family.activation)
     biases = _or_default(model.add_bias_linear, family.add_bias_linear)
+    ffn = _or_default(model.ffn_hidden_size, default_ffn_hidden_size(model.hidden_size, activation))
     multiple = math.lcm(model.make_vocab_size_divisible_by, vocab_multiple)
     return Architecture(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=_or_default(model.ffn_hidden_size, default_ffn_hidden_size(model.hidden_size, activation)),
+        ffn_hidden_size=ffn,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=_or_default(model.num_query_groups, model.num_attention_heads),
         kv_channels=_or_default(model.kv_channels, model.hidden_size // model.num_attention_heads),
@@ -65,7 +67,35 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         attention_softcap=model.attention_softcap,
         softmax_type=model.softmax_type,
         use_parallel_residual=model.use_parallel_residual,
+        experts=_experts(model, ffn),
+        balance=_balance(model),
     )
+
+
+def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:
+    """Return the mixture of experts; None where every layer has an MLP."""
+    if model.num_moe_experts is None:
+        return None
+    freq = model.moe_layer_freq
+    return Experts(
+        num_experts=model.num_moe_experts,
+        topk=_or_default(model.moe_router_topk, 2),
+        ffn_hidden_size=_or_default(model.moe_ffn_hidden_size, ffn_hidden_size),
+        shared_ffn_hidden_size=model.moe_shared_expert_intermediate_size or 0,
+        has_shared_gate=model.moe_shared_expert_gate,
+        layers=(1, *(freq - 1) * (0,)) if isinstance(freq, int) else _pattern(freq),
+        score_function=model.moe_router_score_function,
+        pre_softmax=model.moe_router_pre_softmax,
+        num_groups=model.moe_router_num_groups,
+        group_topk=model.moe_router_group_topk,
+        scaling_factor=_or_default(model.moe_router_topk_scaling_factor, 1.0),
+    )
+
+
+def _balance(model: ModelConfig) -> Balance | None:
+    """Return the terms of the loss that balance the experts' load; None where there is none."""
+    balance = Balance(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.moe_z_loss_coeff)
+    return None if balance == Balance() else balance
 
 
 def _unless(value: bool | None, default: bool) -> bool | None:

@@ -122,3 +122,40 @@ class ModelConfig(Section):
     hidden_dropout: float = Field(0.0, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     init_method_std: float = Field(0.02, gt=0)
+    num_moe_experts: int | None = Field(None, ge=1, description="experts of a layer; default: an MLP in every layer")
+    moe_layer_freq: Positive | LayerPattern | None = Field(
+        None,
+        description="layers with experts: each n-th from the first, or those with a 1 in a list that repeats over "
+        "depth; default: all",
+    )
+    moe_router_topk: int | None = Field(None, ge=1, description="experts that each token is sent to; default: 2")
+    moe_ffn_hidden_size: int | None = Field(
+        None, ge=1, description="inner features of an expert; default: ffn_hidden_size"
+    )
+    moe_shared_expert_intermediate_size: int | None = Field(
+        None, ge=1, description="inner features of all shared experts together, which every token is sent to"
+    )
+    moe_shared_expert_gate: bool = Field(
+        False, description="multiply the shared experts' output by the sigmoid of a projection of their input"
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field(
+        "softmax",
+        description="scores of experts; the chosen ones are normalized, but see moe_router_pre_softmax",
+    )
+    moe_router_pre_softmax: bool = Field(
+        False, description="softmax over all experts before the choice, and no normalization over the chosen ones"
+    )
+    moe_router_num_groups: int | None = Field(
+        None, ge=1, description="groups of experts, of which each token chooses from the best moe_router_group_topk"
+    )
+    moe_router_group_topk: int | None = Field(None, ge=1, description="with moe_router_num_groups: groups of a token")
+    moe_router_topk_scaling_factor: float | None = Field(
+        None, gt=0, description="factor of the chosen experts' weights; default: 1"
+    )
+    moe_router_load_balancing_type: Literal["none", "seq_aux_loss"] = Field(
+        "none",
+        description="loss that balances the experts' load: of each sequence, or none; losses of a microbatch would "
+        "depend on the layout",
+    )
+    moe_aux_loss_coeff: float = Field(0.0, ge=0, description="factor of the loss of moe_router_load_balancing_type")
+    moe_z_loss_coeff: float = Field(0.0, ge=0, description="factor of the router's z-loss; 0: none")

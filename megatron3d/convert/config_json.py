@@ -152,7 +152,16 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         "num_query_groups",
         "kv_channels",
     }
-    known_names |= {"rotary_scaling", "rotary_percent", "no_rope_freq", "window", "window_pattern", *SWITCHES}
+    known_names |= {
+        "experts",
+        "balance",
+        "rotary_scaling",
+        "rotary_percent",
+        "no_rope_freq",
+        "window",
+        "window_pattern",
+        *SWITCHES,
+    }
     known_names |= set() if hub_type.has_rope else {"rotary_base"}
     for name in (field.name for field in fields(arch) if field.name not in known_names):
         value, silent = getattr(arch, name), {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings}[name]

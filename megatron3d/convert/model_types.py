@@ -80,13 +80,15 @@ class ModelType:
     as_zeros: Mapping[str, object] = field(default_factory=dict)
 
 
-def _window_obstacles(arch: Architecture) -> Iterator[str]:
+def _common_obstacles(arch: Architecture) -> Iterator[str]:
+    if arch.experts is not None:
+        yield f"num_moe_experts={arch.experts.num_experts}: models with experts are not converted"
     if arch.window is not None:
         yield f"window_size={show((arch.window - 1, 0))}: {_NO_WINDOW}"
 
 
 def _gpt2_obstacles(arch: Architecture) -> Iterator[str]:
-    yield from _window_obstacles(arch)
+    yield from _common_obstacles(arch)
     if arch.num_query_groups != arch.num_attention_heads:
         yield f"num_query_groups={arch.num_query_groups}: gpt2 has one per head, {arch.num_attention_heads}"
     if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
@@ -94,7 +96,7 @@ def _gpt2_obstacles(arch: Architecture) -> Iterator[str]:
 
 
 def _rotary_obstacles(arch: Architecture) -> Iterator[str]:
-    yield from _window_obstacles(arch)
+    yield from _common_obstacles(arch)
     if arch.num_attention_heads % arch.num_query_groups:
         yield f"num_query_groups={arch.num_query_groups}: in llama it divides num_attention_heads"
     if arch.kv_channels % 2:

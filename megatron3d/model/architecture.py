@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from megatron3d.ops.rotary_spec import RotaryScaling
+from megatron3d.ops.router_spec import Balance, Experts
 
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "clamped_swiglu"})
 
@@ -51,6 +52,7 @@ class Architecture:
         rope_local_base_freq: base of rotary positions, unscaled, in layers with the window; None: as in the others.
         use_parallel_residual: attention and MLP read the same residual stream, and both are added to it.
         softmax_type: whether a constant or learned logit of each head joins the denominator of its softmax.
+        experts: mixture of experts of some layers or all; None: every layer has an MLP.
     """
 
     num_layers: int
@@ -93,6 +95,8 @@ class Architecture:
     attention_softcap: float | None = None
     softmax_type: str = "vanilla"
     use_parallel_residual: bool = False
+    experts: Experts | None = None
+    balance: Balance | None = None
 
     @property
     def norm_sites(self) -> tuple[str, ...]:
@@ -131,6 +135,7 @@ FREE_FIELDS = frozenset(
         "hidden_dropout",
         "attention_dropout",
         "init_method_std",
+        "balance",
     }
 )
 
@@ -183,8 +188,10 @@ def architecture_of_record(record: Mapping[str, JsonValue]) -> Architecture:
     values: dict[str, object] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
     }
-    if isinstance(scaling := record.get("rotary_scaling"), dict):
-        values["rotary_scaling"] = RotaryScaling(**scaling)  # type: ignore[arg-type]
+    kinds = {"rotary_scaling": RotaryScaling, "experts": Experts, "balance": Balance}
+    for name, kind in kinds.items():
+        if isinstance(inner := record.get(name), dict):
+            values[name] = kind(**{key: tuple(each) if isinstance(each, list) else each for key, each in inner.items()})
     return Architecture(**values, padded_vocab_size=record["vocab_size"])  # type: ignore[arg-type]
 
 

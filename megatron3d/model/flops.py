@@ -6,8 +6,8 @@ The parameter count is independent of the parameter table on purpose: at start-u
 from __future__ import annotations
 
 from megatron3d.model.architecture import GATED, Architecture
-from megatron3d.model.layer_kinds import keys_seen, mean_keys
-from megatron3d.model.linears import layer_linears
+from megatron3d.model.layer_kinds import expert_layers, has_experts, keys_seen, layer_counts, mean_keys
+from megatron3d.model.linears import PROJ, QKV, layer_linears
 
 
 def num_parameters(arch: Architecture) -> int:
@@ -23,25 +23,70 @@ def num_parameters(arch: Architecture) -> int:
     attention += arch.num_attention_heads * (arch.softmax_type == "learnable")
     gates = 2 if arch.activation in GATED else 1
     mlp = gates * (h + mlp_bias) * f + f * h + mlp_bias * h
+    num_mlps = arch.num_layers - len(expert_layers(arch))
     embeddings = arch.vocab_size * h * (1 if arch.tie_embeddings else 2)
     if arch.position_embedding_type == "learned_absolute":
         embeddings += arch.max_position_embeddings * h
-    return embeddings + arch.num_layers * (attention + mlp + len(arch.norm_sites) * norm * h) + norm * h
+    experts = len(expert_layers(arch)) * _expert_parameters(arch)
+    return (
+        embeddings
+        + arch.num_layers * (attention + len(arch.norm_sites) * norm * h)
+        + num_mlps * mlp
+        + experts
+        + norm * h
+    )
+
+
+def _expert_parameters(arch: Architecture) -> int:
+    """Return the parameters of a mixture of experts: router, experts, shared experts and their gate."""
+    experts, h = arch.experts, arch.hidden_size
+    if experts is None:
+        return 0
+    matrices = 3 if arch.activation in GATED else 2
+    ffn = experts.num_experts * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+    return h * (experts.num_experts + matrices * ffn + experts.has_shared_gate)
 
 
 def layer_flops_per_token(arch: Architecture) -> int:
-    """Return the FLOPs per token of one layer, forward and backward; where windows differ, their mean."""
-    return 6 * layer_weights(arch) + round(12 * arch.num_attention_heads * arch.kv_channels * mean_keys(arch))
+    """Return the FLOPs per token of one layer, forward and backward; where layers differ, their mean."""
+    return 6 * layer_weights(arch) + _core_flops(arch)
+
+
+def _core_flops(arch: Architecture) -> int:
+    return round(12 * arch.num_attention_heads * arch.kv_channels * mean_keys(arch))
 
 
 def flops_of_layer(arch: Architecture, layer: int) -> int:
-    """Return the FLOPs per token of one layer of the model, forward and backward, with its own window."""
-    return 6 * layer_weights(arch) + 12 * arch.num_attention_heads * arch.kv_channels * keys_seen(arch, layer)
+    """Return the FLOPs per token of one layer of the model, forward and backward, with its own window and experts."""
+    core = 12 * arch.num_attention_heads * arch.kv_channels * keys_seen(arch, layer)
+    return 6 * weights_of_layer(arch, layer) + core
 
 
 def layer_weights(arch: Architecture) -> int:
-    """Return the number of weights in a layer's GEMMs."""
-    return sum(linear.num_weights for linear in layer_linears(arch).values())
+    """Return the weights in a layer's GEMMs that compute a token; where layers differ, their mean."""
+    return round(_all_layer_weights(arch) / arch.num_layers)
+
+
+def _all_layer_weights(arch: Architecture) -> int:
+    counts = layer_counts(arch, range(arch.num_layers))
+    return sum(count * weights_of_layer(arch, place) for place, count in counts.items())
+
+
+def weights_of_layer(arch: Architecture, layer: int) -> int:
+    """Return the weights in the GEMMs of a layer that compute a token: of experts those that are chosen."""
+    linears = {name: linear.num_weights for name, linear in layer_linears(arch).items()}
+    if has_experts(arch, layer):
+        return linears[QKV] + linears[PROJ] + active_expert_weights(arch)
+    return sum(linears.values())
+
+
+def active_expert_weights(arch: Architecture) -> int:
+    """Return the weights of a mixture of experts that compute a token: the router's and those of chosen experts."""
+    experts, matrices = arch.experts, 3 if arch.activation in GATED else 2
+    if experts is None:
+        return 0
+    ffn = experts.topk * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+    return arch.hidden_size * (experts.num_experts + experts.has_shared_gate + matrices * ffn)
 
 
 def head_flops_per_token(arch: Architecture) -> int:
@@ -55,4 +100,4 @@ def flops_per_token(arch: Architecture) -> int:
     They are 6 per weight of a GEMM, LM head included and embeddings excluded, plus 12 * layers * heads * head size *
     length for core attention, whose masked half is counted, as is customary for MFU; a window takes the length's place.
     """
-    return arch.num_layers * layer_flops_per_token(arch) + head_flops_per_token(arch)
+    return 6 * _all_layer_weights(arch) + arch.num_layers * _core_flops(arch) + head_flops_per_token(arch)

@@ -151,6 +151,7 @@ class GPT(nn.Module):
         loss_scale: Tensor | float = 1.0,
         packing: Packing = PLAIN,
         starts: Starts | None = None,
+        all_tokens: int = 1,
     ) -> Pass:
         """Return the pass of a microbatch that ends in the loss.
 
@@ -162,10 +163,11 @@ class GPT(nn.Module):
             loss_scale: factor of the gradients, but not of the loss.
             packing: treatment of documents and of tokens that do not count in the loss.
             starts: `packing.starts` of the tokens, which the host must know; default: read from `tokens`.
+            all_tokens: tokens of the global batch, masked ones included.
         """
         documents = packing.documents(tokens[:, :-1], packing.starts(tokens) if starts is None else starts)
         at = self._begin(tokens[:, :-1].clamp(min=0), first_sequence, key, documents)
-        return replace(at, target=Target(at.cut(packing.labels(tokens)).flatten(), num_tokens, loss_scale))
+        return replace(at, target=Target(at.cut(packing.labels(tokens)).flatten(), num_tokens, loss_scale, all_tokens))
 
     def begin_sampling(self, tokens_BS: Tensor) -> Pass:
         """Return the pass of a microbatch [B, S] that ends in its logits."""

@@ -34,6 +34,8 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
         *(tuple(axis for axis in axes if axis not in mesh.zero) for axes in reduced),
     ]
     sets += [mode.context, *((axis,) for axis in mode.context), (*DATA, *mode.context)] if mode.context else []
+    if arch.experts is not None:
+        sets += [mode.copies, tuple(axis for axis in mode.home if axis not in mode.batch_axes)]
     unique = tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
     everything = mesh.nontrivial(mesh.names)
     has_cover = not everything or disjoint_cover(everything, unique)

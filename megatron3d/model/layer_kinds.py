@@ -41,9 +41,23 @@ def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
     return AttentionKind(rotary if has_rotary else None, window)
 
 
+def has_experts(arch: Architecture, layer: int) -> bool:
+    """Return whether a layer, counted from 0 in the whole model, has a mixture of experts in place of its MLP."""
+    if arch.experts is None:
+        return False
+    pattern = arch.experts.layers
+    return not pattern or bool(pattern[layer % len(pattern)])
+
+
+def expert_layers(arch: Architecture) -> tuple[int, ...]:
+    """Return the layers that have a mixture of experts."""
+    return tuple(layer for layer in range(arch.num_layers) if has_experts(arch, layer))
+
+
 def pattern_length(arch: Architecture) -> int:
     """Return the number of layers after which the kinds repeat."""
-    return math.lcm(len(arch.no_rope_freq) or 1, len(arch.window_pattern) or 1)
+    experts = len(arch.experts.layers) if arch.experts else 0
+    return math.lcm(len(arch.no_rope_freq) or 1, len(arch.window_pattern) or 1, experts or 1)
 
 
 def layer_counts(arch: Architecture, layers: Iterable[int]) -> Mapping[int, int]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron3d.model.layer_kinds import attention_kind, rotaries
+from megatron3d.model.experts import MoE
+from megatron3d.model.layer_kinds import attention_kind, has_experts, rotaries
 from megatron3d.model.linears import PROJ, QKV
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.mlp import MLP
@@ -122,14 +123,15 @@ class Layer(nn.Module):
         self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
         self.attention_output_norm = norm("attention_output_norm")
         self.post_attention_norm = norm("post_attention_norm")
-        self.mlp = MLP(name, build)
+        self.mlp = MoE(index, name, build) if has_experts(build.arch, index) else MLP(name, build)
         self.mlp_output_norm = norm("mlp_output_norm")
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.fc2", build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         y_MH = self.attention_output_norm(self.attention(self.input_norm(x_MH), at))
         sum_MH = x_MH + self.attention_dropout(y_MH, at)
-        y_MH = self.mlp_output_norm(self.mlp(self.post_attention_norm(x_MH if self.is_parallel else sum_MH)))
+        y_MH = self.mlp(self.post_attention_norm(x_MH if self.is_parallel else sum_MH), at)
+        y_MH = self.mlp_output_norm(y_MH)
         z_MH: Tensor = sum_MH + self.mlp_dropout(y_MH, at)
         return z_MH
 
@@ -157,4 +159,5 @@ _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
         or bool(m.heads.gather_axes or m.context)
     ),
     MLP: lambda m: m.recomputes_activation,
+    MoE: lambda m: True,
 }

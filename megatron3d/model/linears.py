@@ -5,6 +5,8 @@
     mlp.fc1         expand     hidden -> ffn, twice where a gate is fused
     mlp.fc2         contract   ffn -> hidden
 
+Shared experts are an MLP next to the experts.  Weights of experts are no linears of this table: rows of tokens are sent
+to them (`model/experts.py`).
 `expand` is Megatron's column-parallel, `contract` its row-parallel linear.
 """
 
@@ -18,6 +20,7 @@ from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.modes.mode import Mode
 
 QKV, PROJ, FC1, FC2 = LINEARS = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
+SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.fc1", "mlp.shared_experts.fc2"
 
 
 class LinearSize(NamedTuple):
@@ -51,6 +54,13 @@ def layer_linears(arch: Architecture) -> dict[str, LinearSize]:
         sizes[QKV] = sizes[QKV]._replace(outputs={**sizes[QKV].outputs, "gate": queries})
     biases = {QKV: arch.has_qkv_bias, PROJ: arch.add_bias_linear, FC1: arch.has_mlp_bias, FC2: arch.has_mlp_bias}
     return {name: size._replace(has_bias=biases[name]) for name, size in sizes.items()}
+
+
+def shared_linears(arch: Architecture) -> dict[str, LinearSize]:
+    """Return the linears of the shared experts by their path in a layer with experts; none where it has none."""
+    ffn = 0 if arch.experts is None else arch.experts.shared_ffn_hidden_size
+    sizes = linear_sizes(arch.hidden_size, ffn, 1, 1, arch.activation in GATED)
+    return {SHARED_FC1: sizes[FC1], SHARED_FC2: sizes[FC2]} if ffn else {}
 
 
 def linear_sizes(hidden: int, ffn: int, queries: int, keys: int, is_gated: bool) -> dict[str, LinearSize]:

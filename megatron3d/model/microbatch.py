@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,11 +30,13 @@ class Target:
         labels_M: label of each token that this rank reads; negative labels are ignored.
         num_tokens: valid tokens of the global batch, by which the loss is divided.
         scale: factor of the gradients, but not of the loss (fp16 loss scaling).
+        all_tokens: tokens of the global batch, by which the losses of routers are divided.
     """
 
     labels_M: Tensor
     num_tokens: int | Tensor
     scale: Tensor | float
+    all_tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Pass:
             `layer_kinds.rotaries`.
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
+        router_records: what the router of each layer counted in this pass, written over by recomputation.
     """
 
     tokens_BL: Tensor
@@ -65,6 +68,7 @@ class Pass:
     rotary: tuple[RotaryTables, ...]
     cached: CacheView | None = None
     documents: Documents | None = None
+    router_records: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def first_row(self) -> int:
@@ -102,6 +106,11 @@ class Pass:
         rows = torch.arange(low, high, device=device)
         positions = self.cut(torch.arange(self.seq_length, device=device), dim=0)
         return offset + rows // self.local_length * self.seq_length + positions[rows % self.local_length]
+
+    def sequence_of_rows(self, axes: Axes, device: torch.device) -> Tensor:
+        """Return the index, among those that this rank reads, of the sequence of each of its tokens."""
+        low, high = self.order.local_rows(self.num_sequences, self.seq_length, axes)
+        return torch.arange(low, high, device=device) // self.local_length
 
     def rows(self, x: Tensor, axes: Axes) -> Tensor:
         """Return the rows of `x` [B, ...] that belong to this rank's sequences, where `axes` shard their tokens."""

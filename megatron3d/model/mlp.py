@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from torch import Tensor, nn
 
 from megatron3d.model.linears import FC1, FC2
+from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import Build, Linear
 from megatron3d.model.recompute_spec import MLP_ACT
 from megatron3d.ops.activations import ACTIVATIONS
@@ -19,14 +20,14 @@ from megatron3d.ops.recompute import recompute_from_input
 class MLP(nn.Module):
     """MLP [M, H] -> [M, H]: up (and gate) projection, activation, down projection."""
 
-    def __init__(self, layer: str, build: Build) -> None:
+    def __init__(self, layer: str, build: Build, fc1: str = FC1, fc2: str = FC2) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[build.arch.activation]
-        self.fc1 = Linear(layer, FC1, build)
-        self.fc2 = Linear(layer, FC2, build)
+        self.fc1 = Linear(layer, fc1, build)
+        self.fc2 = Linear(layer, fc2, build)
         self.recomputes_activation = build.recompute.recomputes(MLP_ACT)
 
-    def forward(self, x_MH: Tensor) -> Tensor:
+    def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         y_MF = self.fc1(x_MH)
         a_MF = self.activation(y_MF)
         with recompute_from_input(self.activation, y_MF, a_MF) if self.recomputes_activation else nullcontext():

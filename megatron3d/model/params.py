@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears
+from megatron3d.model.architecture import GATED, Architecture
+from megatron3d.model.layer_kinds import has_experts
+from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears, linear_sizes, shared_linears
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
+from megatron3d.ops.router_spec import Experts
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.parallel.modes.mode import Mode
@@ -58,7 +60,7 @@ def _stage_specs(arch: Architecture, mode: Mode, stage: Stage, tied_head: str) -
     if stage.has_embedding:
         yield from table.embedding()
     for index in stage.layers:
-        yield from table.layer(f"layers.{index}")
+        yield from table.layer(index)
     if stage.has_head:
         yield from table.norm("final_norm", arch.hidden_size, *mode.residual)
         if arch.tie_embeddings:
@@ -86,9 +88,10 @@ class _Table:
         part = Part(name, (self.arch.vocab_size, hidden), (self.arch.padded_vocab_size, hidden))
         yield path, ParamSpec((part,), plan.w_layout, DATA + plan.m, init=self.arch.init_method_std)
 
-    def layer(self, name: str) -> Named:
+    def layer(self, index: int) -> Named:
         """Yield the parameters of one transformer layer."""
         arch, (tokens, features) = self.arch, self.mode.residual
+        name = f"layers.{index}"
 
         def norm(site: str) -> Named:
             return (
@@ -102,9 +105,34 @@ class _Table:
         yield from self.linear(name, PROJ)
         yield from norm("attention_output_norm")
         yield from norm("post_attention_norm")
-        yield from self.linear(name, FC1)
-        yield from self.linear(name, FC2)
+        if arch.experts is not None and has_experts(arch, index):
+            yield from self.experts(name, arch.experts)
+        else:
+            yield from self.linear(name, FC1)
+            yield from self.linear(name, FC2)
         yield from norm("mlp_output_norm")
+
+    def experts(self, layer: str, experts: Experts) -> Named:
+        """Yield the parameters of a mixture of experts; those of all experts that a rank holds are one of each kind."""
+        arch, path = self.arch, f"{layer}.mlp"
+        for name in shared_linears(arch):
+            yield from self.linear(layer, name)
+        used, std = DATA + self.mode.home, arch.init_method_std
+        if experts.has_shared_gate:
+            name = f"{path}.shared_gate.weight"
+            yield name, ParamSpec(_same(name, (1, arch.hidden_size)), ((), ()), used, init=std)
+        name = f"{path}.router.weight"
+        yield name, ParamSpec(_same(name, (experts.num_experts, arch.hidden_size)), ((), ()), used, init=std)
+        sizes = linear_sizes(arch.hidden_size, experts.ffn_hidden_size, 1, 1, arch.activation in GATED)
+        for name, scale in ((FC1, 1.0), (FC2, math.sqrt(2 * arch.num_layers))):
+            size = sizes[name]
+            parts = tuple(
+                Part(f"{path}.experts.{expert}.{part}.weight", *2 * [(rows, size.num_inputs)])
+                for expert in range(experts.num_experts)
+                for part, rows in size.outputs.items()
+            )
+            leaf = name.rpartition(".")[2]
+            yield f"{path}.experts.{leaf}.weight", ParamSpec(parts, ((), ()), used, init=std / scale)
 
     def head_norms(self, name: str) -> Named:
         """Yield the norms of queries and keys, over each head or over the whole projection."""
@@ -131,7 +159,8 @@ class _Table:
 
     def linear(self, layer: str, name: str) -> Named:
         """Yield weight and bias of a linear; those onto the residual stream start smaller (Radford et al. 2019)."""
-        size, path = layer_linears(self.arch)[name], f"{layer}.{name}"
+        path = f"{layer}.{name}"
+        size = {**layer_linears(self.arch), **shared_linears(self.arch)}[name]
         axis_sizes = dict(self.mode.axes)
         plan, module = size.plan(self.mode), path.rpartition(".")[0]
         std = self.arch.init_method_std / (1 if size.expands else math.sqrt(2 * self.arch.num_layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -37,6 +38,7 @@ class MainGrads:
         norms, biases                autograd's backward ───── post-accumulate hook ──── collect ────┐
         embedding, dW is not reduced rows dY of each token, summed by token ──────────── buffer ─────┤
         linear, dW is not reduced    GEMM dY^T X with beta=1 ─────────────────────────── accumulate ─┤
+        experts, dW is not reduced   a GEMM per expert with beta=1 ───────────────────── accumulate_rows
         linear, dW reduced or late   GEMM dY^T X ──── reduction in flight, WgradQueue ── add ────────┼── main_grad
         LM head                      GEMMs per chunk of the fused loss ──── WgradSum ─── finish ─────┘
 
@@ -71,6 +73,23 @@ class MainGrads:
             return False
         into, holds_gradient = buffer.open()
         (add_product if holds_gradient else put_product)(into, a_MK, b_NK)
+        buffer.close()
+        return True
+
+    def accumulate_rows(self, param: Tensor, operands: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Add a b^T of each pair of operands to an equal part of the buffer's rows, in order; like `accumulate`.
+
+        A pair of matrices without columns, those of an expert that no token chose, adds nothing.
+        """
+        buffer = self.buffer(param)
+        if buffer is None:
+            return False
+        into, holds_gradient = buffer.open()
+        for rows, (a_MK, b_NK) in zip(into.chunk(len(operands)), operands, strict=True):
+            if a_MK.shape[1]:
+                (add_product if holds_gradient else put_product)(rows, a_MK, b_NK)
+            elif not holds_gradient:
+                rows.zero_()
         buffer.close()
         return True
 

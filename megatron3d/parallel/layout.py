@@ -72,6 +72,7 @@ class ParamSpec:
         decay: whether weight decay applies.
         uses: contributions of a microbatch to the gradient; 2 where embedding and head are tied on one rank.
         holders: pipeline ranks that hold the parameter; the first one writes it to checkpoints.
+        part_axes: axes over which the list of parts is sharded: each rank holds whole ones (experts).
     """
 
     parts: tuple[Part, ...]
@@ -83,10 +84,25 @@ class ParamSpec:
     blocks: int = 1
     uses: int = 1
     holders: tuple[int, ...] = (0,)
+    part_axes: Axes = ()
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """All axes that shard the parameter."""
+        return layout_axes(self.layout) | set(self.part_axes)
+
+    def held_parts(self, mesh: Mesh) -> tuple[Part, ...]:
+        """Return the parts of which this rank holds a shard or all."""
+        low, high = span(len(self.parts), self.part_axes, mesh)
+        return self.parts[low:high]
 
     def part_boxes(self, mesh: Mesh) -> tuple[Box, ...]:
         """Return the box of every part that this rank holds, in padded coordinates."""
-        return tuple(box(part.padded_shape, self.layout, mesh) for part in self.parts)
+        return tuple(box(part.padded_shape, self.layout, mesh) for part in self.held_parts(mesh))
+
+    def num_copies(self, mesh: Mesh, shared: Iterable[str]) -> int:
+        """Return how many ranks along the axes `shared` hold the same elements."""
+        return mesh.size(axis for axis in shared if axis not in self.axes)
 
     def local_shape(self, mesh: Mesh) -> Shape:
         """Return the shape of the local tensor."""
@@ -96,4 +112,4 @@ class ParamSpec:
     def reduce_axes(self, mesh: Mesh) -> Axes:
         """Return the axes over which the gradient is reduced: those that split the tokens where the parameter is used
         and do not split the parameter.  Tied embeddings are also reduced between their holders."""
-        return mesh.nontrivial(mesh.in_order(set(self.token_axes) - layout_axes(self.layout)))
+        return mesh.nontrivial(mesh.in_order(set(self.token_axes) - self.axes))

@@ -35,7 +35,7 @@ def part_views(spec: ParamSpec, local: Tensor, mesh: Mesh, start: int = 0) -> li
     views: list[tuple[Part, Box, Tensor]] = []
     row = 0
     for block in range(spec.blocks):
-        for part, ((low, _), *others), n in zip(spec.parts, boxes, rows, strict=True):
+        for part, ((low, _), *others), n in zip(spec.held_parts(mesh), boxes, rows, strict=True):
             run = n // spec.blocks
             first, last = (max(row * width, start), min((row + run) * width, start + len(values)))
             for begin, end in _rectangles(first, last, width):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import head_flops_per_token, layer_weights
+from megatron3d.model.flops import head_flops_per_token, layer_weights, weights_of_layer
 from megatron3d.model.layer_kinds import keys_seen, layer_counts, mean_keys
 from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.pipeline.actions import ActionKind, Schedule
@@ -24,17 +24,18 @@ class Pipeline(StageAssignment):
         return any(action.kind is ActionKind.I for actions in self.schedule for action in actions)
 
 
-def layer_flops(arch: Architecture, keys: float | None = None) -> Mapping[ActionKind, int]:
+def layer_flops(arch: Architecture, layer: int | None = None) -> Mapping[ActionKind, int]:
     """Return the FLOPs of one layer per token, by kind of computation.
 
     Forward, input gradient and weight gradient of a linear layer cost the same; the attention core has no weights and
     costs twice as much backward as forward.
 
     Args:
-        keys: most keys that a query of the layer sees; default: the mean over all layers.
+        layer: the layer, with its window and experts; default: the mean over all layers.
     """
-    seen = mean_keys(arch) if keys is None else keys
-    linear, core = 2 * layer_weights(arch), round(4 * arch.num_attention_heads * arch.kv_channels * seen)
+    seen = mean_keys(arch) if layer is None else keys_seen(arch, layer)
+    linear = 2 * (layer_weights(arch) if layer is None else weights_of_layer(arch, layer))
+    core = round(4 * arch.num_attention_heads * arch.kv_channels * seen)
     return {ActionKind.F: linear + core, ActionKind.I: linear + 2 * core, ActionKind.W: linear}
 
 
@@ -42,7 +43,7 @@ def stage_flops(arch: Architecture, stage: Stage) -> Mapping[ActionKind, int]:
     """Return the FLOPs of a stage per token, by kind; the head computes its gradients in the forward, with the loss."""
     flops = dict.fromkeys((ActionKind.F, ActionKind.I, ActionKind.W), 0)
     for place, count in layer_counts(arch, stage.layers).items():
-        for kind, each in layer_flops(arch, keys_seen(arch, place)).items():
+        for kind, each in layer_flops(arch, place).items():
             flops[kind] += count * each
     head = head_flops_per_token(arch) if stage.has_head else 0
     return {**flops, ActionKind.F: flops[ActionKind.F] + head, ActionKind.B: flops[ActionKind.I] + flops[ActionKind.W]}

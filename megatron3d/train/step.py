@@ -65,7 +65,9 @@ def train_step(
     with observer(BATCH):
         num_tokens = valid_tokens(model, microbatches, settings)
     passes = [
-        model.begin(batch.tokens, num_tokens, batch.first_sample, key, scale.factor, packing, batch.starts)
+        model.begin(
+            batch.tokens, num_tokens, batch.first_sample, key, scale.factor, packing, batch.starts, settings.num_tokens
+        )
         for batch in microbatches
     ]
     buffers.begin_step(len(passes))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.parallel.layout import ParamSpec, num_copies
+from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
 from megatron3d.parallel.sharding import Sharding
@@ -265,7 +265,7 @@ def local_numel(spec: ParamSpec, mesh: Mesh) -> int:
 
 def _grad_sync(spec: ParamSpec, sharding: Sharding, mesh: Mesh) -> GradSync:
     shared = tuple(axis for axis in mesh.names if axis not in ("pipeline", *sharding.axes))
-    copies = num_copies(spec.layout, mesh, shared) * len(spec.holders)
+    copies = spec.num_copies(mesh, shared) * len(spec.holders)
     link = Link("pipeline", *sorted(spec.holders)) if len(spec.holders) > 1 else None
     return GradSync(spec.reduce_axes(mesh), copies, link)
 

@@ -49,6 +49,21 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "kv_channels": 8,
         "seq_length": 8,
     },
+    "experts": {
+        "family": "llama",
+        "num_layers": 4,
+        "hidden_size": 48,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 64,
+        "seq_length": 8,
+        "num_moe_experts": 8,
+        "moe_router_topk": 3,
+        "moe_ffn_hidden_size": 16,
+        "moe_layer_freq": [0, 1],
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+    },
 }
 
 
@@ -107,6 +122,20 @@ def test_recomputation(recompute: str, mode: str) -> None:
     model = "llama" if mode == "1d" else "gpt2"
     config = configure(model, parallel, 8, global_batch_size=40, **RECOMPUTATIONS[recompute])
     assert problems(config, 8, (5,)) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "recompute"),
+    [
+        ({"zero_stage": 3}, None),
+        ({"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 4}, "full"),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, "core"),
+    ],
+)
+def test_experts(parallel: dict[str, Any], recompute: str | None) -> None:
+    """Check the relayout to whole rows, counts of sequences, and the GEMMs of balanced experts."""
+    config = configure("experts", parallel, 4, global_batch_size=32, **RECOMPUTATIONS.get(recompute or "", {}))
+    assert problems(config, 4, (0, 3)) == []
 
 
 @pytest.mark.parametrize(("recompute", "zero_stage"), [(None, 0), ("core", 1), ("full", 3)])

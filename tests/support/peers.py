@@ -71,7 +71,13 @@ def peer_outputs(settings: Mapping[str, Any], tokens_BT: Tensor) -> tuple[Mappin
     torch.manual_seed(5)
     with widened():
         config = transformers.AutoConfig.for_model(**settings)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+        model = (
+            transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", experts_implementation="eager"
+            )
+            .double()
+            .eval()
+        )
         for param in model.parameters():
             param.data.normal_(std=0.3)
         logits = model(tokens_BT[:, :-1], use_cache=False).logits

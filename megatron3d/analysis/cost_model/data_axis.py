@@ -15,6 +15,7 @@ from typing import NamedTuple
 from megatron3d.analysis.cost_model.breakdown import SLOWDOWN, TimeBreakdown, exposed_time
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.model.architecture import Architecture
+from megatron3d.model.layer_kinds import pattern_length
 from megatron3d.model.params import EMBEDDING, param_specs
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import Traffic
@@ -26,7 +27,7 @@ Counts = Mapping[Axes, int]
 
 
 class ParamCounts(NamedTuple):
-    """A rank's parameters by the axes that reduce their gradients: of one layer, of the embedding, of the head."""
+    """A rank's parameters by the axes that reduce their gradients: of a layer (mean of a pattern), embedding, head."""
 
     layer: Counts
     embedding: Counts
@@ -36,12 +37,14 @@ class ParamCounts(NamedTuple):
     def of(arch: Architecture, mode: Mode, mesh: Mesh) -> ParamCounts:
         """Count the parameters of a model on a mesh."""
         tables: dict[str, Counter[Axes]] = {"layers": Counter(), "embedding": Counter(), "head": Counter()}
-        for path, spec in param_specs(replace(arch, num_layers=1), mode).items():
+        num_layers = 1 if arch.experts is None else pattern_length(arch)
+        for path, spec in param_specs(replace(arch, num_layers=num_layers), mode).items():
             part = path.partition(".")[0]
             tables[part if part in tables else "head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
             if path == EMBEDDING and arch.tie_embeddings:
                 tables["head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
-        return ParamCounts(tables["layers"], tables["embedding"], tables["head"])
+        layer = {axes: count // num_layers for axes, count in tables["layers"].items()}
+        return ParamCounts(layer, tables["embedding"], tables["head"])
 
     def on_rank(self, arch: Architecture, stages: Sequence[Stage]) -> Counts:
         """Return the counts of a rank that has these stages; a tied matrix that is embedding and head counts once."""

@@ -29,7 +29,6 @@ from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_exce
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
-from megatron3d.model.linears import layer_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
 from megatron3d.parallel.context_exchange import exchange_traffic
@@ -151,7 +150,7 @@ class OverlapModel:
 
 
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
-    """Return the times of a layer of the kind of `local.layer` for one microbatch."""
+    """Return the times of a layer of the kind of `local.layer` for one microbatch, without router and experts."""
     planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.matmuls.items()}
     over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
     forward = [_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
@@ -191,7 +190,7 @@ def _backward(
     overlap, half = local.overlap, list[TimeBreakdown]()
     late, whole = list[TimeBreakdown](), list[TimeBreakdown]()
     hides = overlap.input_grad and machine.profile.overlaps_input_grad
-    linears = layer_linears(local.arch)
+    linears = local.linears
     for name, each in planned.items():
         sent, seconds = each.sent, each.gemm_s
         copied = each.joins

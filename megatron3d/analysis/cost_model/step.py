@@ -22,10 +22,11 @@ from megatron3d.analysis.cost_model.data_axis import (
 )
 from megatron3d.analysis.cost_model.embedding_head import embedding_times, head_times
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
+from megatron3d.analysis.cost_model.expert_layer import times_of_layer
 from megatron3d.analysis.cost_model.hardware import Accelerator, Cluster, load_accelerator, load_cluster
 from megatron3d.analysis.cost_model.host_floor import host_floor
 from megatron3d.analysis.cost_model.kernels import device_model
-from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
+from megatron3d.analysis.cost_model.layer import LayerTimes, Machine
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
@@ -174,8 +175,9 @@ def stage_times(step: SimulatedStep) -> Durations:
 def _times_of_kind(local: LocalSizes, machine: Machine) -> tuple[LayerTimes, LayerTimes]:
     """Return the times of a layer that keeps its activations, and of one that is recomputed."""
     full = local.recompute.granularity == "full"
-    plain = host_floor(layer_times(replace(local, recompute=NO_RECOMPUTE) if full else local, machine), local, machine)
-    return plain, host_floor(layer_times(local, machine), local, machine, repeats=True) if full else plain
+    kept = replace(local, recompute=NO_RECOMPUTE) if full else local
+    plain = host_floor(times_of_layer(kept, machine), local, machine)
+    return plain, host_floor(times_of_layer(local, machine), local, machine, repeats=True) if full else plain
 
 
 def _stage(

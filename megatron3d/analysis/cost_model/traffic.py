@@ -8,9 +8,10 @@ A dry run of the step is compared with it, call by call and byte by byte.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from megatron3d.analysis.cost_model.expert_layer import expert_flops, expert_traffic, not_recomputed
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.rank import flat_buffer_sizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
@@ -50,9 +51,12 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
     for stage in step.stages:
         for call in _stage(step, stage):
             yield step.num_microbatches, call
+        for run in step.local.recompute.runs(stage.layers):
+            for call in not_recomputed(replace(step.local, layer=run.layers[-1])) if run.is_recomputed else ():
+                yield -step.num_microbatches, call
         yield from _input_grads(step, stage)
         if step.local.overlap.keep_gathered_weights:
-            for sent, _ in len(stage.layers) * _linear_flows(step.local):
+            for sent, _ in _flows_of(step.local, stage.layers):
                 for call in sent.gather_w:
                     yield kept_weight_gathers(step, stage), call
     local, pipeline = step.local, step.pipeline
@@ -113,6 +117,8 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
         yield from 2 * repeats * [Traffic("all_gather", axes, num_bytes)]
         yield from 2 * [Traffic("reduce_scatter", axes, num_bytes)]
     yield from context_traffic(local, forwards)
+    if local.experts is not None:
+        yield from expert_traffic(local, local.experts, forwards)
 
 
 def context_traffic(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
@@ -137,9 +143,18 @@ def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
     for kind in (ActionKind.B, ActionKind.I):
         count = sum(action.kind is kind and action.stage == stage.index for action in step.actions)
         is_hidden = kind is ActionKind.B and overlap.input_grad
-        for sent, named in len(stage.layers) * _linear_flows(step.local):
+        for sent, named in _flows_of(step.local, stage.layers):
             for call in sent.reduce_dx if is_hidden else named.reduce_dx:
                 yield count, call
+
+
+def _each_layer(local: LocalSizes, layers: Iterable[int]) -> list[LocalSizes]:
+    """Return the sizes of each layer, ordered by kind."""
+    return [each for each, count in local.by_kind(layers) for _ in range(count)]
+
+
+def _flows_of(local: LocalSizes, layers: Iterable[int]) -> list[tuple[Flows, Flows]]:
+    return [flow for each in _each_layer(local, layers) for flow in _linear_flows(each)]
 
 
 def _linear_flows(local: LocalSizes) -> list[tuple[Flows, Flows]]:
@@ -245,6 +260,8 @@ def local_layer_flops(local: LocalSizes, again: bool) -> int:
     products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
     recomputes_core = not again and local.recompute.recomputes(CORE_ATTN) and not local.keeps_result
     scores = (1 + again + recomputes_core) * local.scores(backward=False) + 2 * local.scores(backward=True)
+    if local.experts is not None:
+        products += expert_flops(local, local.experts)
     return (3 + again) * products + 4 * scores * local.arch.kv_channels
 
 

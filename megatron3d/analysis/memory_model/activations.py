@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megatron3d.analysis.memory_model.exchange_memory import keeps_queries, kept_by_exchange
+from megatron3d.analysis.memory_model.expert_memory import expert_tensors
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.layer_kinds import layer_counts, rotaries
@@ -105,8 +106,12 @@ def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
 
 
 def deferred_wgrad_activations(local: LocalSizes) -> int:
-    """Return the bytes that a layer keeps from dgrad to its deferred wgrad: X and dY of each matmul."""
+    """Return the bytes that a layer keeps from dgrad to its deferred wgrad: X and dY of each matmul, of experts too."""
     kept = sum(matmul.x + matmul.y * local.mesh.size(matmul.plan.dy) for matmul in local.matmuls.values())
+    experts = local.experts
+    if experts is not None:
+        widths = 2 * local.arch.hidden_size + (3 if local.is_gated else 2) * experts.ffn_hidden_size
+        kept += local.expert_rows * widths
     return kept * local.itemsize
 
 
@@ -121,10 +126,14 @@ def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
     yield KeptTensor(PROJ, "input", local.inner(local.num_queries * local.arch.kv_channels))
     yield from norms.get("attention_output_norm", ())
     yield from _mask(local, "attention_dropout")
-    up = (*norms.get("post_attention_norm", ()), KeptTensor(FC1, "input", local.residual))
+    first = local.residual if local.experts is None else 0
+    up = (*norms.get("post_attention_norm", ()), KeptTensor(FC1, "input", first))
     is_kept = local.arch.use_parallel_residual and up[0].what == "input"  # as attention's input
     yield from up[1:] if is_kept else up
-    yield from activation_tensors(local)
+    if local.experts is None:
+        yield from activation_tensors(local, local.inner(local.ffn))
+    else:
+        yield from expert_tensors(local, local.experts)
     yield from norms.get("mlp_output_norm", ())
     yield from _mask(local, "mlp_dropout")
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.model.architecture import GATED, Architecture
-from megatron3d.model.layer_kinds import AttentionKind, attention_kind, keys_seen, layer_counts
-from megatron3d.model.linears import LinearSize, layer_linears
+from megatron3d.model.layer_kinds import AttentionKind, attention_kind, has_experts, keys_seen, layer_counts
+from megatron3d.model.linears import PROJ, QKV, LinearSize, layer_linears, shared_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
+from megatron3d.ops.router_spec import Experts
 from megatron3d.parallel.attention_heads import HeadSplit
 from megatron3d.parallel.attention_pairs import LONGEST
 from megatron3d.parallel.context import TokenOrder
@@ -72,7 +73,30 @@ class LocalSizes:
     @cached_property
     def matmuls(self) -> Mapping[str, LocalMatmul]:
         """Matmuls of a layer's linears by path, in the order of the forward pass."""
-        return {path: self._matmul(linear) for path, linear in layer_linears(self.arch).items()}
+        return {path: self._matmul(linear) for path, linear in self.linears.items()}
+
+    @cached_property
+    def linears(self) -> Mapping[str, LinearSize]:
+        """Linears of this layer by path; those of a mixture of experts are the shared experts'."""
+        linears = layer_linears(self.arch)
+        if self.experts is None:
+            return linears
+        return {QKV: linears[QKV], PROJ: linears[PROJ], **shared_linears(self.arch)}
+
+    @property
+    def experts(self) -> Experts | None:
+        """Mixture of experts of this layer; None where it has an MLP."""
+        return self.arch.experts if has_experts(self.arch, self.layer) else None
+
+    @property
+    def home_tokens(self) -> int:
+        """Tokens that are at home on this rank, with all their features."""
+        return self.part(self.num_tokens, self.mode.home)
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of this rank's experts where their load is balanced."""
+        return 0 if self.experts is None else self.home_tokens * self.experts.topk
 
     def _matmul(self, linear: LinearSize) -> LocalMatmul:
         plan, m, k = linear.plan(self.mode).on(self.mesh), self.num_tokens, linear.num_inputs
@@ -240,8 +264,9 @@ class LocalSizes:
 
     @property
     def ffn(self) -> int:
-        """This rank's inner features of the MLP."""
-        return self.part(self.arch.ffn_hidden_size, self.mode.inner[1])
+        """This rank's inner features of the MLP, or of the shared experts."""
+        size = self.arch.ffn_hidden_size if self.experts is None else self.experts.shared_ffn_hidden_size
+        return self.part(size, self.mode.inner[1])
 
     @property
     def is_gated(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
@@ -18,57 +18,47 @@ class KeptTensor(NamedTuple):
     num_bytes: int
 
 
-def activation_tensors(local: LocalSizes) -> Iterator[KeptTensor]:
-    """Yield what the activation of a layer keeps, with or without its own recomputation."""
-    recomputes = local.recompute.recomputes(MLP_ACT)
-    yield from _recomputed(local) if recomputes else _ACTIVATIONS[local.arch.activation](local)
+class Kept(NamedTuple):
+    """Tensor that an activation keeps, in multiples of its output; whether it is the input of the linear after it."""
+
+    what: str
+    size: int
+    is_input: bool = False
 
 
-def _input_and_output(local: LocalSizes) -> Iterator[KeptTensor]:
-    yield KeptTensor("mlp.activation", "input", local.inner(local.ffn))
-    yield KeptTensor(FC2, "input", local.inner(local.ffn))
+def activation_tensors(local: LocalSizes, unit: int, linears: tuple[str, str] = (FC1, FC2)) -> Iterator[KeptTensor]:
+    """Yield what the activation of a layer keeps, with or without its own recomputation.
+
+    Args:
+        unit: bytes of the activation's output.
+        linears: sites of the linear before and of the one after.
+    """
+    kept, before, after = _ACTIVATIONS[local.arch.activation], *linears
+    site = before.removesuffix("fc1") + "activation"
+    if local.recompute.recomputes(MLP_ACT):
+        yield KeptTensor(before, "output", (2 if local.is_gated else 1) * unit)
+        kept = tuple(item for item in kept if item.what in _RECOMPUTED_KEEPS)
+    yield from (KeptTensor(after if item.is_input else site, item.what, item.size * unit) for item in kept)
 
 
-def _output_only(local: LocalSizes) -> Iterator[KeptTensor]:
-    """Yield the activation's output, which is fc2's input as well."""
-    yield KeptTensor("mlp.activation", "output", local.inner(local.ffn))
-
-
-def _gated(local: LocalSizes) -> Iterator[KeptTensor]:
-    yield KeptTensor("mlp.activation", "gate and up", local.inner(2 * local.ffn))
-    yield KeptTensor("mlp.activation", "gate activated", local.inner(local.ffn))
-    yield KeptTensor(FC2, "input", local.inner(local.ffn))
-
-
-def _squared_relu(local: LocalSizes) -> Iterator[KeptTensor]:
-    yield KeptTensor("mlp.activation", "relu", local.inner(local.ffn))
-    yield KeptTensor(FC2, "input", local.inner(local.ffn))
-
-
-def _clamped(local: LocalSizes) -> Iterator[KeptTensor]:
-    yield KeptTensor("mlp.activation", "gate and up", local.inner(2 * local.ffn))
-    for what in ("gate clamped", "sigmoid", "gate activated", "up clamped, plus 1"):
-        yield KeptTensor("mlp.activation", what, local.inner(local.ffn))
-    yield KeptTensor(FC2, "input", local.inner(local.ffn))
-
-
-def _recomputed(local: LocalSizes) -> Iterator[KeptTensor]:
-    """Yield the activation's input, and what its own gradient needs."""
-    yield KeptTensor(FC1, "output", local.inner((2 if local.is_gated else 1) * local.ffn))
-    yield from (item for item in _ACTIVATIONS[local.arch.activation](local) if item.what in _RECOMPUTED_KEEPS)
-
+_INPUT = Kept("input", 1, is_input=True)
+_GATED = Kept("gate and up", 2), Kept("gate activated", 1), _INPUT
 
 # What an activation keeps of its own making; relu its result.
 _RECOMPUTED_KEEPS = {"gate activated", "output", "relu", "gate clamped", "sigmoid", "up clamped, plus 1"}
 
-# Which of them a rule of differentiation reads: relu's its output, the others' their input.
-_ACTIVATIONS: Mapping[str, Callable[[LocalSizes], Iterator[KeptTensor]]] = {
-    "gelu": _input_and_output,
-    "gelu_tanh": _input_and_output,
-    "relu": _output_only,
-    "squared_relu": _squared_relu,
-    "swiglu": _gated,
-    "geglu": _gated,
-    "geglu_tanh": _gated,
-    "clamped_swiglu": _clamped,
+# What rules of differentiation read: relu's its output, which is the input of fc2 as well, the others' their input.
+_ACTIVATIONS: Mapping[str, tuple[Kept, ...]] = {
+    "gelu": (Kept("input", 1), _INPUT),
+    "gelu_tanh": (Kept("input", 1), _INPUT),
+    "relu": (Kept("output", 1),),
+    "squared_relu": (Kept("relu", 1), _INPUT),
+    "swiglu": _GATED,
+    "geglu": _GATED,
+    "geglu_tanh": _GATED,
+    "clamped_swiglu": (
+        Kept("gate and up", 2),
+        *(Kept(what, 1) for what in ("gate clamped", "sigmoid", "gate activated", "up clamped, plus 1")),
+        _INPUT,
+    ),
 }

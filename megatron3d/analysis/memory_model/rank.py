@@ -32,7 +32,7 @@ from megatron3d.analysis.memory_model.transient_peaks import embedding_peak, hea
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
-from megatron3d.parallel.layout import ParamSpec, num_copies
+from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, activations_in_flight, stage_to_rank
 
@@ -114,7 +114,7 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
     least = math.inf if is_by_block else step.bucket_bytes / step.local.wide
     groups: dict[tuple[Axes, int, tuple[int, ...], int, str], list[int]] = {}
     for block, stage, spec in _params(step):
-        copies = num_copies(spec.layout, mesh, others)
+        copies = spec.num_copies(mesh, others)
         key = spec.reduce_axes(mesh), copies, spec.holders, stage, block if is_by_block else ""
         groups.setdefault(key, []).append(math.prod(spec.local_shape(mesh)))
     return [
@@ -167,7 +167,7 @@ def _in_flight_over_time(step: StepSpec) -> tuple[dict[int, list[float]], dict[i
     series, sizes = {}, {}
     for stage in step.stages:
         size = sizes[stage.index] = stage_activations(step, stage)
-        late = len(stage.layers) * deferred_wgrad_activations(step.local)
+        late = sum(count * deferred_wgrad_activations(each) for each, count in step.local.by_kind(stage.layers))
         nothing = Action(ActionKind.REDUCE, stage.index)
         mine = (action if action.stage == stage.index else nothing for action in step.actions)
         series[stage.index] = activations_in_flight(mine, late / max(size, 1))
@@ -212,7 +212,7 @@ def snapshot_bytes(step: StepSpec) -> int:
     mesh = step.local.mesh
     others = tuple(axis for axis in mesh.names if axis != "pipeline")
     written = sum(
-        math.prod(spec.local_shape(mesh)) / (num_copies(spec.layout, mesh, others) * len(spec.holders))
+        math.prod(spec.local_shape(mesh)) / (spec.num_copies(mesh, others) * len(spec.holders))
         for _, _, spec in _params(step)
     )
     return round(written) * (step.local.wide + sum(step.moment_itemsizes))
@@ -222,8 +222,14 @@ def gathered_weights(step: StepSpec) -> int:
     """Return the bytes of gathered weights that are kept from forward to backward."""
     if not step.local.overlap.keep_gathered_weights:
         return 0
-    layer = sum(matmul.whole_w for matmul in step.local.matmuls.values() if matmul.plan.w)
-    return layer * sum(len(stage.layers) for stage in step.stages) * step.local.itemsize
+    layers = [layer for stage in step.stages for layer in stage.layers]
+    elements = sum(
+        count * matmul.whole_w
+        for local, count in step.local.by_kind(layers)
+        for matmul in local.matmuls.values()
+        if matmul.plan.w
+    )
+    return elements * step.local.itemsize
 
 
 def _largest(count: int, sizes: Iterable[int]) -> int:

@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
 from megatron3d.analysis.memory_model.exchange_memory import exchange_peak
+from megatron3d.analysis.memory_model.expert_memory import BACKWARD as EXPERTS_BACKWARD
+from megatron3d.analysis.memory_model.expert_memory import SHARED_ACTIVATION, expert_peaks
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
-from megatron3d.model.linears import FC1, FC2, LINEARS, PROJ, QKV
+from megatron3d.model.linears import FC1, FC2, PROJ, QKV
 from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.parallel.attention_pairs import LONGEST
 from megatron3d.parallel.loss_chunks import token_moves
@@ -31,8 +33,9 @@ def matmul_backward(local: LocalSizes, site: str) -> int:
     """Return the bytes of dY, of the gathered dY, X and W, of dX and dW before reduction; plus the W being gathered
     for the linear before, and the dW being reduced for the linear after."""
     mesh, matmuls, overlap = local.mesh, local.matmuls, local.overlap
-    matmul, place = matmuls[site], LINEARS.index(site)
-    plan, before, after = matmul.plan, LINEARS[place - 1], LINEARS[(place + 1) % len(LINEARS)]
+    sites = list(matmuls)
+    matmul, place = matmuls[site], sites.index(site)
+    plan, before, after = matmul.plan, sites[place - 1], sites[(place + 1) % len(sites)]
     whole_x, whole_w = matmul.x * mesh.size(plan.x), matmul.whole_w
     whole_dy = matmul.y * mesh.size(plan.dy)
     gathered, reordered = _gathered(plan, whole_x, whole_w, whole_dy)
@@ -68,6 +71,7 @@ _BACKWARD = (
     FC2,
     "mlp.activation",
     FC1,
+    *EXPERTS_BACKWARD,
     "post_attention_norm",
     "attention_dropout",
     "attention_output_norm",
@@ -93,12 +97,16 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
     again = recomputed_activations(local)
     queries = local.num_queries * local.arch.kv_channels
-    inside = {site: matmul_backward(local, site) for site in reversed(LINEARS)}
+    inside = {site: matmul_backward(local, site) for site in reversed(list(local.matmuls))}
     inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width) + sdpa_workspace(local)
     inside["attention.core"] += exchange_peak(local) + capped_scores(local)
     if local.window is not None and local.itemsize < local.wide and not local.kernels.on_gpu:
         inside["attention.core"] += local.inner(2 * local.keys_width) // local.itemsize * local.wide
-    inside["mlp.activation"] = local.inner((3 if local.is_gated else 2) * local.ffn)
+    inside["mlp.activation" if local.experts is None else SHARED_ACTIVATION] = local.inner(
+        (3 if local.is_gated else 2) * local.ffn
+    )
+    if local.experts is not None:
+        inside |= expert_peaks(local, local.experts)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
     if local.arch.hidden_dropout:
         needed["hash of a dropout mask"] = "mlp_dropout", _hash_bytes(local.tokens * local.hidden)

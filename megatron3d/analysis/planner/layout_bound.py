@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from megatron3d.analysis.cost_model.embedding_head import head_times
-from megatron3d.analysis.cost_model.layer import Machine, layer_times
+from megatron3d.analysis.cost_model.expert_layer import times_of_layer
+from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.planner.options import LayoutChoice
@@ -25,7 +26,7 @@ class LayoutBound:
         self._work, self._weights = local, weights
         self._head_s = head_times(local, machine, loss_chunk).total
         kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
-        phases = [(layer_times(each, machine), count) for each, count in kinds]
+        phases = [(times_of_layer(each, machine), count) for each, count in kinds]
         seconds = [(times.forward.total + times.backward.total, count) for times, count in phases]
         self._layers_s = sum(each_s * count for each_s, count in seconds)
         self._least_layer_s = min(each_s for each_s, _ in seconds)

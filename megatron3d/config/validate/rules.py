@@ -9,6 +9,7 @@ from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.checkpoint import checkpoint_problems
 from megatron3d.config.validate.context import context_problems, exchange_problems, hierarchy_problems
 from megatron3d.config.validate.data import data_problems
+from megatron3d.config.validate.experts import expert_problems
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.validate.logging import logging_problems
 from megatron3d.config.validate.pipeline import pipeline_problems
@@ -47,6 +48,7 @@ def value_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems that do not depend on the arrangement of ranks."""
     rules = (
         model_problems,
+        expert_problems,
         rotary_problems,
         window_problems,
         size_problems,

@@ -114,7 +114,8 @@ def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
             f"use {one_of(near_multiples(step, rows))}"
         )
     plans = (mode.expand, mode.contract, mode.embed)
-    step, axes = _common_step(mode, tuple(part for plan in plans for part in (plan.x_layout[0], plan.y_layout[0])))
+    splits = tuple(part for plan in plans for part in (plan.x_layout[0], plan.y_layout[0]))
+    step, axes = _common_step(mode, (*splits, mode.home) if facts.arch.experts else splits)
     if rows * length % step:
         lengths = near_multiples(step // math.gcd(step, rows), length)
         yield (

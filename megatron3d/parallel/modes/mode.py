@@ -47,6 +47,13 @@ class Mode:
         return tuple(name for name, _ in self.axes if name not in split)
 
     @property
+    def home(self) -> Axes:
+        """Axes that split the tokens where each rank has whole rows of its own: those of the residual stream's tokens,
+        then those of its features, then those of its copies."""
+        tokens, features = self.residual
+        return tokens + features + self.copies
+
+    @property
     def inner(self) -> Layout:
         """Layout of the inner stream [tokens, heads or ffn]; `sequence_axes` of its tokens shard whole sequences."""
         return self.expand.y_layout

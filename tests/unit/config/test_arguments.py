@@ -59,7 +59,7 @@ def test_the_value_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["num_experts", "use_flash_attn", "moe_router_topk", "max_tokens"])
+@pytest.mark.parametrize("name", ["bits", "use_flash_attn", "jitter_noise", "max_tokens"])
 def test_a_hint_has_a_word_in_common(name: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"model: {{{name}: 8}}\n")
     with pytest.raises(UserError, match="unknown key; use family, num_layers, hidden_size"):

@@ -18,6 +18,7 @@ from megatron3d.convert.tensor_names import file_tensors, logical_shapes
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture
 from megatron3d.ops.rotary_spec import RotaryScaling
+from megatron3d.ops.router_spec import Experts
 from tests.support.hub_models import GPT2, LLAMA, MISTRAL, QWEN3, gpt2_settings, llama_settings, other_settings
 
 
@@ -67,6 +68,7 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
         "rotary_scaling": RotaryScaling("linear", 2.0),
         "rotary_percent": 0.5,
         "no_rope_freq": (0, 1),
+        "experts": Experts(4, 2, 8),
         "rope_local_base_freq": 9.0,
         "attention_softcap": 3.0,
         "use_parallel_residual": True,
@@ -75,7 +77,7 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}
     before = write_settings(arch)
     of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq"}
-    unused = {"padded_vocab_size", "window_pattern"}
+    unused = {"padded_vocab_size", "balance", "window_pattern"}
     for name in set(other) - unused - (of_rope if family == "gpt2" else set()):
         try:
             after = write_settings(replace(arch, **{name: other[name]}))

@@ -1,0 +1,117 @@
+"""Closed forms of a mixture of experts on one rank, where the experts' load is balanced: FLOPs, bytes sent, and time.
+
+forward     relayout to whole rows (all-to-all over features); and back (all-gather over copies, all-to-all)
+backward    the same collectives in the reverse order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdown, combine, exposed_time
+from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.ops.router_spec import SEQUENCE, Experts
+from megatron3d.parallel.matmul_plan import Traffic
+
+
+def expert_flops(local: LocalSizes, experts: Experts) -> int:
+    """Return the FLOPs of one pass through the GEMMs of router and experts; shared experts are linears of the layer."""
+    matrices, hidden = 3 if local.is_gated else 2, local.arch.hidden_size
+    router = local.home_tokens * (experts.num_experts + experts.has_shared_gate)
+    return 2 * hidden * (router + local.expert_rows * matrices * experts.ffn_hidden_size)
+
+
+def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterator[Traffic]:
+    """Yield the collectives of one layer's mixture of experts, with `forwards` forward passes and a backward."""
+    mesh, mode = local.mesh, local.mode
+    features = mesh.nontrivial(mode.residual[1])
+    collect = list(back_to_residual(local))
+    spread = [call for call in collect if call.axes == features]
+    yield from (forwards * (1 + experts.has_shared_gate) + 1) * spread
+    yield from (forwards + 1 + experts.has_shared_gate) * collect
+    axes = mesh.nontrivial(axis for axis in mode.home if axis not in mode.batch_axes)
+    if axes and local.arch.balance is not None and local.arch.balance.loss == SEQUENCE:
+        counts = 2 * local.sequences_read * experts.num_experts * _COUNT_BYTES
+        yield from forwards * [_ring("all_reduce", axes, counts, local)]
+
+
+def back_to_residual(local: LocalSizes) -> Iterator[Traffic]:
+    """Yield the collectives from whole rows to the residual stream, which are the last ones of a layer."""
+    features, copies = (local.mesh.nontrivial(axes) for axes in (local.mode.residual[1], local.mode.copies))
+    whole = local.home_tokens * local.arch.hidden_size * local.itemsize * local.mesh.size(copies)
+    if copies:
+        yield _ring("all_gather", copies, whole, local)
+    if features:
+        yield _ring("all_to_all", features, local.residual, local)
+
+
+def not_recomputed(local: LocalSizes) -> list[Traffic]:
+    """Return the collectives at the end of a layer that recomputation leaves out, if the layer is the last of a run.
+
+    Recomputation stops at the last tensor that backward needs.
+    """
+    saves_later = local.arch.hidden_dropout > 0 or "mlp_output_norm" in local.arch.norm_sites
+    return [] if local.experts is None or saves_later else list(back_to_residual(local))
+
+
+# Counts of tokens of each sequence are reduced as fp32.
+_COUNT_BYTES = 4
+
+
+def _ring(collective: str, axes: tuple[str, ...], num_bytes: float, local: LocalSizes) -> Traffic:
+    """Return a collective of which a ring sends all but a rank's part."""
+    ranks = local.mesh.size(axes)
+    return Traffic(collective, axes, num_bytes * (ranks - 1) / ranks)
+
+
+# Accesses of rows [R, H]: they are copied to the order of experts and back, weighted, and their slots added.
+_ROW_ACCESSES = 7
+
+
+def times_of_layer(local: LocalSizes, machine: Machine) -> LayerTimes:
+    """Return the times of a layer of the kind of `local.layer` for one microbatch, router and experts included."""
+    rest, experts = layer_times(local, machine), local.experts
+    if experts is None:
+        return rest
+    forward = combine((_products(local, experts, machine), _between(local, experts, machine, backward=False)))
+    dgrad = combine((_products(local, experts, machine), _between(local, experts, machine, backward=True)))
+    again = forward if local.recompute.granularity == "full" else TimeBreakdown()
+    wgrad = combine((_products(local, experts, machine), _accumulation(local, experts, machine)))
+    half = combine((dgrad, again))
+    return LayerTimes(
+        rest.forward.plus(forward),
+        rest.input_grad.plus(half),
+        rest.weight_grad.plus(wgrad),
+        rest.backward.plus(half, wgrad),
+    )
+
+
+def _products(local: LocalSizes, experts: Experts, machine: Machine) -> TimeBreakdown:
+    """Return the time of the grouped GEMMs of one pass, and of the router's GEMM."""
+    hidden, ffn, parts = local.arch.hidden_size, experts.ffn_hidden_size, 2 if local.is_gated else 1
+    count, rows = experts.num_experts, local.expert_rows / experts.num_experts
+    seconds = machine.device.gemm_s(rows, parts * ffn, hidden, count) + machine.device.gemm_s(rows, hidden, ffn, count)
+    return TimeBreakdown({GEMMS: seconds + machine.device.gemm_s(local.home_tokens, count, hidden)})
+
+
+def _accumulation(local: LocalSizes, experts: Experts, machine: Machine) -> TimeBreakdown:
+    """Return the time to add the experts' weight gradients to main_grad, where the GEMMs do not hide it."""
+    weights = experts.num_experts * local.arch.hidden_size * (3 if local.is_gated else 2) * experts.ffn_hidden_size
+    seconds = machine.accumulation_s(weights, _products(local, experts, machine).total)
+    return TimeBreakdown({MEMORY: seconds})
+
+
+def _between(local: LocalSizes, experts: Experts, machine: Machine, backward: bool) -> TimeBreakdown:
+    """Return the time of the kernels between the GEMMs, and of the relayout."""
+    passes, rows, size = machine.profile.activation, local.expert_rows, machine.device.itemsize
+    inner = rows * experts.ffn_hidden_size * (1.5 if local.is_gated else 1)
+    accesses = inner * (passes.backward if backward else passes.forward)
+    seconds = machine.device.memory_bound_s(accesses * size, passes.num_kernels)
+    seconds += machine.device.memory_bound_s(_ROW_ACCESSES * rows * local.arch.hidden_size * size, _ROW_ACCESSES)
+    both = (expert_traffic(local, experts, forwards) for forwards in (0, 1))
+    calls = [list(each) for each in both]
+    sent = [sum(machine.network.seconds(call, local.mesh) for call in each) for each in calls]
+    axes = local.mesh.nontrivial((*local.mode.residual[1], *local.mode.copies))
+    moved = exposed_time(axes, sent[0] if backward else sent[1] - sent[0])
+    return TimeBreakdown({MEMORY: seconds}).plus(moved)

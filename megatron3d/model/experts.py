@@ -1,0 +1,137 @@
+"""Mixture of experts in place of a layer's MLP, for every layout (Shazeer et al. 2017, arXiv:1701.06538).
+
+    residual -> relayout: whole rows -> router -> rows to experts -> fc1, activation, fc2 -> slots added -> residual
+
+The router and the combination run where a token is at home: on one rank, with all its features.
+Letters: M tokens, H hidden, E experts, K experts of a token, R rows of experts, F inner features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
+from megatron3d.model.microbatch import Pass
+from megatron3d.model.mlp import MLP
+from megatron3d.model.modules import Build
+from megatron3d.ops.activations import ACTIVATIONS
+from megatron3d.ops.expert_rows import RowOrder, add_slots, on_host, take_tokens
+from megatron3d.ops.grouped_matmul import GroupedMatmul
+from megatron3d.ops.router import Routes, balance_terms, counts_of, counts_of_sequences, route, with_loss, z_terms
+from megatron3d.ops.router_spec import SEQUENCE, Balance, Experts
+from megatron3d.ops.token_relayout import TokenRelayout
+
+
+class ExpertLinear(nn.Module):
+    """Linear of all experts of this rank: rows [R, K], sorted by expert, to [R, N]."""
+
+    def __init__(self, name: str, num_experts: int, build: Build) -> None:
+        super().__init__()
+        self.weight = build.param(f"{name}.weight")
+        self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads)
+
+    def forward(self, x_RK: Tensor, counts: Sequence[int]) -> Tensor:
+        return self.matmul(x_RK, self.weight, counts)
+
+
+class ExpertMLP(nn.Module):
+    """MLPs of this rank's experts: rows [R, H], sorted by expert, to [R, H]."""
+
+    def __init__(self, name: str, num_experts: int, build: Build) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[build.arch.activation]
+        self.fc1 = ExpertLinear(f"{name}.fc1", num_experts, build)
+        self.fc2 = ExpertLinear(f"{name}.fc2", num_experts, build)
+
+    def forward(self, x_RH: Tensor, counts: Sequence[int]) -> Tensor:
+        y_RH: Tensor = self.fc2(self.activation(self.fc1(x_RH, counts)), counts)
+        return y_RH
+
+
+class Router(nn.Module):
+    """Router of a layer, in fp32 or wider, with the losses that balance its experts' load."""
+
+    def __init__(self, index: int, name: str, experts: Experts, build: Build) -> None:
+        super().__init__()
+        self.index, self.experts, self.balance = index, experts, build.arch.balance or Balance()
+        self.comm, self.home = build.comm, build.mode.home
+        batch = build.mode.batch_axes
+        self.sequence_axes = build.live(tuple(axis for axis in self.home if axis not in batch))
+        self.weight = build.param(f"{name}.weight")
+
+    def forward(self, x_MH: Tensor, at: Pass) -> Routes:
+        wide = torch.promote_types(x_MH.dtype, torch.float32)
+        logits_ME = F.linear(x_MH.to(wide), self.weight.to(wide))
+        routes = route(logits_ME, self.experts)
+        if at.target is None or not torch.is_grad_enabled():
+            return routes
+        losses = self._losses(logits_ME, routes, at)
+        counts_E = counts_of(routes.experts_MK.flatten().sort().values, self.experts.num_experts)
+        at.router_records[self.index] = torch.cat((counts_E.to(wide), losses.detach())).double()
+        factors = losses.new_tensor((self.balance.coeff, self.balance.z_coeff))
+        loss = (losses * factors).sum()
+        return routes._replace(weights_MK=with_loss(routes.weights_MK, loss, at.target.scale))
+
+    def _losses(self, logits_ME: Tensor, routes: Routes, at: Pass) -> Tensor:
+        """Return [2]: this rank's part of the balance loss and of the z-loss, means over the global batch."""
+        assert at.target is not None, "only a pass that ends in the loss has losses of routers"
+        zero = logits_ME.new_zeros(())
+        balance = self._sequence_terms(routes, at).sum() if self.balance.loss == SEQUENCE else zero
+        z = z_terms(logits_ME).sum() if self.balance.z_coeff else zero
+        return torch.stack((balance, z)) / at.target.all_tokens
+
+    def _sequence_terms(self, routes: Routes, at: Pass) -> Tensor:
+        """Return each token's term of the balance loss of its sequence, whose tokens other ranks hold as well."""
+        sequence_M = at.sequence_of_rows(self.home, routes.experts_MK.device)
+        counts_BE = counts_of_sequences(routes.experts_MK, self.experts.num_experts, sequence_M, len(at.tokens_BL))
+        if self.sequence_axes:
+            counts_BE = self.comm.all_reduce(counts_BE, self.sequence_axes).wait()
+        load_BE = (counts_BE / at.seq_length).to(routes.scores_ME.dtype)
+        return balance_terms(routes.scores_ME, load_BE[sequence_M], self.experts.topk)
+
+
+class SharedGate(nn.Module):
+    """Gate of the shared experts: sigmoid of a projection [M, H] -> [M, 1]."""
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        self.weight = build.param(f"{name}.weight")
+
+    def forward(self, x_MH: Tensor) -> Tensor:
+        return F.linear(x_MH, self.weight).sigmoid()
+
+
+class MoE(nn.Module):
+    """Mixture of experts [M, H] -> [M, H] of one layer, shared experts included."""
+
+    def __init__(self, index: int, layer: str, build: Build) -> None:
+        super().__init__()
+        experts, name = build.arch.experts, f"{layer}.mlp"
+        assert experts is not None, f"layer {index} has no experts"
+        self.num_experts = experts.num_experts
+        self.relayout = TokenRelayout(build.mode.residual, build.mode.copies, build.comm)
+        self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else None
+        self.shared_gate = SharedGate(f"{name}.shared_gate", build) if experts.has_shared_gate else None
+        self.router = Router(index, f"{name}.router", experts, build)
+        self.experts = ExpertMLP(f"{name}.experts", self.num_experts, build)
+
+    def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        home_MH = self.relayout.to_rows(x_MH)
+        routes = self.router(home_MH, at)
+        y_MH = self.routed(home_MH, routes)
+        shared_MH = None if self.shared_experts is None else self.shared_experts(x_MH, at)
+        if self.shared_gate is not None and shared_MH is not None:
+            return self.relayout.from_rows(y_MH + self.shared_gate(home_MH) * self.relayout.to_rows(shared_MH))
+        y_MH = self.relayout.from_rows(y_MH)
+        return y_MH if shared_MH is None else y_MH + shared_MH
+
+    def routed(self, x_MH: Tensor, routes: Routes) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs for this rank's tokens."""
+        rows, num_slots = RowOrder(routes.experts_MK, self.num_experts), routes.experts_MK.shape[1]
+        counts = on_host(rows.counts_E, len(rows.order_R))
+        y_RH = self.experts(take_tokens(x_MH, rows, num_slots), counts)
+        return add_slots(y_RH, rows, routes.weights_MK)

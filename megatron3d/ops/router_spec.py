@@ -1,0 +1,56 @@
+"""Experts of a model as values: their sizes, how a router chooses among them, and how their load is balanced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SEQUENCE, GLOBAL = "seq_aux_loss", "global_aux_loss"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts in place of a layer's MLP.
+
+    Attributes:
+        topk: experts that each token is sent to.
+        ffn_hidden_size: inner features of each expert.
+        shared_ffn_hidden_size: inner features of the shared experts, which every token is sent to; 0: none.
+        has_shared_gate: the shared experts' output is multiplied by a sigmoid of the token.
+        layers: pattern that repeats over depth, 1 for a layer with experts; empty: every layer.
+        score_function: what makes scores of logits, one of `SCORES`.
+        pre_softmax: softmax over all experts before the choice, without normalization; else over the chosen ones.
+        num_groups, group_topk: experts are in groups, of which only the best are chosen from; None: no groups.
+        scaling_factor: factor of the weights of the chosen experts.
+        has_bias: a bias per expert, adjusted after each step, is added to scores for the choice alone.
+    """
+
+    num_experts: int
+    topk: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    has_shared_gate: bool = False
+    layers: tuple[int, ...] = ()
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float = 1.0
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Terms of the loss that balance the experts' load, which no checkpoint depends on.
+
+    Attributes:
+        loss: `SEQUENCE`, `GLOBAL`, or "none".
+        coeff: factor of that loss.
+        z_coeff: factor of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
+        bias_update_rate: change of each expert's bias per step.
+    """
+
+    loss: str = "none"
+    coeff: float = 0.0
+    z_coeff: float = 0.0
+    bias_update_rate: float = 0.0
