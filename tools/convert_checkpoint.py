@@ -1,5 +1,7 @@
 """Convert checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --input FOLDER --output FOLDER`.
 
+`config --input FOLDER --output FILE` writes the configuration of a run that starts from a Hugging Face folder as it is.
+
 Tensors are converted one by one.  EQUAL is printed after our GPT and the Hugging Face model have computed the same
 logits for stored inputs.  Exit codes: 0 converted, 1 the logits differ, 2 wrong input; 1 and 2 write nothing.
 """
@@ -18,14 +20,23 @@ from megatron3d.convert.compare import has_transformers
 from megatron3d.convert.conversion import MAX_SHARD_BYTES, ConversionRequest, LogitsDiffer, from_hub, to_hub
 from megatron3d.convert.hub_weights import DTYPES
 from megatron3d.convert.model_types import MODEL_TYPES
+from megatron3d.convert.start_config import write_start
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, whole
 from megatron3d.runtime.limits import shorten
 from megatron3d.runtime.tool_main import run_tool
 
-_DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub}
-_ONE_DIRECTION = {"seq_length": "from-hf", "max_shard_size": "to-hf", "model_type": "to-hf"}
+CONFIG = "config"
+_DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub, CONFIG: write_start}
+_USED_BY = {
+    "seq_length": ("from-hf", CONFIG),
+    "max_shard_size": ("to-hf",),
+    "model_type": ("to-hf",),
+    "dtype": ("from-hf", "to-hf"),
+    "without_transformers": ("from-hf", "to-hf"),
+    "without_logits": ("from-hf", "to-hf"),
+}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 DIFFERENT = 1
 
@@ -40,17 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser: two directions with one set of options."""
+    """Return the parser: both directions and the start of a run with one set of options."""
     parser = ToolParser("convert_checkpoint.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("direction", choices=_DIRECTIONS)
     parser.add_argument("--input", type=Path, required=True, help="a Hugging Face folder; or a run, or its checkpoint")
-    parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="a folder, or with config a file, that does not exist yet"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights that are written; default: as they are")
     parser.add_argument(
         "--max-shard-size", type=_size, help="of a safetensors file, such as 500MB; with to-hf; default: 5GB"
     )
     parser.add_argument(
-        "--seq-length", type=whole(1, 10**7), help="of later training; with from-hf; default: the model's longest"
+        "--seq-length",
+        type=whole(1, 10**7),
+        help="of later training; with from-hf and config; default: the model's longest",
     )
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the input's")
     parser.add_argument("--tokenizer-model", help="file of the tokenizer named by --tokenizer-type")
@@ -79,9 +94,10 @@ def _size(text: str) -> int:
 
 def _unused(args: argparse.Namespace) -> Iterator[str]:
     """Yield a message per option that has no effect with the others."""
-    for name, direction in _ONE_DIRECTION.items():
-        if getattr(args, name) is not None and args.direction != direction:
-            yield f"--{name.replace('_', '-')}: not used with {args.direction}, only with {direction}; leave it out"
+    for name, directions in _USED_BY.items():
+        if getattr(args, name) not in (None, False) and args.direction not in directions:
+            only = " and ".join(directions)
+            yield f"--{name.replace('_', '-')}: not used with {args.direction}, only with {only}; leave it out"
     if args.tokenizer_model is not None and args.tokenizer_type is None:
         yield f"--tokenizer-model {args.tokenizer_model}: not used without --tokenizer-type; add that, or leave it out"
 
@@ -104,6 +120,9 @@ def convert(args: argparse.Namespace) -> None:
     report = _DIRECTIONS[args.direction](request)
     for note in report.notes:
         print(f"> {note}")
+    if args.direction == CONFIG:
+        print(f"WRITTEN: {args.output}")
+        return
     if args.without_logits:
         print("> logits were not compared (--without-logits)")
         print(f"CONVERTED: {args.output}")

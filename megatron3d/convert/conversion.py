@@ -104,15 +104,19 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
         meta = weights_meta(arch, tokenizer.fingerprint)
         pieces = _pieces(table, weights, request.dtype)
         checkpoint = store.save(folder, 0, pieces, meta.model_dump(), _alone())
-        stored = [request.dtype] if request.dtype else list(weights.dtypes)
-        precision = _PRECISIONS[stored[0]] if len(stored) == 1 else "fp32"
         data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": name})
-        train = Config().train.model_copy(update={"precision": precision})
+        train = Config().train.model_copy(update={"precision": stored_precision(weights, request.dtype)})
         config = Config(model=model, train=train, data=data)
         write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
         agreements = _compare_logits(checkpoint, arch, settings, weights, request, request.source)
         _write_record(folder, request, agreements, arch, model_type)
     return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files", *notes), agreements)
+
+
+def stored_precision(weights: HubWeights, dtype: torch.dtype | None) -> str:
+    """Return the precision of training with weights of the dtype `dtype`, by default their own, fp32 if they differ."""
+    stored = [dtype] if dtype else list(weights.dtypes)
+    return _PRECISIONS[stored[0]] if len(stored) == 1 else "fp32"
 
 
 def to_hub(request: ConversionRequest) -> ConversionReport:

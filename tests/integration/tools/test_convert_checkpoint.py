@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron3d.config.read import read_config
 from megatron3d.convert import compare
 from tests.support.hub_models import GPT2, LLAMA, write_hub
 from tests.support.tiny_run import run as train
@@ -191,6 +192,7 @@ def test_bad_options(typed: list[str]) -> None:
 UNUSED = {
     "from-hf": (["--model-type", "llama"], ["--max-shard-size", "1GB"], ["--tokenizer-model", "x"]),
     "to-hf": (["--seq-length", "5"], ["--tokenizer-model", "x"]),
+    "config": (["--dtype", "bf16"], ["--without-logits"], ["--without-transformers"], ["--max-shard-size", "1GB"]),
 }
 
 
@@ -219,6 +221,23 @@ def test_a_trained_run_survives_export_and_import(tmp_path: Path, capsys: pytest
     more += [f"checkpoint.load={tmp_path / 'back'}", f"checkpoint.save={tmp_path / 'more'}"]
     tuned = train(tmp_path / "tiny.yaml", *more)
     assert (tuned.code, tuned.err) == (0, "")
+
+
+def test_the_configuration_of_a_run_that_starts_from_a_folder(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has what the folder says, and nothing else."""
+    path = tmp_path / "start.yaml"
+    assert convert("config", whole, path, "--seq-length", "8") == 0
+    assert capsys.readouterr().out.endswith(f"WRITTEN: {path}\n")
+    config = read_config(path).config
+    assert convert("from-hf", whole, tmp_path / "run", "--seq-length", "8", "--without-logits") == 0
+    assert capsys.readouterr().out.endswith(f"logits were not compared (--without-logits)\nCONVERTED: {tmp_path}/run\n")
+    assert config.model == read_config(tmp_path / "run" / "config.yaml").config.model
+    assert (config.checkpoint.load, config.checkpoint.finetune) == (str(whole), True)
+    assert config.data.tokenizer_model == str(whole / "tokenizer.json")
+    assert convert("config", whole, path) == 2
+    assert "start.yaml: exists already; name a new file" in capsys.readouterr().err
 
 
 def test_a_gpt2_run_survives_export_and_import(tmp_path: Path) -> None:
