@@ -147,6 +147,18 @@ def test_context(recompute: str | None, zero_stage: int) -> None:
     assert problems(config, 16, (0, 13)) == []
 
 
+@pytest.mark.parametrize("exchange", [None, "p2p"])
+def test_capped_scores_and_sinks(exchange: str | None) -> None:
+    """Capped scores are computed in pieces of 1,024 queries, of which causal ones see fewer keys."""
+    parallel: dict[str, Any] = {"tensor_model_parallel_size": 2, "zero_stage": 1}
+    parallel |= {"context_parallel_size": 2, "cp_comm_type": exchange} if exchange else {}
+    model = {**MODELS["llama"], "num_layers": 2, "seq_length": 4096, "attention_softcap": 2.0}
+    model |= {"softmax_type": "learnable", "use_parallel_residual": True}
+    train = {"micro_batch_size": 1, "global_batch_size": 8, "precision": "bf16"}
+    config = Config.model_validate({"model": model, "parallel": parallel, "train": train})
+    assert problems(config, 8, (0, 5)) == []
+
+
 WINDOWS: dict[str, dict[str, Any]] = {
     "all layers": {"window_size": (4, 0)},
     "every second layer": {"window_size": (8, 0), "window_attn_skip_freq": 2},

@@ -18,9 +18,11 @@ from megatron3d.ops.attention_pairs import PlainKernel
 from megatron3d.ops.attention_softmax import Softmax, add_sink, sink_grad
 from megatron3d.ops.capped_attention import InPieces
 from megatron3d.ops.packed_attention import Visible, packed_attention
+from megatron3d.parallel.attention_pairs import LONGEST
 from megatron3d.parallel.mesh import Mesh
 from tests.support.shards import normal
 from tests.unit.ops.test_attention_pairs import dense_mask
+from tests.unit.ops.test_packed_attention import Largest
 
 B, S, N, G, D = 2, 37, 4, 2, 6
 CAPS, SINKS = (None, 0.8), (None, 1)
@@ -105,6 +107,20 @@ def test_the_log_sum_exp_of_variable_length_kernels() -> None:
     torch.testing.assert_close(got[1], expected[1].transpose(0, 1).flatten(1), rtol=1e-14, atol=1e-14)
     grads = [sink_grad(dy, each, lse, sinks) for each, lse in (expected, got)]
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-13, atol=1e-13)
+
+
+def test_no_tensor_has_all_scores() -> None:
+    """1,024 rows of the scores of 4,096 positions exist at once, and their distances in int64."""
+    length = 4 * LONGEST
+    q, k, v = (torch.empty(1, 1, length, D, requires_grad=True) for _ in range(3))
+    kernel = InPieces(PlainKernel(3.0))
+    with Largest() as seen, torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        packed_attention(q, k, v, Visible(), Softmax(3.0)).sum().backward()
+        with torch.no_grad():
+            merged = kernel.forward(q, k, v, True, None)
+            kernel.backward(merged[0], q, k, v, merged, True, None)
+            masked_attention(q, k, v, torch.ones(1, length, length, dtype=torch.bool), Softmax(3.0))
+    assert seen.largest <= 8 * LONGEST * length < 4 * length**2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
