@@ -21,7 +21,7 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.param_pieces import param_pieces
 from megatron3d.checkpoint.piece import Piece
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.convert.model_types import HubConfig
+from megatron3d.convert.hub_fields import HubConfig
 from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 
 from pydantic import JsonValue, ValidationError
 
 from megatron3d.config.model_schema import ModelConfig
-from megatron3d.convert.model_types import METADATA, MODEL_TYPES, SWITCHES, HubConfig, ModelType, show
-from megatron3d.convert.rope_fields import read_rope, write_rope
+from megatron3d.convert.hub_fields import METADATA, SWITCHES, HubConfig, ModelType, arch_value, show
+from megatron3d.convert.model_types import MODEL_TYPES
+from megatron3d.convert.rope_fields import LOCAL_BASE, read_rope, write_rope
+from megatron3d.convert.window_fields import read_layers, write_layers
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
+
+# Switches for which the architecture has None where they do not matter.
+_BIASES, _LOCAL_ROPE = ("add_qkv_bias", "add_mlp_bias"), (LOCAL_BASE,)
 
 
 def model_type_of(settings: HubConfig) -> str:
@@ -40,16 +46,20 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     """
     model_type = model_type_of(settings)
     hub_type = MODEL_TYPES[model_type]
+    settings = {hub_type.aliases.get(name, name): value for name, value in settings.items()}
     settings, rotary, problems = read_rope(settings, hub_type)
     values, found = _values(settings, hub_type)
-    problems += [*found, *_unknown(settings, hub_type)]
+    layers, wrong = read_layers(settings, hub_type, values["num_layers"])
+    problems += [*found, *wrong, *_unknown(settings, hub_type)]
     UserError.collect(f"config.json: {problem}" for problem in problems)
+    if "window_size" not in layers:
+        rotary.pop(LOCAL_BASE, None)
     longest = values["max_position_embeddings"]
-    values |= rotary | {"family": hub_type.family, "seq_length": longest if seq_length is None else seq_length}
+    values |= rotary | layers | {"family": hub_type.family, "seq_length": longest if seq_length is None else seq_length}
     if isinstance(longest, int) and seq_length is not None and seq_length > longest:
         raise UserError(f"--seq-length {seq_length}: the model has {longest} positions; use at most {longest}")
     try:
-        return ModelConfig.model_validate(values | {**hub_type.fixed})
+        return ModelConfig.model_validate(values | {**hub_type.fixed} | _computed(values, hub_type))
     except ValidationError as error:
         raise UserError(
             *(_wrong(hub_type, detail["loc"], detail["msg"], values) for detail in error.errors())
@@ -80,13 +90,12 @@ def write_settings(arch: Architecture, wanted: str | None = None) -> tuple[str, 
     settings: dict[str, JsonValue] = {"model_type": model_type, "architectures": [hub_type.class_name]}
     settings |= hub_type.constants
     for ours, key in hub_type.fields.items():
-        settings |= dict.fromkeys(key.names, getattr(arch, ours))
+        settings |= dict.fromkeys(key.names, key.write(arch) if key.write else getattr(arch, ours))
+    settings |= write_layers(arch, hub_type)
     field, _, known = hub_type.activation
     settings[field] = next(theirs for theirs, ours in known.items() if ours == arch.activation)
-    if hub_type.has_rope:  # transformers 5 reads the first, earlier versions the others
-        scaling = write_rope(arch)
-        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": arch.rotary_base, **(scaling or {})}
-        settings["rope_scaling"] = scaling
+    if hub_type.has_rope:
+        settings |= write_rope(arch, hub_type)
     return model_type, settings, tuple(_lost_values(arch, hub_type))
 
 
@@ -100,6 +109,8 @@ def _values(settings: HubConfig, hub_type: ModelType) -> tuple[dict[str, JsonVal
         if any(value != values[ours] for value in theirs.values()):
             pairs = " and ".join(f"{name}={show(value)}" for name, value in theirs.items())
             problems.append(f"{pairs}: both are model.{ours} here; give them the same value if the network allows it")
+        if key.read:
+            values[ours] = key.read(values[ours])
     field, default, known = hub_type.activation
     activation = settings.get(field, default)
     if isinstance(activation, str) and activation in known:
@@ -111,8 +122,7 @@ def _values(settings: HubConfig, hub_type: ModelType) -> tuple[dict[str, JsonVal
 
 def _unknown(settings: HubConfig, hub_type: ModelType) -> Iterator[str]:
     """Yield a sentence for each field that may describe another network."""
-    known = {name for key in hub_type.fields.values() for name in key.names} | {hub_type.activation[0]} | METADATA
-    known |= {*hub_type.rules, *hub_type.constants}
+    known = {*hub_type.read_names, *hub_type.constants, *METADATA}
     for name, rule in hub_type.rules.items():
         value = settings.get(name, rule.allowed[0] if rule.absent is None else rule.absent)
         if not rule.allows(value):
@@ -125,17 +135,53 @@ def _unknown(settings: HubConfig, hub_type: ModelType) -> Iterator[str]:
 
 def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     """Yield the properties of a model that this type cannot represent."""
-    for name, trait in hub_type.fixed.items():
-        value = getattr(arch, name)
+    for name, trait in _traits(arch, hub_type).items():
+        value = arch_value(arch, name)
         if value != trait and (name, value) not in hub_type.as_zeros.items():
             yield f"{name}={show(value)}: {hub_type.class_name} has {show(trait)}"
     known = tuple(dict.fromkeys(hub_type.activation[2].values()))
     if arch.activation not in known:
         yield f"activation={arch.activation}: {hub_type.class_name} has {' or '.join(known)}"
-    for name, ours in SWITCHES.items():
-        if getattr(arch, name) != ours:
-            yield f"{name}={show(getattr(arch, name))}: {hub_type.class_name} has {show(ours)}"
+    yield from _layer_obstacles(arch, hub_type)
     yield from hub_type.obstacles(arch)
+
+
+def _traits(arch: Architecture, hub_type: ModelType) -> dict[str, object]:
+    """Return the values that our keys have in every model of this type; of switches that it lacks, those without
+    effect."""
+    chosen = {*hub_type.fields, *hub_type.fixed, *hub_type.computed, *(_LOCAL_ROPE if hub_type.has_local_rope else ())}
+    # Biases that are the same for all linears need no key of their own.
+    absent = {name: arch.add_bias_linear if name in _BIASES else value for name, value in SWITCHES.items()}
+    computed = {name: of(partial(arch_value, arch)) for name, of in hub_type.computed.items()}
+    return {name: value for name, value in absent.items() if name not in chosen} | {**hub_type.fixed} | computed
+
+
+def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
+    """Yield the properties of single layers that this type cannot represent."""
+    if arch.experts is not None:
+        yield f"num_moe_experts={arch.experts.num_experts}: models with experts are not converted"
+    pattern = arch.window_pattern or (1,)
+    if arch.window is not None and any(pattern):
+        size = f"window_size={show((arch.window - 1, 0))}"
+        if hub_type.windows is None:
+            yield f"{size}: in {hub_type.class_name} every position attends to all earlier ones"
+        elif hub_type.windows.default_full is None and not all(pattern):
+            yield f"{size}: in {hub_type.class_name} all layers have the window"
+    if arch.no_rope_freq and not hub_type.has_no_rope_layers:
+        yield f"no_rope_freq={show(arch.no_rope_freq)}: every layer of {hub_type.class_name} has rotary positions"
+    if (
+        hub_type.has_local_rope
+        and arch.rope_local_base_freq is None
+        and arch.window is not None
+        and arch.rotary_scaling
+    ):
+        yield f"rope_local_base_freq=null: layers of {hub_type.class_name} with a window have unscaled rotary positions"
+
+
+def _computed(values: HubConfig, hub_type: ModelType) -> dict[str, object]:
+    """Return the values that follow from others; of values that our schema refuses none."""
+    numbers = all(isinstance(values[name], int | float) for name in ("hidden_size",))
+    return {name: of(values.__getitem__) for name, of in hub_type.computed.items() if numbers}
 
 
 def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
@@ -152,16 +198,7 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         "num_query_groups",
         "kv_channels",
     }
-    known_names |= {
-        "experts",
-        "balance",
-        "rotary_scaling",
-        "rotary_percent",
-        "no_rope_freq",
-        "window",
-        "window_pattern",
-        *SWITCHES,
-    }
+    known_names |= {"experts", "balance", "rotary_scaling", "no_rope_freq", "window", "window_pattern", *SWITCHES}
     known_names |= set() if hub_type.has_rope else {"rotary_base"}
     for name in (field.name for field in fields(arch) if field.name not in known_names):
         value, silent = getattr(arch, name), {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings}[name]

@@ -28,9 +28,9 @@ from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
 from megatron3d.convert.config_json import model_type_of, read_settings, represents, write_settings
+from megatron3d.convert.hub_fields import HubConfig
 from megatron3d.convert.hub_index import weights_meta
 from megatron3d.convert.hub_weights import DTYPES, HubWeights, refuse_code, rows_of
-from megatron3d.convert.model_types import HubConfig
 from megatron3d.convert.output_files import output_folder, read_json, source_file, write_json
 from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
 from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors

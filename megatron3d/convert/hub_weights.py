@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron3d.convert.model_types import HubConfig
+from megatron3d.convert.hub_fields import HubConfig
 from megatron3d.convert.output_files import source_file
 from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, RowRange, strip_body_prefix
 from megatron3d.errors import UserError

@@ -1,8 +1,7 @@
 """Reference forward passes of Hugging Face models, as in their papers, from a file's tensors: slow, obvious, float64.
 
-GPT-2 (Radford et al. 2019), Llama (Touvron et al. 2023, arXiv:2302.13971), Mistral without a window (Jiang et al. 2023,
-arXiv:2310.06825) and Qwen3 (Yang et al. 2025, arXiv:2505.09388), which normalizes queries and keys.  They have no
-code in common with our model or the table of names, so they test both; the tensors of one layer are in memory.
+GPT-2 (Radford et al. 2019), Llama (Touvron et al. 2023, arXiv:2302.13971), and what others compute otherwise.  No code
+is in common with our model or the table of names, so that they test both; the tensors of one layer are in memory.
 Letters: B sequences, S positions, H hidden, N heads, D features of a head, V vocabulary.
 """
 
@@ -10,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.convert.model_types import HubConfig
+from megatron3d.convert.hub_fields import HubConfig
+from megatron3d.convert.reference_decoders import DECODERS, Decoder
 
 Weights = Callable[[str], Tensor]
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -23,17 +24,34 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
     "swish": F.silu,
 }
 
 
-def _causal(q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt D) v over earlier positions, with heads concatenated: [B, S, N * D]."""
+def _causal(
+    q_BNSD: Tensor,
+    k_BNSD: Tensor,
+    v_BNSD: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    cap: float = 0.0,
+) -> Tensor:
+    """Return softmax(q k^T / sqrt D) v over earlier positions, with heads concatenated: [B, S, N * D].
+
+    Args:
+        scale: factor instead of 1 / sqrt D.
+        window: positions that a query sees, its own included.
+        cap: c, if scores become c tanh(score / c).
+    """
     seq, size = q_BNSD.shape[-2:]
-    scores = q_BNSD @ k_BNSD.transpose(-1, -2) / size**0.5
-    future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
-    y_BNSD: Tensor = scores.masked_fill(future, float("-inf")).softmax(-1) @ v_BNSD
+    scores = q_BNSD @ k_BNSD.transpose(-1, -2) * (size**-0.5 if scale is None else scale)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    unseen = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    if window is not None:
+        unseen |= torch.ones(seq, seq, dtype=torch.bool).tril(-window)
+    y_BNSD: Tensor = scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v_BNSD
     return y_BNSD.transpose(1, 2).flatten(2)
 
 
@@ -60,44 +78,117 @@ def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     return norm(x, "transformer.ln_f") @ weights(table if hf.get("tie_word_embeddings", True) else "lm_head.weight").T
 
 
-def llama_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
-    """Return the logits [B, S, V] of Llama."""
-    hidden, heads = _int(hf, "hidden_size", 4096), _int(hf, "num_attention_heads", 32)
-    eps = _float(hf, "rms_norm_eps", 1e-6)
-    groups, size = _int(hf, "num_key_value_heads", heads), _int(hf, "head_dim", hidden // heads)
-    activation = _ACTIVATIONS[str(hf.get("hidden_act", "silu"))]
-    rates, scale = _rotary_rates(hf, size)
-    angles = torch.outer(torch.arange(tokens_BS.shape[1]), torch.tensor(rates, dtype=torch.float64))
-    turn = torch.polar(torch.tensor(scale, dtype=torch.float64), angles)
+def _is_sliding(hf: HubConfig, layer: int) -> bool:
+    """Return whether a layer has the window, where config.json has one."""
+    types = hf.get("layer_types")
+    if isinstance(types, list):
+        return types[layer] == "sliding_attention"
+    if "full_every" in hf:
+        return (layer + 1) % _int(hf, "full_every", 1) != 0
+    return layer >= _int(hf, "max_window_layers", 0)
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weights(f"{name}.weight")
 
-    def linear(x: Tensor, name: str, has_bias: bool) -> Tensor:
-        return F.linear(x, weights(f"{name}.weight"), weights(f"{name}.bias") if has_bias else None)
+class _Decoding:
+    """A forward pass of a model like Llama."""
 
-    def rotated(x_BNSD: Tensor) -> Tensor:
-        """Rotate channels i and i + D/2, as real and imaginary parts."""
-        turned = torch.complex(*x_BNSD.chunk(2, dim=-1)) * turn
-        return torch.cat((turned.real, turned.imag), dim=-1)
+    def __init__(self, hf: HubConfig, weights: Weights, kind: Decoder) -> None:
+        caps = {name: 0.0 for name in ("attn_logit_softcapping", "final_logit_softcapping") if hf.get(name, 0) is None}
+        self.hf = {**kind.defaults, **{name: value for name, value in hf.items() if value is not None}, **caps}
+        self.weights, self.kind = weights, kind
+        self.activation = _ACTIVATIONS[str(self.hf.get("hidden_activation", self.hf.get("hidden_act", "silu")))]
+        self.in_qkv, self.in_output, self.in_mlp = (
+            name is True or bool(name and self.hf.get(name, False)) for name in kind.has_bias
+        )
 
-    x = F.embedding(tokens_BS, weights("model.embed_tokens.weight"))
-    norms_heads = hf.get("model_type") == "qwen3"
-    in_attention, in_mlp = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
-    for layer in range(_int(hf, "num_hidden_layers", 32)):
-        name = f"model.layers.{layer}"
-        y = norm(x, f"{name}.input_layernorm")
-        parts = (linear(y, f"{name}.self_attn.{part}_proj", in_attention) for part in "qkv")
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """Return the logits [B, S, V]."""
+        hf, kind, table = self.hf, self.kind, "model.embed_tokens.weight"
+        x = F.embedding(tokens_BS, self.weights(table))
+        root = _int(hf, "hidden_size", 4096) ** 0.5
+        x = x * (root if kind.scales_embedding else _float(hf, "embedding_multiplier", 1.0))
+        for layer in range(_int(hf, "num_hidden_layers", 32)):
+            name = f"model.layers.{layer}"
+            for place in range(2):
+                y = self.norm(x, f"{name}.{kind.before[place]}") if kind.before else x
+                y = self.mlp(y, f"{name}.mlp") if place else self.attention(y, f"{name}.self_attn", layer)
+                x = x + (self.norm(y, f"{name}.{kind.after[place]}") if kind.after else y)
+        tied = hf.get("tie_word_embeddings", False)
+        logits = self.norm(x, "model.norm") @ self.weights(table if tied else "lm_head.weight").T
+        logits = logits / _float(hf, "logits_scaling", 1.0)
+        cap = _float(hf, "final_logit_softcapping", 0.0)
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        eps, weight = _float(self.hf, self.kind.epsilon, 1e-6), self.weights(f"{name}.weight")
+        weight = weight + self.kind.norm.endswith("+ 1")
+        if self.kind.norm.startswith("layer"):
+            return F.layer_norm(x, x.shape[-1:], weight, self.weights(f"{name}.bias"), eps)
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+    def linear(self, x: Tensor, name: str, has_bias: bool) -> Tensor:
+        return F.linear(x, self.weights(f"{name}.weight"), self.weights(f"{name}.bias") if has_bias else None)
+
+    def attention(self, x: Tensor, name: str, layer: int) -> Tensor:
+        hf, kind = self.hf, self.kind
+        heads = _int(hf, "num_attention_heads", 32)
+        groups, size = (
+            _int(hf, "num_key_value_heads", heads),
+            _int(hf, "head_dim", _int(hf, "hidden_size", 4096) // heads),
+        )
+        if kind.mlp[1] == "gate_up_proj":
+            qkv = self.linear(x, f"{name}.qkv_proj", self.in_qkv)
+            parts = list(qkv.split([heads * size, groups * size, groups * size], dim=2))
+        else:
+            parts = [self.linear(x, f"{name}.{part}_proj", self.in_qkv) for part in "qkv"]
+        if kind.head_norms == "projection":
+            parts[:2] = (self.norm(part, f"{name}.{norm}_norm") for part, norm in zip(parts, "qk", strict=False))
         q, k, v = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
-        if norms_heads:
-            q, k = norm(q, f"{name}.self_attn.q_norm"), norm(k, f"{name}.self_attn.k_norm")
+        if kind.head_norms == "head":
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        window = _int(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
+        slides, rotated = bool(window) and _is_sliding(hf, layer), hf.get("no_rope_layers")
+        if not isinstance(rotated, list) or rotated[layer]:
+            q, k = (_rotated(part, hf, kind.local_base if slides else "") for part in (q, k))
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
-        x = x + linear(_causal(rotated(q), rotated(k), v), f"{name}.self_attn.o_proj", in_attention)
-        y = norm(x, f"{name}.post_attention_layernorm")
-        y = activation(linear(y, f"{name}.mlp.gate_proj", in_mlp)) * linear(y, f"{name}.mlp.up_proj", in_mlp)
-        x = x + linear(y, f"{name}.mlp.down_proj", in_mlp)
-    tied = hf.get("tie_word_embeddings", False)
-    return norm(x, "model.norm") @ weights("model.embed_tokens.weight" if tied else "lm_head.weight").T
+        scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
+        cap = _float(hf, "attn_logit_softcapping", 0.0)
+        return self.linear(_causal(q, k, v, scale, window if slides else None, cap), f"{name}.o_proj", self.in_output)
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        gate_name, up_name, down_name = self.kind.mlp
+        up = self.linear(x, f"{name}.{up_name}", self.in_mlp)
+        if up_name == "gate_up_proj":
+            gate, up = up.chunk(2, dim=2)
+            y = self.activation(gate) * up
+        elif gate_name:
+            y = self.activation(self.linear(x, f"{name}.{gate_name}", self.in_mlp)) * up
+        else:
+            y = self.activation(up)
+        return self.linear(y, f"{name}.{down_name}", self.in_mlp)
+
+
+def decoder_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor, kind: Decoder) -> Tensor:
+    """Return the logits [B, S, V] of a model like Llama."""
+    return _Decoding(hf, weights, kind).logits(tokens_BS)
+
+
+def _rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str) -> Tensor:
+    """Rotate channels i and i + R/2 of the first R of each head, as real and imaginary parts."""
+    described = _table(hf, "rope_parameters")
+    if local_base:
+        local = _table(described, "sliding_attention")
+        theta = _float(local, "rope_theta", _float(hf, local_base, _float(hf, "rope_theta", 10000.0)))
+        hf, described = {"rope_theta": theta}, {}
+    elif "full_attention" in described:
+        described = _table(described, "full_attention")
+        hf = {**hf, "rope_parameters": dict(described)}
+    share = _float(described, "partial_rotary_factor", _float(hf, "partial_rotary_factor", 1.0))
+    size = int(x_BNSD.shape[-1] * share)
+    rates, scale = _rotary_rates(hf, size)
+    angles = torch.outer(torch.arange(x_BNSD.shape[2]), torch.tensor(rates, dtype=torch.float64))
+    turn = torch.polar(torch.tensor(scale, dtype=torch.float64), angles)
+    turned = torch.complex(*x_BNSD[..., :size].chunk(2, dim=-1)) * turn
+    return torch.cat((turned.real, turned.imag, x_BNSD[..., size:]), dim=-1)
 
 
 def _rotary_rates(hf: HubConfig, size: int) -> tuple[list[float], float]:
@@ -137,27 +228,48 @@ def _rotary_rates(hf: HubConfig, size: int) -> tuple[list[float], float]:
     return scaled, _float(rope, "attention_factor", default)
 
 
-def mistral_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
-    """Return the logits [B, S, V] of Mistral without a window."""
-    return llama_logits({"num_key_value_heads": 8, **hf}, weights, tokens_BS)
+def neox_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
+    """Return the logits [B, S, V] of GPT-NeoX, whose attention and MLP may read the same residual stream."""
+    hf = {"partial_rotary_factor": _float(hf, "rotary_pct", 0.25), **hf}
+    heads, eps = _int(hf, "num_attention_heads", 64), _float(hf, "layer_norm_eps", 1e-5)
+    activation = _ACTIVATIONS[str(hf.get("hidden_act", "gelu"))]
+    has_bias = bool(hf.get("attention_bias", True))
 
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weights(f"{name}.weight"), weights(f"{name}.bias"), eps)
 
-def qwen3_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
-    """Return the logits [B, S, V] of Qwen3."""
-    return llama_logits({"num_key_value_heads": 32, "head_dim": 128, **hf}, weights, tokens_BS)
+    def linear(x: Tensor, name: str, has_bias: bool = True) -> Tensor:
+        return F.linear(x, weights(f"{name}.weight"), weights(f"{name}.bias") if has_bias else None)
+
+    table = "gpt_neox.embed_in.weight"
+    x = F.embedding(tokens_BS, weights(table))
+    for layer in range(_int(hf, "num_hidden_layers", 44)):
+        name = f"gpt_neox.layers.{layer}"
+        qkv = linear(norm(x, f"{name}.input_layernorm"), f"{name}.attention.query_key_value", has_bias)
+        q, k, v = qkv.unflatten(2, (heads, -1)).transpose(1, 2).chunk(3, dim=-1)
+        y = linear(_causal(_rotated(q, hf, ""), _rotated(k, hf, ""), v), f"{name}.attention.dense", has_bias)
+        read = x if hf.get("use_parallel_residual", True) else x + y
+        z = linear(norm(read, f"{name}.post_attention_layernorm"), f"{name}.mlp.dense_h_to_4h")
+        x = x + y + linear(activation(z), f"{name}.mlp.dense_4h_to_h")
+    tied = hf.get("tie_word_embeddings", False)
+    return norm(x, "gpt_neox.final_layer_norm") @ weights(table if tied else "embed_out.weight").T
 
 
 REFERENCE_LOGITS: Mapping[str, Callable[[HubConfig, Weights, Tensor], Tensor]] = {
     "gpt2": gpt2_logits,
-    "llama": llama_logits,
-    "mistral": mistral_logits,
-    "qwen3": qwen3_logits,
+    "gpt_neox": neox_logits,
+    **{name: partial(decoder_logits, kind=kind) for name, kind in DECODERS.items()},
 }
 
 
 def _int(hf: HubConfig, name: str, default: int) -> int:
     value = hf.get(name)
     return value if isinstance(value, int) else default
+
+
+def _table(hf: HubConfig, name: str) -> HubConfig:
+    value = hf.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _float(hf: HubConfig, name: str, default: float) -> float:

@@ -11,10 +11,12 @@ from dataclasses import asdict
 
 from pydantic import JsonValue
 
-from megatron3d.convert.model_types import HubConfig, ModelType, show
+from megatron3d.convert.hub_fields import HubConfig, ModelType, show
+from megatron3d.convert.window_fields import FULL, SLIDING
 from megatron3d.model.architecture import Architecture
 from megatron3d.ops.rotary_spec import LINEAR, LLAMA3, YARN
 
+LOCAL_BASE = "rope_local_base_freq"
 _DESCRIPTIONS = ("rope_parameters", "rope_scaling")
 _ANYWHERE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 # Our key of each field of a scaling.
@@ -44,9 +46,11 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
         found = [name for name in ("rope_theta", *_DESCRIPTIONS) if settings.get(name) is not None]
         problems = [f"{name}={show(settings[name])}: gpt2 has no rotary positions; remove it" for name in found]
         return settings, {}, problems
-    values, problems = list[dict[str, JsonValue]](), list[str]()
+    values, problems, local = list[dict[str, JsonValue]](), list[str](), None
     for name in _DESCRIPTIONS:
         rope = settings.get(name)
+        if hub_type.has_local_rope and isinstance(rope, dict) and (SLIDING in rope or FULL in rope):
+            local, rope = rope.get(SLIDING), rope.get(FULL)
         if rope is None:
             continue
         if problem := _problem(rope):
@@ -60,10 +64,40 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
     if len(values) == 2 and values[0] != values[1]:
         both = " and ".join(f"{name}={show(settings[name])}" for name in _DESCRIPTIONS)
         problems.append(f"{both}: they describe different rotary positions; remove the wrong one")
-    return settings, values[0] if values else {}, problems
+    ours = values[0] if values else {}
+    if hub_type.has_local_rope:
+        base, wrong = _local_base(settings, local, hub_type)
+        ours, problems = ours | base, problems + wrong
+    return settings, ours, problems
 
 
-def write_rope(arch: Architecture) -> dict[str, JsonValue] | None:
+def _local_base(settings: HubConfig, local: JsonValue, hub_type: ModelType) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return the rotary base of layers with a window, which is not scaled, and problems."""
+    default = hub_type.fields["rotary_base"].default
+    base = settings.get(LOCAL_BASE, hub_type.local_base or settings.get("rope_theta", default))
+    if local is None:
+        return {LOCAL_BASE: base}, []
+    known = {"rope_type", "type", "rope_theta"}
+    if not isinstance(local, dict) or _kind(local) != "default" or not known.issuperset(local):
+        return {}, [f"rope_parameters of {SLIDING}={show(local)}: only rope_type default with a rope_theta works"]
+    return {LOCAL_BASE: local.get("rope_theta", base)}, []
+
+
+def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
+    """Return the fields of an architecture's rotary positions: transformers 5 reads the first, before it the others."""
+    scaling = _write_scaling(arch)
+    plain: dict[str, JsonValue] = {"rope_type": "default", "rope_theta": arch.rotary_base}
+    if "rotary_percent" in hub_type.fields:
+        plain["partial_rotary_factor"] = arch.rotary_percent
+    described: dict[str, JsonValue] = {**plain, **(scaling or {})}
+    if not hub_type.has_local_rope:
+        return {"rope_parameters": described, "rope_scaling": scaling}
+    local = arch.rotary_base if arch.rope_local_base_freq is None else arch.rope_local_base_freq
+    both: dict[str, JsonValue] = {SLIDING: {"rope_type": "default", "rope_theta": local}, FULL: described}
+    return {"rope_parameters": both, LOCAL_BASE: local} if hub_type.local_base else {"rope_parameters": both}
+
+
+def _write_scaling(arch: Architecture) -> dict[str, JsonValue] | None:
     """Return the fields of an architecture's scaling; None if it has none."""
     if arch.rotary_scaling is None:
         return None

@@ -17,7 +17,8 @@ from megatron3d.model.params import EMBEDDING, HEAD, param_specs
 from megatron3d.parallel.layout import Box, Shape
 from megatron3d.parallel.modes import MODES, build_mode
 
-# Hugging Face module: our modules whose tensors it concatenates; {n} is the layer, * marks a Conv1D.
+# Hugging Face module: our modules whose tensors it concatenates; {n} is the layer; * marks a Conv1D, and % one whose
+# rows are those of a first head of each part, then of the second heads, ...
 _GPT2 = {
     "transformer.wte": ("embedding",),
     "transformer.wpe": ("embedding.position",),
@@ -44,15 +45,78 @@ _LLAMA = {
     "model.norm": ("final_norm",),
     "lm_head": ("head",),
 }
-_QWEN3 = {
+_NEOX = {
+    "gpt_neox.embed_in": ("embedding",),
+    "gpt_neox.layers.{n}.input_layernorm": ("layers.{n}.input_norm",),
+    "gpt_neox.layers.{n}.attention.query_key_value%": tuple(f"layers.{{n}}.attention.{part}" for part in "qkv"),
+    "gpt_neox.layers.{n}.attention.dense": ("layers.{n}.attention.proj",),
+    "gpt_neox.layers.{n}.post_attention_layernorm": ("layers.{n}.post_attention_norm",),
+    "gpt_neox.layers.{n}.mlp.dense_h_to_4h": ("layers.{n}.mlp.up",),
+    "gpt_neox.layers.{n}.mlp.dense_4h_to_h": ("layers.{n}.mlp.fc2",),
+    "gpt_neox.final_layer_norm": ("final_norm",),
+    "embed_out": ("head",),
+}
+_HEAD_NORMS = {
     "model.layers.{n}.self_attn.q_norm": ("layers.{n}.attention.q_norm",),
     "model.layers.{n}.self_attn.k_norm": ("layers.{n}.attention.k_norm",),
 }
+_LAYER = "model.layers.{n}."
+_NO_NORMS = {f"{_LAYER}input_layernorm": None, f"{_LAYER}post_attention_layernorm": None}
+_OUTPUT_NORMS = {
+    f"{_LAYER}post_attention_layernorm": ("layers.{n}.attention_output_norm",),
+    f"{_LAYER}post_feedforward_layernorm": ("layers.{n}.mlp_output_norm",),
+}
+_INPUT_NORM_OF_MLP = {f"{_LAYER}pre_feedforward_layernorm": ("layers.{n}.post_attention_norm",)}
+_FUSED_ATTENTION = {f"{_LAYER}self_attn.{part}_proj": None for part in "qkv"} | {
+    f"{_LAYER}self_attn.qkv_proj": tuple(f"layers.{{n}}.attention.{part}" for part in "qkv")
+}
+
+
+def _modules(*changes: Mapping[str, tuple[str, ...] | None]) -> dict[str, tuple[str, ...]]:
+    """Return Llama's modules with those that a model type lacks (None), has in addition, or names otherwise."""
+    found: dict[str, tuple[str, ...] | None] = dict(_LLAMA)
+    for change in changes:
+        found |= change
+    return {theirs: ours for theirs, ours in found.items() if ours is not None}
+
+
+_NO_GATE: Mapping[str, None] = {f"{_LAYER}mlp.gate_proj": None}
 _MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen3": {**_LLAMA, **_QWEN3},
+    "qwen2": _LLAMA,
+    "qwen3": _modules(_HEAD_NORMS),
+    "smollm3": _LLAMA,
+    "olmo2": _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS),
+    "olmo3": _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS),
+    "phi3": _modules(
+        _FUSED_ATTENTION,
+        {
+            f"{_LAYER}mlp.gate_proj": None,
+            f"{_LAYER}mlp.up_proj": None,
+            f"{_LAYER}mlp.gate_up_proj": ("layers.{n}.mlp.gate", "layers.{n}.mlp.up"),
+        },
+    ),
+    "granite": _LLAMA,
+    "starcoder2": _modules(
+        _NO_GATE,
+        {
+            f"{_LAYER}mlp.up_proj": None,
+            f"{_LAYER}mlp.down_proj": None,
+            f"{_LAYER}mlp.c_fc": ("layers.{n}.mlp.up",),
+            f"{_LAYER}mlp.c_proj": ("layers.{n}.mlp.fc2",),
+        },
+    ),
+    "nemotron": _modules(_NO_GATE),
+    "gpt_neox": _NEOX,
+    "gemma": _LLAMA,
+    "gemma2": _modules(_OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
+    "gemma3_text": _modules(
+        _HEAD_NORMS,
+        _OUTPUT_NORMS,
+        _INPUT_NORM_OF_MLP,
+    ),
 }
 TIED_HEAD = "lm_head.weight"
 
@@ -128,37 +192,40 @@ def logical_shapes(arch: Architecture) -> dict[str, Shape]:
 def file_tensors(arch: Architecture, model_type: str) -> tuple[FileTensor, ...]:
     """Return the tensors of a model's files, which together hold every logical tensor once."""
     logical = logical_shapes(arch)
-    found = tuple(_tensors(_MODULES[model_type], arch.num_layers, logical))
+    found = tuple(_tensors(_MODULES[model_type], arch, logical))
     held = [part for tensor in found for part, _ in tensor.parts]
     assert sorted(held) == sorted(logical), f"not once: {set(held) ^ set(logical)}"
     return found
 
 
 def _tensors(
-    modules: Mapping[str, tuple[str, ...]], num_layers: int, logical: Mapping[str, Shape]
+    modules: Mapping[str, tuple[str, ...]], arch: Architecture, logical: Mapping[str, Shape]
 ) -> Iterator[FileTensor]:
     inside = {theirs: ours for theirs, ours in modules.items() if "{n}" in theirs}
     position = list(modules).index(next(iter(inside)))
     outside = [item for item in modules.items() if item[0] not in inside]
     for theirs, ours in outside[:position]:
-        yield from _module(theirs, ours, logical)
-    for n in range(num_layers):
+        yield from _module(theirs, ours, arch, logical)
+    for n in range(arch.num_layers):
         for theirs, ours in inside.items():
-            yield from _module(theirs.format(n=n), tuple(name.format(n=n) for name in ours), logical)
+            yield from _module(theirs.format(n=n), tuple(name.format(n=n) for name in ours), arch, logical)
     for theirs, ours in outside[position:]:
-        yield from _module(theirs, ours, logical)
+        yield from _module(theirs, ours, arch, logical)
 
 
-def _module(theirs: str, ours: tuple[str, ...], logical: Mapping[str, Shape]) -> Iterator[FileTensor]:
+def _module(
+    theirs: str, ours: tuple[str, ...], arch: Architecture, logical: Mapping[str, Shape]
+) -> Iterator[FileTensor]:
     """Yield weight and bias of a module, if our model has them; the bias of a Conv1D is zero if it has none."""
-    is_conv, theirs = theirs.endswith("*"), theirs.rstrip("*")
+    is_conv, num_groups = theirs.endswith("*"), arch.num_attention_heads if theirs.endswith("%") else 1
+    theirs = theirs.rstrip("*%")
     if ours[0] in logical:  # our bare parameter corresponds to a module in the Hugging Face model
         yield FileTensor(f"{theirs}.weight", ((ours[0], logical[ours[0]]),), is_transposed=False)
     for suffix in ("weight", "bias"):
         names = [f"{name}.{suffix}" for name in ours]
         if names[0] in logical:
             parts = tuple((name, logical[name]) for name in names)
-            yield FileTensor(f"{theirs}.{suffix}", parts, is_conv and suffix == "weight")
+            yield FileTensor(f"{theirs}.{suffix}", parts, is_conv and suffix == "weight", num_groups=num_groups)
         elif is_conv:
             num_zeros = sum(logical[f"{name}.weight"][0] for name in ours)
             yield FileTensor(f"{theirs}.{suffix}", (), is_transposed=False, num_zeros=num_zeros)

@@ -91,6 +91,70 @@ LLAMA = {
     "num_key_value_heads": 2,
 }
 MISTRAL = {**LLAMA, "model_type": "mistral"}
+_SCALED = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+_LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0}, "full_attention": _SCALED}
+_ODD = {**LLAMA, "num_hidden_layers": 5, "hidden_size": 18, "intermediate_size": 14, "pad_token_id": None}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+_PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4}}
+# A small model of each type with odd sizes and every switch of the type on.
+HUB_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_ODD, "hidden_size": 60, "attention_bias": True, "rope_parameters": _SCALED},
+    "mistral": {**_ODD, "head_dim": 10, "sliding_window": 5, **_ROPE},
+    "qwen2": {**_ODD, "head_dim": 10, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, **_ROPE},
+    "qwen3": {**_ODD, "head_dim": 10, "attention_bias": True, **_ROPE},
+    "smollm3": {
+        **_ODD,
+        "hidden_size": 60,
+        "no_rope_layer_interval": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        **_ROPE,
+    },
+    "olmo2": {**_ODD, "hidden_size": 60, "attention_bias": True, "rope_parameters": _SCALED},
+    "olmo3": {**_ODD, "hidden_size": 60, "sliding_window": 5, "rope_parameters": _LOCAL},
+    "phi3": {**_ODD, "hidden_size": 60, "sliding_window": 7, **_PARTIAL},
+    "granite": {
+        **_ODD,
+        "hidden_size": 60,
+        "attention_bias": True,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 4.0,
+        **_ROPE,
+    },
+    "starcoder2": {**_ODD, "hidden_size": 60, "sliding_window": 7, **_ROPE},
+    "nemotron": {**_ODD, "head_dim": 10, "attention_bias": True, "mlp_bias": True, **_PARTIAL},
+    "gemma": {**_ODD, "head_dim": 10, "attention_bias": True, **_ROPE},
+    "gpt_neox": {
+        "vocab_size": 37,
+        "max_position_embeddings": 16,
+        "hidden_size": 60,
+        "intermediate_size": 14,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "attention_bias": False,
+        **_PARTIAL,
+    },
+    "gemma2": {
+        **_ODD,
+        "head_dim": 10,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        **_ROPE,
+    },
+    "gemma3_text": {
+        **_ODD,
+        "head_dim": 10,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "query_pre_attn_scalar": 7,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": _LOCAL,
+    },
+}
+HUB_FAMILIES = {name: {**hub, "model_type": name} for name, hub in HUB_FAMILIES.items()}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 4}
 
 

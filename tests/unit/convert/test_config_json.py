@@ -13,13 +13,23 @@ from hypothesis import strategies as st
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.model_schema import ModelConfig
 from megatron3d.convert.config_json import read_settings, write_settings
-from megatron3d.convert.model_types import METADATA, MODEL_TYPES
+from megatron3d.convert.hub_fields import METADATA
+from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.convert.tensor_names import file_tensors, logical_shapes
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import FAMILIES, Architecture
 from megatron3d.ops.rotary_spec import RotaryScaling
 from megatron3d.ops.router_spec import Experts
-from tests.support.hub_models import GPT2, LLAMA, MISTRAL, QWEN3, gpt2_settings, llama_settings, other_settings
+from tests.support.hub_models import (
+    GPT2,
+    HUB_FAMILIES,
+    LLAMA,
+    MISTRAL,
+    QWEN3,
+    gpt2_settings,
+    llama_settings,
+    other_settings,
+)
 
 
 @given(hub=gpt2_settings() | llama_settings() | other_settings())
@@ -36,33 +46,31 @@ def test_settings_survive_reading_and_writing(hub: dict[str, Any]) -> None:
 def test_every_field_of_transformers_is_mapped(model_type: str) -> None:
     """The installed configuration class has no field that would be neither read nor refused."""
     hub_type = MODEL_TYPES[model_type]
-    known = {name for key in hub_type.fields.values() for name in key.names} | METADATA | set(hub_type.rules)
+    known = hub_type.read_names | METADATA
     ours = transformers.AutoConfig.for_model(model_type)
-    other = {name for name in ours.to_dict() if name not in known | {hub_type.activation[0]}}
+    other = {name for name in ours.to_dict() if name not in known}
     assert {name for name in other if ours.to_dict()[name] is not None} == set()
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     said = transformers.AutoConfig.for_model(model_type).to_dict()
-    window = {"sliding_window": None}  # the default of mistral is a window, which is refused
-    short, long = (
-        read_settings({**one, **window}) for one in ({"model_type": model_type}, {**said, "architectures": None})
-    )
+    short, long = (read_settings(one) for one in ({"model_type": model_type}, {**said, "architectures": None}))
     assert resolve_architecture(short, 100) == resolve_architecture(long, 100)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     """Changing any of them changes the output, is refused, or is reported."""
-    family = "gpt2" if model_type == "gpt2" else "llama"
-    arch = resolve_architecture(ModelConfig(family=family, num_attention_heads=4, hidden_size=32, vocab_size=40), 40)
+    hub = GPT2 if model_type == "gpt2" else HUB_FAMILIES[model_type]
+    arch = resolve_architecture(read_settings(hub), 37)
     other: dict[str, Any] = {name: getattr(arch, name) for name in (field.name for field in fields(arch))}
     other |= {name: value * 2 for name, value in other.items() if isinstance(value, int | float) and value}
     other |= {"hidden_dropout": 0.3, "attention_dropout": 0.3, "num_query_groups": 2, "seq_length": 7}
     other |= {"position_embedding_type": "none", "normalization": "none", "activation": "gelu"}
     other |= {"norm_placement": "post", "qk_layernorm_scope": "projection", "softmax_scale": 0.3, "logit_softcap": 3.0}
-    other |= dict.fromkeys(("add_qkv_bias", "add_mlp_bias", "apply_layernorm_1p", "attention_output_gate"), True)
+    other |= dict.fromkeys(("apply_layernorm_1p", "attention_output_gate"), True)
+    other |= dict.fromkeys(("add_qkv_bias", "add_mlp_bias"), not arch.add_bias_linear)
     other |= {
         "window": 5,
         "rotary_scaling": RotaryScaling("linear", 2.0),
@@ -75,23 +83,27 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
         "softmax_type": "learnable",
     }
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}
-    before = write_settings(arch)
-    of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq"}
-    unused = {"padded_vocab_size", "balance", "window_pattern"}
-    for name in set(other) - unused - (of_rope if family == "gpt2" else set()):
+    before = write_settings(arch, model_type)
+    of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq", "rope_local_base_freq"}
+    unused = {"padded_vocab_size", "balance", "window_pattern", "seq_length"}
+    for name in set(other) - unused - (of_rope if model_type == "gpt2" else set()):
+        if other[name] == getattr(arch, name):
+            continue
         try:
-            after = write_settings(replace(arch, **{name: other[name]}))
+            after = write_settings(replace(arch, **{name: other[name]}), model_type)
         except UserError as error:
-            assert name in str(error)
+            assert name in str(error) or FOLLOWS.get(name, name) in str(error)
         else:
             assert after != before, name
 
 
+# Values that change with others, and which an error names instead.
+FOLLOWS = {"add_bias_linear": "add_mlp_bias", "hidden_size": "embedding_scale"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another model": (
         LLAMA,
         {"model_type": "mixtral"},
-        'model_type="mixtral": megatron3d has the models gpt2, llama, mistral, qwen3',
+        'model_type="mixtral": megatron3d has the models gpt2, llama, mistral, qwen2, qwen3, ',
     ),
     "no model": (LLAMA, {"model_type": None}, "model_type=null"),
     "another task": (GPT2, {"architectures": ["GPT2ForSequenceClassification"]}, "only language models are converted"),
@@ -113,11 +125,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "no table": (LLAMA, {"rope_scaling": 4.0}, "rope_scaling=4.0: not a table"),
     "rotary gpt2": (GPT2, {"rope_theta": 10000.0}, "rope_theta=10000.0: gpt2 has no rotary positions; remove it"),
-    "biases in part": (
-        LLAMA,
-        {"attention_bias": True},
-        "attention_bias=true and mlp_bias=false: both are model.add_bias",
-    ),
     "a window": (
         LLAMA,
         {"sliding_window": 4096},
@@ -132,13 +139,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "scores by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "only false works"),
     "part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "quantized": (LLAMA, {"quantization_config": {"bits": 4}}, "convert the model before quantization"),
-    "a window by default": (MISTRAL, {}, "sliding_window=4096: every position attends to all earlier ones"),
     "windows in some layers": (
         QWEN3,
         {"layer_types": ["full_attention", "sliding_attention"]},
-        'layer_types=["full_attention", "sliding_attention"]: every position',
+        'layer_types=["full_attention", "sliding_attention"]: there is no window; sliding_window must be a number',
     ),
-    "biases of queries": (QWEN3, {"attention_bias": True}, "attention_bias=true: this model type has no biases in"),
     "pairs of neighbours": (LLAMA, {"rope_interleaved": True}, "rope_interleaved=true: channels i and i + size / 2"),
     "unknown": (LLAMA, {"logit_softcapping": 30.0}, "logit_softcapping=30.0: unknown here"),
     "a wrong type": (GPT2, {"n_layer": "twelve"}, 'n_layer="twelve": input should be a valid integer'),
@@ -206,7 +211,7 @@ def test_gpt2_without_biases_has_zeros_there() -> None:
 
 def test_all_problems_at_once() -> None:
     with pytest.raises(UserError) as raised:
-        read_settings({**LLAMA, "attention_bias": True, "sliding_window": 1, "x": 1, "hidden_act": "tanh"})
+        read_settings({**LLAMA, "pretraining_tp": 2, "sliding_window": 1, "x": 1, "hidden_act": "tanh"})
     assert len(raised.value.problems) == 4
 
 

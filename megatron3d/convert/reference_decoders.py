@@ -1,0 +1,113 @@
+"""What each model type of Hugging Face computes otherwise than Llama, for the reference forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What a model type computes otherwise than Llama.
+
+    Attributes:
+        defaults: values of absent fields.
+        norm: "rms", "rms + 1" (multiplies by 1 + weight), "layer" or "layer + 1".
+        epsilon: field of the norms' epsilon.
+        before, after: names of the norms on the inputs, and on the outputs, of attention and MLP.
+        head_norms: queries and keys are normalized over "head" or "projection", or not ("").
+        mlp: names of the gate (none: ""), of the projection up, and of the one down; "gate_up_proj" holds both.
+        has_bias: fields that switch biases on in q, k and v, in attention's output, and in the MLP; True: always.
+        scales_embedding: embeddings are multiplied by the root of the hidden size.
+        scale: field of the number whose inverse root multiplies the scores.
+        local_base: rotary base of layers with a window, where they have one of their own.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    norm: str = "rms"
+    epsilon: str = "rms_norm_eps"
+    before: tuple[str, str] | None = ("input_layernorm", "post_attention_layernorm")
+    after: tuple[str, str] | None = None
+    head_norms: str = ""
+    mlp: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    has_bias: tuple[str | bool, str | bool, str | bool] = ("attention_bias", "attention_bias", "mlp_bias")
+    scales_embedding: bool = False
+    scale: str = ""
+    local_base: str = ""
+
+
+_OLMO2 = Decoder(
+    {"rms_norm_eps": 1e-5},
+    before=None,
+    after=("post_attention_layernorm", "post_feedforward_layernorm"),
+    head_norms="projection",
+)
+DECODERS: Mapping[str, Decoder] = {
+    "llama": Decoder(),
+    "mistral": Decoder({"num_key_value_heads": 8}),
+    "qwen2": Decoder(
+        {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28}, has_bias=(True, False, False)
+    ),
+    "qwen3": Decoder(
+        {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False, "max_window_layers": 28},
+        head_norms="head",
+    ),
+    "smollm3": Decoder({"use_sliding_window": False}),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096, "full_every": 4},
+        local_base="rope_theta",
+    ),
+    "phi3": Decoder({"rms_norm_eps": 1e-5}, mlp=("", "gate_up_proj", "down_proj"), has_bias=(False, False, False)),
+    "granite": Decoder({"attention_multiplier": 1.0}),
+    "starcoder2": Decoder(
+        {"use_bias": True, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
+        norm="layer",
+        epsilon="norm_epsilon",
+        mlp=("", "c_fc", "c_proj"),
+        has_bias=("use_bias", "use_bias", "use_bias"),
+    ),
+    "nemotron": Decoder(
+        {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        norm="layer + 1",
+        epsilon="norm_eps",
+        mlp=("", "up_proj", "down_proj"),
+    ),
+    "gemma": Decoder({"head_dim": 256, "tie_word_embeddings": True}, norm="rms + 1", scales_embedding=True),
+    "gemma2": Decoder(
+        {
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "full_every": 2,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        norm="rms + 1",
+        before=("input_layernorm", "pre_feedforward_layernorm"),
+        after=("post_attention_layernorm", "post_feedforward_layernorm"),
+        scales_embedding=True,
+        scale="query_pre_attn_scalar",
+    ),
+    "gemma3_text": Decoder(
+        {
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 4096,
+            "full_every": 6,
+            "query_pre_attn_scalar": 256,
+        },
+        norm="rms + 1",
+        before=("input_layernorm", "pre_feedforward_layernorm"),
+        after=("post_attention_layernorm", "post_feedforward_layernorm"),
+        head_norms="head",
+        scales_embedding=True,
+        scale="query_pre_attn_scalar",
+        local_base="rope_local_base_freq",
+    ),
+}

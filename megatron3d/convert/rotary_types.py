@@ -1,0 +1,263 @@
+"""Model types of Hugging Face like Llama: what each has otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron3d.convert.hub_fields import AllowedValues, FieldMapping, ModelType, Windows
+from megatron3d.convert.rotary_fields import (
+    ATTENTION_BIAS,
+    COMMON,
+    GATED,
+    LAYER_NORM,
+    MLP_BIAS,
+    NO_BIAS,
+    NO_WINDOWS,
+    PLAIN,
+    ROPE_NORM,
+    SWITCHED,
+    every,
+    inverse,
+    llama_obstacles,
+    rotary_fields,
+    rotary_obstacles,
+)
+from megatron3d.model.architecture import Architecture
+
+
+def _neox_obstacles(arch: Architecture) -> Iterator[str]:
+    yield from llama_obstacles(arch)
+    if arch.num_query_groups != arch.num_attention_heads:
+        yield f"num_query_groups={arch.num_query_groups}: gpt_neox has one per head, {arch.num_attention_heads}"
+    if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
+        yield f"kv_channels={arch.kv_channels}: gpt_neox's heads have hidden_size / num_attention_heads channels"
+
+
+OLMO2 = {
+    **ROPE_NORM,
+    "norm_placement": "post",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+    "add_mlp_bias": False,
+}
+OLMO_FIELDS = {
+    "num_query_groups": FieldMapping(("num_key_value_heads",), None),
+    "vocab_size": FieldMapping(("vocab_size",), 50304),
+    "norm_epsilon": FieldMapping(("rms_norm_eps",), 1e-5),
+    "add_bias_linear": ATTENTION_BIAS,
+}
+ROTARY_TYPES: Mapping[str, ModelType] = {
+    "llama": ModelType(
+        class_name="LlamaForCausalLM",
+        family="llama",
+        fields=rotary_fields(11008, 2048, add_bias_linear=ATTENTION_BIAS, add_mlp_bias=MLP_BIAS),
+        activation=GATED,
+        fixed={**ROPE_NORM, "qk_layernorm": False},
+        obstacles=llama_obstacles,
+        rules={
+            **COMMON,
+            **NO_WINDOWS,
+            "pretraining_tp": AllowedValues((1, None), "its products are not computed in slices"),
+        },
+    ),
+    "mistral": ModelType(
+        class_name="MistralForCausalLM",
+        family="llama",
+        fields=rotary_fields(14336, 131072, num_query_groups=FieldMapping(("num_key_value_heads",), 8)),
+        activation=GATED,
+        fixed={**ROPE_NORM, **NO_BIAS, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules=COMMON,
+        windows=Windows(4096),
+    ),
+    "qwen2": ModelType(
+        class_name="Qwen2ForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            22016,
+            32768,
+            num_query_groups=FieldMapping(("num_key_value_heads",), 32),
+            vocab_size=FieldMapping(("vocab_size",), 151936),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, **NO_BIAS, "add_qkv_bias": True, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules=COMMON,
+        windows=SWITCHED,
+    ),
+    "qwen3": ModelType(
+        class_name="Qwen3ForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            22016,
+            32768,
+            num_query_groups=FieldMapping(("num_key_value_heads",), 32),
+            kv_channels=FieldMapping(("head_dim",), 128),
+            vocab_size=FieldMapping(("vocab_size",), 151936),
+            add_bias_linear=ATTENTION_BIAS,
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_mlp_bias": False, "qk_layernorm": True},
+        obstacles=rotary_obstacles,
+        rules=COMMON,
+        windows=SWITCHED,
+    ),
+    "smollm3": ModelType(
+        class_name="SmolLM3ForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            11008,
+            32768,
+            num_layers=FieldMapping(("num_hidden_layers",), 36),
+            hidden_size=FieldMapping(("hidden_size",), 2048),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 16),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 4),
+            vocab_size=FieldMapping(("vocab_size",), 128256),
+            rotary_base=FieldMapping(("rope_theta",), 2000000.0),
+            tie_embeddings=FieldMapping(("tie_word_embeddings",), True),
+            add_bias_linear=ATTENTION_BIAS,
+            add_mlp_bias=MLP_BIAS,
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules=COMMON,
+        windows=Windows(None, every(4, "no_rope_layer_interval"), has_switch=True),
+        has_no_rope_layers=True,
+    ),
+    "olmo2": ModelType(
+        class_name="Olmo2ForCausalLM",
+        family="llama",
+        fields=rotary_fields(11008, 2048, **OLMO_FIELDS),
+        activation=GATED,
+        fixed=OLMO2,
+        obstacles=rotary_obstacles,
+        rules={**COMMON, **NO_WINDOWS},
+    ),
+    "olmo3": ModelType(
+        class_name="Olmo3ForCausalLM",
+        family="llama",
+        fields=rotary_fields(11008, 2048, **OLMO_FIELDS, rotary_base=FieldMapping(("rope_theta",), 500000.0)),
+        activation=GATED,
+        fixed=OLMO2,
+        obstacles=rotary_obstacles,
+        rules=COMMON,
+        windows=Windows(4096, every(4)),
+        has_local_rope=True,
+    ),
+    "phi3": ModelType(
+        class_name="Phi3ForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            8192,
+            4096,
+            hidden_size=FieldMapping(("hidden_size",), 3072),
+            vocab_size=FieldMapping(("vocab_size",), 32064),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            rotary_percent=FieldMapping(("partial_rotary_factor",), 1.0),
+            hidden_dropout=FieldMapping(("resid_pdrop", "embd_pdrop"), 0.0),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, **NO_BIAS, "qk_layernorm": False},
+        obstacles=llama_obstacles,
+        rules=COMMON,
+        windows=Windows(None),
+    ),
+    "granite": ModelType(
+        class_name="GraniteForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            11008,
+            2048,
+            add_bias_linear=ATTENTION_BIAS,
+            add_mlp_bias=MLP_BIAS,
+            embedding_scale=FieldMapping(("embedding_multiplier",), 1.0),
+            softmax_scale=FieldMapping(
+                ("attention_multiplier",), 1.0, write=lambda arch: arch.softmax_scale or arch.kv_channels**-0.5
+            ),
+            logit_scale=FieldMapping(("logits_scaling",), 1.0, inverse, lambda arch: inverse(arch.logit_scale)),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules={
+            **COMMON,
+            **NO_WINDOWS,
+            "residual_multiplier": AllowedValues((1, 1.0), "outputs of attention and MLP are added unscaled"),
+        },
+    ),
+    "starcoder2": ModelType(
+        class_name="Starcoder2ForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            12288,
+            4096,
+            num_layers=FieldMapping(("num_hidden_layers",), 30),
+            hidden_size=FieldMapping(("hidden_size",), 3072),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 24),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 2),
+            vocab_size=FieldMapping(("vocab_size",), 49152),
+            norm_epsilon=FieldMapping(("norm_epsilon",), 1e-5),
+            init_method_std=FieldMapping(("initializer_range",), 0.018042),
+            tie_embeddings=FieldMapping(("tie_word_embeddings",), True),
+            add_bias_linear=FieldMapping(("use_bias",), True),
+            hidden_dropout=FieldMapping(("residual_dropout", "embedding_dropout"), 0.0),
+        ),
+        activation=("hidden_act", "gelu_pytorch_tanh", PLAIN),
+        fixed={**LAYER_NORM, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules=COMMON,
+        windows=Windows(None),
+    ),
+    "nemotron": ModelType(
+        class_name="NemotronForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            24576,
+            4096,
+            hidden_size=FieldMapping(("hidden_size",), 6144),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 48),
+            vocab_size=FieldMapping(("vocab_size",), 256000),
+            norm_epsilon=FieldMapping(("norm_eps",), 1e-5),
+            init_method_std=FieldMapping(("initializer_range",), 0.0134),
+            rotary_percent=FieldMapping(("partial_rotary_factor",), 0.5),
+            add_bias_linear=ATTENTION_BIAS,
+            add_mlp_bias=MLP_BIAS,
+        ),
+        activation=("hidden_act", "relu2", {"relu2": "squared_relu", **PLAIN}),
+        fixed={**LAYER_NORM, "apply_layernorm_1p": True, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules={**COMMON, **NO_WINDOWS},
+    ),
+    "gpt_neox": ModelType(
+        class_name="GPTNeoXForCausalLM",
+        family="llama",
+        fields={
+            "num_layers": FieldMapping(("num_hidden_layers",), 44),
+            "hidden_size": FieldMapping(("hidden_size",), 6144),
+            "ffn_hidden_size": FieldMapping(("intermediate_size",), 24576),
+            "num_attention_heads": FieldMapping(("num_attention_heads",), 64),
+            "max_position_embeddings": FieldMapping(("max_position_embeddings",), 2048),
+            "vocab_size": FieldMapping(("vocab_size",), 50432),
+            "norm_epsilon": FieldMapping(("layer_norm_eps",), 1e-5),
+            "rotary_base": FieldMapping(("rope_theta",), 10000.0),
+            "rotary_percent": FieldMapping(("partial_rotary_factor",), 0.25),
+            "tie_embeddings": FieldMapping(("tie_word_embeddings",), False),
+            "hidden_dropout": FieldMapping(("hidden_dropout",), 0.0),
+            "attention_dropout": FieldMapping(("attention_dropout",), 0.0),
+            "init_method_std": FieldMapping(("initializer_range",), 0.02),
+            "use_parallel_residual": FieldMapping(("use_parallel_residual",), True),
+            "add_bias_linear": FieldMapping(("attention_bias",), True),
+        },
+        activation=("hidden_act", "gelu", {"gelu": "gelu", **PLAIN}),
+        fixed={**LAYER_NORM, "add_mlp_bias": True, "qk_layernorm": False},
+        obstacles=_neox_obstacles,
+        rules={
+            **COMMON,
+            **NO_WINDOWS,
+            "classifier_dropout": AllowedValues((None, 0.0, 0.1), "the model has no classifier"),
+        },
+        body="gpt_neox.",
+        aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    ),
+}

@@ -1,0 +1,158 @@
+"""Fact: every model type of Hugging Face that converts computes what transformers does, and comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.convert.config_json import read_settings, write_settings
+from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
+from megatron3d.convert.family_table import family_table
+from megatron3d.convert.model_types import MODEL_TYPES
+from megatron3d.convert.reference_models import REFERENCE_LOGITS
+from megatron3d.convert.tensor_names import FileTensor, file_tensors
+from megatron3d.errors import UserError
+from tests.support.hub_models import GPT2, HUB_FAMILIES, write_hub
+from tests.support.peers import Outputs, check_equal, our_outputs, peer_outputs
+from tests.support.tiny_run import ROOT
+
+TOKENS = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+class Unchanged(dict[str, str]):
+    """Names that are those of our model."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+def config_json(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings as transformers writes them."""
+    return {**transformers.AutoConfig.for_model(**hub).to_dict(), "architectures": None}
+
+
+def as_ours(theirs: Mapping[str, Tensor], table: tuple[FileTensor, ...]) -> dict[str, Tensor]:
+    """Return the logical tensors in the tensors of a class of transformers."""
+    found: dict[str, Tensor] = {}
+    for tensor in table:
+        rows = theirs[tensor.name].T if tensor.is_transposed else theirs[tensor.name]
+        for name, _, low, high, start in tensor.row_ranges():
+            found[name] = (
+                torch.cat((found[name], rows[start : start + high - low]))
+                if name in found
+                else rows[start : start + high - low]
+            )
+    return found
+
+
+def in_files(tensors: Mapping[str, Tensor], model_type: str) -> Mapping[str, Tensor]:
+    """Return a class's tensors by their names in files."""
+    head = "embed_out.weight" if model_type == "gpt_neox" else "lm_head.weight"
+    return {head if name == "lm_head.weight" else name: value for name, value in tensors.items()}
+
+
+def test_every_model_type_has_a_small_model() -> None:
+    assert {*HUB_FAMILIES, "gpt2"} == set(MODEL_TYPES) == set(REFERENCE_LOGITS)
+
+
+@pytest.mark.parametrize("name", HUB_FAMILIES)
+def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
+    """In float64, with the keys and names that the tables give."""
+    hub = HUB_FAMILIES[name]
+    theirs, wanted = peer_outputs(hub, TOKENS)
+    theirs, gradients = (in_files(each, name) for each in (theirs, wanted.gradients))
+    model = read_settings(config_json(hub))
+    table = file_tensors(resolve_architecture(model, 37), name)
+    ours = our_outputs(model.model_dump(exclude_unset=True), as_ours(theirs, table), TOKENS, Unchanged())
+    check_equal(ours, Outputs(wanted.logits, wanted.loss, as_ours(gradients, table)), 1e-9)
+    settings, weights = config_json(hub), {key: value.double() for key, value in theirs.items()}
+    logits = REFERENCE_LOGITS[name](settings, weights.__getitem__, TOKENS[:, :-1])
+    torch.testing.assert_close(logits, wanted.logits, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", HUB_FAMILIES)
+def test_settings_come_back(name: str) -> None:
+    """As what transformers makes of both, whether fields are written out or left to their defaults."""
+    for hub in (HUB_FAMILIES[name], {"model_type": name}):
+        arch = resolve_architecture(read_settings(config_json(hub)), 37)
+        assert resolve_architecture(read_settings(hub), 37) == arch
+        _, written, notes = write_settings(arch, name)
+        assert notes == () and resolve_architecture(read_settings(written), 37) == arch
+        one, two = (transformers.AutoConfig.for_model(**settings).to_dict() for settings in (hub, written))
+        unset = {
+            "architectures",
+            "max_window_layers",
+            "no_rope_layer_interval",
+            "_sliding_window_pattern",
+            "vocab_size",
+        }
+        unset |= {"original_max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
+        # A window that is switched off, and one that no layer has, are written as none.
+        unset |= {"sliding_window", "layer_types"} if not two.get("sliding_window") else set()
+        unset |= {key for key, value in one.items() if value is None}
+        assert {key: value for key, value in one.items() if two.get(key) != value and key not in unset} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HUB_FAMILIES)
+def test_weights_come_back(name: str, tmp_path: Path) -> None:
+    """Bit for bit, through files that transformers wrote and a checkpoint of ours."""
+    hub = write_hub(tmp_path / "hub", {**HUB_FAMILIES[name], "pad_token_id": 0})
+    report = from_hub(ConversionRequest(hub, tmp_path / "run"))
+    assert [agreement.holds for agreement in report.agreements] == [True, True]
+    back = to_hub(ConversionRequest(tmp_path / "run", tmp_path / "back", model_type=name))
+    assert [agreement.holds for agreement in back.agreements] == [True, True]
+    before, after = (load_file(tmp_path / where / "model.safetensors") for where in ("hub", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == name
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "layers of another kind": (
+        "qwen3",
+        {"layer_types": ["full_attention", "chunked_attention"] * 2 + ["full_attention"]},
+        "other kinds of",
+    ),
+    "too few layer types": ("olmo3", {"layer_types": ["full_attention"]}, "a list of 5 entries"),
+    "a scaled local rope": (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}},
+        "only rope_type default with a rope_theta works",
+    ),
+    "no rope in part of the layers": ("smollm3", {"no_rope_layers": [1, 0]}, "a list of 5 entries"),
+    "scaled residuals": ("granite", {"residual_multiplier": 0.22}, "outputs of attention and MLP are added unscaled"),
+    "both directions": ("gemma", {"use_bidirectional_attention": True}, "every position sees only earlier ones"),
+    "capped scores": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "this model type does not cap scores"),
+    "two dropouts": ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 and embd_pdrop=0.0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_family_cannot_have_is_refused(name: str) -> None:
+    family, change, words = REFUSED[name]
+    with pytest.raises(UserError) as raised:
+        read_settings({**HUB_FAMILIES[family], **change})
+    (problem,) = raised.value.problems
+    assert problem.startswith("config.json: ") and words in problem
+
+
+def test_a_family_is_not_written_as_another() -> None:
+    arch = resolve_architecture(read_settings(HUB_FAMILIES["gemma3_text"]), 37)
+    with pytest.raises(UserError, match="LlamaForCausalLM has"):
+        write_settings(arch, "llama")
+    assert write_settings(arch)[0] == "gemma3_text"
+    assert write_settings(resolve_architecture(read_settings(GPT2), 37))[0] == "gpt2"
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert "\n".join(family_table()) in (ROOT / "docs" / "models.md").read_text()
