@@ -409,7 +409,7 @@ MUTATIONS = [
             (
                 "half of a rank's own pairs has no gradient",
                 "ops/ring_attention.py",
-                "grads.add(kv, own, plan.own_parts[1])",
+                "grads.add(kv, own, plan.own_parts[1], of_step(0))",
                 "grads.add(kv, own, ())",
             ),
             (
@@ -429,6 +429,18 @@ MUTATIONS = [
                 "ops/context_gather.py",
                 "return y_BNLD[:, slice(*part.queries)]",
                 "return y_BNLD[:, : part.queries[1] - part.queries[0]]",
+            ),
+            (
+                "dropout of the weights of every pair as of a rank's own keys",
+                "ops/dropped_attention.py",
+                "self._positions(self.place - behind, pair.keys, device)",
+                "self._positions(self.place, pair.keys, device)",
+            ),
+            (
+                "dropout of every part of the heads as of the first",
+                "ops/context_heads.py",
+                "dropped.of(self._heads(part), behind)",
+                "dropped.of((0, part.queries[1] - part.queries[0]), behind)",
             ),
             (
                 "recomputed attention has the log-sum-exp of the first part",

@@ -10,6 +10,8 @@ Letters: B sequences, N query heads, G key/value heads, L query rows, T key rows
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -53,6 +55,9 @@ class PairKernel(Protocol):
         ...
 
 
+KernelOf = Callable[[Pair], PairKernel]
+
+
 class PlainKernel:
     """Plain matmuls: for any device and dtype, with the scores of one pair, capped at `softcap`, in memory."""
 
@@ -65,7 +70,11 @@ class PlainKernel:
         scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT, self._softcap)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num_(0.0).to(q_BNLD.dtype)
-        return (weights @ v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+        return (self.dropped(weights) @ v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """Return weights or their gradients after dropout, of which there is none here."""
+        return weights
 
     def backward(
         self,
@@ -83,12 +92,12 @@ class PlainKernel:
         weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp()
         delta = (dy_BNLD.to(weights.dtype) * out).sum(-1, keepdim=True).unflatten(1, groups)
         q, dy = (t.unflatten(1, groups) for t in (q_BNLD, dy_BNLD))
-        dweights = dy @ v_BGTD.unsqueeze(2).mT
+        dweights = self.dropped(dy @ v_BGTD.unsqueeze(2).mT)
         dscores = weights * (dweights - delta)
         if self._softcap is not None:
             dscores *= cap_slope(scores, self._softcap)
         dscores = dscores.to(q.dtype) * q.shape[-1] ** -0.5
-        dv = (weights.to(dy.dtype).mT @ dy).sum(2)
+        dv = (self.dropped(weights).to(dy.dtype).mT @ dy).sum(2)
         return Grads((dscores @ k_BGTD.unsqueeze(2)).flatten(1, 2), (dscores.mT @ q).sum(2), dv)
 
 
@@ -207,10 +216,7 @@ def window_mask(pair: Pair, window: int, device: torch.device) -> Tensor:
 
 
 def _mask(pair: Pair, window: int | None, device: torch.device) -> Tensor | None:
-    if pair.kind is not Kind.MASKED:
-        return None
-    assert window is not None, "only the edge of a window is masked"
-    return window_mask(pair, window, device)
+    return window_mask(pair, window or sys.maxsize, device) if pair.kind is Kind.MASKED else None
 
 
 def rows(x: Tensor, span: tuple[int, int], pair: Pair) -> Tensor:
@@ -231,12 +237,12 @@ class Merged:
         self._wide = torch.promote_types(q_BNLD.dtype, torch.float32)
         self._merged: tuple[Tensor, Tensor] | None = None
 
-    def add(self, kv: Tensor, pairs: tuple[Pair, ...]) -> None:
+    def add(self, kv: Tensor, pairs: tuple[Pair, ...], of_pair: KernelOf | None = None) -> None:
         """Add pairs with keys and values `kv` [2, B, G, T, D], in order."""
         for pair in pairs:
             q, (k, v) = rows(self._q, pair.queries, pair), (rows(t, pair.keys, pair) for t in kv)
             mask = _mask(pair, self._window, q.device)
-            kernel = self._kernel or kernel_for(q, pair.kind)
+            kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
             out, lse = kernel.forward(q, k, v, pair.kind is Kind.CAUSAL, mask)
             if self._merged is None and q is self._q:
                 by_position = out.to(self._wide).transpose(1, 2).contiguous()  # as the output projection reads it
@@ -248,10 +254,8 @@ class Merged:
     def result(self) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp, zeros and -inf where no pair was added."""
         if self._merged is None:
-            batch, num_heads, length, size = (
-                self._q.shape
-            )  # heads of a position next to one another, as proj reads them
-            out = self._q.new_zeros((batch, length, num_heads, size), dtype=self._wide).transpose(1, 2)
+            like = self._q.transpose(1, 2)  # memory as the output projection reads it
+            out = torch.zeros_like(like, dtype=self._wide, memory_format=torch.contiguous_format).transpose(1, 2)
             self._merged = out, out.new_full(out.shape[:-1], -math.inf)
         return self._merged
 
@@ -279,18 +283,17 @@ class MergedGrads:
         window: int | None,
         kernel: PairKernel | None = None,
     ) -> None:
-        self._dy, self._q, self._merged, self._window = dy, q_BNLD, merged, window
-        self._kernel = kernel
+        self._dy, self._q, self._merged, self._window, self._kernel = dy, q_BNLD, merged, window, kernel
         wide = torch.promote_types(q_BNLD.dtype, torch.float32)
         self.dq = torch.zeros_like(q_BNLD, dtype=wide, memory_format=torch.contiguous_format)
 
-    def add(self, kv: Tensor, dkv: Tensor, pairs: tuple[Pair, ...]) -> None:
+    def add(self, kv: Tensor, dkv: Tensor, pairs: tuple[Pair, ...], of_pair: KernelOf | None = None) -> None:
         """Add the gradients of pairs with `kv` [2, B, G, T, D] to those of the queries and to `dkv`, those of `kv`."""
         for pair in pairs:
             dy, q, out, lse = (rows(t, pair.queries, pair) for t in (self._dy, self._q, *self._merged))
             k, v = (rows(t, pair.keys, pair) for t in kv)
             mask, is_causal = _mask(pair, self._window, q.device), pair.kind is Kind.CAUSAL
-            kernel = self._kernel or kernel_for(q, pair.kind)
+            kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
             grads = kernel.backward(dy, q, k, v, (out, lse), is_causal, mask)
             rows(self.dq, pair.queries, pair).add_(grads.dq)
             for total, grad in zip(dkv, (grads.dk, grads.dv), strict=True):

@@ -28,6 +28,7 @@ from megatron3d.ops.attention_softmax import PLAIN_SOFTMAX, Softmax, add_sink, s
 from megatron3d.ops.capped_attention import capped_kernel
 from megatron3d.ops.context_gather import Gathered, gather_positions
 from megatron3d.ops.context_heads import Exchange, Operands, RingAndHeads
+from megatron3d.ops.dropped_attention import DroppedPairs
 from megatron3d.ops.head_exchange import HeadExchange
 from megatron3d.ops.packed_attention import Visible
 from megatron3d.parallel.attention_pairs import Span
@@ -43,6 +44,7 @@ from megatron3d.parallel.context_exchange import (
     held_chunks,
     ring_axes,
 )
+from megatron3d.parallel.sequence_pairs import DROPOUT_PIECE, DROPOUT_ROWS
 
 
 class KeptResult:
@@ -92,9 +94,9 @@ class ContextAttention:
 def context_attention(q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, exchange: str, at: ContextAttention) -> Tensor:
     """Return causal attention of this rank's positions, [M, N * D], by an entry of `EXCHANGES`."""
     q_BNLD = q_BLND.transpose(1, 2)
-    if at.drop is not None:
+    if at.drop is not None and exchange == GATHER:
         return _by_token(_with_dropout(q_BNLD, k_BLGD, v_BLGD, at, at.drop))
-    moves = EXCHANGES[exchange](exchange, at)
+    moves = EXCHANGES[exchange](exchange, at, len(q_BLND))
     if not at.heads.are_even and exchange != GATHER:
         k_BLGD, v_BLGD = (t[:, :, at.heads.group_of_query] for t in (k_BLGD, v_BLGD))
     found = at.kept.take() if at.kept else None
@@ -188,23 +190,28 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, dsink_N, None, None, None
 
 
-def _gathered(exchange: str, at: ContextAttention) -> Exchange:
+def _gathered(exchange: str, at: ContextAttention, num_sequences: int) -> Exchange:
     seen = gathered_pairs(at.order, at.seq_length, at.visible.starts, at.visible.window)
     return Gathered(at.order, at.seq_length, at.heads.group_of_query, seen, at.visible.window, at.comm)
 
 
-def _ring_and_heads(exchange: str, at: ContextAttention) -> Exchange:
+def _ring_and_heads(exchange: str, at: ContextAttention, num_sequences: int) -> Exchange:
     """Return the exchange of positions for heads over some of the context axes, with a ring over the others."""
     comm, context = at.comm, at.order.context
     ring, heads = ring_axes(exchange, context), head_axes(exchange, context)
     plan = exchange_ring(exchange, at.order, at.seq_length, at.visible.starts, at.visible.window)
-    chunks = held_chunks(at.order, at.seq_length, comm.mesh.size(heads))[comm.mesh.index(ring)]
-    held = _held_within(at, chunks, comm.mesh.size(heads))
+    chunks, place = held_chunks(at.order, at.seq_length, comm.mesh.size(heads)), comm.mesh.index(ring)
+    held = _held_within(at, chunks[place], comm.mesh.size(heads))
     moved = HeadExchange(held, heads, comm) if heads else None
     num_groups = len(at.heads.group_of_query)
     if at.heads.are_even:
         num_groups = at.heads.group_span[1] - at.heads.group_span[0]
-    return RingAndHeads(len(at.heads.group_of_query), num_groups, moved, plan, ring, comm)
+    dropped = None
+    if at.drop is not None:
+        given = at.softmax.softcap, at.heads.num_heads, at.heads.query_span[0], num_sequences, at.seq_length
+        dropped = DroppedPairs(at.drop, *given, chunks, place)
+        plan = plan if at.seq_length <= DROPOUT_ROWS else plan.in_pieces(DROPOUT_PIECE)
+    return RingAndHeads(len(at.heads.group_of_query), num_groups, moved, plan, ring, comm, dropped)
 
 
 def _held_within(at: ContextAttention, joined: tuple[Span, ...], num_inner: int) -> tuple[tuple[Span, ...], ...]:
@@ -215,7 +222,7 @@ def _held_within(at: ContextAttention, joined: tuple[Span, ...], num_inner: int)
     return inside
 
 
-EXCHANGES: Mapping[str, Callable[[str, ContextAttention], Exchange]] = {
+EXCHANGES: Mapping[str, Callable[[str, ContextAttention, int], Exchange]] = {
     GATHER: _gathered,
     **dict.fromkeys((RING, HEADS, BOTH), _ring_and_heads),
 }

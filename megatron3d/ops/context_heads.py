@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.attention_pairs import PairKernel
+from megatron3d.ops.dropped_attention import DroppedPairs
 from megatron3d.ops.head_exchange import HeadExchange
-from megatron3d.ops.ring_attention import ring_attention, ring_gradients
+from megatron3d.ops.ring_attention import OfStep, ring_attention, ring_gradients
 from megatron3d.parallel.context_exchange import HeadPart, head_parts, key_copies, num_parts
 from megatron3d.parallel.context_ring import RingPlan
 from megatron3d.parallel.mesh import Axes
@@ -97,12 +98,21 @@ class RingAndHeads:
 
     Args:
         num_heads, num_groups: query and key/value heads at this rank's positions.
+        dropped: kernels of pairs whose weights have dropout; None: they have none.
     """
 
     def __init__(
-        self, num_heads: int, num_groups: int, moved: HeadExchange | None, plan: RingPlan, ring: Axes, comm: Comm
+        self,
+        num_heads: int,
+        num_groups: int,
+        moved: HeadExchange | None,
+        plan: RingPlan,
+        ring: Axes,
+        comm: Comm,
+        dropped: DroppedPairs | None = None,
     ) -> None:
         self._moved, self._plan, self._ring, self._comm = moved, plan, ring, comm
+        self._dropped = dropped
         ranks = moved.num_ranks if moved else 1
         self._copies, self._num_heads = key_copies(num_groups, ranks), num_heads // ranks
         groups, heads = num_groups * self._copies // ranks, self._num_heads
@@ -136,13 +146,19 @@ class RingAndHeads:
         return blocks[:, :, slice(*heads)]
 
     def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
-        return ring_attention(*operands, self._plan, self._ring, self._comm, kernel)
+        return ring_attention(*operands, self._plan, self._ring, self._comm, kernel, self._of_step(part))
+
+    def _heads(self, part: HeadPart) -> tuple[int, int]:
+        """Return the query heads of a part among those of this rank's positions."""
+        first = self._moved.rank * self._num_heads if self._moved else 0
+        return first + part.queries[0], first + part.queries[1]
+
+    def _of_step(self, part: HeadPart) -> OfStep:
+        dropped = self._dropped
+        return lambda behind: dropped.of(self._heads(part), behind) if dropped else None
 
     def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
-        if sink_N is None:
-            return None
-        first = self._moved.rank * self._num_heads if self._moved else 0
-        return sink_N[first + part.queries[0] : first + part.queries[1]]
+        return None if sink_N is None else sink_N[slice(*self._heads(part))]
 
     def send_output(self, y: Tensor) -> Callable[[], Tensor]:
         if self._moved is None:
@@ -165,7 +181,8 @@ class RingAndHeads:
     def attend_backward(
         self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
     ) -> Result:
-        return ring_gradients(dy, operands, result, self._plan, self._ring, self._comm, kernel)
+        of_step = self._of_step(part)
+        return ring_gradients(dy, operands, result, self._plan, self._ring, self._comm, kernel, of_step)
 
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
         dq, (dk, dv) = grads.q, grads.kv

@@ -12,24 +12,39 @@ Letters: B sequences, N query heads, G key/value heads, L positions of this rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending, completed
-from megatron3d.ops.attention_pairs import Merged, MergedGrads, PairKernel
+from megatron3d.ops.attention_pairs import KernelOf, Merged, MergedGrads, PairKernel
 from megatron3d.parallel.context_ring import RingPlan
 from megatron3d.parallel.mesh import Axes
 
+OfStep = Callable[[int], KernelOf | None]
+
 
 def ring_attention(
-    q_BNLD: Tensor, kv: Tensor, plan: RingPlan, axes: Axes, comm: Comm, kernel: PairKernel | None
+    q_BNLD: Tensor,
+    kv: Tensor,
+    plan: RingPlan,
+    axes: Axes,
+    comm: Comm,
+    kernel: PairKernel | None,
+    of_step: OfStep = lambda behind: None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention [B, N, L, D] of this rank's positions to those that all ranks over `axes` hold, and its
-    log-sum-exp, given keys and values [2, B, G, L, D]."""
+    log-sum-exp, given keys and values [2, B, G, L, D].
+
+    Args:
+        kernel: kernel of all pairs; None: the one of each kind on this device.
+        of_step: returns the kernels of the pairs with keys of the rank so many places back; None: `kernel`.
+    """
     merged, blocks = Merged(q_BNLD, plan.window, kernel), _Blocks(kv, plan, axes, comm)
-    merged.add(kv, plan.own)
+    merged.add(kv, plan.own, of_step(0))
     for step in plan.steps:
-        merged.add(blocks.next(), step.pairs)
+        merged.add(blocks.next(), step.pairs, of_step(step.behind))
     return merged.result()
 
 
@@ -41,20 +56,23 @@ def ring_gradients(
     axes: Axes,
     comm: Comm,
     kernel: PairKernel | None,
+    of_step: OfStep = lambda behind: None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries, and of keys and values, in fp32 or wider, given the final output and lse."""
     q, kv = operands
     grads, blocks = MergedGrads(dy, q, merged, plan.window, kernel), _Blocks(kv, plan, axes, comm)
     own = torch.zeros_like(kv, dtype=grads.dq.dtype)
-    grads.add(kv, own, plan.own_parts[0])
-    travelling = _travel_home(grads, blocks, plan, axes, comm) if plan.steps else None
-    grads.add(kv, own, plan.own_parts[1])
+    grads.add(kv, own, plan.own_parts[0], of_step(0))
+    travelling = _travel_home(grads, blocks, plan, axes, comm, of_step) if plan.steps else None
+    grads.add(kv, own, plan.own_parts[1], of_step(0))
     if travelling is not None:
         own += travelling.wait()
     return grads.dq, own
 
 
-def _travel_home(grads: MergedGrads, blocks: _Blocks, plan: RingPlan, axes: Axes, comm: Comm) -> Pending:
+def _travel_home(
+    grads: MergedGrads, blocks: _Blocks, plan: RingPlan, axes: Axes, comm: Comm, of_step: OfStep
+) -> Pending:
     """Compute the steps of other ranks' keys and values; return the gradients of this rank's that they computed."""
     before: Pending | None = None
     sent: Tensor | None = None
@@ -62,7 +80,7 @@ def _travel_home(grads: MergedGrads, blocks: _Blocks, plan: RingPlan, axes: Axes
     for step, move in zip(plan.steps, (*plan.moves[1:], homeward), strict=True):
         kv = blocks.next()
         dkv = torch.zeros_like(kv, dtype=grads.dq.dtype)
-        grads.add(kv, dkv, step.pairs)
+        grads.add(kv, dkv, step.pairs, of_step(step.behind))
         if before is not None:
             dkv += before.wait()
         before, sent = comm.shift(dkv, torch.empty_like(dkv), axes, move), dkv

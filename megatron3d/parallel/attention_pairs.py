@@ -144,6 +144,16 @@ def _num_scores(pair: Pair, longest: int | None) -> int:
     return sum(min(longest, rows - low) * min(low + longest, rows) for low in range(0, rows, longest))
 
 
+def pieces(pair: Pair, longest: int) -> Iterator[Pair]:
+    """Yield a pair in pieces of at most `longest` queries; those of a causal pair are masked."""
+    low, high = pair.queries
+    kind = Kind.MASKED if pair.kind is Kind.CAUSAL and high - low > longest else pair.kind
+    for first in range(low, high, longest):
+        last = min(first + longest, high)
+        keys = (pair.keys[0], pair.keys[0] + last - low) if pair.kind is Kind.CAUSAL else pair.keys
+        yield pair._replace(queries=(first, last), keys=keys, kind=kind, distance=pair.distance + first - low)
+
+
 def _joined(whole: Iterable[Pair]) -> Iterator[Pair]:
     """Yield whole pairs, joined where keys, and then where queries follow one another."""
     by_keys: list[Pair] = []

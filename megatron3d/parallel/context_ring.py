@@ -9,11 +9,11 @@ past it in one transfer.  So all ranks need the same steps, which depend on the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 
-from megatron3d.parallel.attention_pairs import Pair, Span, own_pairs, pairs, segments
+from megatron3d.parallel.attention_pairs import Pair, Span, own_pairs, pairs, pieces, segments
 
 # Positions of each context rank, as half-open chunks in ascending order.
 Chunks = tuple[tuple[Span, ...], ...]
@@ -52,6 +52,16 @@ class RingPlan:
         """How many ranks keys and values move before each step."""
         places = (0, *(step.behind for step in self.steps))
         return tuple(there - here for here, there in pairwise(places))
+
+    def in_pieces(self, longest: int) -> RingPlan:
+        """Return the plan with at most `longest` queries in a pair, for kernels that hold its scores."""
+
+        def cut(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
+            return tuple(piece for pair in pairs for piece in pieces(pair, longest))
+
+        first, second = self.own_parts
+        steps = tuple(RingStep(step.behind, cut(step.pairs)) for step in self.steps)
+        return replace(self, own=cut(self.own), own_parts=(cut(first), cut(second)), steps=steps)
 
 
 @lru_cache(maxsize=64)

@@ -40,6 +40,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_attn_skip_freq": 2,
         "softmax_type": "learnable",
     },
+    "dropout of weights": {
+        **SMALL,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 40,
+        "attention_dropout": 0.3,
+        "attention_softcap": 0.5,
+    },
 }
 TENSOR_1D, TENSOR_2D = (
     {"tensor_model_parallel_size": 2},
@@ -129,15 +137,3 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(case: str) -> None:
     parallel, message = REFUSED[case]
     assert check(config_of("two key/value heads", parallel), 16, VOCAB_SIZE) == [message]
-
-
-@pytest.mark.parametrize("exchange", ["p2p", "a2a"])
-def test_dropout_of_attention_weights_is_refused(exchange: str) -> None:
-    parallel = {"cp_comm_type": exchange, "context_parallel_size": 2}
-    config = config_of("two key/value heads", parallel)
-    model = config.model.model_copy(update={"attention_dropout": 0.1})
-    (dropout,) = check(config.model_copy(update={"model": model}), 2, VOCAB_SIZE)
-    assert dropout == (
-        f"parallel.cp_comm_type={exchange}: has no dropout of attention weights; use all_gather, or "
-        "model.attention_dropout 0"
-    )

@@ -180,7 +180,7 @@ def _core(local: LocalSizes) -> Iterator[KeptTensor]:
         queries = {"q": last["q"]} if keeps_queries(local) else {}
         exchanged = {what: KeptTensor("attention.core", what, size) for what, size in kept_by_exchange(local).items()}
         last = queries | exchanged
-    attend = _materialized if local.arch.attention_dropout else _fused
+    attend = _materialized if local.drops_whole_keys else _fused
     kept |= {item[:2]: item for item in attend(local, last)}
     yield from kept.values()
     if local.arch.attention_output_gate:
@@ -230,7 +230,7 @@ def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptT
         here = KeptTensor(site, f"{name} rotated", local.inner(count * width))
     if name != "q" and not local.heads.are_even:
         is_gathered = bool(local.mode.context) and local.mode.exchange == GATHER
-        if not is_gathered or (name == "k" and local.arch.attention_dropout):  # both are indexed together, or again
+        if not is_gathered or (name == "k" and local.drops_whole_keys):  # both are indexed together, or again
             yield KeptTensor(site, f"head of each {name}", local.num_queries * _INDEX)
         here = KeptTensor(site, f"{name} for each head", local.inner(local.num_queries * width))
     yield here

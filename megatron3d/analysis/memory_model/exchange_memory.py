@@ -34,7 +34,7 @@ def exchange_peak(local: LocalSizes) -> int:
 
 def _gathered(local: LocalSizes) -> Mapping[str, int]:
     """Return the keys and values of all ranks; with dropout each head's are apart where groups are uneven."""
-    is_apart = local.arch.attention_dropout and not local.heads.are_even
+    is_apart = local.drops_whole_keys and not local.heads.are_even
     heads = local.num_queries / local.num_groups if is_apart else 1
     return {"keys and values gathered": round(local.whole_keys * heads) * local.itemsize}
 

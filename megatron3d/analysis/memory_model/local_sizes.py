@@ -22,7 +22,7 @@ from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.parallel.sequence_pairs import num_scores
+from megatron3d.parallel.sequence_pairs import DROPOUT_PIECE, DROPOUT_ROWS, num_scores
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 
 
@@ -197,7 +197,7 @@ class LocalSizes:
     def scores(self, backward: bool) -> int:
         """Return the attention scores that this rank computes for all its heads in forward or in backward."""
         arch, mode = self.arch, self.mode
-        if arch.attention_dropout:
+        if self.drops_whole_keys:
             each = Fraction(self.inner_tokens * arch.seq_length)
         elif not mode.context:
             each = Fraction(self.sequences * num_scores(arch.seq_length, self.window, self.longest_piece))
@@ -209,6 +209,8 @@ class LocalSizes:
     @property
     def longest_piece(self) -> int | None:
         """Most queries that attention takes at once; None: all of a pair."""
+        if self.arch.attention_dropout:
+            return DROPOUT_PIECE if self.arch.seq_length > DROPOUT_ROWS else None
         return None if self.arch.attention_softcap is None else LONGEST
 
     @property
@@ -219,7 +221,12 @@ class LocalSizes:
     @property
     def keeps_result(self) -> bool:
         """Whether attention that is recomputed keeps its output and log-sum-exp, as that of context ranks does."""
-        return bool(self.mode.context) and not self.arch.attention_dropout
+        return bool(self.mode.context) and not self.drops_whole_keys
+
+    @property
+    def drops_whole_keys(self) -> bool:
+        """Whether weights have dropout where a rank has all keys: scores are kept, or pieces of them recomputed."""
+        return bool(self.arch.attention_dropout) and (not self.mode.context or self.mode.exchange == GATHER)
 
     @property
     def exchange(self) -> ExchangeSizes:
@@ -227,7 +234,7 @@ class LocalSizes:
         mode, seq = self.mode, self.arch.seq_length
         is_even = self.heads.are_even or mode.exchange == GATHER
         groups, width = self.num_groups if is_even else self.num_queries, self.inner_tokens * self.arch.kv_channels
-        in_parts = not self.arch.attention_dropout
+        in_parts = not self.drops_whole_keys
         sizes = ExchangeSizes(width * self.num_queries, width * groups, groups, self.itemsize, in_parts=in_parts)
         if self.window is None or mode.exchange == GATHER or not mode.context:
             return sizes

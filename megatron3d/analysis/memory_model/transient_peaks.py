@@ -110,7 +110,7 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
     if local.arch.hidden_dropout:
         needed["hash of a dropout mask"] = "mlp_dropout", _hash_bytes(local.tokens * local.hidden)
-    if local.arch.attention_dropout:
+    if local.drops_whole_keys:
         is_whole = local.arch.seq_length <= DROPOUT_ROWS
         rows = local.inner_tokens if is_whole else local.sequences * DROPOUT_PIECE
         scores = rows * local.num_queries * local.arch.seq_length
@@ -130,13 +130,12 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
 
 
 def capped_scores(local: LocalSizes) -> int:
-    """Return the bytes of the scores that the backward of capped attention has at once, six times in fp32 or wider.
-
-    They are those of a piece of at most `LONGEST` queries, with the keys that they may see.
-    """
-    if local.arch.attention_softcap is None or local.arch.attention_dropout:
+    """Return the bytes of the scores that backward has at once, six times in fp32 or wider, where they are capped or
+    have dropout: those of a piece of the queries, with the keys that they may see."""
+    is_plain = local.arch.attention_softcap is not None or local.arch.attention_dropout
+    if not is_plain or local.drops_whole_keys:
         return 0
-    seq, rows = local.arch.seq_length, min(local.positions, LONGEST)
+    seq, rows = local.arch.seq_length, min(local.positions, local.longest_piece or LONGEST)
     keys = seq if local.window is None else min(seq, rows + local.window)
     return 6 * local.sequences * local.num_queries * rows * keys * local.wide
 

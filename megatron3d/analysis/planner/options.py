@@ -142,10 +142,7 @@ def context_choices(num_ranks: int, arch: Architecture, tensor: TensorChoice, no
         if size == 1:
             yield WHOLE
             continue
-        yield ContextChoice(size, GATHER)
-        if arch.attention_dropout:
-            continue
-        yield ContextChoice(size, RING)
+        yield from (ContextChoice(size, GATHER), ContextChoice(size, RING))
         if heads % size == 0:
             yield ContextChoice(size, HEADS)
         inner = max(_powers(1, min(node // tensor.size, size // 2)), default=1)

@@ -58,7 +58,7 @@ def hierarchy_problems(facts: Facts) -> Iterator[str]:
 
 
 def exchange_problems(facts: Facts) -> Iterator[str]:
-    """Yield what an exchange cannot do: heads that its ranks do not divide, dropout."""
+    """Yield heads that the ranks of an exchange do not divide."""
     arch, mode = facts.arch, facts.spec.mode
     if not mode.context or mode.exchange == ANY:
         return
@@ -73,5 +73,3 @@ def exchange_problems(facts: Facts) -> Iterator[str]:
             f"{arch.num_attention_heads}, do not divide by the {ranks} ranks that exchange heads; "
             f"use p2p or {ANY}, or another context_parallel_size"
         )
-    if arch.attention_dropout:
-        yield (f"{facts.named(EXCHANGE)}: has no dropout of attention weights; use {ANY}, or model.attention_dropout 0")

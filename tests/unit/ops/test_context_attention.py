@@ -15,7 +15,8 @@ from megatron3d.comm.interface import Pending
 from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
 from megatron3d.ops import attention_pairs
-from megatron3d.ops.attention import AttentionHeads
+from megatron3d.ops import context_attention as context_attention_module
+from megatron3d.ops.attention import AttentionHeads, Drop
 from megatron3d.ops.attention_softmax import Softmax
 from megatron3d.ops.context_attention import ContextAttention, KeptResult, context_attention
 from megatron3d.ops.packed_attention import Visible
@@ -38,7 +39,7 @@ from tests.unit.ops.test_ring_attention import BATCH, CONTEXT, LENGTH, SIZE, Cas
 CASE = Case(((0, 3, 22), (0, 17)), 11, num_heads=16, num_groups=8)
 
 
-def attended(comm: Any, exchange: str, case: Case, recomputes: bool) -> list[Tensor]:
+def attended(comm: Any, exchange: str, case: Case, recomputes: bool, drop: Drop | None = None) -> list[Tensor]:
     """Return output and gradients of this rank."""
     context = comm.mesh.nontrivial(CONTEXT)
     order, heads = TokenOrder((), context, comm.mesh), AttentionHeads(case.num_heads, case.num_groups, SIZE, (), comm)
@@ -49,7 +50,7 @@ def attended(comm: Any, exchange: str, case: Case, recomputes: bool) -> list[Ten
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         seen = Visible(case.starts, case.window)
-        at = ContextAttention(comm, order, heads, LENGTH, seen, None, Softmax(None, sinks), kept)
+        at = ContextAttention(comm, order, heads, LENGTH, seen, drop, Softmax(None, sinks), kept)
         return context_attention(q * 2, k * 2, v * 2, exchange, at).view(q.shape)
 
     given = leaves[0], leaves[1], leaves[2], sink_N
@@ -57,10 +58,12 @@ def attended(comm: Any, exchange: str, case: Case, recomputes: bool) -> list[Ten
     return [y.detach(), *torch.autograd.grad(y, [*leaves, sink_N], dy)]
 
 
-def run(rank: int, world_size: int, exchange: str, case: Case, recomputes: bool) -> tuple[list[Tensor], list[Traffic]]:
+def run(
+    rank: int, world_size: int, exchange: str, case: Case, recomputes: bool, drop: Drop | None = None
+) -> tuple[list[Tensor], list[Traffic]]:
     mesh = mesh_of(world_size, exchange, rank)
     recorder = Recorder(make_comm(mesh, sets_of(mesh)))
-    return attended(recorder, exchange, case, recomputes), recorder.calls
+    return attended(recorder, exchange, case, recomputes, drop), recorder.calls
 
 
 def sizes_of(case: Case, world_size: int, **given: Any) -> ExchangeSizes:
@@ -136,6 +139,16 @@ def test_what_is_exposed_is_the_closed_form(exchange: str, monkeypatch: pytest.M
     sent = [exchange_traffic(*given, backward=backward) for backward in (False, True)]
     assert len(bare(events)) == sum(len(each.exposed) for each in sent)
     assert sum(len(each.calls) for each in sent) == (8 if exchange == "all_gather" else 16)
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "a2a", "a2a+p2p"])
+def test_pieces_of_queries_have_the_dropout_of_whole_sequences(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_attention_module, "DROPOUT_ROWS", 8)
+    monkeypatch.setattr(context_attention_module, "DROPOUT_PIECE", 3)
+    for case in (CASE, CASE._replace(starts=None, window=None)):
+        expected = run_turns(run, 4, "all_gather", case, False, (0.3, 5, 2))
+        for mine, whole in zip(run_turns(run, 4, exchange, case, True, (0.3, 5, 2)), expected, strict=True):
+            assert error(mine[0][:4], whole[0][:4]) < 1e-12  # ranks that exchange heads sum the sinks of others
 
 
 def test_uneven_heads_are_in_parts_of_their_groups() -> None:
