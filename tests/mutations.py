@@ -39,6 +39,9 @@ CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 SOFTMAX = ("tests/unit/ops/test_attention_softmax.py",)
 
 
+CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
+
+
 class Mutation(NamedTuple):
     """A bug: `old`, which occurs exactly once in the module, is replaced by `new`; `tests` must catch it."""
 
@@ -546,6 +549,27 @@ MUTATIONS = [
         "dim=3)  # [c, B, L, parts, n, D]\n    return blocks.movedim(0, 2)",
         "dim=3)  # [c, B, L, parts, n, D]\n    return blocks.movedim(0, 3)",
         EXCHANGES,
+    ),
+    Mutation(
+        "context ranks see the positions of the first rank's cache",
+        "ops/kv_cache.py",
+        "* num_ranks + rank)",
+        "* num_ranks)",
+        CACHE,
+    ),
+    Mutation(
+        "new keys written to the slots of the position before",
+        "ops/kv_cache.py",
+        "columns = (rank - first_B) % num_ranks",
+        "columns = (rank + 1 - first_B) % num_ranks",
+        CACHE,
+    ),
+    Mutation(
+        "outputs of context ranks added without their weights",
+        "ops/cached_context_attention.py",
+        "(lse - total).exp()",
+        "(lse - lse).exp()",
+        CACHE,
     ),
     Mutation("loss not divided by its copies", "train/step.py", " / loss_copies(model)", ""),
     Mutation(

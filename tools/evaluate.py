@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     env = process.launcher_env()
     folder = resolve(args.load)
-    config = read_run(folder, args.overrides, env.world_size, args.micro_batch_size, splits_context=True)
+    config = read_run(folder, args.overrides, env.world_size, args.micro_batch_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     samples = find_samples(config, tokenizer, args.split, args.samples)
     with process.start() as here, torch.no_grad():

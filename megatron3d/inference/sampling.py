@@ -23,6 +23,8 @@ from megatron3d.parallel.layout import span
 from megatron3d.pipeline.executor import PipelineExecutor
 
 Context = Sequence[int]
+# New tokens of a sequence that a context rank prefills at once: masks and scores grow with them times the length.
+PREFILL = 1024
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,19 @@ class PaddedTokens:
         width, last = tokens.shape[1], cache.capacity - 1
         positions = (first.unsqueeze(1) + torch.arange(width, device=device)).clamp_(max=last)
         low, high = span(len(tokens), model.mode.batch_axes, model.comm.mesh)
-        length = cache.attended_length(min(max(self.starts) + width, cache.capacity), device)
+        length = max(self.starts) + width
+        if not model.order.context:
+            length = cache.attended_length(min(length, cache.capacity), device)
         return model.begin_extending(tokens[low:high], positions, length, cache, has_logits=has_logits)
 
 
 def pad_tokens(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> PaddedTokens:
     """Pad the rows to a microbatch that the model's layout can split; added rows repeat the first one."""
     mesh, mode = model.comm.mesh, model.mode
-    unit = math.lcm(*(mesh.size(axes) for axes in (mode.inner[0], mode.residual[0], mode.batch_axes)))
-    more, width = -len(new) % unit, max(map(len, new))
+    layouts = (mode.inner[0], mode.residual[0], mode.batch_axes)
+    unit = math.lcm(*(mesh.size(axis for axis in axes if axis not in mode.context) for axes in layouts))
+    chunks = 2 * mesh.size(mode.context) if mode.context else 1  # of a sequence
+    more, width = -len(new) % unit, -(-max(map(len, new)) // chunks) * chunks
     rows = [row + [0] * (width - len(row)) for row in (*new, *[new[0]] * more)]
     return PaddedTokens(rows, [*starts, *[starts[0]] * more])
 
@@ -88,13 +94,17 @@ class Sampler:
     def next_logits(self, contexts: Sequence[Context]) -> Tensor:
         """Return next-token logits [contexts, V] on the CPU, the same on every rank."""
         assert contexts and all(contexts), "every context has a token"
+        model = self.executor.model
         windows = [list(context[-self.capacity :]) for context in contexts]
         if len(windows) != len(self._held):
             self._held, self._cache = [[] for _ in windows], KVCache(self.capacity)
         starts = [_shared(held, window[:-1]) for held, window in zip(self._held, windows, strict=True)]
         new = [window[start:-1] for window, start in zip(windows, starts, strict=True)]
-        if any(new):
-            self.executor.extend(self._begin(new, starts, has_logits=False))
+        step = PREFILL * model.order.num_ranks
+        for first in range(0, max(map(len, new)), step):
+            part = [tokens[first : first + step] for tokens in new]
+            places = [start + min(first, len(tokens)) for start, tokens in zip(starts, new, strict=True)]
+            self.executor.extend(self._begin(part, places, has_logits=False))
         self._held = windows
         last, places = [window[-1:] for window in windows], [len(window) - 1 for window in windows]
         logits = self.executor.next_logits(self._begin(last, places, has_logits=True))

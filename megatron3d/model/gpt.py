@@ -34,7 +34,7 @@ from megatron3d.ops.rotary import RotaryTables, rotary_tables
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
-from megatron3d.parallel.layout import ParamSpec, span
+from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
@@ -183,12 +183,13 @@ class GPT(nn.Module):
             positions_BS: positions of the new tokens of the whole microbatch, all below `length`.
             has_logits: whether the pass ends in logits; if not, it only extends the cache.
         """
-        assert not self.order.context, "a KV cache holds whole sequences"
-        low, high = span(len(positions_BS), self.mode.inner[0], self.comm.mesh)
+        num_sequences, width = positions_BS.shape
+        low, high = self.order.sequences(num_sequences, self.mode.inner[0])
         cached = CacheView(cache, positions_BS, positions_BS[low:high], length, has_logits)
-        mine_BS = cached.mine_BS
-        rotary = tuple((cos[mine_BS], sin[mine_BS]) for cos, sin in self._rotary_tables(cache.capacity))
-        return Pass(tokens_BS, tokens_BS.shape[1], self.order, None, len(positions_BS), 0, None, rotary, cached)
+        chunks = self.order.chunks(width)
+        mine_BL, tokens_BL = (cut_positions(t, chunks, dim=1) for t in (cached.mine_BS, tokens_BS))
+        rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(cache.capacity))
+        return Pass(tokens_BL, width, self.order, None, num_sequences, 0, None, rotary, cached)
 
     def _begin(
         self,

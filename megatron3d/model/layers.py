@@ -20,6 +20,7 @@ from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.ops.attention import AttentionHeads, attention
 from megatron3d.ops.attention_softmax import VANILLA, Softmax
+from megatron3d.ops.cached_context_attention import cached_context_attention
 from megatron3d.ops.context_attention import ContextAttention, KeptResult, context_attention
 from megatron3d.ops.norm import TORCH_NORMS
 from megatron3d.ops.packed_attention import Visible
@@ -88,6 +89,10 @@ class Attention(nn.Module):
         q = q if self.query_scale == 1 else q * self.query_scale
         sinks = q.new_zeros(q.shape[2]) if self.has_sinks and self.sinks is None else self.sinks
         softmax = Softmax(self.softcap, sinks)
+        if at.cached and self.context:
+            seen = Visible(None, self.window)
+            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, None, softmax)
+            return cached_context_attention(q, k, v, inputs, at.cached, self.site)
         if at.cached:
             k, v = at.cached.extend(self.site, k, v)
             return attention(q, k, v, self.heads, None, at.cached.mask_BSL(self.window), softmax=softmax)

@@ -101,7 +101,7 @@ class Gathered:
         return grads.dq, dkv
 
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
-        by_rank = _by_rank(grads.kv.transpose(2, 3), self._places, self._comm.mesh.size(self._axes))
+        by_rank = split_by_rank(grads.kv.transpose(2, 3), self._places, self._comm.mesh.size(self._axes))
         pending = self._comm.reduce_scatter(by_rank, self._axes, dim=0)
 
         def finish() -> Grads:
@@ -132,7 +132,7 @@ class _GatherPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        by_rank = _by_rank(dkv, ctx.places, ctx.comm.mesh.size(ctx.axes))
+        by_rank = split_by_rank(dkv, ctx.places, ctx.comm.mesh.size(ctx.axes))
         return ctx.comm.reduce_scatter(by_rank, ctx.axes, dim=0).wait().squeeze(0), None, None, None
 
 
@@ -156,7 +156,7 @@ def _in_order(by_rank: Tensor, places: Sequence[Place]) -> Tensor:
     return torch.cat([by_rank[rank, :, :, rows] for _, rank, rows in sorted(places, key=lambda p: p[0])], dim=2)
 
 
-def _by_rank(whole: Tensor, places: Sequence[Place], num_ranks: int) -> Tensor:
+def split_by_rank(whole: Tensor, places: Sequence[Place], num_ranks: int) -> Tensor:
     """Return [C, 2, B, L, G, D], the positions of each rank, from [2, B, S, G, D] in their order."""
     length = whole.shape[2] // num_ranks
     by_rank = whole.new_empty((num_ranks, *whole.shape[:2], length, *whole.shape[3:]))

@@ -40,19 +40,22 @@ class KVCache:
         return length if device.type == "cpu" else min(-(-length // self.BLOCK) * self.BLOCK, self.capacity)
 
     def write(
-        self, site: str, k_BSGD: Tensor, v_BSGD: Tensor, positions_BS: Tensor, length: int
+        self, site: str, k_BSGD: Tensor, v_BSGD: Tensor, positions_BS: Tensor, length: int, most: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values; return those [B, length, G, D] of all positions below `length`."""
+        """Write a layer's new keys and values; return those [B, length, G, D] of all positions below `length`.
+
+        `most` is the largest number of slots; default: the capacity.
+        """
         if site not in self._kept or self._kept[site][0].shape[1] < length:
-            self._grow(site, k_BSGD, length)
+            self._grow(site, k_BSGD, length, most or self.capacity)
         rows = torch.arange(len(positions_BS), device=positions_BS.device).unsqueeze(1)
         for kept, new in zip(self._kept[site], (k_BSGD, v_BSGD), strict=True):
             kept[rows, positions_BS] = new
         k, v = self._kept[site]
         return k[:, :length], v[:, :length]
 
-    def _grow(self, site: str, like: Tensor, length: int) -> None:
-        capacity = min(-(-length // self.BLOCK) * self.BLOCK, self.capacity)
+    def _grow(self, site: str, like: Tensor, length: int, most: int) -> None:
+        capacity = min(-(-length // self.BLOCK) * self.BLOCK, most)
         assert capacity >= length, f"position {length - 1} in a cache of {self.capacity}"
         before = self._kept.pop(site, ())
         wider = tuple(like.new_zeros((like.shape[0], capacity, *like.shape[2:])) for _ in range(2))
@@ -91,3 +94,27 @@ class CacheView:
     def extend(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values; return those at all positions below `length`."""
         return self.cache.write(site, k_BSGD, v_BSGD, self.mine_BS, self.length)
+
+    def extend_slots(
+        self, site: str, k_BWGD: Tensor, v_BWGD: Tensor, rank: int, num_ranks: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values at the positions of a context rank; return all that it holds.
+
+        Position p is in slot p // num_ranks of rank p mod num_ranks.  The new tokens of a sequence follow one another,
+        and their number is a multiple of the ranks.
+        """
+        width = k_BWGD.shape[1]
+        first_B = self.mine_BS[:, :1]
+        columns = (rank - first_B) % num_ranks + torch.arange(0, width, num_ranks, device=first_B.device)
+        rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
+        length = -(-self.length // num_ranks)
+        k, v = k_BWGD[rows, columns], v_BWGD[rows, columns]
+        most = max(length, -(-self.cache.capacity // num_ranks))
+        return self.cache.write(site, k, v, (first_B + columns) // num_ranks, length, most)
+
+    def slot_mask(self, window: int | None, rank: int, num_ranks: int, num_slots: int) -> Tensor:
+        """Return bool [B, W, T]: which slots of a context rank each new token attends to."""
+        device, width = self.mine_BS.device, self.positions_BS.shape[1]
+        queries_BW = self.mine_BS[:, :1] + torch.arange(width, device=device)
+        distance = queries_BW.unsqueeze(-1) - (torch.arange(num_slots, device=device) * num_ranks + rank)
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)

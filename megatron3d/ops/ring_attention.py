@@ -39,7 +39,7 @@ def ring_attention(
 
     Args:
         kernel: kernel of all pairs; None: the one of each kind on this device.
-        of_step: returns the kernels of the pairs with keys of the rank so many places back; None: `kernel`.
+        of_step: returns the kernels of the pairs with keys of the rank that many places back; None: `kernel`.
     """
     merged, blocks = Merged(q_BNLD, plan.window, kernel), _Blocks(kv, plan, axes, comm)
     merged.add(kv, plan.own, of_step(0))

@@ -80,7 +80,7 @@ def losses(rank: int, world_size: int, folder: Path, layouts: list[list[str]]) -
     here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
     found = []
     for layout in layouts:
-        config = read_run(resolve(folder), [FP64, *layout], world_size, splits_context=True)
+        config = read_run(resolve(folder), [FP64, *layout], world_size)
         samples = evaluate.find_samples(config, ByteTokenizer(None), "whole", 21)
         executor = restore(config, ByteTokenizer(None), resolve(folder), here)
         found.append(evaluate.mean_loss(executor, config, samples, here.device))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.inference import sampling
 from megatron3d.inference.sampling import Sampler, Text, sample
 from megatron3d.ops.kv_cache import KVCache
 from megatron3d.parallel.modes import MODES
@@ -112,6 +113,46 @@ def test_every_schedule_with_every_mode() -> None:
         pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": name, "zero_stage": place % 4}
         cases.append((models[place % 2], {**layout, **pipeline}))
     assert_equal(cases)
+
+
+def test_context_ranks_divide_the_cache() -> None:
+    """Prompts that context ranks prefill, and tokens that they decode; the last positions of the model among them."""
+    two = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    four = {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert_equal([(MODELS["llama"], two), (MODELS["gpt2"], four | {"cp_comm_type": "p2p"})])
+
+
+def cache_bytes(rank: int, world_size: int, parallel: dict[str, Any]) -> int:
+    """Return what a rank keeps of a prompt."""
+    sampler = Sampler(executor_of(MODELS["llama"], parallel, world_size, rank), CPU)
+    sampler.next_logits([[*range(LENGTH)]])
+    return sampler._cache.num_bytes
+
+
+def test_each_context_rank_keeps_its_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "BLOCK", 1)
+    whole = cache_bytes(0, 1, {})
+    found = run_turns(cache_bytes, 4, {"context_parallel_size": 4})
+    padding = 8  # of the pass that decodes the last position
+    assert whole == LENGTH * found[0] * 4 // (LENGTH - 1 + padding + 1) and len({*found}) == 1
+
+
+def test_a_prompt_is_prefilled_in_pieces(executor: PipelineExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor grows with the square of the prompt: a pass has at most `PREFILL` tokens of each sequence."""
+    monkeypatch.setattr(sampling, "PREFILL", 3)
+    widths: list[int] = []
+    begin = executor.model.begin_extending
+
+    def watched(tokens: Tensor, *args: Any, **named: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return begin(tokens, *args, **named)
+
+    monkeypatch.setattr(executor.model, "begin_extending", watched)
+    sampler = Sampler(executor, CPU)
+    for contexts in CONTEXTS:
+        wanted = torch.stack([whole_logits(executor, context) for context in contexts])
+        assert (sampler.next_logits(contexts) - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    assert max(widths) == 3
 
 
 @pytest.fixture(scope="module", params=MODELS)

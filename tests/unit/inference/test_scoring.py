@@ -84,6 +84,7 @@ def scores(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[li
 
 def test_every_layout() -> None:
     layouts = [{**layout, "pipeline_model_parallel_size": 2} for layout in tensor_layouts(4)]
+    layouts.append({"context_parallel_size": 2, "tensor_model_parallel_size": 2})
     alone = score(executor_of(MODELS["llama"], {}), PAIRS, CPU)
     for found in run_turns(scores, 8, layouts):
         for layout, got in zip(layouts, found, strict=True):

@@ -1,0 +1,60 @@
+"""Attention of new tokens to a KV cache whose positions are divided among context ranks.
+
+    position p     context rank p mod c, slot p // c of its cache
+
+New queries, keys and values are gathered over the context ranks; each rank keeps the keys of its positions, attends all
+new queries to all that it keeps, and sends each rank the partial outputs of its tokens, which are merged by their
+log-sum-exp (Dao et al. 2022, arXiv:2205.14135).  So a prompt's keys are stored once, prefill and decode are one path
+for every exchange of training, and every rank computes the same number of scores.
+
+Letters: B sequences, W new tokens of each, L those of this rank, T slots of this rank's cache, N query heads,
+G key/value heads, D features of a head, C context ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron3d.ops.attention_pairs import PlainKernel
+from megatron3d.ops.attention_softmax import add_sink
+from megatron3d.ops.capped_attention import InPieces
+from megatron3d.ops.context_attention import ContextAttention
+from megatron3d.ops.context_gather import gather_positions, places_of_chunks, split_by_rank
+from megatron3d.ops.kv_cache import CacheView
+
+# Queries whose scores are in memory at once.
+PIECE = 256
+
+
+def cached_context_attention(
+    q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention, cached: CacheView, site: str
+) -> Tensor:
+    """Return causal attention of this rank's new tokens, [M, N * D], after extending the cache of a layer by them."""
+    order, width = at.order, at.seq_length
+    q_BNWD = gather_positions(q_BLND.unsqueeze(0), order, width, at.comm)[0].transpose(1, 2)
+    kv = gather_positions(torch.stack((k_BLGD, v_BLGD)), order, width, at.comm)
+    rank, ranks = at.comm.mesh.index(order.context), order.num_ranks
+    k_BGTD, v_BGTD = (t.transpose(1, 2) for t in cached.extend_slots(site, kv[0], kv[1], rank, ranks))
+    if not at.heads.are_even:
+        k_BGTD, v_BGTD = (t[:, at.heads.group_of_query] for t in (k_BGTD, v_BGTD))
+    mask_BWT = cached.slot_mask(at.visible.window, rank, ranks, k_BGTD.shape[2])
+    kernel = InPieces(PlainKernel(at.softmax.softcap), PIECE)
+    out, lse = kernel.forward(q_BNWD, k_BGTD, v_BGTD, False, mask_BWT[:, None, None])
+    out_BNLD, lse_BNL = _merged(torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), dim=-1), at)
+    y_BNLD, _ = add_sink(out_BNLD, lse_BNL, at.softmax.sink_N)
+    return y_BNLD.to(q_BLND.dtype).transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _merged(parts: Tensor, at: ContextAttention) -> tuple[Tensor, Tensor]:
+    """Return output [B, N, L, D] and log-sum-exp of this rank's tokens, from what every rank has of all, [B, N, W, E].
+
+    The last of E features is the log-sum-exp.
+    """
+    places = places_of_chunks(at.order, at.seq_length)
+    by_rank = split_by_rank(parts.transpose(1, 2).unsqueeze(0), places, at.order.num_ranks)
+    axes = at.comm.mesh.nontrivial(at.order.context)
+    received = at.comm.all_to_all(by_rank, axes).wait().squeeze(1).transpose(2, 3)  # [C, B, N, L, E]
+    out, lse = received[..., :-1], received[..., -1]
+    total = lse.logsumexp(0)
+    return (out * (lse - total).exp().unsqueeze(-1)).sum(0), total
