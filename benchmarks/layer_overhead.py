@@ -48,7 +48,7 @@ def turns(precision: str, rounds: int) -> tuple[Turns, Turns]:
     tokens = TINY.tokens()
     at = ours.state.model.begin(tokens, TINY.num_tokens)
     layer, block = cast(Layer, ours.state.model.layers["0"]), cast(Block, theirs.h[0])
-    x_MH = ours.state.model.embedding(at).detach().requires_grad_()
+    x_MH = ours.state.model.embedding(at, ours.state.model.embedding_weight).detach().requires_grad_()
     compare(layer(x_MH, at), block(x_MH.unsqueeze(0))[0])
 
     renew = partial(ours.state.buffers.begin_step, 10**9)

@@ -37,6 +37,7 @@ EXCHANGES = (
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 SOFTMAX = ("tests/unit/ops/test_attention_softmax.py",)
+AHEAD = ("tests/unit/model/test_mtp.py",)
 
 
 CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
@@ -477,8 +478,8 @@ MUTATIONS = [
             (
                 "validation loss added once for each context rank",
                 "train/evaluate.py",
-                "torch.stack(losses).sum() / loss_copies(model)",
-                "torch.stack(losses).sum() / loss_copies(model) * model.order.num_ranks",
+                "torch.stack(losses).unbind(1)]) / loss_copies(model)",
+                "torch.stack(losses).unbind(1)]) / loss_copies(model) * model.order.num_ranks",
             ),
             (
                 "positions in documents begin at 0 on every context rank",
@@ -595,6 +596,69 @@ MUTATIONS = [
         "pipeline/engine.py",
         "self._deferred_wgrads[action.stage, action.mb] = deferred",
         "self._deferred_wgrads[action.stage, action.mb] = [*deferred, *deferred]",
+    ),
+    Mutation(
+        "loss of a module ahead divided by another module's labels",
+        "model/mtp.py",
+        "Target(at.cut(labels_BS).flatten(), count, scale)",
+        "Target(at.cut(labels_BS).flatten(), counts[0], scale)",
+        AHEAD,
+    ),
+    Mutation(
+        "labels outside of the sequence counted",
+        "train/step.py",
+        "settings.num_tokens - places * num_sequences",
+        "settings.num_tokens",
+        AHEAD,
+    ),
+    Mutation(
+        "module ahead reads the token before",
+        "model/mtp.py",
+        "tokens_BT[:, places:].clamp(min=0), (0, places)",
+        "tokens_BT[:, places - 1 :].clamp(min=0), (0, places)",
+        AHEAD,
+    ),
+    Mutation(
+        "label ahead in the next document counted",
+        "data/packing.py",
+        "range(places + 1 if kept else 0)",
+        "range(places if kept else 0)",
+        AHEAD,
+    ),
+    Mutation(
+        "labels ahead not shifted",
+        "data/packing.py",
+        "ahead_BS[:, :kept] = labels_BS[:, places:]",
+        "ahead_BS[:, :kept] = labels_BS[:, :kept]",
+        AHEAD,
+    ),
+    Mutation(
+        "losses ahead summed, not averaged",
+        "model/gpt.py",
+        "self.arch.mtp_loss_scaling_factor / max(self.arch.mtp_num_layers, 1)",
+        "self.arch.mtp_loss_scaling_factor",
+        AHEAD,
+    ),
+    Mutation(
+        "embedding's gradient on the last stage forgotten",
+        "model/params.py",
+        "return arch.tie_embeddings or arch.mtp_num_layers > 0",
+        "return arch.tie_embeddings",
+        AHEAD,
+    ),
+    Mutation(
+        "gradient of a layout not changed back",
+        "ops/relayout.py",
+        "_changed(dy_MF, target, source, ctx.comm)",
+        "_changed(dy_MF, target, source, ctx.comm) / 2",
+        AHEAD,
+    ),
+    Mutation(
+        "modules ahead cost the last stage nothing",
+        "model/stages.py",
+        "head_flops_per_token(arch) + mtp_flops_per_token(arch)",
+        "head_flops_per_token(arch)",
+        AHEAD,
     ),
 ]
 

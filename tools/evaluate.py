@@ -94,7 +94,7 @@ def mean_loss(executor: PipelineExecutor, config: Config, samples: EvaluationWin
         samples, model.comm.mesh, model.mode.batch_axes, train.micro_batch_size, train.global_batch_size, device
     )
     steps = (loader.step(first) for first in range(0, samples.num_samples, train.global_batch_size))
-    return evaluate(executor, steps, StepSettings(0, samples.num_tokens, train.global_batch_size)).item()
+    return evaluate(executor, steps, StepSettings(0, samples.num_tokens, train.global_batch_size))[0].item()
 
 
 def describe(config: Config, samples: EvaluationWindows, loss: float) -> Mapping[str, object]:

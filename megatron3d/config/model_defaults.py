@@ -46,6 +46,8 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         add_qkv_bias=_unless(model.add_qkv_bias, biases),
         add_mlp_bias=_unless(model.add_mlp_bias, biases),
         apply_layernorm_1p=model.apply_layernorm_1p,

@@ -159,3 +159,9 @@ class ModelConfig(Section):
     )
     moe_aux_loss_coeff: float = Field(0.0, ge=0, description="factor of the loss of moe_router_load_balancing_type")
     moe_z_loss_coeff: float = Field(0.0, ge=0, description="factor of the router's z-loss; 0: none")
+    mtp_num_layers: int = Field(
+        0, ge=0, description="multi-token prediction: modules that each predict one token further ahead; 0: none"
+    )
+    mtp_loss_scaling_factor: float = Field(
+        0.1, gt=0, description="with mtp_num_layers: factor of the mean of their losses in the total loss"
+    )

@@ -16,6 +16,7 @@ Count = Annotated[int, Field(ge=0)]
 # Largest number of a key, far above every known model; MAX_NUMBER for the keys that are not here.
 LARGEST: Mapping[str, int] = {
     "num_layers": 10_000,
+    "mtp_num_layers": 1000,
     "hidden_size": 10**6,
     "ffn_hidden_size": 10**7,
     "num_moe_experts": 10**5,

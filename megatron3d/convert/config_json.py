@@ -199,6 +199,7 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         "kv_channels",
     }
     known_names |= {"experts", "balance", "rotary_scaling", "no_rope_freq", "window", "window_pattern", *SWITCHES}
+    known_names.add("mtp_loss_scaling_factor")  # a factor of training only, without effect where mtp_num_layers is 0
     known_names |= set() if hub_type.has_rope else {"rotary_base"}
     for name in (field.name for field in fields(arch) if field.name not in known_names):
         value, silent = getattr(arch, name), {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings}[name]

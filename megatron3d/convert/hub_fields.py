@@ -137,6 +137,7 @@ def arch_value(arch: Architecture, name: str) -> Any:
 
 # Switches that no model type has, and the value of each without effect.
 SWITCHES: Mapping[str, JsonValue] = {
+    "mtp_num_layers": 0,
     "rope_local_base_freq": None,
     "rotary_percent": 1.0,
     "add_qkv_bias": None,

@@ -63,8 +63,29 @@ class Packing:
         """Whether some tokens may be excluded from the loss."""
         return self.eod_mask_loss or self.pad is not None or self.goldfish is not None
 
-    def labels(self, tokens_BT: Tensor) -> Tensor:
-        """Return labels [B, S], the token after each token; IGNORED where it does not count in the loss."""
+    def masks_ahead(self, places: int) -> bool:
+        """Return whether some tokens may be excluded as labels that many places further than the next token."""
+        return self.masks_loss or (places > 0 and bool(self.reason))
+
+    def labels(self, tokens_BT: Tensor, places: int = 0) -> Tensor:
+        """Return labels [B, S], the token after each token; IGNORED where it does not count in the loss.
+
+        With `places` the label is as many places further, and ignored where it lies outside of the sequence, or in
+        another document where documents are told apart.
+        """
+        labels_BS = self._next_labels(tokens_BT)
+        if not places:
+            return labels_BS
+        kept = max(labels_BS.shape[1] - places, 0)
+        ahead_BS = torch.full_like(labels_BS, IGNORED)
+        ahead_BS[:, :kept] = labels_BS[:, places:]
+        if self.reason:
+            ends_BS = tokens_BT[:, :-1].eq(-1 if self.eod is None else self.eod)
+            for back in range(places + 1 if kept else 0):
+                ahead_BS[:, :kept].masked_fill_(ends_BS[:, back : back + kept], IGNORED)
+        return ahead_BS
+
+    def _next_labels(self, tokens_BT: Tensor) -> Tensor:
         labels_BS = tokens_BT[:, 1:]
         ignored = torch.zeros_like(labels_BS, dtype=torch.bool)
         if self.eod_mask_loss:

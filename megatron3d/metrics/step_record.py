@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
 
@@ -26,6 +26,7 @@ class StepRecord:
         loss_scale: factor of the next step's loss; None without loss scaling.
         global_batch_size: sequences of this step, trained on with `seq_length` tokens each.
         skipped_records: bad records skipped since the run began; None if none may be skipped.
+        mtp_losses: mean loss of each module of multi-token prediction.
     """
 
     iteration: int
@@ -47,6 +48,18 @@ class StepRecord:
     global_batch_size: int = 0
     seq_length: int = 0
     skipped_records: int | None = None
+    mtp_losses: tuple[float, ...] = ()
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Return the numbers by key as in metrics.jsonl."""
+        values = asdict(self)
+        return values | mtp_rows(values.pop("mtp_losses"))
+
+
+def mtp_rows(losses: Sequence[float], suffix: str = "loss") -> dict[str, float]:
+    """Return the losses of multi-token prediction by key: `mtp_1 loss` is that of the token after the next."""
+    return {f"mtp_{depth} {suffix}": loss for depth, loss in enumerate(losses, start=1)}
 
 
 def step_line(record: StepRecord, train_iters: int, now: datetime) -> str:
@@ -60,6 +73,7 @@ def step_line(record: StepRecord, train_iters: int, now: datetime) -> str:
         "learning rate": f"{record.learning_rate:.6E}",
         "global batch size": f"{record.global_batch_size:5d}",
         "lm loss": scientific(record.lm_loss),
+        **{name: scientific(loss) for name, loss in mtp_rows(record.mtp_losses).items()},
         "loss scale": None if record.loss_scale is None else f"{record.loss_scale:.1f}",
         "grad norm": f"{record.grad_norm:.3f}",
         "number of skipped iterations": f"{record.skipped_iterations:3d}",
@@ -77,12 +91,13 @@ def timer_lines(timers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         yield f"    {name} ".ljust(46, ".") + f": ({over['min']:.2f}, {over['max']:.2f}), {over['max_rank']}"
 
 
-def evaluation_line(iteration: int, validation_loss: float) -> str:
+def evaluation_line(iteration: int, validation_loss: float, mtp_losses: Sequence[float] = ()) -> str:
     """Return the console line of an evaluation; the exponent of the perplexity is capped at 20, as in Megatron."""
     perplexity = math.exp(min(20.0, validation_loss))
+    ahead = "".join(f" {name}: {scientific(loss)} |" for name, loss in mtp_rows(mtp_losses, "loss value").items())
     return (
         f" validation loss at iteration {iteration} | lm loss value: {scientific(validation_loss)} | "
-        f"lm loss PPL: {scientific(perplexity)} |"
+        f"lm loss PPL: {scientific(perplexity)} |{ahead}"
     )
 
 

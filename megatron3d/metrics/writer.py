@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from megatron3d.config.schema import Config
 from megatron3d.metrics.journal import Journal
 from megatron3d.metrics.sinks import build_sinks
-from megatron3d.metrics.step_record import StepRecord, evaluation_line, step_line, timer_lines
+from megatron3d.metrics.step_record import StepRecord, evaluation_line, mtp_rows, step_line, timer_lines
 
 
 class MetricsWriter:
@@ -33,12 +32,13 @@ class MetricsWriter:
         print(step_line(record, self._config.train.train_iters, datetime.now()), flush=True)
         if self._config.logging.timing_log_level == 2:
             print("\n".join(timer_lines(more.get("timers", {}))), flush=True)
-        self._write(asdict(record) | more)
+        self._write(record.row | more)
 
-    def evaluation(self, iteration: int, validation_loss: float) -> None:
-        """Report the loss on the validation split after `iteration` steps."""
-        print(evaluation_line(iteration, validation_loss), flush=True)
-        self._write({"iteration": iteration, "validation_loss": validation_loss})
+    def evaluation(self, iteration: int, validation_loss: float, mtp_losses: Sequence[float] = ()) -> None:
+        """Report the losses on the validation split after `iteration` steps."""
+        print(evaluation_line(iteration, validation_loss, mtp_losses), flush=True)
+        ahead = mtp_rows(mtp_losses, "validation_loss")
+        self._write({"iteration": iteration, "validation_loss": validation_loss, **ahead})
 
     def rollback(self, iteration: int, message: str) -> None:
         """Report a rollback to an iteration, and drop the rows after it, which will be written again."""

@@ -97,6 +97,8 @@ class Architecture:
     use_parallel_residual: bool = False
     experts: Experts | None = None
     balance: Balance | None = None
+    mtp_num_layers: int = 0
+    mtp_loss_scaling_factor: float = 0.1
 
     @property
     def norm_sites(self) -> tuple[str, ...]:
@@ -136,6 +138,7 @@ FREE_FIELDS = frozenset(
         "attention_dropout",
         "init_method_std",
         "balance",
+        "mtp_loss_scaling_factor",
     }
 )
 

@@ -16,19 +16,23 @@ from megatron3d.parallel.loss_chunks import LossChunk
 
 
 class Embedding(nn.Module):
-    """Word embedding [M] -> [M, H], plus learned position embeddings if the model has them."""
+    """Word embedding [M] -> [M, H], plus learned position embeddings if the table has them under this name.
+
+    It has no weight of its own where it looks up rows of another module's.
+    """
 
     def __init__(self, name: str, build: Build) -> None:
         super().__init__()
         self.plan, self.comm, self.main_grads = build.plan(build.mode.embed), build.comm, build.main_grads
         self.padded_vocab_size, self.tokens = build.arch.padded_vocab_size, build.mode.residual[0]
         self.scale = build.arch.embedding_scale
-        self.weight = build.param(f"{name}.weight")
+        self.weight = build.optional(f"{name}.weight")
         self.position = build.optional(f"{name}.position")
 
-    def forward(self, at: Pass) -> Tensor:
+    def forward(self, at: Pass, w_VH: Tensor) -> Tensor:
+        """Return the rows of `w_VH` of the tokens of a pass."""
         tokens_M, size = at.tokens_BL.flatten(), self.padded_vocab_size
-        x_MH = embedding(tokens_M, self.weight, size, self.plan, self.comm, self.main_grads)
+        x_MH = embedding(tokens_M, w_VH, size, self.plan, self.comm, self.main_grads)
         x_MH = x_MH if self.scale == 1 else x_MH * self.scale
         if self.position is None:
             return x_MH
@@ -36,7 +40,7 @@ class Embedding(nn.Module):
 
 
 class LossHead(nn.Module):
-    """LM head and its loss; it has no weight of its own if embeddings are tied and one rank holds both."""
+    """LM head and its loss; it has no weight of its own where it multiplies by another module's."""
 
     def __init__(self, name: str, chunk: LossChunk, build: Build) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.layer_kinds import expert_layers, has_experts, keys_seen, layer_counts, mean_keys
-from megatron3d.model.linears import PROJ, QKV, layer_linears
+from megatron3d.model.linears import PROJ, QKV, layer_linears, mtp_linears
 
 
 def num_parameters(arch: Architecture) -> int:
@@ -34,6 +34,7 @@ def num_parameters(arch: Architecture) -> int:
         + num_mlps * mlp
         + experts
         + norm * h
+        + arch.mtp_num_layers * (attention + mlp + len(arch.norm_sites) * norm * h + 2 * h * h + 3 * norm * h)
     )
 
 
@@ -89,6 +90,12 @@ def active_expert_weights(arch: Architecture) -> int:
     return arch.hidden_size * (experts.num_experts + experts.has_shared_gate + matrices * ffn)
 
 
+def mtp_flops_per_token(arch: Architecture) -> int:
+    """Return the FLOPs per token of multi-token prediction: of each module two linears, a layer, and the LM head."""
+    linears = 6 * sum(linear.num_weights for linear in mtp_linears(arch).values())
+    return arch.mtp_num_layers * (linears + flops_of_layer(arch, arch.num_layers - 1) + head_flops_per_token(arch))
+
+
 def head_flops_per_token(arch: Architecture) -> int:
     """Return the FLOPs per token of the LM head, forward and backward."""
     return 6 * arch.hidden_size * arch.vocab_size
@@ -100,4 +107,5 @@ def flops_per_token(arch: Architecture) -> int:
     They are 6 per weight of a GEMM, LM head included and embeddings excluded, plus 12 * layers * heads * head size *
     length for core attention, whose masked half is counted, as is customary for MFU; a window takes the length's place.
     """
-    return 6 * _all_layer_weights(arch) + arch.num_layers * _core_flops(arch) + head_flops_per_token(arch)
+    layers = 6 * _all_layer_weights(arch) + arch.num_layers * _core_flops(arch)
+    return layers + head_flops_per_token(arch) + mtp_flops_per_token(arch)

@@ -5,7 +5,7 @@ Letters: B sequences, S positions, M tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from megatron3d.model.layer_kinds import rotaries
 from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass, Target, cut_positions
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
+from megatron3d.model.mtp import PredictionModule, inputs_ahead
 from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment
@@ -81,8 +82,9 @@ class GPT(nn.Module):
             arch, mode, comm, self.specs, *hooks, recompute, overlap, norm_kernels, compiled, context_exchange
         )
         self.recompute, self.offload = recompute, ActivationOffload()
-        if self.stages[0].has_embedding:
+        if EMBEDDING in self.specs:
             self.embedding = Embedding("embedding", build)
+        if self.stages[0].has_embedding:
             self.embedding_dropout = HiddenDropout("embedding", build)
         self.layers = nn.ModuleDict(
             {str(index): Layer(index, build) for stage in self.stages for index in stage.layers}
@@ -90,6 +92,8 @@ class GPT(nn.Module):
         if self.stages[-1].has_head:
             self.final_norm = Norm("final_norm", mode.residual[1], build)
             self.head = LossHead("head", loss_chunk, build)
+        num_ahead = arch.mtp_num_layers if self.stages[-1].has_head else 0
+        self.mtp = nn.ModuleDict({str(index): PredictionModule(index, loss_chunk, build) for index in range(num_ahead)})
         self._rotary: tuple[RotaryTables, ...] = ()
         self._activation_hook: ActivationHook | None = None
 
@@ -103,6 +107,16 @@ class GPT(nn.Module):
         """LM head's weight [V, H]: with tied embeddings the embedding's, if this rank holds it."""
         return self.get_parameter(HEAD if HEAD in self.specs else EMBEDDING)
 
+    @property
+    def embedding_weight(self) -> Tensor:
+        """Embedding matrix [V, H]: on the last rank of a model with tied embeddings the head's, if it is there."""
+        return self.get_parameter(EMBEDDING if EMBEDDING in self.specs else HEAD)
+
+    @property
+    def modules_ahead(self) -> list[tuple[str, PredictionModule]]:
+        """Modules of multi-token prediction of this rank by index, in the order of the forward pass."""
+        return [(index, module) for index, module in self.mtp.items() if isinstance(module, PredictionModule)]
+
     def fsdp_units(self) -> list[FsdpUnit]:
         """Return the FSDP units of this rank's stages, in the order of the forward pass."""
         found: list[FsdpUnit] = []
@@ -111,19 +125,23 @@ class GPT(nn.Module):
                 found.append(FsdpUnit("embedding", self.embedding, index, in_backward=False))
             found += [FsdpUnit(f"layers.{n}", self.layers[str(n)], index, in_backward=True) for n in stage.layers]
             if stage.has_head:
-                path = "head" if HEAD in self.specs else "embedding"
+                path, table = (
+                    next(path for path in order if f"{path}.weight" in self.specs)
+                    for order in (("head", "embedding"), ("embedding", "head"))
+                )
                 found.append(FsdpUnit("final_norm", self.final_norm, index, in_backward=True))
                 found.append(FsdpUnit(path, self.head, index, in_backward=False))
+                for depth, module in self.modules_ahead:
+                    found.append(FsdpUnit(table, module.embedding, index, in_backward=False))
+                    found.append(FsdpUnit(f"mtp.{depth}", module, index, in_backward=True))
+                    found.append(FsdpUnit(path, module.head, index, in_backward=False))
         return found
 
     def _prefetched_weights(self, stage: Stage) -> list[tuple[str, PrefetchedWeight]]:
         """Return the FSDP unit and the weight of each linear of a stage, in the order of the forward pass."""
-        linears = [
-            (f"layers.{n}", module)
-            for n in stage.layers
-            for module in self.layers[str(n)].modules()
-            if isinstance(module, Linear)
-        ]
+        units = [(f"layers.{n}", self.layers[str(n)]) for n in stage.layers]
+        units += [(f"mtp.{depth}", module) for depth, module in self.modules_ahead if stage.has_head]
+        linears = [(path, module) for path, unit in units for module in unit.modules() if isinstance(module, Linear)]
         return [(block, weight) for block, linear in linears if (weight := linear.matmul.weight)]
 
     def prefetch_weights(self, unshard: Callable[[str], None]) -> None:
@@ -152,6 +170,7 @@ class GPT(nn.Module):
         packing: Packing = PLAIN,
         starts: Starts | None = None,
         all_tokens: int = 1,
+        num_ahead: Sequence[int | Tensor] = (),
     ) -> Pass:
         """Return the pass of a microbatch that ends in the loss.
 
@@ -164,10 +183,13 @@ class GPT(nn.Module):
             packing: treatment of documents and of tokens that do not count in the loss.
             starts: `packing.starts` of the tokens, which the host must know; default: read from `tokens`.
             all_tokens: tokens of the global batch, masked ones included.
+            num_ahead: valid tokens of the global batch for each module of multi-token prediction.
         """
         documents = packing.documents(tokens[:, :-1], packing.starts(tokens) if starts is None else starts)
         at = self._begin(tokens[:, :-1].clamp(min=0), first_sequence, key, documents)
-        return replace(at, target=Target(at.cut(packing.labels(tokens)).flatten(), num_tokens, loss_scale, all_tokens))
+        scale = loss_scale * self.arch.mtp_loss_scaling_factor / max(self.arch.mtp_num_layers, 1)
+        target = Target(at.cut(packing.labels(tokens)).flatten(), num_tokens, loss_scale, all_tokens)
+        return replace(at, target=target, ahead=tuple(inputs_ahead(tokens, at, packing, num_ahead, scale)))
 
     def begin_sampling(self, tokens_BS: Tensor) -> Pass:
         """Return the pass of a microbatch [B, S] that ends in its logits."""
@@ -243,11 +265,12 @@ class GPT(nn.Module):
     def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
         """Compute a stage: return the residual stream [M, H], or on the last stage this rank's share of the loss.
 
-        Without a target the last stage returns logits [B, S, V]; if a pass with a KV cache needs no logits, it returns
-        the residual stream.  `x_MH` is the output of the stage before, None for the first stage.
+        With multi-token prediction the losses of its modules follow [1 + modules].  Without a target the last stage
+        returns logits [B, S, V]; if a pass with a KV cache needs no logits, it returns the residual stream.  `x_MH` is
+        the output of the stage before, None for the first stage.
         """
         if stage.has_embedding:
-            x_MH = self.embedding_dropout(self.embedding(at), at)
+            x_MH = self.embedding_dropout(self.embedding(at, self.embedding_weight), at)
             self._call_activation_hook("embedding", x_MH)
         assert x_MH is not None, f"stage {stage.index} was given nothing"
         at = self._with_documents(at)
@@ -258,5 +281,16 @@ class GPT(nn.Module):
                 x_MH = compute(run.layers, x_MH, at)
         if not stage.has_head or (at.cached and not at.cached.has_logits):
             return x_MH
-        y: Tensor = self.head(self.final_norm(x_MH), self.head_weight, at)
-        return y
+        x_MH = self.final_norm(x_MH)
+        y: Tensor = self.head(x_MH, self.head_weight, at)
+        return torch.stack((y, *self._losses_ahead(x_MH, at))) if at.ahead else y
+
+    def _losses_ahead(self, x_MH: Tensor, at: Pass) -> Iterator[Tensor]:
+        """Yield this rank's share of the loss of each module of multi-token prediction."""
+        for (index, module), ahead in zip(self.modules_ahead, at.ahead, strict=True):
+            there = replace(at, tokens_BL=ahead.tokens_BL, target=ahead.target)
+            embedded_MH = module.embedding(there, self.embedding_weight)
+            compute = partial(recomputed, module) if self.recompute.recomputes_ahead else module
+            x_MH = compute(x_MH, embedded_MH, at)
+            self._call_activation_hook(f"mtp.{index}", x_MH)
+            yield module.head(x_MH, self.head_weight, there)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.params import param_specs
+from megatron3d.model.params import param_specs, shares_embedding
 from megatron3d.model.stages import StageAssignment
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import DATA, Axes, Mesh, disjoint_cover
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.p2p import Link
+from megatron3d.parallel.relayouts import dim_changes
 
 
 def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes, ...]:
@@ -33,6 +34,9 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
         DATA[:1],
         *(tuple(axis for axis in axes if axis not in mesh.zero) for axes in reduced),
     ]
+    if arch.mtp_num_layers:
+        there, back = dim_changes(mode.inner, mode.residual, mesh), dim_changes(mode.residual, mode.inner, mesh)
+        sets += [change.gathered for change in (*there, *back)]
     sets += [mode.context, *((axis,) for axis in mode.context), (*DATA, *mode.context)] if mode.context else []
     if arch.experts is not None:
         sets += [mode.copies, tuple(axis for axis in mode.home if axis not in mode.batch_axes)]
@@ -49,13 +53,13 @@ def _plan_axes(plan: MatmulPlan) -> list[Axes]:
 
 def pipeline_links(arch: Architecture, assignment: StageAssignment) -> tuple[Link, ...]:
     """Return all pairs of pipeline ranks that send to each other: the owners of neighbouring stages, and of the first
-    and last stage of a model with tied embeddings."""
+    and last stage of a model whose last stage uses the embedding matrix as well."""
     pairs = {(min(pair), max(pair)) for pair in pairwise(assignment.owners)}
     links = {Link("pipeline", low, high) for low, high in pairs if low < high}
     return tuple(sorted({*links, *tied_links(arch, assignment)}))
 
 
 def tied_links(arch: Architecture, assignment: StageAssignment) -> tuple[Link, ...]:
-    """Return the pair of pipeline ranks that sum the gradient of tied embeddings, if there are two."""
+    """Return the pair of pipeline ranks that sum the gradient of a shared embedding matrix, if there are two."""
     low, high = sorted((assignment.owners[0], assignment.owners[-1]))
-    return (Link("pipeline", low, high),) if arch.tie_embeddings and low < high else ()
+    return (Link("pipeline", low, high),) if shares_embedding(arch) and low < high else ()

@@ -109,14 +109,14 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Transformer layer [M, H] -> [M, H], the one of this index in the whole model.
+    """Transformer layer [M, H] -> [M, H], of the kind of this index in the whole model.
 
     The MLP reads the residual stream after attention, or, with a parallel residual, the same one as attention.
     """
 
-    def __init__(self, index: int, build: Build) -> None:
+    def __init__(self, index: int, build: Build, path: str | None = None) -> None:
         super().__init__()
-        name = f"layers.{index}"
+        name = path or f"layers.{index}"
 
         def norm(site: str) -> nn.Module:
             has_one = site in build.arch.norm_sites

@@ -8,6 +8,8 @@
 Shared experts are an MLP next to the experts.  Weights of experts are no linears of this table: rows of tokens are sent
 to them (`model/experts.py`).
 `expand` is Megatron's column-parallel, `contract` its row-parallel linear.
+A module of multi-token prediction has two
+more, of the hidden state and of the embedding of the next token: both expand hidden -> hidden.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from megatron3d.parallel.modes.mode import Mode
 
 QKV, PROJ, FC1, FC2 = LINEARS = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
 SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.fc1", "mlp.shared_experts.fc2"
+MTP_LINEARS = ("hidden_proj", "embedding_proj")
 
 
 class LinearSize(NamedTuple):
@@ -61,6 +64,16 @@ def shared_linears(arch: Architecture) -> dict[str, LinearSize]:
     ffn = 0 if arch.experts is None else arch.experts.shared_ffn_hidden_size
     sizes = linear_sizes(arch.hidden_size, ffn, 1, 1, arch.activation in GATED)
     return {SHARED_FC1: sizes[FC1], SHARED_FC2: sizes[FC2]} if ffn else {}
+
+
+def mtp_linears(arch: Architecture) -> dict[str, LinearSize]:
+    """Return the linears that a module of multi-token prediction has besides its layer, by their path in it."""
+    return {name: LinearSize(True, arch.hidden_size, {name: arch.hidden_size}) for name in MTP_LINEARS}
+
+
+def linear_size(arch: Architecture, name: str) -> LinearSize:
+    """Return the sizes of a linear by its path in its layer or module."""
+    return mtp_linears(arch)[name] if name in MTP_LINEARS else {**layer_linears(arch), **shared_linears(arch)}[name]
 
 
 def linear_sizes(hidden: int, ffn: int, queries: int, keys: int, is_gated: bool) -> dict[str, LinearSize]:

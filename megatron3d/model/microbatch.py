@@ -40,6 +40,14 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Inputs of one module of multi-token prediction: for each position the token k places further, and its label."""
+
+    tokens_BL: Tensor
+    target: Target
+
+
+@dataclass(frozen=True)
 class Pass:
     """Inputs of one microbatch's pass through the model.
 
@@ -56,6 +64,7 @@ class Pass:
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
         router_records: what the router of each layer counted in this pass, written over by recomputation.
+        ahead: inputs of the modules of multi-token prediction, which only passes with a target have.
     """
 
     tokens_BL: Tensor
@@ -69,6 +78,7 @@ class Pass:
     cached: CacheView | None = None
     documents: Documents | None = None
     router_records: dict[int, Tensor] = field(default_factory=dict)
+    ahead: tuple[Ahead, ...] = ()
 
     @property
     def first_row(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.linears import layer_linears, shared_linears
+from megatron3d.model.linears import linear_size
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.ops.async_matmul import AsyncMatmul
@@ -78,8 +78,7 @@ class Linear(nn.Module):
 
     def __init__(self, layer: str, name: str, build: Build) -> None:
         super().__init__()
-        size = {**layer_linears(build.arch), **shared_linears(build.arch)}[name]
-        plan = build.plan(size.plan(build.mode))
+        plan = build.plan(linear_size(build.arch, name).plan(build.mode))
         comm, overlap = build.comm, build.overlap
         name = f"{layer}.{name}"
         self.weight = build.param(f"{name}.weight")

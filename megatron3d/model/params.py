@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.layer_kinds import has_experts
-from megatron3d.model.linears import FC1, FC2, PROJ, QKV, layer_linears, linear_sizes, shared_linears
+from megatron3d.model.linears import FC1, FC2, MTP_LINEARS, PROJ, QKV, linear_size, linear_sizes, shared_linears
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.ops.router_spec import Experts
 from megatron3d.parallel.layout import ParamSpec, Part
@@ -34,12 +34,13 @@ def stage_specs(
 ) -> dict[int, dict[str, ParamSpec]]:
     """Return the specs of each stage on a pipeline rank; a parameter is in the first stage that uses it.
 
-    Where embeddings are tied and the ends of the pipeline are on two ranks, both hold the matrix: `embedding.weight` on
-    the first, `head.weight` on the last, one logical tensor.
+    Where the ends of the pipeline are on two ranks and the last one needs the embedding matrix as well, both hold it,
+    one logical tensor: `embedding.weight` on the first; on the last `head.weight` where embeddings are tied, else
+    `embedding.weight`, which multi-token prediction reads.
     """
     first, last = assignment.owners[0], assignment.owners[-1]
-    tied_apart = arch.tie_embeddings and first != last
-    tied_head = HEAD if rank == last and tied_apart else EMBEDDING
+    is_apart = first != last
+    tied_head = HEAD if rank == last and is_apart else EMBEDDING
     tables = {stage.index: list(_stage_specs(arch, mode, stage, tied_head)) for stage in assignment.on_rank(rank)}
     uses = Counter(name for table in tables.values() for name, _ in table)
     stages: dict[int, dict[str, ParamSpec]] = {}
@@ -47,11 +48,16 @@ def stage_specs(
     for index, table in tables.items():
         new = {name: spec for name, spec in table if name not in seen}
         for name, spec in new.items():
-            is_shared = tied_apart and spec.parts[0].name == EMBEDDING
+            is_shared = is_apart and shares_embedding(arch) and spec.parts[0].name == EMBEDDING
             new[name] = replace(spec, uses=uses[name], holders=(first, last) if is_shared else (rank,))
         stages[index] = new
         seen |= set(new)
     return stages
+
+
+def shares_embedding(arch: Architecture) -> bool:
+    """Return whether the last stage uses the embedding matrix as well: as LM head, or for multi-token prediction."""
+    return arch.tie_embeddings or arch.mtp_num_layers > 0
 
 
 def _stage_specs(arch: Architecture, mode: Mode, stage: Stage, tied_head: str) -> Named:
@@ -63,10 +69,12 @@ def _stage_specs(arch: Architecture, mode: Mode, stage: Stage, tied_head: str) -
         yield from table.layer(index)
     if stage.has_head:
         yield from table.norm("final_norm", arch.hidden_size, *mode.residual)
-        if arch.tie_embeddings:
-            yield from table.vocabulary(tied_head, EMBEDDING)
-        else:
-            yield from table.vocabulary(HEAD, HEAD)
+        head = (tied_head, EMBEDDING) if arch.tie_embeddings else (HEAD, HEAD)
+        yield from table.vocabulary(*head)
+        for depth in range(arch.mtp_num_layers):
+            yield from table.vocabulary(head[0] if arch.tie_embeddings else EMBEDDING, EMBEDDING)
+            yield from table.mtp(f"mtp.{depth}")
+            yield from table.vocabulary(*head)
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,10 @@ class _Table:
         part = Part(name, (self.arch.vocab_size, hidden), (self.arch.padded_vocab_size, hidden))
         yield path, ParamSpec((part,), plan.w_layout, DATA + plan.m, init=self.arch.init_method_std)
 
-    def layer(self, index: int) -> Named:
-        """Yield the parameters of one transformer layer."""
+    def layer(self, index: int, path: str | None = None) -> Named:
+        """Yield the parameters of one transformer layer, of the kind of this index."""
         arch, (tokens, features) = self.arch, self.mode.residual
-        name = f"layers.{index}"
+        name = path or f"layers.{index}"
 
         def norm(site: str) -> Named:
             return (
@@ -134,6 +142,15 @@ class _Table:
             leaf = name.rpartition(".")[2]
             yield f"{path}.experts.{leaf}.weight", ParamSpec(parts, ((), ()), used, init=std / scale)
 
+    def mtp(self, name: str) -> Named:
+        """Yield the parameters of one module of multi-token prediction, without those that it shares."""
+        for norm in ("hidden_norm", "embedding_norm"):
+            yield from self.norm(f"{name}.{norm}", self.arch.hidden_size, *self.mode.residual)
+        for linear in MTP_LINEARS:
+            yield from self.linear(name, linear)
+        yield from self.layer(self.arch.num_layers - 1, f"{name}.layer")
+        yield from self.norm(f"{name}.final_norm", self.arch.hidden_size, *self.mode.residual)
+
     def head_norms(self, name: str) -> Named:
         """Yield the norms of queries and keys, over each head or over the whole projection."""
         arch, (tokens, features) = self.arch, self.mode.inner
@@ -159,8 +176,7 @@ class _Table:
 
     def linear(self, layer: str, name: str) -> Named:
         """Yield weight and bias of a linear; those onto the residual stream start smaller (Radford et al. 2019)."""
-        path = f"{layer}.{name}"
-        size = {**layer_linears(self.arch), **shared_linears(self.arch)}[name]
+        size, path = linear_size(self.arch, name), f"{layer}.{name}"
         axis_sizes = dict(self.mode.axes)
         plan, module = size.plan(self.mode), path.rpartition(".")[0]
         std = self.arch.init_method_std / (1 if size.expands else math.sqrt(2 * self.arch.num_layers))

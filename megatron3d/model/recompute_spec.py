@@ -3,7 +3,7 @@
 selective   some modules of every layer: "core_attn" from the output of qkv to the input of proj, "mlp_act" from the
             output of fc1 to the input of fc2
 full        whole layers, of which only the input is saved: all of a stage in runs of `num_layers` ("uniform"), or
-            the first `num_layers` of each stage one by one ("block")
+            the first `num_layers` of each stage one by one ("block"); "uniform" includes multi-token prediction
 
 Saved activations may be offloaded to host memory.
 """
@@ -45,6 +45,11 @@ class Recompute:
     def recomputes(self, module: str) -> bool:
         """Return whether a module of each layer is recomputed on its own."""
         return self.granularity == "selective" and module in self.modules
+
+    @property
+    def recomputes_ahead(self) -> bool:
+        """Whether each module of multi-token prediction is recomputed as a whole."""
+        return self.granularity == "full" and self.method == UNIFORM
 
     def runs(self, layers: range) -> Sequence[LayerRun]:
         """Return the layers of a stage as runs, in order."""

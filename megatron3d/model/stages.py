@@ -1,6 +1,8 @@
 """Division of a model into pipeline stages: consecutive layers each, the embedding first, the final norm and head last.
 
 embedding | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 | head        12 layers of work when the head costs as much as one layer
+
+Modules of multi-token prediction are in the last stage, behind the head.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import flops_of_layer, head_flops_per_token, layer_flops_per_token
+from megatron3d.model.flops import flops_of_layer, head_flops_per_token, layer_flops_per_token, mtp_flops_per_token
 from megatron3d.model.stage_balance import balanced_counts
 
 
@@ -60,14 +62,14 @@ def make_stages(counts: Sequence[int]) -> tuple[Stage, ...]:
 def divide(arch: Architecture, num_stages: int, owners: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the number of layers of each stage, at least one; `owners[stage]` is the pipeline rank of a stage.
 
-    The cost of a layer and of the head is its FLOPs; the embedding costs nothing.  Each layer goes to the rank with the
-    lowest cost, and there to its cheapest stage, which minimizes the cost of the busiest rank.  Of stages with equal
-    cost the last one gets the layer, since earlier stages have more microbatches in flight.  Where layers differ, as
-    with windows in some of them, each counts its own FLOPs (`stage_balance.py`).
+    The cost of a layer, of the head and of multi-token prediction is its FLOPs; the embedding costs nothing.  Each
+    layer goes to the rank with the lowest cost, and there to its cheapest stage, which minimizes the cost of the
+    busiest rank.  Of stages with equal cost the last one gets the layer, since earlier stages have more microbatches in
+    flight.  Where layers differ, as with windows in some of them, each counts its own FLOPs (`stage_balance.py`).
     """
     owners = range(num_stages) if owners is None else owners
     assert arch.num_layers >= num_stages, f"{arch.num_layers} layers are too few for {num_stages} stages"
-    layer, head = layer_flops_per_token(arch), head_flops_per_token(arch)
+    layer, head = layer_flops_per_token(arch), head_flops_per_token(arch) + mtp_flops_per_token(arch)
     work = tuple(flops_of_layer(arch, index) for index in range(arch.num_layers))
     if len(set(work)) > 1:
         return balanced_counts(work, head, tuple(owners))

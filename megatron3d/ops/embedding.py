@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.collectives import Y_DIMS, gather, gather_dy, reduce
-from megatron3d.ops.main_grad import MainGrad, MainGrads
+from megatron3d.ops.main_grad import MainGrad, MainGrads, add_gradient
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 
@@ -31,9 +31,10 @@ def embedding(
 ) -> Tensor:
     """Return rows of `w_VH` for int64 `tokens_M` (all tokens along `plan.m`), in the plan's Y layout.
 
-    If `main_grads` has a buffer for `w_VH` and no axis reduces its gradient, backward adds the gradient to the buffer.
+    If `main_grads` has a buffer for `w_VH`, backward adds the gradient to it, once for each use of the table: rows of
+    tokens where no axis reduces the gradient, else a gradient of the table's shape.
     """
-    buffer = None if main_grads is None or plan.w else main_grads.buffer(w_VH)
+    buffer = None if main_grads is None else main_grads.buffer(w_VH)
     if buffer is None and not (plan.m or plan.k or plan.n) and w_VH.dtype == _wide(w_VH.dtype):
         return F.embedding(tokens_M, w_VH)
     y_MH: Tensor = _Embedding.apply(tokens_M, w_VH, padded_vocab, plan, comm, buffer)
@@ -107,9 +108,13 @@ class _Embedding(torch.autograd.Function):
         dy = gather_dy(dy_MH, ctx.plan, ctx.comm).wait()
         if absent_M1 is not None:
             dy = dy.masked_fill(absent_M1, 0)
-        if ctx.buffer is not None:
+        if ctx.buffer is not None and not ctx.plan.w:
             _add_rows(ctx.buffer, rows_M, dy)
             return None, None, None, None, None, None
         dw = torch.zeros((ctx.num_rows, dy.shape[1]), dtype=_wide(dy.dtype), device=dy.device)
         dw = dw.index_add_(0, rows_M, dy.to(dw.dtype)).to(dy.dtype)
-        return None, reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait(), None, None, None, None
+        dw = reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait()
+        if ctx.buffer is None:
+            return None, dw, None, None, None, None
+        add_gradient(ctx.buffer, dw)
+        return None, None, None, None, None, None

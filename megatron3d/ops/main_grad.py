@@ -1,4 +1,4 @@
-"""`main_grad`, the gradient buffer of a parameter in fp32 or wider, and the five routes by which gradients reach it."""
+"""`main_grad`, the gradient buffer of a parameter in fp32 or wider, and the six routes by which gradients reach it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class MainGrad(Protocol):
 
 
 class MainGrads:
-    """Registry of main_grad buffers by parameter, and the five routes by which a gradient reaches one.
+    """Registry of main_grad buffers by parameter, and the six routes by which a gradient reaches one.
 
         norms, biases                autograd's backward ───── post-accumulate hook ──── collect ────┐
         embedding, dW is not reduced rows dY of each token, summed by token ──────────── buffer ─────┤
+        embedding, dW reduced        rows dY in a dW of the table's shape, reduced ───── add ────────┤
         linear, dW is not reduced    GEMM dY^T X with beta=1 ─────────────────────────── accumulate ─┤
         experts, dW is not reduced   a GEMM per expert with beta=1 ───────────────────── accumulate_rows
         linear, dW reduced or late   GEMM dY^T X ──── reduction in flight, WgradQueue ── add ────────┼── main_grad
@@ -99,17 +100,18 @@ class MainGrads:
         if buffer is None:
             param.grad = grad if param.grad is None else param.grad + grad
         else:
-            _add(buffer, grad)
+            add_gradient(buffer, grad)
 
 
 def _collect(buffer: MainGrad, param: Tensor) -> None:
     """Move a gradient from autograd to the buffer; autograd calls this hook as well where it computed none."""
     if param.grad is not None:
         grad, param.grad = param.grad, None
-        _add(buffer, grad)
+        add_gradient(buffer, grad)
 
 
-def _add(buffer: MainGrad, grad: Tensor) -> None:
+def add_gradient(buffer: MainGrad, grad: Tensor) -> None:
+    """Add one gradient of the parameter's shape to its buffer."""
     into, holds_gradient = buffer.open()
     (into.add_ if holds_gradient else into.copy_)(grad)
     buffer.close()

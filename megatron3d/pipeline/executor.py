@@ -38,9 +38,10 @@ class PipelineExecutor:
         return keep_first_microbatches(self.pipeline.schedule, num_microbatches)
 
     def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], observer: Observer = no_observer) -> Tensor:
-        """Run forward and backward of all microbatches; return this rank's share of the loss.
+        """Run forward and backward of all microbatches; return this rank's share of the loss [1 + modules].
 
-        The share is 0 on ranks without the last stage.  `reduce` is called with the index of each stage of this rank
+        The losses of the modules of multi-token prediction follow the model's.  The shares are 0 on ranks without the
+        last stage.  `reduce` is called with the index of each stage of this rank
         when its gradients are complete.
         """
         if len(passes) not in self._training_lists:
@@ -52,7 +53,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def evaluate(self, passes: Sequence[Pass]) -> Tensor:
-        """Return this rank's share of the loss, forward only."""
+        """Return this rank's share of the losses, as `train` does, forward only."""
         return self._sum_losses(self._forward(passes), passes)
 
     @torch.no_grad()
@@ -95,7 +96,9 @@ class PipelineExecutor:
         return self._engine(self._forward_lists[len(passes)], passes).run()
 
     def _sum_losses(self, results: Mapping[int, Tensor], passes: Sequence[Pass]) -> Tensor:
-        return torch.stack([results[mb] for mb in range(len(passes))]).sum() if results else self.model.zeros()
+        if not results:
+            return self.model.zeros(1 + len(passes[0].ahead))
+        return torch.stack([results[mb] for mb in range(len(passes))]).sum(0).reshape(-1)
 
     def _engine(
         self, actions: Sequence[Action], passes: Sequence[Pass], reduce: Callable[[int], None] = lambda stage: None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import head_flops_per_token, layer_weights, weights_of_layer
 from megatron3d.model.layer_kinds import keys_seen, layer_counts, mean_keys
+from megatron3d.model.linears import mtp_linears
 from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.pipeline.actions import ActionKind, Schedule
 
@@ -41,9 +42,11 @@ def layer_flops(arch: Architecture, layer: int | None = None) -> Mapping[ActionK
 
 def stage_flops(arch: Architecture, stage: Stage) -> Mapping[ActionKind, int]:
     """Return the FLOPs of a stage per token, by kind; the head computes its gradients in the forward, with the loss."""
-    flops = dict.fromkeys((ActionKind.F, ActionKind.I, ActionKind.W), 0)
-    for place, count in layer_counts(arch, stage.layers).items():
+    ahead = arch.mtp_num_layers if stage.has_head else 0
+    linears = 2 * ahead * sum(linear.num_weights for linear in mtp_linears(arch).values())
+    flops = dict.fromkeys((ActionKind.F, ActionKind.I, ActionKind.W), linears)
+    for place, count in layer_counts(arch, [*stage.layers, *ahead * [arch.num_layers - 1]]).items():
         for kind, each in layer_flops(arch, place).items():
             flops[kind] += count * each
-    head = head_flops_per_token(arch) if stage.has_head else 0
+    head = (1 + ahead) * head_flops_per_token(arch) if stage.has_head else 0
     return {**flops, ActionKind.F: flops[ActionKind.F] + head, ActionKind.B: flops[ActionKind.I] + flops[ActionKind.W]}

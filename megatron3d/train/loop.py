@@ -109,9 +109,9 @@ def report_validation_loss(run: Run) -> None:
     batches = (run.valid_data.step(index * batch_size) for index in range(num_batches))
     settings = run.step_settings(run.batches.last)
     settings = replace(settings, num_tokens=settings.num_tokens * num_batches)
-    loss = evaluate(run.state.executor, batches, settings).item()
+    loss, *mtp_losses = evaluate(run.state.executor, batches, settings).tolist()
     if run.metrics:
-        run.metrics.evaluation(run.state.iteration, loss)
+        run.metrics.evaluation(run.state.iteration, loss, mtp_losses)
 
 
 def is_save_due(run: Run) -> bool:

@@ -97,7 +97,7 @@ def build_state(
     )
     if compiles:
         compiler = Compiler(partial(is_opaque, packs_documents=spec.config.data.reset_attention_mask))
-        for layer in model.layers.values():
+        for layer in (*model.layers.values(), *(module.layer for _, module in model.modules_ahead)):
             compiler.block(layer)
     for name, start, values in buffers.shards("main") if has_values and initializes else ():
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)

@@ -33,16 +33,18 @@ class StepResult:
     """Result of a step over all ranks, the same on every rank.
 
     Attributes:
-        loss: mean over the tokens of the global batch, in nats.
+        loss: mean over the tokens of the global batch, in nats, of the next token only.
         grad_norm: global norm of the gradients before clipping.
         skipped: 1.0 if a gradient was not finite and nothing was updated, else 0.0.
         stop_requests: number of ranks that were asked to stop before this step.
+        mtp_losses: mean of each module of multi-token prediction over its own tokens [modules].
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
     stop_requests: Tensor
+    mtp_losses: Tensor
 
 
 def train_step(
@@ -63,38 +65,57 @@ def train_step(
     packing, scale = settings.packing, state.loss_scale
     key = (settings.seed, state.iteration)
     with observer(BATCH):
-        num_tokens = valid_tokens(model, microbatches, settings)
+        num_tokens, *num_ahead = valid_tokens(model, microbatches, settings)
     passes = [
         model.begin(
-            batch.tokens, num_tokens, batch.first_sample, key, scale.factor, packing, batch.starts, settings.num_tokens
+            batch.tokens,
+            num_tokens,
+            batch.first_sample,
+            key,
+            scale.factor,
+            packing,
+            batch.starts,
+            settings.num_tokens,
+            num_ahead,
         )
         for batch in microbatches
     ]
     buffers.begin_step(len(passes))
     with observer(SCHEDULE):
-        local_loss = state.executor.train(passes, buffers.check_stage, observer) / loss_copies(model)
+        local_losses = state.executor.train(passes, buffers.check_stage, observer) / loss_copies(model)
     with observer(GRADS):
         buffers.reduce_grads()
-        local = torch.stack((local_loss, buffers.square_norm(), torch.full_like(local_loss, stop_requested)))
-        loss, square, stop_requests = model.comm.all_reduce(local, model.comm.mesh.names).wait()
+        square = buffers.square_norm()
+        local = torch.cat((local_losses, torch.stack((square, torch.full_like(square, stop_requested)))))
+        loss, *mtp_losses, square, stop_requests = model.comm.all_reduce(local, model.comm.mesh.names).wait()
     grad_norm = scale.unscale(square.sqrt())
     before_update()
     with observer(UPDATE):
         skipped = state.optimizer.step(grad_norm, lr)
     state.iteration += 1
     state.consumed_samples += settings.num_samples
-    return StepResult(loss, grad_norm, skipped, stop_requests)
+    return StepResult(loss, grad_norm, skipped, stop_requests, torch.stack(mtp_losses) if mtp_losses else local[:0])
 
 
-def valid_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: StepSettings) -> int | Tensor:
-    """Return the tokens of the global batch that count in the loss; an all-reduced count if `packing` masks some."""
-    if not settings.packing.masks_loss:
-        return settings.num_tokens
-    mesh = model.comm.mesh
-    counts = [(settings.packing.labels(batch.tokens) >= 0).sum() for batch in microbatches]
+def valid_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: StepSettings) -> list[int | Tensor]:
+    """Return the tokens of the global batch that count in the loss, and in that of each module that predicts ahead.
+
+    If `packing` masks some, they are all-reduced counts.
+    """
+    packing, mesh = settings.packing, model.comm.mesh
+    places = range(1 + model.arch.mtp_num_layers)
+    if not packing.masks_ahead(places[-1]):
+        return unmasked_tokens(model, microbatches, settings)
+    counts = [[(packing.labels(batch.tokens, each) >= 0).sum() for batch in microbatches] for each in places]
     readers = num_copies((DATA + model.mode.batch_axes,), mesh, mesh.names)
-    count = torch.stack(counts).sum().to(model.zeros().dtype) / readers
-    return model.comm.all_reduce(count, mesh.names).wait().clamp(min=1)
+    count = torch.stack([torch.stack(each).sum() for each in counts]).to(model.zeros().dtype) / readers
+    return list(model.comm.all_reduce(count, mesh.names).wait().clamp(min=1))
+
+
+def unmasked_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: StepSettings) -> list[int | Tensor]:
+    """Return the tokens whose labels lie in their sequence: for each place further one less per sequence."""
+    num_sequences = settings.num_tokens // (microbatches[0].tokens.shape[1] - 1)
+    return [settings.num_tokens - places * num_sequences for places in range(1 + model.arch.mtp_num_layers)]
 
 
 def loss_copies(model: GPT) -> int:

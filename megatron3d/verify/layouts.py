@@ -79,10 +79,15 @@ def trace(
         batch = loader.step(state.consumed_samples)
         result = train_step(state, batch, learning_rate(config.optimizer, step, train.train_iters), settings)
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
+        values |= {
+            f"loss {depth} further of step {step}": each for depth, each in enumerate(result.mtp_losses, start=1)
+        }
         values |= _logical(state, "grad", f"of step {step}", comm)
         after_step(state)
     values |= _logical(state, "main", "at the end", comm)
-    values["validation loss"] = evaluate(state.executor, [loader.step(state.consumed_samples)], settings)
+    loss, *mtp_losses = evaluate(state.executor, [loader.step(state.consumed_samples)], settings)
+    values["validation loss"] = loss
+    values |= {f"validation loss {depth} further": each for depth, each in enumerate(mtp_losses, start=1)}
     return {name: value.to(CPU) for name, value in values.items()} if spec.rank == 0 else None
 
 
@@ -115,7 +120,8 @@ def differences(reference: StepTrace, other: StepTrace, tolerance: float) -> Ite
         floors[_kind(name)] = max(floors.get(_kind(name), 0.0), 1e-3 * expected.abs().max().item())
     for name in (name for name in reference if name in other):
         expected, got = reference[name], other[name]
-        error = (expected - got).abs().max().item() / max(expected.abs().max().item(), floors[_kind(name)])
+        size = max(expected.abs().max().item(), floors[_kind(name)])
+        error = (expected - got).abs().max().item() / (size or 1.0)  # 0 where no label counts
         if not error <= tolerance:
             yield f"{name}: {_show(expected)} in one process, {_show(got)} in this layout, relative error {error:.1e}"
 

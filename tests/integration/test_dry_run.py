@@ -159,6 +159,26 @@ def test_capped_scores_and_sinks(exchange: str | None) -> None:
     assert problems(config, 8, (0, 5)) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel", "num_ranks", "recompute"),
+    [
+        ("gpt2", {"tensor_parallel_mode": "1d", "tensor_parallel_form": "sequence_parallel"}, 4, "core"),
+        ("llama", {"tensor_parallel_mode": "3d", "tensor_parallel_form": "tokens"}, 8, "full"),
+        ("llama", {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "zero_stage": 3}, 4, None),
+        ("gpt2", {"pipeline_model_parallel_size": 2, "zero_stage": 3}, 4, None),
+    ],
+)
+def test_multi_token_prediction(
+    model: str, parallel: dict[str, Any], num_ranks: int, recompute: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two modules on the last stage: linears, the change of layout, embedding and LM head again, shared matrices."""
+    monkeypatch.setitem(MODELS[model], "mtp_num_layers", 2)
+    size = {} if "zero_stage" in parallel else {"tensor_model_parallel_size": num_ranks}
+    train = RECOMPUTATIONS[recompute] if recompute else {}
+    config = configure(model, parallel | size, num_ranks, global_batch_size=48, **train)
+    assert problems(config, num_ranks, (0, num_ranks - 1)) == []
+
+
 WINDOWS: dict[str, dict[str, Any]] = {
     "all layers": {"window_size": (4, 0)},
     "every second layer": {"window_size": (8, 0), "window_attn_skip_freq": 2},

@@ -54,6 +54,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 16,
         "num_query_groups": 8,
         "ffn_hidden_size": 40,
+        "mtp_num_layers": 2,
     },
     "fewer key/value heads than ranks, QK-norm, tied": {
         **SMALL,
@@ -68,6 +69,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "attention_output_gate": True,
         "add_qkv_bias": True,
         "logit_softcap": 0.2,
+        "mtp_num_layers": 1,
         "activation": "clamped_swiglu",
         "rotary_scaling": "llama3",
         "rotary_scaling_factor": 4.0,

@@ -27,7 +27,8 @@ Counts = Mapping[Axes, int]
 
 
 class ParamCounts(NamedTuple):
-    """A rank's parameters by the axes that reduce their gradients: of a layer (mean of a pattern), embedding, head."""
+    """A rank's parameters by the axes that reduce their gradients: of a layer (mean of a pattern), of the
+    embedding, and of the head with multi-token prediction."""
 
     layer: Counts
     embedding: Counts
@@ -54,7 +55,7 @@ class ParamCounts(NamedTuple):
         first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
         if last:
             total.update(self.head)
-        if first and not (last and arch.tie_embeddings):
+        if (first or (last and arch.mtp_num_layers)) and not (last and arch.tie_embeddings):
             total.update(self.embedding)
         return total
 

@@ -29,6 +29,7 @@ from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_exce
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.model.linears import mtp_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
 from megatron3d.parallel.context_exchange import exchange_traffic
@@ -153,16 +154,17 @@ def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
     """Return the times of a layer of the kind of `local.layer` for one microbatch, without router and experts."""
     planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.matmuls.items()}
     over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
-    forward = [_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
-    back_i, back_w, whole = _backward(planned, over, local, machine)
+    forward = [linears_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
+    back_i, back_w, whole = linears_backward(planned, over, local, machine)
     between = combine(_memory_bound(local, machine, backward=True))
     again = combine(_recomputation(local, machine, combine(forward), over, planned))
     return LayerTimes(combine(forward), combine((back_i, between, again)), back_w, combine((whole, between, again)))
 
 
-def _forward(
+def linears_forward(
     planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
 ) -> TimeBreakdown:
+    """Return the time of the forward of linears in their order."""
     overlap, parts = local.overlap, []
     before = 0.0
     for each in planned.values():
@@ -183,14 +185,14 @@ def _first_gather_correction(over: OverlapModel, calls: list[Traffic], seconds: 
     return TimeBreakdown({kind: covered.get(kind, 0.0) - bare.get(kind, 0.0) for kind in {*covered, *bare}})
 
 
-def _backward(
+def linears_backward(
     planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
 ) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
     """Return the times of dgrad, of wgrad, and of the unsplit backward."""
     overlap, half = local.overlap, list[TimeBreakdown]()
     late, whole = list[TimeBreakdown](), list[TimeBreakdown]()
     hides = overlap.input_grad and machine.profile.overlaps_input_grad
-    linears = local.linears
+    linears = {**local.linears, **mtp_linears(local.arch)}
     for name, each in planned.items():
         sent, seconds = each.sent, each.gemm_s
         copied = each.joins
@@ -204,8 +206,8 @@ def _backward(
         sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
         add_up = TimeBreakdown({MEMORY: machine.accumulation_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
         add_up = add_up.plus(TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.x + copied.w)}))
-        bias = machine.profile.bias_grad * each.output * linears[name].has_bias * machine.device.itemsize
-        common.append(TimeBreakdown({MEMORY: machine.device.memory_bound_s(bias)}))
+        bias = machine.profile.bias_grad * each.output * linears[name].has_bias
+        common.append(TimeBreakdown({MEMORY: machine.device.memory_bound_s(bias * machine.device.itemsize)}))
         common.append(
             TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.dy + copied.dx + copied.w * bool(gathers_w))})
         )
@@ -213,8 +215,7 @@ def _backward(
         half += [*common, alone]
         late += [product, over.exposed(sent.gather_x), sums, add_up]
         whole += [*common, over.overlapped(sent.gather_x, seconds), product, sums, add_up]
-        is_alone = overlap.in_rounds and not hides
-        whole.append(alone if is_alone else over.overlapped(sent.reduce_dx, seconds, hides))
+        whole.append(alone if overlap.in_rounds and not hides else over.overlapped(sent.reduce_dx, seconds, hides))
     return combine(half), combine(late), combine(whole)
 
 

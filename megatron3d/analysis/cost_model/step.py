@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron3d.analysis.cost_model.ahead import module_times
 from megatron3d.analysis.cost_model.breakdown import TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.analysis.cost_model.data_axis import (
     ParamCounts,
@@ -166,6 +167,9 @@ def stage_times(step: SimulatedStep) -> Durations:
             times |= {kind: times[kind].plus(embedding[1]) for kind in (ActionKind.B, ActionKind.W)}
         if stage.has_head:
             times[ActionKind.F] = times[ActionKind.F].plus(head)
+            layer = kinds[local.layer_ahead.layer][local.recompute.recomputes_ahead]
+            ahead = module_times(local, machine, layer, embedding, head)
+            times = {kind: each.plus(ahead[kind].scaled(local.arch.mtp_num_layers)) for kind, each in times.items()}
         for kind in (ActionKind.F, ActionKind.B, ActionKind.I):
             times[kind] = times[kind].plus(blocked)
         found |= {(stage.index, kind): each for kind, each in times.items()}

@@ -1,6 +1,6 @@
 """Closed forms of the bytes that a rank sends in a training step, and of its GEMM FLOPs.
 
-    microbatches (layers + ends + crossings) + gradients and weights over the data axis + one sum of three numbers
+    microbatches (layers + ends + crossings) + gradients and weights over the data axis + one sum of a few numbers
 
 A dry run of the step is compared with it, call by call and byte by byte.
 """
@@ -8,11 +8,12 @@ A dry run of the step is compared with it, call by call and byte by byte.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.analysis.cost_model.expert_layer import expert_flops, expert_traffic, not_recomputed
-from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.analysis.memory_model.ahead_memory import num_ahead
+from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.analysis.memory_model.rank import flat_buffer_sizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.analysis.memory_model.transient_peaks import chunk_rows
@@ -22,6 +23,7 @@ from megatron3d.parallel.async_plan import in_rounds
 from megatron3d.parallel.context_exchange import exchange_traffic
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.relayouts import relayout_traffic
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
 
@@ -56,7 +58,7 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
                 yield -step.num_microbatches, call
         yield from _input_grads(step, stage)
         if step.local.overlap.keep_gathered_weights:
-            for sent, _ in _flows_of(step.local, stage.layers):
+            for sent, _ in _stage_linears(step.local, stage):
                 for call in sent.gather_w:
                     yield kept_weight_gathers(step, stage), call
     local, pipeline = step.local, step.pipeline
@@ -70,7 +72,7 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
     yield from _data(step)
     everyone = local.mesh.nontrivial(local.mesh.names)
     if everyone:
-        yield 1, _all_reduce(everyone, 3 * local.wide, local)
+        yield 1, _all_reduce(everyone, (3 + local.arch.mtp_num_layers) * local.wide, local)
 
 
 def kept_weight_gathers(step: StepSpec, stage: Stage) -> int:
@@ -91,19 +93,41 @@ def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
         for each, count in local.by_kind(run.layers):
             yield from count * list(_layer(each, forwards=2 if run.is_recomputed else 1))
     if stage.has_embedding:
-        arch, plan = local.arch, local.mode.embed
-        sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, local.itemsize)
-        yield from (*sent.gather_w, *sent.reduce_y, *sent.gather_dy, *sent.reduce_dw)
+        yield from _embedding(local)
     if stage.has_head:
         yield from _norm(local, 1)
         yield from _head(step)
+        for _ in range(local.arch.mtp_num_layers):
+            yield from (*_embedding(local), *_ahead(local), *_head(step))
+
+
+def _embedding(local: LocalSizes) -> Iterator[Traffic]:
+    arch, plan = local.arch, local.mode.embed
+    sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, local.itemsize)
+    yield from (*sent.gather_w, *sent.reduce_y, *sent.gather_dy, *sent.reduce_dw)
+
+
+def _ahead(local: LocalSizes) -> Iterator[Traffic]:
+    """Yield the collectives of a module of multi-token prediction, without those of its embedding and its LM head."""
+    mode, forwards = local.mode, 2 if local.recompute.recomputes_ahead else 1
+    for _ in range(3):
+        yield from _norm(local, forwards)
+    yield from _linears(local, local.mtp_matmuls, forwards)
+    whole_bytes = local.num_tokens * local.arch.hidden_size * local.itemsize
+    yield from forwards * relayout_traffic(mode.inner, mode.residual, local.mesh, whole_bytes)
+    yield from relayout_traffic(mode.residual, mode.inner, local.mesh, whole_bytes)
+    yield from _layer(local.layer_ahead, forwards)
+
+
+def _linears(local: LocalSizes, matmuls: Mapping[str, LocalMatmul], forwards: int) -> Iterator[Traffic]:
+    keeps = local.overlap.keep_gathered_weights
+    for sent, named in _linear_flows(local, matmuls):
+        yield from forwards * (named.gather_x + named.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
+        yield from named.gather_dy + sent.gather_x + sent.reduce_dw
 
 
 def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    keeps = local.overlap.keep_gathered_weights
-    for sent, named in _linear_flows(local):
-        yield from forwards * (named.gather_x + named.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
-        yield from named.gather_dy + sent.gather_x + sent.reduce_dw
+    yield from _linears(local, local.matmuls, forwards)
     for _ in local.arch.norm_sites:
         yield from _norm(local, forwards)
     repeats = forwards + local.recompute.recomputes(CORE_ATTN)
@@ -143,7 +167,7 @@ def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
     for kind in (ActionKind.B, ActionKind.I):
         count = sum(action.kind is kind and action.stage == stage.index for action in step.actions)
         is_hidden = kind is ActionKind.B and overlap.input_grad
-        for sent, named in _flows_of(step.local, stage.layers):
+        for sent, named in _stage_linears(step.local, stage):
             for call in sent.reduce_dx if is_hidden else named.reduce_dx:
                 yield count, call
 
@@ -153,14 +177,18 @@ def _each_layer(local: LocalSizes, layers: Iterable[int]) -> list[LocalSizes]:
     return [each for each, count in local.by_kind(layers) for _ in range(count)]
 
 
-def _flows_of(local: LocalSizes, layers: Iterable[int]) -> list[tuple[Flows, Flows]]:
-    return [flow for each in _each_layer(local, layers) for flow in _linear_flows(each)]
+def _stage_linears(local: LocalSizes, stage: Stage) -> list[tuple[Flows, Flows]]:
+    """Return the collectives of all linears of a stage, as `_linear_flows` does."""
+    ahead = num_ahead(local, stage)
+    layers = [*_each_layer(local, stage.layers), *ahead * [local.layer_ahead]]
+    found = [flow for each in layers for flow in _linear_flows(each, each.matmuls)]
+    return found + ahead * _linear_flows(local, local.mtp_matmuls)
 
 
-def _linear_flows(local: LocalSizes) -> list[tuple[Flows, Flows]]:
-    """Return the collectives of a layer's linears: plain, and with those in rounds under their names."""
+def _linear_flows(local: LocalSizes, matmuls: Mapping[str, LocalMatmul]) -> list[tuple[Flows, Flows]]:
+    """Return the collectives of linears: plain, and with those in rounds under their names."""
     found = []
-    for plan, m, n, k, *_ in local.matmuls.values():
+    for plan, m, n, k, *_ in matmuls.values():
         sent = flows(plan, local.mesh, m, n, k, local.itemsize, local.wgrad_itemsize)
         found.append((sent, in_rounds(sent, plan) if local.overlap.in_rounds else sent))
     return found
@@ -219,20 +247,15 @@ def _data(step: StepSpec) -> CountedTraffic:
             yield 1, Traffic("all_gather", shared, part * (ranks - 1) * local.itemsize)
     if step.shards(3):
         for name, size in unit_shards(step):
-            gathers = 1 if name in ("embedding", "head") else 2
-            uses = m * (gathers + _is_tied_here(step) * (name == "embedding"))
-            yield uses, Traffic("all_gather", shared, size * (local.mesh.size(shared) - 1) * local.itemsize)
+            yield (
+                m * step.unit_gathers(name),
+                Traffic("all_gather", shared, size * (local.mesh.size(shared) - 1) * local.itemsize),
+            )
 
 
 def unit_shards(step: StepSpec) -> Sequence[tuple[str, int]]:
     """Return the FSDP unit's name and the shard's elements of each flat buffer of ZeRO 3."""
     return [(piece.block, -(-piece.size // step.zero_ranks)) for piece in flat_buffer_sizes(step)]
-
-
-def _is_tied_here(step: StepSpec) -> bool:
-    """Return whether the head uses the embedding matrix of this rank."""
-    first, last = (any(getattr(stage, end) for stage in step.stages) for end in ("has_embedding", "has_head"))
-    return step.local.arch.tie_embeddings and first and last
 
 
 def _all_reduce(axes: Axes, num_bytes: float, local: LocalSizes) -> Traffic:
@@ -248,10 +271,12 @@ def step_flops(step: StepSpec) -> int:
             for local, count in step.local.by_kind(run.layers):
                 total += count * local_layer_flops(local, again=run.is_recomputed)
         if stage.has_head:
-            local, plan = step.local, step.local.mode.expand
-            total += 3 * _gemm_flops(
-                local, plan, local.num_tokens, local.arch.padded_vocab_size, local.arch.hidden_size
-            )
+            local, plan, ahead = step.local, step.local.mode.expand, step.local.arch.mtp_num_layers
+            sizes = local.num_tokens, local.arch.padded_vocab_size, local.arch.hidden_size
+            total += 3 * (1 + ahead) * _gemm_flops(local, plan, *sizes)
+            again = local.recompute.recomputes_ahead
+            linears = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.mtp_matmuls.values())
+            total += ahead * (local_layer_flops(local.layer_ahead, again) + (3 + again) * linears)
     return step.num_microbatches * total
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from megatron3d.analysis.memory_model.exchange_memory import keeps_queries, kept_by_exchange
 from megatron3d.analysis.memory_model.expert_memory import expert_tensors
-from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.layer_kinds import layer_counts, rotaries
 from megatron3d.model.linears import FC1, PROJ, QKV
@@ -77,13 +77,13 @@ def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
         local.arch.position_embedding_type == "learned_absolute" and not local.resets_positions
     ):  # otherwise it is a view of a kept tensor
         items.append(KeptTensor("embedding", "positions", local.tokens * _INDEX))
-    return (*items, *_mask(local, "embedding_dropout"))
+    return (*items, *dropout_mask(local, "embedding_dropout"))
 
 
 def head_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return what the final norm and the LM head keep; forward computes the head's dgrad and keeps it."""
     dx = KeptTensor("head", "gradient of its input", local.residual)
-    return (*_norm(local, "final_norm", local.tokens, local.hidden, local.splits_features), dx)
+    return (*norm_tensors(local, "final_norm", local.tokens, local.hidden, local.splits_features), dx)
 
 
 def rotary_tables(local: LocalSizes) -> tuple[KeptTensor, ...]:
@@ -107,25 +107,30 @@ def document_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
 
 def deferred_wgrad_activations(local: LocalSizes) -> int:
     """Return the bytes that a layer keeps from dgrad to its deferred wgrad: X and dY of each matmul, of experts too."""
-    kept = sum(matmul.x + matmul.y * local.mesh.size(matmul.plan.dy) for matmul in local.matmuls.values())
-    experts = local.experts
+    kept, experts = linear_operands(local.matmuls, local), local.experts
     if experts is not None:
         widths = 2 * local.arch.hidden_size + (3 if local.is_gated else 2) * experts.ffn_hidden_size
-        kept += local.expert_rows * widths
-    return kept * local.itemsize
+        kept += local.expert_rows * widths * local.itemsize
+    return kept
+
+
+def linear_operands(matmuls: Mapping[str, LocalMatmul], local: LocalSizes) -> int:
+    """Return the bytes of X and dY of each matmul."""
+    elements = sum(matmul.x + matmul.y * local.mesh.size(matmul.plan.dy) for matmul in matmuls.values())
+    return elements * local.itemsize
 
 
 def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
     rows, width = local.tokens, local.hidden
     split = local.splits_features
     core = _recomputed_core if local.recompute.recomputes(CORE_ATTN) else _core
-    norms = {site: list(_norm(local, site, rows, width, split)) for site in local.arch.norm_sites}
+    norms = {site: list(norm_tensors(local, site, rows, width, split)) for site in local.arch.norm_sites}
     yield from norms.get("input_norm", ())
     yield KeptTensor(QKV, "input", local.residual)
     yield from core(local)
     yield KeptTensor(PROJ, "input", local.inner(local.num_queries * local.arch.kv_channels))
     yield from norms.get("attention_output_norm", ())
-    yield from _mask(local, "attention_dropout")
+    yield from dropout_mask(local, "attention_dropout")
     first = local.residual if local.experts is None else 0
     up = (*norms.get("post_attention_norm", ()), KeptTensor(FC1, "input", first))
     is_kept = local.arch.use_parallel_residual and up[0].what == "input"  # as attention's input
@@ -135,15 +140,16 @@ def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
     else:
         yield from expert_tensors(local, local.experts)
     yield from norms.get("mlp_output_norm", ())
-    yield from _mask(local, "mlp_dropout")
+    yield from dropout_mask(local, "mlp_dropout")
 
 
-def _mask(local: LocalSizes, site: str) -> Iterator[KeptTensor]:
+def dropout_mask(local: LocalSizes, site: str) -> Iterator[KeptTensor]:
+    """Yield the mask of dropout on the residual stream."""
     if local.arch.hidden_dropout:
         yield KeptTensor(site, "mask", local.tokens * local.hidden)
 
 
-def _norm(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
+def norm_tensors(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
     """Yield a norm's input and its statistics; its output is kept by the next module."""
     composed = local.arch.normalization == "RMSNorm" and not local.kernels.fused_rms_norm and not split
     if not composed or local.itemsize == local.wide:
@@ -241,7 +247,7 @@ def _head_norm(
 ) -> Iterator[KeptTensor]:
     """Yield what the norm of q or k keeps, where `here` holds its input."""
     site = f"attention.{name}_norm"
-    inputs = list(_norm(local, site, rows, width, split))
+    inputs = list(norm_tensors(local, site, rows, width, split))
     statistics = list(_statistics(local, site, rows, width, split))
     yield from statistics if len(inputs) == len(statistics) else [here, *statistics]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.layer_kinds import AttentionKind, attention_kind, has_experts, keys_seen, layer_counts
-from megatron3d.model.linears import PROJ, QKV, LinearSize, layer_linears, shared_linears
+from megatron3d.model.linears import PROJ, QKV, LinearSize, layer_linears, mtp_linears, shared_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.ops.router_spec import Experts
 from megatron3d.parallel.attention_heads import HeadSplit
@@ -97,6 +97,16 @@ class LocalSizes:
     def expert_rows(self) -> int:
         """Rows of this rank's experts where their load is balanced."""
         return 0 if self.experts is None else self.home_tokens * self.experts.topk
+
+    @cached_property
+    def mtp_matmuls(self) -> Mapping[str, LocalMatmul]:
+        """Matmuls of a module of multi-token prediction besides those of its layer."""
+        return {path: self._matmul(linear) for path, linear in mtp_linears(self.arch).items()}
+
+    @property
+    def layer_ahead(self) -> LocalSizes:
+        """Sizes of the layer of a module of multi-token prediction, of the last layer's kind."""
+        return self.by_kind([self.arch.num_layers - 1])[0][0]
 
     def _matmul(self, linear: LinearSize) -> LocalMatmul:
         plan, m, k = linear.plan(self.mode).on(self.mesh), self.num_tokens, linear.num_inputs

@@ -21,10 +21,12 @@ from megatron3d.analysis.memory_model.activations import (
     embedding_activations,
     head_activations,
     layer_activations,
+    linear_operands,
     rotary_tables,
     run_activations,
     total_bytes,
 )
+from megatron3d.analysis.memory_model.ahead_memory import ahead_activations, num_ahead
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.libraries import symmetric_bytes
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
@@ -36,7 +38,7 @@ from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, activations_in_flight, stage_to_rank
 
-# Of a microbatch: a token's index, in the batch and among its labels.
+# Of a microbatch: a token's index, in the batch and among its labels; again for each module that predicts ahead.
 _TOKEN_BYTES = 2 * 8
 # Its position in its document.
 _DOCUMENT_BYTES = 8
@@ -136,14 +138,14 @@ def _params(step: StepSpec) -> Iterator[tuple[str, int, ParamSpec]]:
     """Yield FSDP unit (`layers.3`, `embedding`, ...), stage and spec of each parameter of this rank."""
     for stage, specs in stage_specs(step.local.arch, step.local.mode, step.pipeline, step.coord).items():
         for path, spec in specs.items():
-            yield ".".join(path.split(".")[: 2 if path.startswith("layers.") else 1]), stage, spec
+            yield ".".join(path.split(".")[: 2 if path.startswith(("layers.", "mtp.")) else 1]), stage, spec
 
 
 def stage_activations(step: StepSpec, stage: Stage) -> int:
     """Return the bytes that one microbatch keeps in a stage from forward to backward."""
     local, runs = step.local, step.local.recompute.runs(stage.layers)
     embedding = embedding_activations(local) if stage.has_embedding else ()
-    head = head_activations(local) if stage.has_head else ()
+    head = (*head_activations(local), *ahead_activations(local)) if stage.has_head else ()
     first = next((run for run in runs if run.layers), None)
     reader = head if first is None else () if first.is_offloaded else layer_activations(local)
     holds_input = (first and first.is_recomputed and not first.is_offloaded) or (reader and reader[0].what == "input")
@@ -167,7 +169,10 @@ def _in_flight_over_time(step: StepSpec) -> tuple[dict[int, list[float]], dict[i
     series, sizes = {}, {}
     for stage in step.stages:
         size = sizes[stage.index] = stage_activations(step, stage)
-        late = sum(count * deferred_wgrad_activations(each) for each, count in step.local.by_kind(stage.layers))
+        local, ahead = step.local, num_ahead(step.local, stage)
+        layers = [*stage.layers, *ahead * [local.arch.num_layers - 1]]
+        late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(layers))
+        late += ahead * linear_operands(local.mtp_matmuls, local)
         nothing = Action(ActionKind.REDUCE, stage.index)
         mine = (action if action.stage == stage.index else nothing for action in step.actions)
         series[stage.index] = activations_in_flight(mine, late / max(size, 1))
@@ -190,7 +195,7 @@ def buffers(step: StepSpec) -> dict[str, int]:
     On a CPU the copy for asynchronous saves is one, too.
     """
     local = step.local
-    token_bytes = _TOKEN_BYTES + _DOCUMENT_BYTES * local.resets_positions
+    token_bytes = (1 + local.arch.mtp_num_layers) * _TOKEN_BYTES + _DOCUMENT_BYTES * local.resets_positions
     blocks = Counter[str]()
     for block, _, spec in _params(step):
         blocks[block] += math.prod(spec.local_shape(local.mesh))
@@ -222,13 +227,10 @@ def gathered_weights(step: StepSpec) -> int:
     """Return the bytes of gathered weights that are kept from forward to backward."""
     if not step.local.overlap.keep_gathered_weights:
         return 0
-    layers = [layer for stage in step.stages for layer in stage.layers]
-    elements = sum(
-        count * matmul.whole_w
-        for local, count in step.local.by_kind(layers)
-        for matmul in local.matmuls.values()
-        if matmul.plan.w
-    )
+    ahead = sum(num_ahead(step.local, stage) for stage in step.stages)
+    layers = [layer for stage in step.stages for layer in stage.layers] + ahead * [step.local.arch.num_layers - 1]
+    tables = [(each.matmuls, count) for each, count in step.local.by_kind(layers)] + [(step.local.mtp_matmuls, ahead)]
+    elements = sum(n * matmul.whole_w for table, n in tables for matmul in table.values() if matmul.plan.w)
     return elements * step.local.itemsize
 
 
@@ -270,8 +272,9 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
     """
     local, stages = step.local, step.stages
     sizes = flat_numels(step)
-    found = layer_peaks(local) if any(stage.layers for stage in stages) else {}
-    if any(stage.has_embedding for stage in stages):
+    is_ahead = any(num_ahead(local, stage) for stage in stages)
+    found = layer_peaks(local) if is_ahead or any(stage.layers for stage in stages) else {}
+    if is_ahead or any(stage.has_embedding for stage in stages):
         found["backward of the embedding"] = embedding_peak(local)
     if any(stage.has_head for stage in stages):
         found |= head_peaks(step)

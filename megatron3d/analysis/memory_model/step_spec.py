@@ -46,6 +46,17 @@ class StepSpec:
         """Return the same step seen from another rank."""
         return replace(self, local=replace(self.local, mesh=self.local.mesh.at(rank)))
 
+    def unit_gathers(self, name: str) -> int:
+        """Return how often a microbatch all-gathers an FSDP unit: forward and backward, or each use of a matrix."""
+        if name not in ("embedding", "head"):
+            return 2
+        arch = self.local.arch
+        first, last = (any(getattr(stage, end) for stage in self.stages) for end in ("has_embedding", "has_head"))
+        heads, embeddings = last * (1 + arch.mtp_num_layers), first + last * arch.mtp_num_layers
+        if arch.tie_embeddings:
+            return heads + embeddings
+        return heads if name == "head" else embeddings
+
     def on_pipeline_rank(self, coord: int) -> StepSpec:
         """Return the same step seen from another pipeline rank with this rank's other coordinates."""
         return self.at(self.local.mesh.ranks(("pipeline",))[coord])

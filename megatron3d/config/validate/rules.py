@@ -12,6 +12,7 @@ from megatron3d.config.validate.data import data_problems
 from megatron3d.config.validate.experts import expert_problems
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.validate.logging import logging_problems
+from megatron3d.config.validate.mtp import mtp_layout_problems, mtp_problems
 from megatron3d.config.validate.pipeline import pipeline_problems
 from megatron3d.config.validate.precision import precision_problems
 from megatron3d.config.validate.rampup import ramp_batch_problems, ramp_problems
@@ -51,6 +52,7 @@ def value_problems(facts: Facts) -> Iterator[str]:
         expert_problems,
         rotary_problems,
         window_problems,
+        mtp_problems,
         size_problems,
         schedule_problems,
         ramp_problems,
@@ -72,6 +74,7 @@ def layout_problems(facts: Facts) -> Iterator[str]:
     mode = facts.spec.mode
     if not _heads_unknown(facts.config):
         yield from feature_problems(facts, mode)
+        yield from mtp_layout_problems(facts, mode)
         yield from exchange_problems(facts)
     yield from context_problems(facts)
     yield from token_problems(facts, mode)

@@ -134,6 +134,7 @@ class Monitor:
                 global_batch_size=batch.num_samples,
                 seq_length=batch.seq_length,
                 skipped_records=self._ranks.skipped_records(ranks),
+                mtp_losses=tuple(result.mtp_losses.tolist()),
             )
             tables = self._ranks.tables(ranks)
             shown = {name: {str(key): rounded(one) for key, one in table.items()} for name, table in tables.items()}

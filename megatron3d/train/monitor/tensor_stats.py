@@ -28,16 +28,17 @@ Table = Mapping[str, Mapping[str, float]]
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a logical tensor: `layers.3` of `layers.3.mlp.fc1.weight`."""
+    """Return the layer or module of a logical tensor: `layers.3` of `layers.3.mlp.fc1.weight`."""
     first, second, *_ = name.split(".")
-    return f"{first}.{second}" if first == "layers" else first
+    return f"{first}.{second}" if first in ("layers", "mtp") else first
 
 
 class TensorStatistics:
     """Accumulator by layer on this rank: sum, sum of squares, number of elements, and largest magnitude."""
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
-        names = "embedding", *(f"layers.{index}" for index in range(num_layers)), "final_norm", "head"
+    def __init__(self, num_layers: int, device: torch.device, num_ahead: int = 0) -> None:
+        ahead = (f"mtp.{index}" for index in range(num_ahead))
+        names = "embedding", *(f"layers.{index}" for index in range(num_layers)), "final_norm", "head", *ahead
         self._rows = {name: row for row, name in enumerate(names)}
         self._sums = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
         self._largest = torch.zeros(len(names), dtype=torch.float64, device=device)
@@ -80,7 +81,8 @@ class StepTensorStatistics:
         model.set_activation_hook(self._add_activation)
 
     def _new(self) -> TensorStatistics:
-        return TensorStatistics(self._state.model.arch.num_layers, self._device)
+        arch = self._state.model.arch
+        return TensorStatistics(arch.num_layers, self._device, arch.mtp_num_layers)
 
     def _add_activation(self, layer: str, x_MH: Tensor) -> None:
         """Add a layer's output, unless backward recomputes it, which forward has added."""

@@ -81,11 +81,12 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
         "attention_softcap": 3.0,
         "use_parallel_residual": True,
         "softmax_type": "learnable",
+        "mtp_num_layers": 1,
     }
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}
     before = write_settings(arch, model_type)
     of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq", "rope_local_base_freq"}
-    unused = {"padded_vocab_size", "balance", "window_pattern", "seq_length"}
+    unused = {"padded_vocab_size", "balance", "window_pattern", "seq_length", "mtp_loss_scaling_factor"}
     for name in set(other) - unused - (of_rope if model_type == "gpt2" else set()):
         if other[name] == getattr(arch, name):
             continue

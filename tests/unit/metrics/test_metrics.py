@@ -49,7 +49,7 @@ RECORD = StepRecord(
     global_batch_size=48,
     seq_length=64,
 )
-UNSET = {"iteration", "loss_scale", "pipeline_bubble", "skipped_records"}
+UNSET = {"iteration", "mtp_losses", "loss_scale", "pipeline_bubble", "skipped_records"}
 
 
 def write(folder: Path, iterations: range, config: Config | None = None, start_iteration: int = 0) -> None:
@@ -82,6 +82,14 @@ def test_an_unknown_peak_leaves_mfu_out_and_nan_stays_visible() -> None:
     assert evaluation_line(3, math.inf).startswith(" validation loss at iteration 3 | lm loss value: inf |")
 
 
+def test_losses_of_multi_token_prediction_have_keys_of_their_own() -> None:
+    ahead = replace(RECORD, mtp_losses=(2.0, 3.0))
+    assert {key: ahead.row[key] for key in ahead.row.keys() - RECORD.row.keys()} == {"mtp_1 loss": 2, "mtp_2 loss": 3}
+    line = step_line(ahead, 10, datetime(2026, 1, 1))
+    assert "| lm loss: 1.234568E+00 | mtp_1 loss: 2.000000E+00 | mtp_2 loss: 3.000000E+00 | grad norm" in line
+    assert evaluation_line(3, 1.0, (2.0,)).endswith("| lm loss PPL: 2.718282E+00 | mtp_1 loss value: 2.000000E+00 |")
+
+
 def test_the_perplexity_is_bounded_as_in_megatron() -> None:
     assert evaluation_line(100, 1.0) == (
         " validation loss at iteration 100 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |"
@@ -103,7 +111,7 @@ def test_rows_hold_what_the_record_holds(tmp_path: Path) -> None:
     write(tmp_path, range(10, 11))
     text = (tmp_path / FILE_NAME).read_text()
     assert [json.loads(line) for line in text.splitlines()] == [
-        asdict(RECORD),
+        RECORD.row,
         {"iteration": 10, "validation_loss": 0.1},
     ]
 

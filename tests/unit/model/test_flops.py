@@ -56,6 +56,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         "softmax_type": draw(st.sampled_from(["vanilla", "off-by-one", "learnable"])),
         "norm_placement": draw(st.sampled_from(["pre", "post", "sandwich"])),
         "qk_layernorm_scope": draw(st.sampled_from(["head", "projection"])),
+        "mtp_num_layers": draw(st.integers(0, 2)),
     }
     optional = {
         "position_embedding_type": ["learned_absolute", "rope", "none"],
@@ -110,6 +111,18 @@ def test_flops_per_token_by_hand() -> None:
     weights = 2 * (8 * 24 + 12 * 8 + 3 * 8 * 12) + 8 * 10
     scores_and_values = 2 * 3 * 2 * 2 * 12 * 16
     assert flops_per_token(resolve_architecture(model, 10)) == 6 * weights + scores_and_values
+
+
+def test_flops_of_multi_token_prediction_by_hand() -> None:
+    """A module has a layer, two linears 8 x 8, and the LM head."""
+    model = ModelConfig(
+        family="llama", num_layers=1, hidden_size=8, ffn_hidden_size=12, num_attention_heads=2, seq_length=16
+    )
+    layer, core, head = 4 * 8 * 8 + 3 * 8 * 12, 12 * 2 * 4 * 16, 8 * 10
+    for modules in (0, 1, 3):
+        arch = resolve_architecture(model.model_copy(update={"mtp_num_layers": modules}), 10)
+        weights = (1 + modules) * (layer + head) + modules * 2 * 8 * 8
+        assert flops_per_token(arch) == 6 * weights + (1 + modules) * core
 
 
 def test_flops_of_gpt3_are_six_per_parameter_and_attention() -> None:

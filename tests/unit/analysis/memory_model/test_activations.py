@@ -157,7 +157,7 @@ def kept(local: LocalSizes, comm: Comm) -> dict[str, int]:
     shared = [*model.parameters(), *sum(at.rotary, ())]
     out = {}
     with saved_beside(shared) as saved:
-        x = model.embedding_dropout(model.embedding(at), at)
+        x = model.embedding_dropout(model.embedding(at, model.embedding_weight), at)
     out["embedding"] = saved.num_bytes
     with saved_beside(shared) as saved:
         x = model.layers["0"](x, at)

@@ -1,0 +1,72 @@
+"""Multi-token prediction: modules that predict further tokens from what the model computed (DeepSeek-AI 2024,
+arXiv:2412.19437, section 2.2).
+
+    h_i^0 = output of the model's final norm
+    h_i^k = final_norm(layer(W_h norm(h_i^(k-1)) + W_e norm(Emb(t_(i+k)))))          logits of t_(i+k+1) = head(h_i^k)
+
+W_h and W_e side by side are the paper's M_k.  Embedding and LM head are those of the model; the layer has the kind of
+the model's last one.  Letters: M tokens, H hidden, B sequences, S positions,
+T = S + 1 tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron3d.data.packing import Packing
+from megatron3d.model.ends import Embedding, LossHead
+from megatron3d.model.layers import Layer
+from megatron3d.model.linears import MTP_LINEARS
+from megatron3d.model.microbatch import Ahead, Pass, Target
+from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
+from megatron3d.ops.relayout import relayout
+from megatron3d.parallel.loss_chunks import LossChunk
+
+
+def inputs_ahead(
+    tokens_BT: Tensor, at: Pass, packing: Packing, counts: Sequence[int | Tensor], scale: Tensor | float
+) -> Iterator[Ahead]:
+    """Yield the inputs of each module of a pass, cut from whole rows [B, S + 1].
+
+    Tokens outside of the row are read as token 0: only labels that do not count depend on them.
+
+    Args:
+        counts: valid tokens of the global batch for each module, by which its loss is divided.
+        scale: factor of the gradients, but not of the losses.
+    """
+    for places, count in enumerate(counts, start=1):
+        inputs_BS = F.pad(tokens_BT[:, places:].clamp(min=0), (0, places))[:, : at.seq_length]
+        labels_BS = packing.labels(tokens_BT, places)
+        yield Ahead(at.cut(inputs_BS), Target(at.cut(labels_BS).flatten(), count, scale))
+
+
+class PredictionModule(nn.Module):
+    """Module k of multi-token prediction, `mtp.{k - 1}`.
+
+    Attributes:
+        embedding, head: use the model's matrices; they are called apart from the module, as FSDP units of their own.
+    """
+
+    def __init__(self, index: int, chunk: LossChunk, build: Build) -> None:
+        super().__init__()
+        name, features = f"mtp.{index}", build.mode.residual[1]
+        self.mode, self.comm = build.mode, build.comm
+        self.embedding = Embedding(f"{name}.embedding", build)
+        self.embedding_dropout = HiddenDropout(f"{name}.embedding", build)
+        self.hidden_norm = Norm(f"{name}.hidden_norm", features, build)
+        self.embedding_norm = Norm(f"{name}.embedding_norm", features, build)
+        self.hidden_proj, self.embedding_proj = (Linear(name, linear, build) for linear in MTP_LINEARS)
+        self.layer = Layer(build.arch.num_layers - 1, build, f"{name}.layer")
+        self.final_norm = Norm(f"{name}.final_norm", features, build)
+        self.head = LossHead(f"{name}.head", chunk, build)
+
+    def forward(self, x_MH: Tensor, embedded_MH: Tensor, at: Pass) -> Tensor:
+        """Return h^k [M, H] from h^(k-1) and the embeddings of the tokens k places further."""
+        embedded_MH = self.embedding_norm(self.embedding_dropout(embedded_MH, at))
+        y_MH = self.hidden_proj(self.hidden_norm(x_MH)) + self.embedding_proj(embedded_MH)
+        y_MH = relayout(y_MH, self.mode.inner, self.mode.residual, self.comm)
+        z_MH: Tensor = self.final_norm(self.layer(y_MH, at))
+        return z_MH
