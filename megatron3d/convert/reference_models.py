@@ -21,6 +21,7 @@ from megatron3d.convert.reference_decoders import DECODERS, Decoder
 Weights = Callable[[str], Tensor]
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,

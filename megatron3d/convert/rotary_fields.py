@@ -44,7 +44,8 @@ LAYER_NORM = {"position_embedding_type": "rope", "normalization": "LayerNorm"}
 NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False, "add_mlp_bias": False}
 SILU = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 GATED = ("hidden_act", "silu", SILU)
-PLAIN = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+TANH = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh")
+PLAIN = {**TANH, "gelu": "gelu", "relu": "relu"}
 
 
 def rotary_fields(inner: int, positions: int, **others: FieldMapping) -> dict[str, FieldMapping]:

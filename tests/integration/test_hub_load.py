@@ -26,7 +26,8 @@ from tests.support.hub_models import GPT2, LLAMA, write_hub
 from tests.support.tiny_run import assert_refused, refuse, run, steps, stored, write_config
 from tests.support.turn_ranks import connect, run_turns
 
-# Fused and transposed matrices, tied embeddings; grouped queries in bf16, several files.
+# Fused and transposed matrices, tied embeddings; grouped queries in bf16; two fused matrices; rows that alternate by
+# head.  All in several files.
 HUBS: dict[str, dict[str, Any]] = {
     "gpt2": {
         **GPT2,
@@ -41,8 +42,11 @@ HUBS: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 4}
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48},
 }
+HUBS["phi3"] = {**HUBS["llama"], "model_type": "phi3", "pad_token_id": None, "sliding_window": 5}
+HUBS["gpt_neox"] = {name: value for name, value in HUBS["llama"].items() if name != "num_key_value_heads"}
+HUBS["gpt_neox"] |= {"model_type": "gpt_neox", "hidden_size": 64, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 WEIGHTS = {"progress": False, "optimizer": False, "adapts": True}
-PLACES = [(name, list(HUBS)[place % 2]) for place, name in enumerate(LAYOUTS)]
+PLACES = [(name, list(HUBS)[place % 4]) for place, name in enumerate(LAYOUTS)]
 
 
 @pytest.fixture(scope="module")
