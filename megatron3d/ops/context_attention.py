@@ -166,6 +166,8 @@ class _Attend(torch.autograd.Function):
             lse = torch.cat(saved[3::4], dim=1) if len(moves.parts) > 1 else saved[3]
             result = moves.join_output([wait() for wait in returning]), lse
             saved[2::4] = [moves.kept_output(*each, result[0]) for each in zip(moves.parts, saved[2::4], strict=True)]
+        else:  # saved tensors are views of it, and on fake tensors would keep a graph alive that owned it
+            result = result[0].data, result[1]
         ctx.moves, ctx.kernel = moves, kernel
         ctx.save_for_backward(sink_N, *saved)
         ctx.mark_non_differentiable(result[1])

@@ -10,7 +10,10 @@ import pytest
 from megatron3d.analysis.memory_model.rank import predict_memory
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.context_exchange import BOTH
 from megatron3d.verify.dry_run.program import dry_run
+from megatron3d.verify.dry_run.run import run_rank, with_few_microbatches
 from megatron3d.verify.dry_run.totals import step_totals
 
 VOCAB_SIZE = 32_000
@@ -40,6 +43,19 @@ def test_memory_of_long_sequences_is_predicted(length: int) -> None:
     measured = step_totals(run, spec.pipeline.schedule[0]).peak
     assert predict_memory(spec).total == pytest.approx(measured, rel=0.05)
     assert measured < 0.9e9 + length * 80e3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
+def test_memory_of_every_exchange_is_predicted(exchange: str) -> None:
+    """Recomputed attention leaves neither gathered keys nor exchanged heads behind."""
+    parallel: dict[str, Any] = {"context_parallel_size": 4, "cp_comm_type": exchange}
+    parallel |= {"hierarchical_context_parallel_sizes": (2, 2)} if exchange == BOTH else {}
+    train = {"micro_batch_size": 1, "global_batch_size": 2, "precision": "bf16", "recompute_granularity": "selective"}
+    model = {**MODEL, "seq_length": 32_768, "num_query_groups": 8}
+    spec = RunSpec(Config.model_validate({"model": model, "train": train, "parallel": parallel}), 4, VOCAB_SIZE, 1)
+    measured = step_totals(run_rank(with_few_microbatches(spec)), spec.pipeline.schedule[0]).peak
+    assert predict_memory(spec).total == pytest.approx(measured, rel=0.06)
 
 
 @pytest.mark.slow
