@@ -320,8 +320,8 @@ MUTATIONS = [
     Mutation(
         "gradient rule misses an axis",
         "parallel/layout.py",
-        "set(self.token_axes) - layout_axes(self.layout)",
-        "set(self.token_axes[:-1]) - layout_axes(self.layout)",
+        "set(self.token_axes) - self.axes",
+        "set(self.token_axes[:-1]) - self.axes",
     ),
     Mutation(
         "context ranks number their tokens in their own order",
