@@ -53,3 +53,14 @@ def test_context_ranks_read_the_same_sequences(context: int) -> None:
     assert state.data_parallel_size == 8 // context
     assert state.context_parallel_group.index(13) == state.context_parallel_rank
     assert state.tensor_axes == ("t",)
+
+
+def test_forms_that_split_tokens_inside_sequences_need_enough_positions() -> None:
+    keys = {"context_parallel_size": 4, "tensor_model_parallel_size": 8, "sequence_parallel": True}
+    sizes = {"micro_batch_size": 1, "global_batch_size": 1}
+    model = {**MODEL, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 8}
+    config = Config.model_validate({"model": model, "parallel": keys, "train": sizes})
+    assert check(config, 32) == [
+        "model.seq_length=8: micro_batch_size 1 x 8 = 8 tokens are not a multiple of context*t = 32 and context = 4, "
+        "over which 1d: t 8 splits them; use 32"
+    ]
