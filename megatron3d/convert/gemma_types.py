@@ -124,7 +124,7 @@ GEMMA_TYPES: Mapping[str, ModelType] = {
             "use_bidirectional_attention": NO_OTHER_ATTENTION,
             "attn_logit_softcapping": AllowedValues((None,), "this model type does not cap scores"),
         },
-        windows=Windows(4096, every(6, "sliding_window_pattern")),
+        windows=Windows(4096, every(6, "sliding_window_pattern"), interval_name="sliding_window_pattern"),
         has_local_rope=True,
         local_base=10000.0,
     ),

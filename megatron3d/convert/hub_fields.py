@@ -62,17 +62,20 @@ class Windows:
         default_full: whether a layer, of a config.json without `layer_types`, sees the whole sequence; None: all
             layers have the window, and there is no such field.
         has_switch: whether `use_sliding_window` turns windows on; its default is off.
+        interval_name: field that `default_full` reads; None: it reads none of its own.
     """
 
     default: int | None
     default_full: Callable[[HubConfig, int], bool] | None = None
     has_switch: bool = False
+    interval_name: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the fields that describe windows."""
         types = ("layer_types",) if self.default_full else ()
-        return ("sliding_window", *types, *(("use_sliding_window",) if self.has_switch else ()))
+        interval = (self.interval_name,) if self.interval_name else ()
+        return ("sliding_window", *types, *interval, *(("use_sliding_window",) if self.has_switch else ()))
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ finetuning_task chunk_size_feed_forward rope_theta rope_scaling rope_parameters 
 is_llama_config n_special predict_special_tokens max_sequence_length max_window_layers cache_implementation
 _sliding_window_pattern original_max_position_embeddings tokenizer_class prefix torchscript use_bfloat16
 tf_legacy_loss attn_implementation _attn_implementation _flash_attn_2_enabled unsloth_fixed unsloth_version
-transformers.js_config
+transformers.js_config auto_map
 """
 # Defaults of text generation, which transformers 4 also stores in config.json.
 _GENERATION = """

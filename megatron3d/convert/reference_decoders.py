@@ -43,6 +43,8 @@ _OLMO2 = Decoder(
     after=("post_attention_layernorm", "post_feedforward_layernorm"),
     head_norms="projection",
 )
+# Gemma's activation, whatever `hidden_act` says: the first releases say gelu and mean its approximation by tanh.
+_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 DECODERS: Mapping[str, Decoder] = {
     "llama": Decoder(),
     "mistral": Decoder({"num_key_value_heads": 8}),
@@ -53,7 +55,15 @@ DECODERS: Mapping[str, Decoder] = {
         {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False, "max_window_layers": 28},
         head_norms="head",
     ),
-    "smollm3": Decoder({"use_sliding_window": False}),
+    "smollm3": Decoder(
+        {
+            "num_key_value_heads": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "no_rope_layer_interval": 4,
+        }
+    ),
     "olmo2": _OLMO2,
     "olmo3": replace(
         _OLMO2,
@@ -63,7 +73,13 @@ DECODERS: Mapping[str, Decoder] = {
     "phi3": Decoder({"rms_norm_eps": 1e-5}, mlp=("", "gate_up_proj", "down_proj"), has_bias=(False, False, False)),
     "granite": Decoder({"attention_multiplier": 1.0}),
     "starcoder2": Decoder(
-        {"use_bias": True, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
+        {
+            "use_bias": True,
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+        },
         norm="layer",
         epsilon="norm_epsilon",
         mlp=("", "c_fc", "c_proj"),
@@ -75,11 +91,17 @@ DECODERS: Mapping[str, Decoder] = {
         epsilon="norm_eps",
         mlp=("", "up_proj", "down_proj"),
     ),
-    "gemma": Decoder({"head_dim": 256, "tie_word_embeddings": True}, norm="rms + 1", scales_embedding=True),
+    "gemma": Decoder(
+        {"head_dim": 256, "tie_word_embeddings": True, **_GELU, "num_key_value_heads": 16},
+        norm="rms + 1",
+        scales_embedding=True,
+    ),
     "gemma2": Decoder(
         {
             "head_dim": 256,
             "tie_word_embeddings": True,
+            **_GELU,
+            "num_key_value_heads": 4,
             "sliding_window": 4096,
             "full_every": 2,
             "query_pre_attn_scalar": 256,
@@ -96,6 +118,8 @@ DECODERS: Mapping[str, Decoder] = {
         {
             "head_dim": 256,
             "tie_word_embeddings": True,
+            **_GELU,
+            "num_key_value_heads": 4,
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,
             "sliding_window": 4096,

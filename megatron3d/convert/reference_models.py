@@ -79,13 +79,23 @@ def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     return norm(x, "transformer.ln_f") @ weights(table if hf.get("tie_word_embeddings", True) else "lm_head.weight").T
 
 
+def _is_rotated(hf: HubConfig, layer: int) -> bool:
+    """Return whether a layer has rotary positions."""
+    rotated = hf.get("no_rope_layers")
+    if isinstance(rotated, list):
+        return bool(rotated[layer])
+    return (layer + 1) % _int(hf, "no_rope_layer_interval", layer + 2) != 0
+
+
 def _is_sliding(hf: HubConfig, layer: int) -> bool:
     """Return whether a layer has the window, where config.json has one."""
     types = hf.get("layer_types")
     if isinstance(types, list):
         return types[layer] == "sliding_attention"
+    if "no_rope_layer_interval" in hf:
+        return not _is_rotated(hf, layer)
     if "full_every" in hf:
-        return (layer + 1) % _int(hf, "full_every", 1) != 0
+        return (layer + 1) % _int(hf, "sliding_window_pattern", _int(hf, "full_every", 1)) != 0
     return layer >= _int(hf, "max_window_layers", 0)
 
 
@@ -147,8 +157,8 @@ class _Decoding:
         if kind.head_norms == "head":
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         window = _int(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
-        slides, rotated = bool(window) and _is_sliding(hf, layer), hf.get("no_rope_layers")
-        if not isinstance(rotated, list) or rotated[layer]:
+        slides = bool(window) and _is_sliding(hf, layer)
+        if _is_rotated(hf, layer):
             q, k = (_rotated(part, hf, kind.local_base if slides else "") for part in (q, k))
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
@@ -231,7 +241,8 @@ def _rotary_rates(hf: HubConfig, size: int) -> tuple[list[float], float]:
 
 def neox_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Return the logits [B, S, V] of GPT-NeoX, whose attention and MLP may read the same residual stream."""
-    hf = {"partial_rotary_factor": _float(hf, "rotary_pct", 0.25), **hf}
+    older = {"partial_rotary_factor": _float(hf, "rotary_pct", 0.25), "rope_theta": _float(hf, "rotary_emb_base", 1e4)}
+    hf = {**older, **hf}
     heads, eps = _int(hf, "num_attention_heads", 64), _float(hf, "layer_norm_eps", 1e-5)
     activation = _ACTIVATIONS[str(hf.get("hidden_act", "gelu"))]
     has_bias = bool(hf.get("attention_bias", True))

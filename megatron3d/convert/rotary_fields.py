@@ -82,6 +82,14 @@ def after_max_window_layers(settings: HubConfig, layer: int) -> bool:
     return not isinstance(first, int) or layer < first
 
 
+def has_rotary_positions(settings: HubConfig, layer: int) -> bool:
+    """Return whether a SmolLM3's layer has rotary positions; only the others can have a window."""
+    listed, interval = settings.get("no_rope_layers"), settings.get("no_rope_layer_interval", 4)
+    if isinstance(listed, list) and layer < len(listed):
+        return bool(listed[layer])
+    return not isinstance(interval, int) or interval < 1 or (layer + 1) % interval != 0
+
+
 def every(interval: int, name: str | None = None) -> Callable[[HubConfig, int], bool]:
     """Return the function of whether a layer is the last of `interval`, which a field may change."""
 

@@ -106,6 +106,8 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
         **_ODD,
         "hidden_size": 60,
         "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
         "attention_bias": True,
         "mlp_bias": True,
         **_ROPE,
