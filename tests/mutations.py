@@ -36,6 +36,8 @@ EXCHANGES = (
 )
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
+EXPERTS = ("tests/integration/test_expert_ranks.py",)
+ROUTER = ("tests/unit/ops/test_router.py",)
 SOFTMAX = ("tests/unit/ops/test_attention_softmax.py",)
 AHEAD = ("tests/unit/model/test_mtp.py",)
 
@@ -54,6 +56,83 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
+    Mutation(
+        "gradients of experts summed over ranks that hold others",
+        "model/params.py",
+        "part_axes=self.mode.experts",
+        "part_axes=()",
+        EXPERTS,
+    ),
+    Mutation(
+        "choices counted from the first expert of all",
+        "model/experts.py",
+        "chosen_MK - self.first_expert",
+        "chosen_MK",
+        EXPERTS,
+    ),
+    Mutation(
+        "weights of experts without gradients from other ranks",
+        "model/experts.py",
+        "gather_rows(routes.weights_MK, axes, comm)",
+        "gather_rows(routes.weights_MK.detach(), axes, comm)",
+        EXPERTS,
+    ),
+    Mutation(
+        "outputs of experts are not summed",
+        "ops/expert_exchange.py",
+        "y: Tensor = _ReduceRows.apply(x, axes, comm) if axes else x",
+        "y: Tensor = x.chunk(comm.mesh.size(axes))[comm.mesh.index(axes)] if axes else x",
+        EXPERTS,
+    ),
+    Mutation(
+        "counts of a sequence from one rank",
+        "model/experts.py",
+        "        if self.sequence_axes:\n",
+        "        if self.sequence_axes and self.comm.mesh.rank < 0:\n",
+        EXPERTS,
+    ),
+    Mutation(
+        "losses of routers divided by this rank's tokens",
+        "model/experts.py",
+        "/ at.target.all_tokens",
+        "/ len(logits_ME)",
+        EXPERTS,
+    ),
+    Mutation(
+        "ZeRO over axes that shard experts",
+        "zero/flat_buffer.py",
+        "own = sharding.without(spec.axes)",
+        "own = sharding",
+        EXPERTS,
+    ),
+    Mutation(
+        "weights of slots in the order of tokens",
+        "ops/expert_rows.py",
+        "weights_MK.flatten().index_select(0, order_R)",
+        "weights_MK.flatten()[: len(order_R)]",
+        EXPERTS,
+    ),
+    Mutation(
+        "an expert without rows keeps the last gradient",
+        "ops/main_grad.py",
+        "            elif not holds_gradient:\n                rows.zero_()\n",
+        "",
+        ROUTER,
+    ),
+    Mutation(
+        "ties go to the higher expert",
+        "ops/router.py",
+        "torch.argsort(choice_ME, dim=-1, descending=True, stable=True)[:, :count]",
+        "choice_ME.shape[1] - 1 - torch.argsort(choice_ME.flip(1), descending=True, stable=True)[:, :count]",
+        ROUTER,
+    ),
+    Mutation(
+        "a group's score of all its experts",
+        "ops/router.py",
+        "grouped.topk(max(experts.topk // experts.group_topk, 1), dim=-1).values.sum(-1)",
+        "grouped.sum(-1)",
+        ROUTER,
+    ),
     Mutation(
         "a fused tensor's rows read from its start",
         "convert/hub_index.py",

@@ -28,6 +28,7 @@ from megatron3d.model.groups import communication_axes, pipeline_links
 from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.context import with_context
+from megatron3d.parallel.expert_ranks import with_experts
 from megatron3d.parallel.loss_chunks import GPU_LOSS_CHUNK, LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -42,8 +43,6 @@ from megatron3d.pipeline.spec import Pipeline, layer_flops
 
 if TYPE_CHECKING:
     from megatron3d.data.packing import Packing
-
-SEQUENCE_PARALLEL = "sequence_parallel"
 
 
 @dataclass(frozen=True)
@@ -130,14 +129,15 @@ class RunSpec:
     def tensor_mode(self) -> Mode:
         """The tensor-parallel mode with the sizes of its axes."""
         parallel = self.config.parallel
-        form = SEQUENCE_PARALLEL if parallel.sequence_parallel else parallel.tensor_parallel_form
+        form = "sequence_parallel" if parallel.sequence_parallel else parallel.tensor_parallel_form
         return build_mode(parallel.tensor_parallel_mode, form, self.tensor_shape)
 
     @cached_property
     def mode(self) -> Mode:
-        """The tensor-parallel mode, with the context axes if there are any."""
+        """The tensor-parallel mode, with the context axes and the axes of experts if there are any."""
         parallel = self.config.parallel
-        return with_context(self.tensor_mode, parallel.context_axes, parallel.cp_comm_type)
+        mode = with_context(self.tensor_mode, parallel.context_axes, parallel.cp_comm_type)
+        return with_experts(mode, parallel.expert_model_parallel_size, self.sizes.shards)
 
     @cached_property
     def overlap(self) -> TPOverlap:
@@ -241,12 +241,10 @@ class RunSpec:
     @property
     def packing_identity(self) -> str | None:
         """The options of packing that change the meaning of a sample; None if all have their defaults."""
-        data = self.config.data
-        defaults = type(data)()
+        data, defaults = self.config.data, type(self.config.data)()
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "pad_token_id")
         values = {name: getattr(data, name) for name in (*names, "goldfish_k", "goldfish_h")}
-        given = (f"{name}={value}" for name, value in values.items() if value != getattr(defaults, name))
-        return ", ".join(given) or None
+        return ", ".join(f"{key}={value}" for key, value in values.items() if value != getattr(defaults, key)) or None
 
     @property
     def num_microbatches(self) -> int:

@@ -69,6 +69,9 @@ class ParallelConfig(Section):
     hierarchical_context_parallel_sizes: HeadAndRingRanks | None = Field(
         None, description="of cp_comm_type a2a+p2p: ranks of a2a, which are neighbours, and of p2p"
     )
+    expert_model_parallel_size: int = Field(
+        1, ge=1, description="EP: ranks among which the experts of a layer are distributed, whole ones to each"
+    )
     pipeline_model_parallel_size: int = Field(1, ge=1)
     pipeline_schedule: ScheduleName = "1f1b"
     virtual_pipeline_model_parallel_size: int | None = Field(

@@ -32,11 +32,14 @@ def read_run(
     """Return the configuration for inference of a run: under a launcher with the run's layout, else for one process.
 
     A microbatch has `micro_batch_size` sequences (None: as few as the tensor axes allow), and a step has the smallest
-    number of microbatches that the schedule allows.  Raises UserError with every problem.
+    number of microbatches that the schedule allows.  Every rank holds all experts of its layers, since data-parallel
+    ranks need not run equally often.  Raises UserError with every problem.
     """
     config = read_config(folder.parent / "config.yaml", overrides).config
     if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):
         config = config.model_copy(update={"parallel": ParallelConfig()})
+    parallel = config.parallel.model_copy(update={"expert_model_parallel_size": 1})
+    config = config.model_copy(update={"parallel": parallel})
     spec = RunSpec(config, world_size)
     rows = micro_batch_size or spec.tensor_size
     step = rows * max(spec.sizes.data, 1)

@@ -19,11 +19,13 @@ from megatron3d.model.microbatch import Pass
 from megatron3d.model.mlp import MLP
 from megatron3d.model.modules import Build
 from megatron3d.ops.activations import ACTIVATIONS
-from megatron3d.ops.expert_rows import RowOrder, add_slots, on_host, take_tokens
+from megatron3d.ops.expert_exchange import gather_rows, reduce_rows
+from megatron3d.ops.expert_rows import RowOrder, add_slots, take_tokens
 from megatron3d.ops.grouped_matmul import GroupedMatmul
 from megatron3d.ops.router import Routes, balance_terms, counts_of, counts_of_sequences, route, with_loss, z_terms
 from megatron3d.ops.router_spec import SEQUENCE, Balance, Experts
 from megatron3d.ops.token_relayout import TokenRelayout
+from megatron3d.parallel.layout import span
 
 
 class ExpertLinear(nn.Module):
@@ -112,7 +114,9 @@ class MoE(nn.Module):
         super().__init__()
         experts, name = build.arch.experts, f"{layer}.mlp"
         assert experts is not None, f"layer {index} has no experts"
-        self.num_experts = experts.num_experts
+        self.expert_axes = build.live(build.mode.experts)
+        self.first_expert, end = span(experts.num_experts, self.expert_axes, build.comm.mesh)
+        self.num_experts = end - self.first_expert
         self.relayout = TokenRelayout(build.mode.residual, build.mode.copies, build.comm)
         self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else None
         self.shared_gate = SharedGate(f"{name}.shared_gate", build) if experts.has_shared_gate else None
@@ -131,7 +135,10 @@ class MoE(nn.Module):
 
     def routed(self, x_MH: Tensor, routes: Routes) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for this rank's tokens."""
-        rows, num_slots = RowOrder(routes.experts_MK, self.num_experts), routes.experts_MK.shape[1]
-        counts = on_host(rows.counts_E, len(rows.order_R))
-        y_RH = self.experts(take_tokens(x_MH, rows, num_slots), counts)
-        return add_slots(y_RH, rows, routes.weights_MK)
+        axes, comm = self.expert_axes, self.relayout.comm
+        chosen_MK = routes.experts_MK
+        chosen_MK = comm.all_gather(chosen_MK, axes, 0).wait() if axes else chosen_MK
+        whole_MH, weights_MK = gather_rows(x_MH, axes, comm), gather_rows(routes.weights_MK, axes, comm)
+        rows = RowOrder(chosen_MK - self.first_expert, self.num_experts, routes.experts_MK.numel())
+        y_RH = self.experts(take_tokens(whole_MH, rows), rows.counts)
+        return reduce_rows(add_slots(y_RH, rows, weights_MK), axes, comm)

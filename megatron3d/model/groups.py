@@ -39,7 +39,10 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
         sets += [change.gathered for change in (*there, *back)]
     sets += [mode.context, *((axis,) for axis in mode.context), (*DATA, *mode.context)] if mode.context else []
     if arch.experts is not None:
-        sets += [mode.copies, tuple(axis for axis in mode.home if axis not in mode.batch_axes)]
+        shards = [
+            tuple(axis for axis in mesh.zero if axis not in spec.axes) for spec in param_specs(arch, mode).values()
+        ]
+        sets += [mode.experts, *shards, mode.copies, tuple(axis for axis in mode.home if axis not in mode.batch_axes)]
     unique = tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
     everything = mesh.nontrivial(mesh.names)
     has_cover = not everything or disjoint_cover(everything, unique)

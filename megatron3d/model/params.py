@@ -140,7 +140,10 @@ class _Table:
                 for part, rows in size.outputs.items()
             )
             leaf = name.rpartition(".")[2]
-            yield f"{path}.experts.{leaf}.weight", ParamSpec(parts, ((), ()), used, init=std / scale)
+            yield (
+                f"{path}.experts.{leaf}.weight",
+                ParamSpec(parts, ((), ()), used, init=std / scale, part_axes=self.mode.experts),
+            )
 
     def mtp(self, name: str) -> Named:
         """Yield the parameters of one module of multi-token prediction, without those that it shares."""

@@ -9,7 +9,8 @@ stage  optimizer state   gradients   parameters
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 from megatron3d.parallel.mesh import Axes
 
@@ -39,6 +40,10 @@ class Sharding:
     axes: Axes = ()
     grads: bool = False
     params: bool = False
+
+    def without(self, axes: Container[str]) -> Sharding:
+        """Return the sharding over the other axes, of parameters that `axes` shard themselves."""
+        return replace(self, axes=tuple(axis for axis in self.axes if axis not in axes))
 
     @staticmethod
     def of_stage(zero_stage: int, axes: Axes) -> Sharding:

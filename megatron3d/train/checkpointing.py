@@ -137,7 +137,8 @@ def try_load(
     buffers.settle()
     # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
     memory = [values for _, _, values in _flat_memory(state, only)]
-    replicas = tuple(axis for axis in (*DATA, *state.model.mode.context) if axis not in buffers.sharding.axes)
+    mode, sharded = state.model.mode, buffers.sharding.axes
+    replicas = tuple(axis for axis in (*DATA, *mode.context) if axis not in (*sharded, *mode.experts))
     source = BoxSource(folder, index, options.source.open_file)
     damage = load_on_all_ranks(source, pieces, memory, comm, replicas)
     if damage:

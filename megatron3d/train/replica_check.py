@@ -35,7 +35,9 @@ def check_replicas(state: TrainState) -> None:
     """
     buffers, comm = state.buffers, state.model.comm
     buffers.settle()
-    axes = DATA[:1] if buffers.sharding.params else (*DATA, *state.model.mode.context)
+    mode = state.model.mode
+    copies = tuple(axis for axis in (*DATA, *mode.context) if axis not in mode.experts)
+    axes = DATA[:1] if buffers.sharding.params else copies
     weights = [flat.main if buffers.sharding.params else flat.params for flat in buffers.flat_buffers]
     mine = [digest(values.detach()) for values in weights]
     place = tuple(comm.mesh.coord(axis) for axis in comm.mesh.names if axis not in axes)

@@ -59,9 +59,15 @@ class FsdpUnit:
 
 @dataclass(frozen=True)
 class BufferKey:
-    """Key of the parameters that may share a flat buffer; `unit` is the FSDP unit if parameters are sharded."""
+    """Key of the parameters that may share a flat buffer.
+
+    Attributes:
+        sharding: ZeRO's, over axes that do not shard the parameters themselves, as those of experts do.
+        unit: the FSDP unit if parameters are sharded.
+    """
 
     sync: GradSync
+    sharding: Sharding
     stage: int
     unit: str | None
 
@@ -80,13 +86,12 @@ class FlatBuffer:
         self,
         key: BufferKey,
         specs: Mapping[str, ParamSpec],
-        sharding: Sharding,
         mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.sync, self.stage = key.sync, key.stage
-        self.sharding = sharding
+        self.sharding = sharding = key.sharding
         self.grads_per_microbatch = sum(spec.uses for spec in specs.values())
         self.spans: dict[str, tuple[int, int]] = {}
         self.size, self._num_decayed = 0, 0
@@ -244,7 +249,8 @@ def make_flat_buffers(
     for stage, each in stage_specs.items():
         for name, spec in each.items():
             unit = unit_of[name] if sharding.params else None
-            groups.setdefault(BufferKey(_grad_sync(spec, sharding, mesh), stage, unit), []).append(name)
+            own = sharding.without(spec.axes)
+            groups.setdefault(BufferKey(_grad_sync(spec, own, mesh), own, stage, unit), []).append(name)
     least = bucket_bytes / torch.promote_types(dtype, torch.float32).itemsize
     runs = [
         (key, run)
@@ -253,7 +259,7 @@ def make_flat_buffers(
     ]
     order = {name: index for index, name in enumerate(specs)}
     return [
-        FlatBuffer(key, {name: specs[name] for name in run}, sharding, mesh, dtype, device)
+        FlatBuffer(key, {name: specs[name] for name in run}, mesh, dtype, device)
         for key, run in sorted(runs, key=lambda each: order[each[1][0]])
     ]
 

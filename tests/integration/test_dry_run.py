@@ -127,8 +127,8 @@ def test_recomputation(recompute: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("parallel", "recompute"),
     [
-        ({"zero_stage": 3}, None),
-        ({"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 4}, "full"),
+        ({"zero_stage": 3, "num_distributed_optimizer_instances": 2, "expert_model_parallel_size": 2}, None),
+        ({"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}, "full"),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, "core"),
     ],
 )

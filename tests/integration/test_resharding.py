@@ -39,6 +39,10 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "seq_length": 8,
         "make_vocab_size_divisible_by": 1,
         "hidden_dropout": 0.1,
+        "add_mlp_bias": False,
+        "num_moe_experts": 4,
+        "moe_layer_freq": 2,
+        "moe_ffn_hidden_size": 16,
     },
     "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1},
 }
@@ -52,25 +56,29 @@ def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
     return {"pipeline_model_parallel_size": ranks, "pipeline_schedule": schedule}
 
 
+def experts(ranks: int) -> dict[str, Any]:
+    return {"expert_model_parallel_size": ranks}
+
+
 def context(ranks: int, exchange: str) -> dict[str, Any]:
     return {"context_parallel_size": ranks, "cp_comm_type": exchange}
 
 
 # The last layout is one process; embeddings are tied, so that some pipelines hold them twice.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1d, data 2": tensor("1d", 2),
+    "1d, data 2, experts 4": {**tensor("1d", 2), **experts(4)},
     "1d with sequences": tensor("1d", 4, form="sequence_parallel"),
     "2d": tensor("2d", 2, 2),
     "2.5d": tensor("2.5d", 2, 1, 2),
-    "3d": tensor("3d", 1, 2, 2),
+    "3d, experts 2": {**tensor("3d", 1, 2, 2), **experts(2)},
     "grid, 1f1b": {**tensor("grid", 2, 1, 1), **pipeline(2, "1f1b")},
     "zb-h1": pipeline(4, "zb-h1"),
-    "zb-v, ZeRO 3": {**pipeline(2, "zb-v"), "zero_stage": 3},
+    "zb-v, ZeRO 3, experts 2": {**pipeline(2, "zb-v"), "zero_stage": 3, **experts(2)},
     "interleaved, context 2, ZeRO 2": {**pipeline(2, "interleaved"), "context_parallel_size": 2, "zero_stage": 2},
     "context 2, heads exchanged, ZeRO 3": {**tensor("1d", 2), **context(2, "a2a"), "zero_stage": 3},
     "context 4 in a ring": context(4, "p2p"),
     "context 2 x 2": {**context(4, "a2a+p2p"), "hierarchical_context_parallel_sizes": (2, 2), "zero_stage": 1},
-    "ZeRO 1 in groups": {"zero_stage": 1, "num_distributed_optimizer_instances": 2},
+    "ZeRO 1 in groups, experts 2": {"zero_stage": 1, "num_distributed_optimizer_instances": 2, **experts(2)},
     "one process": {},
 }
 SPREAD = [name for name in LAYOUTS if name != "one process"]

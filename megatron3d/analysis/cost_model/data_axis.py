@@ -83,7 +83,8 @@ def data_axis_time(
     shared = mesh.zero if zero_stage else ()
     for axes, count in counts.items():
         rest = tuple(axis for axis in axes if axis not in shared)
-        pieces, whole = _reduction_calls(shared, rest, count * itemsize, mesh), TimeBreakdown()
+        shards = tuple(axis for axis in shared if axis in axes)  # experts may be distributed over some of them
+        pieces, whole = _reduction_calls(shards, rest, count * itemsize, mesh), TimeBreakdown()
         for call in pieces:
             whole = whole.plus(exposed_time(call.axes, machine.network.seconds(call, mesh)))
         sums = sums.plus(whole.scaled(times[0]))

@@ -30,10 +30,25 @@ def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterat
     spread = [call for call in collect if call.axes == features]
     yield from (forwards * (1 + experts.has_shared_gate) + 1) * spread
     yield from (forwards + 1 + experts.has_shared_gate) * collect
+    yield from _exchange(local, experts, forwards)
     axes = mesh.nontrivial(axis for axis in mode.home if axis not in mode.batch_axes)
     if axes and local.arch.balance is not None and local.arch.balance.loss == SEQUENCE:
         counts = 2 * local.sequences_read * experts.num_experts * _COUNT_BYTES
         yield from forwards * [_ring("all_reduce", axes, counts, local)]
+
+
+def _exchange(local: LocalSizes, experts: Experts, forwards: int) -> Iterator[Traffic]:
+    """Yield the all-gathers and reduce-scatters over the expert axes of `ops/expert_exchange.py`."""
+    axes = local.mesh.nontrivial(local.mode.experts)
+    if not axes:
+        return
+    tokens = local.home_tokens * local.mesh.size(axes)
+    rows, slots = tokens * local.arch.hidden_size * local.itemsize, tokens * experts.topk
+    gathered = (slots * _INDEX_BYTES, rows, slots * local.wide)
+    yield from forwards * [_ring("all_gather", axes, size, local) for size in gathered]
+    yield from forwards * [_ring("reduce_scatter", axes, rows, local)]
+    yield _ring("all_gather", axes, rows, local)
+    yield from (_ring("reduce_scatter", axes, size, local) for size in gathered[1:])
 
 
 def back_to_residual(local: LocalSizes) -> Iterator[Traffic]:
@@ -52,11 +67,18 @@ def not_recomputed(local: LocalSizes) -> list[Traffic]:
     Recomputation stops at the last tensor that backward needs.
     """
     saves_later = local.arch.hidden_dropout > 0 or "mlp_output_norm" in local.arch.norm_sites
-    return [] if local.experts is None or saves_later else list(back_to_residual(local))
+    if local.experts is None or saves_later:
+        return []
+    axes, rows = local.mesh.nontrivial(local.mode.experts), local.home_tokens * local.arch.hidden_size * local.itemsize
+    summed = [_ring("reduce_scatter", axes, rows * local.mesh.size(axes), local)] if axes else []
+    is_gated = local.experts.has_shared_gate
+    has_later = is_gated or local.experts.shared_ffn_hidden_size > 0
+    return [*([] if has_later else summed), *back_to_residual(local)]
 
 
 # Counts of tokens of each sequence are reduced as fp32.
 _COUNT_BYTES = 4
+_INDEX_BYTES = 8
 
 
 def _ring(collective: str, axes: tuple[str, ...], num_bytes: float, local: LocalSizes) -> Traffic:
@@ -90,14 +112,16 @@ def times_of_layer(local: LocalSizes, machine: Machine) -> LayerTimes:
 def _products(local: LocalSizes, experts: Experts, machine: Machine) -> TimeBreakdown:
     """Return the time of the grouped GEMMs of one pass, and of the router's GEMM."""
     hidden, ffn, parts = local.arch.hidden_size, experts.ffn_hidden_size, 2 if local.is_gated else 1
-    count, rows = experts.num_experts, local.expert_rows / experts.num_experts
+    count = experts.num_experts // local.mesh.size(local.mode.experts)
+    rows = local.expert_rows / count
     seconds = machine.device.gemm_s(rows, parts * ffn, hidden, count) + machine.device.gemm_s(rows, hidden, ffn, count)
-    return TimeBreakdown({GEMMS: seconds + machine.device.gemm_s(local.home_tokens, count, hidden)})
+    return TimeBreakdown({GEMMS: seconds + machine.device.gemm_s(local.home_tokens, experts.num_experts, hidden)})
 
 
 def _accumulation(local: LocalSizes, experts: Experts, machine: Machine) -> TimeBreakdown:
     """Return the time to add the experts' weight gradients to main_grad, where the GEMMs do not hide it."""
-    weights = experts.num_experts * local.arch.hidden_size * (3 if local.is_gated else 2) * experts.ffn_hidden_size
+    count = experts.num_experts // local.mesh.size(local.mode.experts)
+    weights = count * local.arch.hidden_size * (3 if local.is_gated else 2) * experts.ffn_hidden_size
     seconds = machine.accumulation_s(weights, _products(local, experts, machine).total)
     return TimeBreakdown({MEMORY: seconds})
 
@@ -112,6 +136,6 @@ def _between(local: LocalSizes, experts: Experts, machine: Machine, backward: bo
     both = (expert_traffic(local, experts, forwards) for forwards in (0, 1))
     calls = [list(each) for each in both]
     sent = [sum(machine.network.seconds(call, local.mesh) for call in each) for each in calls]
-    axes = local.mesh.nontrivial((*local.mode.residual[1], *local.mode.copies))
+    axes = local.mesh.nontrivial({*local.mode.residual[1], *local.mode.copies, *local.mode.experts})
     moved = exposed_time(axes, sent[0] if backward else sent[1] - sent[0])
     return TimeBreakdown({MEMORY: seconds}).plus(moved)

@@ -8,7 +8,7 @@ A dry run of the step is compared with it, call by call and byte by byte.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.analysis.cost_model.expert_layer import expert_flops, expert_traffic, not_recomputed
@@ -232,10 +232,8 @@ def _head(step: StepSpec) -> Iterator[Traffic]:
 def _data(step: StepSpec) -> CountedTraffic:
     """Yield reductions of each flat buffer's gradients, and all-gathers of weights that ZeRO shards."""
     local, m = step.local, step.num_microbatches
-    shared: Axes = local.mesh.zero if step.zero_stage else ()
     for piece in flat_buffer_sizes(step):
-        ranks = local.mesh.size(shared)
-        part = -(-piece.size // ranks)
+        shared, ranks, part = piece.zero_axes, piece.num_shards, piece.shard
         sums, rest = (m if step.shards(2) else 1), tuple(axis for axis in piece.reduce_axes if axis not in shared)
         if shared:
             yield sums, Traffic("reduce_scatter", shared, part * (ranks - 1) * step.reduce_itemsize)
@@ -246,16 +244,9 @@ def _data(step: StepSpec) -> CountedTraffic:
         if shared and not step.shards(3):
             yield 1, Traffic("all_gather", shared, part * (ranks - 1) * local.itemsize)
     if step.shards(3):
-        for name, size in unit_shards(step):
-            yield (
-                m * step.unit_gathers(name),
-                Traffic("all_gather", shared, size * (local.mesh.size(shared) - 1) * local.itemsize),
-            )
-
-
-def unit_shards(step: StepSpec) -> Sequence[tuple[str, int]]:
-    """Return the FSDP unit's name and the shard's elements of each flat buffer of ZeRO 3."""
-    return [(piece.block, -(-piece.size // step.zero_ranks)) for piece in flat_buffer_sizes(step)]
+        for piece in (piece for piece in flat_buffer_sizes(step) if piece.zero_axes):
+            sent = piece.shard * (piece.num_shards - 1) * local.itemsize
+            yield m * step.unit_gathers(piece.block), Traffic("all_gather", piece.zero_axes, sent)
 
 
 def _all_reduce(axes: Axes, num_bytes: float, local: LocalSizes) -> Traffic:

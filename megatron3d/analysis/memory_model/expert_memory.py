@@ -60,7 +60,8 @@ def _choice(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
 def expert_peaks(local: LocalSizes, experts: Experts) -> Mapping[str, int]:
     """Return the transient bytes of each site of the backward: gradients of rows, and copies in another order."""
     row, inner = local.expert_rows * local.arch.hidden_size, local.expert_rows * experts.ffn_hidden_size
-    home, parts = local.home_tokens * local.arch.hidden_size, 2 if local.is_gated else 1
+    ranks, parts = local.mesh.size(local.mode.experts), 2 if local.is_gated else 1
+    home = (1 if ranks == 1 else 2 * ranks) * local.home_tokens * local.arch.hidden_size
     one = local.arch.hidden_size * parts * experts.ffn_hidden_size * (local.itemsize < local.wide)
     return {
         site: size * local.itemsize

@@ -77,15 +77,16 @@ def predict_memory(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ran
 
 def rank_memory(step: StepSpec) -> RankMemory:
     """Return the memory of the rank that the step's mesh is seen from."""
-    local, ranks = step.local, step.zero_ranks
+    local = step.local
     is_narrow = local.itemsize < local.wide
-    mine = sum(-(-size // ranks) for size in flat_numels(step))
+    pieces = flat_buffer_sizes(step)
+    mine, whole = sum(piece.shard for piece in pieces), sum(piece.shard * piece.num_shards for piece in pieces)
     activations, shards = peak_activations(step)
-    between_steps = (0 if is_narrow else mine) if step.shards(3) else ranks * mine
+    between_steps = (0 if is_narrow else mine) if step.shards(3) else whole
     return RankMemory(
         weights=between_steps * local.itemsize,
         main_weights=mine * local.wide if is_narrow else 0,
-        gradients=(mine if step.shards(2) else ranks * mine) * local.wide,
+        gradients=(mine if step.shards(2) else whole) * local.wide,
         optimizer=mine * sum(step.moment_itemsizes),
         activations=activations,
         buffers=shards + sum(buffers(step).values()),
@@ -94,18 +95,20 @@ def rank_memory(step: StepSpec) -> RankMemory:
 
 
 class FlatBufferSize(NamedTuple):
-    """Elements of a flat buffer, the axes that reduce its gradients, the pipeline ranks that hold it, and its FSDP
-    unit."""
+    """Flat buffer of a rank: elements, axes that reduce its gradients, pipeline ranks that hold it, FSDP unit, and the
+    axes that ZeRO shards it over with their number of ranks."""
 
     size: int
     reduce_axes: Axes
     holders: tuple[int, ...]
     block: str
+    zero_axes: Axes
+    num_shards: int
 
-
-def flat_numels(step: StepSpec) -> list[int]:
-    """Return the elements of each flat buffer of this rank, which ZeRO shards evenly and pads."""
-    return [piece.size for piece in flat_buffer_sizes(step)]
+    @property
+    def shard(self) -> int:
+        """Elements of a rank's shard, padding included."""
+        return -(-self.size // self.num_shards)
 
 
 def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
@@ -114,13 +117,14 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
     mesh, is_by_block = step.local.mesh, step.shards(3)
     others = tuple(axis for axis in mesh.names if axis != "pipeline")
     least = math.inf if is_by_block else step.bucket_bytes / step.local.wide
-    groups: dict[tuple[Axes, int, tuple[int, ...], int, str], list[int]] = {}
+    groups: dict[tuple[Axes, int, tuple[int, ...], int, str, Axes], list[int]] = {}
     for block, stage, spec in _params(step):
         copies = spec.num_copies(mesh, others)
-        key = spec.reduce_axes(mesh), copies, spec.holders, stage, block if is_by_block else ""
+        shared = tuple(axis for axis in step.zero_axes if axis not in spec.axes)
+        key = spec.reduce_axes(mesh), copies, spec.holders, stage, block if is_by_block else "", shared
         groups.setdefault(key, []).append(math.prod(spec.local_shape(mesh)))
     return [
-        FlatBufferSize(size, key[0], key[2], key[4])
+        FlatBufferSize(size, key[0], key[2], key[4], key[5], mesh.size(key[5]))
         for key, sizes in groups.items()
         for size in _merge_small(sizes, least)
     ]
@@ -271,7 +275,7 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
     earlier layers, when at least one layer has freed its activations, a third one that is being filled.
     """
     local, stages = step.local, step.stages
-    sizes = flat_numels(step)
+    sizes = [piece.size for piece in flat_buffer_sizes(step)]
     is_ahead = any(num_ahead(local, stage) for stage in stages)
     found = layer_peaks(local) if is_ahead or any(stage.layers for stage in stages) else {}
     if is_ahead or any(stage.has_embedding for stage in stages):
@@ -291,6 +295,6 @@ def _update_peak(step: StepSpec, is_over: int) -> dict[str, int]:
     """Return the peak of AdamW with moments narrower than the weights; activations are freed by then."""
     if min(step.moment_itemsizes) == step.local.wide:
         return {}
-    parts = (-(-size // step.zero_ranks) for size in flat_numels(step))
+    parts = (piece.shard for piece in flat_buffer_sizes(step))
     largest = max((min(part, step.local.kernels.update_piece) for part in parts), default=0)
     return {"update": _UPDATE_BYTES * largest - is_over}

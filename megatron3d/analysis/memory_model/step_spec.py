@@ -10,6 +10,7 @@ from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.loss_chunks import LossChunk
+from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.spec import Pipeline
@@ -79,7 +80,12 @@ class StepSpec:
     @property
     def zero_ranks(self) -> int:
         """Number of ranks over which ZeRO shards."""
-        return self.local.mesh.size(self.local.mesh.zero) if self.zero_stage else 1
+        return self.local.mesh.size(self.zero_axes)
+
+    @property
+    def zero_axes(self) -> Axes:
+        """Axes over which ZeRO shards, of parameters that none of them shards itself."""
+        return self.local.mesh.zero if self.zero_stage else ()
 
     def shards(self, stage: int) -> bool:
         """Return whether this ZeRO stage's state is sharded."""

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, near_divisors
+from megatron3d.parallel.expert_ranks import expert_sizes
 
 NUM, TOPK, GROUPS, GROUP_TOPK = (
     f"model.{key}" for key in ("num_moe_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
 )
 SHARED, GATE = "model.moe_shared_expert_intermediate_size", "model.moe_shared_expert_gate"
 LOSS, COEFF = "model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff"
+SIZE = "parallel.expert_model_parallel_size"
 PRE_SOFTMAX, SCORES = "model.moe_router_pre_softmax", "model.moe_router_score_function"
 
 
@@ -63,3 +65,22 @@ def _group_problems(facts: Facts) -> Iterator[str]:
         )
     elif max(experts.topk // kept, 1) > experts.num_experts // groups:
         yield f"{facts.named(GROUPS)}: a group has {experts.num_experts // groups} experts, too few; use fewer groups"
+
+
+def expert_rank_problems(facts: Facts) -> Iterator[str]:
+    """Yield what is wrong with the ranks that the experts are distributed over."""
+    size, experts, sizes = facts.config.parallel.expert_model_parallel_size, facts.arch.experts, facts.spec.sizes
+    if size == 1 or sizes.mismatch:
+        return
+    if experts is None:
+        yield f"{facts.named(SIZE)}: the model has no experts; set {NUM}, or use 1"
+        return
+    possible = expert_sizes(facts.spec.mode, sizes.shards)
+    if size not in possible:
+        yield (
+            f"{facts.named(SIZE)}: experts are distributed over the last axes of the mesh (tensor, context, data), and "
+            f"none of their products is {size}; use {one_of(sorted(possible))}"
+        )
+    if experts.num_experts % size:
+        fitting = [each for each in sorted(possible) if experts.num_experts % each == 0]
+        yield f"{facts.named(SIZE)}: {size} does not divide {NUM}={experts.num_experts}; use {one_of(fitting)}"

@@ -9,7 +9,7 @@ from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.checkpoint import checkpoint_problems
 from megatron3d.config.validate.context import context_problems, exchange_problems, hierarchy_problems
 from megatron3d.config.validate.data import data_problems
-from megatron3d.config.validate.experts import expert_problems
+from megatron3d.config.validate.experts import expert_problems, expert_rank_problems
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.validate.logging import logging_problems
 from megatron3d.config.validate.mtp import mtp_layout_problems, mtp_problems
@@ -77,6 +77,7 @@ def layout_problems(facts: Facts) -> Iterator[str]:
         yield from mtp_layout_problems(facts, mode)
         yield from exchange_problems(facts)
     yield from context_problems(facts)
+    yield from expert_rank_problems(facts)
     yield from token_problems(facts, mode)
     yield from execution_problems(facts, mode)
     yield from batch_problems(facts)

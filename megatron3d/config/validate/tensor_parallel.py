@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron3d.config.run_spec import SEQUENCE_PARALLEL
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples
 from megatron3d.config.validate.rampup import ramp_length_problems
@@ -33,11 +32,11 @@ def form_problems(facts: Facts) -> Iterator[str]:
     if form is not None and form not in entry.forms:
         where = facts.named("parallel.tensor_parallel_form")
         yield f"{where}: mode {name} has no such form; use {one_of(entry.forms)}"
-    if parallel.sequence_parallel and SEQUENCE_PARALLEL not in entry.forms:
-        able = [mode for mode, other in MODES.items() if SEQUENCE_PARALLEL in other.forms]
+    if parallel.sequence_parallel and "sequence_parallel" not in entry.forms:
+        able = [mode for mode, other in MODES.items() if "sequence_parallel" in other.forms]
         where = facts.named("parallel.sequence_parallel")
         yield f"{where}: mode {name} already splits the tokens; use false, or tensor_parallel_mode {one_of(able)}"
-    elif parallel.sequence_parallel and form not in (None, SEQUENCE_PARALLEL):
+    elif parallel.sequence_parallel and form not in (None, "sequence_parallel"):
         where = facts.named("parallel.sequence_parallel")
         yield f"{where}: contradicts parallel.tensor_parallel_form={form}; give only one of the two"
     if shape is None:

@@ -17,7 +17,8 @@ class Mode:
     `expand` is the plan of linears from the residual to the inner stream (qkv, fc1, head; column-parallel in Megatron),
     `contract` that of linears back to the residual stream (proj, fc2; row-parallel).  `context` names the axes that
     split positions inside sequences; they split the tokens of both plans (`parallel/context.py`), and `exchange` is how
-    their ranks exchange keys and values (`parallel/context_exchange.py`).
+    their ranks exchange keys and values (`parallel/context_exchange.py`).  `experts` names the axes over which the
+    experts of a layer are distributed (`parallel/expert_ranks.py`).
     """
 
     name: str
@@ -26,6 +27,7 @@ class Mode:
     contract: MatmulPlan
     context: Axes = ()
     exchange: str = ""
+    experts: Axes = ()
 
     def __post_init__(self) -> None:
         there, back = self.expand.y_layout, self.contract.x_layout

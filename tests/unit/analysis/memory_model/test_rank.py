@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron3d.analysis.memory_model.activations import recomputed_activations
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.rank import (
-    flat_numels,
+    flat_buffer_sizes,
     in_flight,
     peak_activations,
     predict_memory,
@@ -49,6 +49,10 @@ NUM_RANKS, VOCAB_SIZE = 8, 509
 CPU = torch.device("cpu")
 MODEL = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 8, "kv_channels": 8, "seq_length": 24}
 TRAIN = {"micro_batch_size": 4, "global_batch_size": 16, "loss_chunk_tokens": 40}
+
+
+def flat_numels(step: StepSpec) -> list[int]:
+    return [piece.size for piece in flat_buffer_sizes(step)]
 
 
 def configure(model: dict[str, Any], parallel: dict[str, Any], **train: Any) -> Config:

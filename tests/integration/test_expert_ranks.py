@@ -1,0 +1,86 @@
+"""Fact: experts that are distributed over ranks of any axes compute the numbers of one process, in float64.
+
+Loss, gradient norm, gradients, parameters and the validation loss of two steps agree, losses of routers included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.validate.rules import check
+from megatron3d.parallel.expert_ranks import expert_sizes
+from megatron3d.verify.layouts import differences
+from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, reference, run_trace
+from tests.support.turn_ranks import run_turns
+
+MODEL = "experts, shared experts, losses of routers"
+BATCH, NUM_LAYERS = 8, 2
+SEQUENCES = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CUBE = {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8}
+# Keys of the layout, number of ranks, axes of the experts.
+LAYOUTS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "data": ({"expert_model_parallel_size": 2, "zero_stage": 3}, 2, ("data",)),
+    "replicas": (
+        {"expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2, "zero_stage": 2},
+        4,
+        ("data",),
+    ),
+    "context": ({"expert_model_parallel_size": 2, "context_parallel_size": 2, "zero_stage": 2}, 4, ("context",)),
+    "data and context": (
+        {"expert_model_parallel_size": 4, "context_parallel_size": 2, "zero_stage": 1},
+        4,
+        ("data", "context"),
+    ),
+    "pipeline": (
+        {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+        4,
+        ("data",),
+    ),
+    "data and tensor": ({"expert_model_parallel_size": 4, **SEQUENCES, "zero_stage": 1}, 4, ("data", "t")),
+    "some tensor axes": ({"expert_model_parallel_size": 4, **CUBE}, 8, ("y", "z")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_distributed_experts_equal_one_process(name: str) -> None:
+    parallel, num_ranks, axes = LAYOUTS[name]
+    train: dict[str, Any] = {"micro_batch_size": 4 if "tensor_parallel_mode" in parallel else 2}
+    if name == "data and context":
+        train |= {"recompute_granularity": "full", "recompute_num_layers": 2}
+    config = configure({**MODELS[MODEL], "num_layers": NUM_LAYERS}, parallel, global_batch_size=BATCH, **train)
+    assert check(config, num_ranks, VOCAB_SIZE) == []
+    assert RunSpec(config, num_ranks).mode.experts == axes
+    got = run_turns(run_trace, num_ranks, config, 2)[0]
+    assert list(differences(reference(MODEL, NUM_LAYERS, BATCH), got, TOLERANCE)) == []
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no such product": ({}, {"expert_model_parallel_size": 3}, "none of their products is 3; use 1 or 2"),
+    "no experts": ({"num_moe_experts": None}, {"expert_model_parallel_size": 2}, "the model has no experts"),
+    "odd experts": ({"num_moe_experts": 9}, {"expert_model_parallel_size": 2}, "2 does not divide"),
+    "more chosen than there are": ({"moe_router_topk": 9}, {}, "more than model.num_moe_experts=8; use 1 to 8"),
+    "biases": ({"add_mlp_bias": True}, {}, "experts have no biases"),
+    "one half of groups": ({"moe_router_group_topk": None}, {}, "not used without model.moe_router_group_topk"),
+    "groups of unequal size": ({"moe_router_num_groups": 3}, {}, "3 does not divide model.num_moe_experts=8"),
+    "too few groups": ({"moe_router_group_topk": 1}, {}, "1 groups have 2 experts, fewer than model.moe_router_topk=3"),
+    "softmax before sigmoid": ({"moe_router_pre_softmax": True}, {}, "not used with model.moe_router_score_function"),
+    "a gate of nothing": ({"moe_shared_expert_intermediate_size": None}, {}, "there are no shared experts to gate"),
+    "a factor of nothing": ({"moe_router_load_balancing_type": "none"}, {}, "not used with model.moe_router_load"),
+    "no layer": ({"moe_layer_freq": (0,)}, {}, "no layer has experts"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    model, parallel, message = REFUSED[name]
+    config = configure({**MODELS[MODEL], **model}, parallel, micro_batch_size=2, global_batch_size=4)
+    assert message in "; ".join(check(config, 2, VOCAB_SIZE))
+
+
+def test_the_sizes_are_products_of_the_last_axes() -> None:
+    config = configure(MODELS[MODEL], {"context_parallel_size": 2, "tensor_model_parallel_size": 4}, micro_batch_size=4)
+    sizes = expert_sizes(RunSpec(config, 24).mode, 3)
+    assert sizes == {1: (), 4: ("t",), 8: ("context", "t"), 24: ("data", "context", "t")}
