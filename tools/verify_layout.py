@@ -174,8 +174,7 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
             "hidden_size": 3 * HEAD_SIZE * unit,
             "ffn_hidden_size": 5 * unit,
             "num_attention_heads": shared * (unit if groups == heads else 2 * unit),
-            "num_query_groups": shared * small_groups if groups == heads else small_groups,
-            "kv_channels": HEAD_SIZE,
+            **_head_sizes(model, unit, shared * small_groups if groups == heads else small_groups),
             "seq_length": seq_length,
             "max_position_embeddings": seq_length,
             "window_size": model.window_size and (max(1, seq_length // 4), 0),
@@ -191,6 +190,19 @@ def shrink_pattern(pattern: int | tuple[int, ...] | None, num_layers: int) -> in
     if pattern is None or isinstance(pattern, int):
         return pattern and min(pattern, num_layers)
     return pattern if len(pattern) <= num_layers else (pattern[0], 1 - pattern[0])
+
+
+def _head_sizes(model: ModelConfig, unit: int, groups: int) -> dict[str, int | None]:
+    """Return small heads: with latents that `unit` ranks shard, where the model has these."""
+    if not model.multi_latent_attention:
+        return {"num_query_groups": groups, "kv_channels": HEAD_SIZE}
+    return {
+        "q_lora_rank": model.q_lora_rank and 3 * unit,
+        "kv_lora_rank": 2 * unit,
+        "qk_head_dim": HEAD_SIZE,
+        "qk_pos_emb_head_dim": 2 * unit,
+        "v_head_dim": HEAD_SIZE,
+    }
 
 
 def compare(config_json: str, steps: int, tolerance: float, device: str = "cpu", lag_s: float = 0.0) -> list[str]:

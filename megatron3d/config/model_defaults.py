@@ -30,7 +30,7 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         ffn_hidden_size=ffn,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=_or_default(model.num_query_groups, model.num_attention_heads),
-        kv_channels=_or_default(model.kv_channels, model.hidden_size // model.num_attention_heads),
+        kv_channels=_head_size(model),
         seq_length=model.seq_length,
         max_position_embeddings=_or_default(model.max_position_embeddings, model.seq_length),
         vocab_size=vocab_size,
@@ -69,9 +69,34 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         attention_softcap=model.attention_softcap,
         softmax_type=model.softmax_type,
         use_parallel_residual=model.use_parallel_residual,
+        rotary_interleaved=model.rotary_interleaved,
+        **_latent_sizes(model),
         experts=_experts(model, ffn),
         balance=_balance(model),
     )
+
+
+# Keys of multi-head latent attention and their defaults, Megatron's.
+LATENT_KEYS: Mapping[str, int | None] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def _latent_sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return the sizes of multi-head latent attention, none without it."""
+    used = LATENT_KEYS if model.multi_latent_attention else {}
+    return {key: _or_default(getattr(model, key), default) for key, default in used.items()}
+
+
+def _head_size(model: ModelConfig) -> int:
+    """Return the size of heads in attention's kernels."""
+    if sizes := _latent_sizes(model):
+        return max(int(sizes["qk_head_dim"]) + int(sizes["qk_pos_emb_head_dim"]), int(sizes["v_head_dim"]))
+    return _or_default(model.kv_channels, model.hidden_size // model.num_attention_heads)
 
 
 def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:

@@ -24,6 +24,24 @@ class ModelConfig(Section):
     )
     num_attention_heads: int = Field(12, ge=1)
     num_query_groups: int | None = Field(None, ge=1, description="key/value heads; default: num_attention_heads")
+    multi_latent_attention: bool = Field(
+        False, description="keys and values of all heads come from one latent of each token, which generation caches"
+    )
+    q_lora_rank: int | None = Field(
+        None, ge=1, description="with multi_latent_attention: size of the latent of queries; default: they have none"
+    )
+    kv_lora_rank: int | None = Field(
+        None, ge=1, description="with multi_latent_attention: size of the latent of keys and values; default: 512"
+    )
+    qk_head_dim: int | None = Field(
+        None, ge=1, description="with multi_latent_attention: a head's query and key without positions; default: 128"
+    )
+    qk_pos_emb_head_dim: int | None = Field(
+        None, ge=2, description="with multi_latent_attention: the rotated channels that follow them; default: 64"
+    )
+    v_head_dim: int | None = Field(
+        None, ge=1, description="with multi_latent_attention: a head's value and output; default: 128"
+    )
     kv_channels: int | None = Field(None, ge=1, description="size of a head; default: hidden / heads")
     seq_length: int = Field(1024, ge=1)
     max_position_embeddings: int | None = Field(None, ge=1, description="default: seq_length")
@@ -41,6 +59,9 @@ class ModelConfig(Section):
     )
     rotary_percent: float = Field(
         1.0, gt=0, le=1, description="fraction of each head's channels that RoPE rotates, the first ones"
+    )
+    rotary_interleaved: bool = Field(
+        False, description="RoPE rotates neighbouring channels, not channels of both halves of a head"
     )
     no_rope_freq: Positive | LayerPattern | None = Field(
         None, description="layers without RoPE: every n-th, or those with a 1 in a list that repeats over depth"

@@ -29,6 +29,8 @@ LARGEST: Mapping[str, int] = {
     "num_attention_heads": 10**5,
     "num_query_groups": 10**5,
     "kv_channels": 10**5,
+    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 10**5),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 10**6),
     "seq_length": 10**7,
     "max_position_embeddings": 10**7,
     "vocab_size": 10**8,

@@ -155,6 +155,10 @@ SWITCHES: Mapping[str, JsonValue] = {
     "logit_softcap": None,
     "use_parallel_residual": False,
     "attention_softcap": None,
+    "rotary_interleaved": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 0),
     "softmax_type": "vanilla",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import NamedTuple
@@ -48,6 +49,11 @@ class Architecture:
         add_qkv_bias, add_mlp_bias: None where they are as `add_bias_linear`.
         no_rope_freq: pattern that repeats over depth, 1 for a layer without rotary positions; empty: none.
         window: keys that a query sees, itself included; None: all before it.
+        rotary_interleaved: RoPE rotates neighbouring channels, not those of both halves of a head.
+        q_lora_rank, kv_lora_rank: sizes of the latents of queries, and of keys and values; None: queries come from the
+            residual stream, and so do keys and values.
+        qk_head_dim, qk_pos_emb_head_dim, v_head_dim: with latents, sizes of a head's queries without and with positions
+            and of its values; `kv_channels` is then the larger of both queries' sum and the values.
         window_pattern: pattern that repeats over depth, 0 for a layer without the window; empty: every layer has it.
         rope_local_base_freq: base of rotary positions, unscaled, in layers with the window; None: as in the others.
         use_parallel_residual: attention and MLP read the same residual stream, and both are added to it.
@@ -99,6 +105,39 @@ class Architecture:
     balance: Balance | None = None
     mtp_num_layers: int = 0
     mtp_loss_scaling_factor: float = 0.1
+    rotary_interleaved: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention (`LatentAttention`)."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def latent_sizes(self) -> tuple[int, ...]:
+        """Sizes of the normalized latents of attention."""
+        return tuple(size for size in (self.q_lora_rank, self.kv_lora_rank) if size is not None)
+
+    @property
+    def key_size(self) -> int:
+        """Size of a head's queries and keys; kernels see `kv_channels`, with zeros behind the shorter of both."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.is_latent else self.kv_channels
+
+    @property
+    def value_size(self) -> int:
+        """Size of a head's values and output."""
+        return self.v_head_dim if self.is_latent else self.kv_channels
+
+    @property
+    def query_scale(self) -> float:
+        """Factor of queries before kernels that divide scores by the root of `kv_channels`."""
+        if self.softmax_scale is not None:
+            return float(self.softmax_scale * self.kv_channels**0.5)
+        return 1.0 if self.key_size == self.kv_channels else math.sqrt(self.kv_channels / self.key_size)
 
     @property
     def norm_sites(self) -> tuple[str, ...]:

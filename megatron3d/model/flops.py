@@ -20,6 +20,8 @@ def num_parameters(arch: Architecture) -> int:
     kv = 2 * arch.num_query_groups * arch.kv_channels
     head_norms = 2 * arch.kv_channels if arch.qk_layernorm_scope == "head" else q + kv // 2
     attention = (h + qkv_bias) * (q + gate + kv) + q * h + proj_bias * h + head_norms * norm * arch.qk_layernorm
+    if arch.is_latent:
+        attention = _latent_parameters(arch) + proj_bias * h
     attention += arch.num_attention_heads * (arch.softmax_type == "learnable")
     gates = 2 if arch.activation in GATED else 1
     mlp = gates * (h + mlp_bias) * f + f * h + mlp_bias * h
@@ -48,18 +50,33 @@ def _expert_parameters(arch: Architecture) -> int:
     return h * (experts.num_experts + matrices * ffn + experts.has_shared_gate)
 
 
+def _latent_parameters(arch: Architecture) -> int:
+    """Return the parameters of latent attention without the output projection's bias."""
+    h, heads, c = arch.hidden_size, arch.num_attention_heads, arch.kv_lora_rank or 0
+    queries, positions = arch.q_lora_rank or 0, arch.qk_pos_emb_head_dim
+    norm = 2 if arch.normalization == "LayerNorm" else 1
+    down = (h + int(arch.has_qkv_bias)) * (queries + c + positions) + norm * (queries + c)
+    keys, values = arch.qk_head_dim, arch.v_head_dim
+    return down + heads * ((queries or h) * (keys + positions) + c * (keys + values) + values * h)
+
+
 def layer_flops_per_token(arch: Architecture) -> int:
     """Return the FLOPs per token of one layer, forward and backward; where layers differ, their mean."""
     return 6 * layer_weights(arch) + _core_flops(arch)
 
 
 def _core_flops(arch: Architecture) -> int:
-    return round(12 * arch.num_attention_heads * arch.kv_channels * mean_keys(arch))
+    return round(6 * _score_width(arch) * mean_keys(arch))
+
+
+def _score_width(arch: Architecture) -> int:
+    """Return the channels that a score, and the value it weighs, take in all heads."""
+    return arch.num_attention_heads * (arch.key_size + arch.value_size)
 
 
 def flops_of_layer(arch: Architecture, layer: int) -> int:
     """Return the FLOPs per token of one layer of the model, forward and backward, with its own window and experts."""
-    core = 12 * arch.num_attention_heads * arch.kv_channels * keys_seen(arch, layer)
+    core = 6 * _score_width(arch) * keys_seen(arch, layer)
     return 6 * weights_of_layer(arch, layer) + core
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import param_specs, shares_embedding
 from megatron3d.model.stages import StageAssignment
+from megatron3d.parallel.latent import latent_axes
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import DATA, Axes, Mesh, disjoint_cover
 from megatron3d.parallel.modes.mode import Mode
@@ -21,8 +22,9 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     as the loss, are reduced over these one after another.
     """
     sets: list[Axes] = [("pipeline",)]
-    for plan in (mode.expand, mode.contract, mode.embed):
+    for plan in (mode.expand, mode.contract, mode.embed, *((mode.latent,) if arch.is_latent else ())):
         sets += _plan_axes(plan.on(mesh))
+    sets += [*latent_axes(mode.expand.on(mesh))] if arch.is_latent else []
     (_, features), (inner_tokens, inner_features) = mode.residual, mode.inner
     inner_features = mesh.nontrivial(inner_features)
     sets += [features, inner_tokens]

@@ -32,12 +32,12 @@ def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
     pattern = arch.no_rope_freq
     skips = bool(pattern) and bool(pattern[layer % len(pattern)])
     has_rotary = arch.position_embedding_type == "rope" and not skips
-    size = int(arch.kv_channels * arch.rotary_percent)
+    size = arch.qk_pos_emb_head_dim if arch.is_latent else int(arch.kv_channels * arch.rotary_percent)
     windows = arch.window_pattern or (1,)
     window = arch.window if windows[layer % len(windows)] else None
-    rotary = Rotary(arch.rotary_base, size, arch.rotary_scaling)
+    rotary = Rotary(arch.rotary_base, size, arch.rotary_scaling, arch.rotary_interleaved)
     if window is not None and arch.rope_local_base_freq is not None:
-        rotary = Rotary(arch.rope_local_base_freq, size)
+        rotary = Rotary(arch.rope_local_base_freq, size, interleaved=arch.rotary_interleaved)
     return AttentionKind(rotary if has_rotary else None, window)
 
 

@@ -7,13 +7,15 @@ Letters: M tokens, H hidden, F inner features, B sequences, S positions, N heads
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron3d.model.experts import MoE
 from megatron3d.model.layer_kinds import attention_kind, has_experts, rotaries
-from megatron3d.model.linears import PROJ, QKV
+from megatron3d.model.linears import DOWN, KV_UP, PROJ, Q_UP, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.mlp import MLP
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
@@ -22,6 +24,8 @@ from megatron3d.ops.attention import AttentionHeads, attention
 from megatron3d.ops.attention_softmax import VANILLA, Softmax
 from megatron3d.ops.cached_context_attention import cached_context_attention
 from megatron3d.ops.context_attention import ContextAttention, KeptResult, context_attention
+from megatron3d.ops.kv_cache import CacheView
+from megatron3d.ops.latent import absorbed_attention, padded, whole_features, whole_weight
 from megatron3d.ops.norm import TORCH_NORMS
 from megatron3d.ops.packed_attention import Visible
 from megatron3d.ops.recompute import recomputed
@@ -38,24 +42,30 @@ class Attention(nn.Module):
         kind = attention_kind(arch, index)
         self.window, rotary = kind.window, kind.rotary
         self.rotary = None if rotary is None else rotaries(arch).index(rotary)
+        self.interleaves = arch.rotary_interleaved
         self.site, self.dropout = name, arch.attention_dropout
-        self.query_scale = 1.0 if arch.softmax_scale is None else arch.softmax_scale * arch.kv_channels**0.5
+        self.query_scale = arch.query_scale
         self.tokens, self.context = build.mode.inner[0], build.mode.context
         self.exchange = build.context_exchange
         heads_axes = build.live(build.mode.inner[1])
         self.heads = AttentionHeads(
             arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm
         )
+        self.add_projections(layer, build)
+        self.softcap, self.has_sinks = arch.attention_softcap, arch.softmax_type != VANILLA
+        self.sinks = build.optional(f"{name}.sinks")
+        self.proj = Linear(layer, PROJ, build)
+        self.recomputes_core = build.recompute.recomputes(CORE_ATTN)
+
+    def add_projections(self, layer: str, build: Build) -> None:
+        """Add the modules that make queries, keys and values, in the order of the forward pass."""
+        arch, name = build.arch, f"{layer}.attention"
         self.qkv = Linear(layer, QKV, build)
         self.norms_heads = arch.qk_layernorm_scope == "head"
         norm_axes = () if self.norms_heads else build.mode.inner[1]
         self.q_norm = Norm(f"{name}.q_norm", norm_axes, build) if arch.qk_layernorm else None
         self.k_norm = Norm(f"{name}.k_norm", norm_axes, build) if arch.qk_layernorm else None
-        self.softcap, self.has_sinks = arch.attention_softcap, arch.softmax_type != VANILLA
-        self.sinks = build.optional(f"{name}.sinks")
         self.has_gate = arch.attention_output_gate
-        self.proj = Linear(layer, PROJ, build)
-        self.recomputes_core = build.recompute.recomputes(CORE_ATTN)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         qkv_MF = self.qkv(x_MH)
@@ -81,11 +91,19 @@ class Attention(nn.Module):
         q, k, v = self.heads.split(qkv_MF, at.local_length, None if self.norms_heads else norms)
         if norms is not None and self.norms_heads:
             q, k = norms[0](q), norms[1](k)
-        if self.rotary is not None:
-            cos, sin = tables = at.rotary[self.rotary]
-            if at.documents is not None:
-                tables = at.rows(cos, self.tokens), at.rows(sin, self.tokens)
-            q, k = rotate(q, tables), rotate(k, tables)
+        return self.attend_heads(self.rotated(q, at), self.rotated(k, at), v, at, kept)
+
+    def rotated(self, x_BSND: Tensor, at: Pass) -> Tensor:
+        """Return queries or keys with the rotary embedding of their positions, if this layer has one."""
+        if self.rotary is None:
+            return x_BSND
+        cos, sin = tables = at.rotary[self.rotary]
+        if at.documents is not None:
+            tables = at.rows(cos, self.tokens), at.rows(sin, self.tokens)
+        return rotate(x_BSND, tables, self.interleaves)
+
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, kept: KeptResult | None) -> Tensor:
+        """Return attention's output [M, F] for queries [B, S, N, D], keys and values [B, S, G, D]."""
         q = q if self.query_scale == 1 else q * self.query_scale
         sinks = q.new_zeros(q.shape[2]) if self.has_sinks and self.sinks is None else self.sinks
         softmax = Softmax(self.softcap, sinks)
@@ -108,6 +126,77 @@ class Attention(nn.Module):
         return attention(q, k, v, self.heads, drop, visible=visible, softmax=softmax)
 
 
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1; arXiv:2412.19437, section 2.1.1).
+
+        c, k_pos = W_down x        k = [W_k norm(c), rotate(k_pos)]        v = W_v norm(c)
+        q = W_q x, or W_q norm(W_down x) with a latent of its own; its last features are rotated
+
+    All heads share the rotary key.  Generation caches c and the rotary key alone, but on context ranks keys and values.
+    """
+
+    def add_projections(self, layer: str, build: Build) -> None:
+        arch, name, features = build.arch, f"{layer}.attention", build.mode.residual[1]
+        assert arch.kv_lora_rank is not None, "keys and values have a latent"
+        self.down = Linear(layer, DOWN, build)
+        self.q_norm = Norm(f"{name}.q_norm", features, build) if arch.q_lora_rank else None
+        self.kv_norm = Norm(f"{name}.kv_norm", features, build)
+        self.q_up = Linear(layer, Q_UP, build)
+        self.kv_up = Linear(layer, KV_UP, build)
+        ranks = build.comm.mesh.size(features)
+        self.widths = [size // ranks for size in layer_linears(arch)[DOWN].outputs.values()]
+        self.plan, self.comm = build.plan(build.mode.expand), build.comm
+        self.sizes = arch.qk_head_dim, arch.qk_pos_emb_head_dim, arch.v_head_dim
+        self.scale = arch.query_scale * arch.kv_channels**-0.5
+
+    def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        *q_MR, c_MR, k_MP = self.down(x_MH).split(self.widths, dim=1)
+        c_MR = self.kv_norm(c_MR.contiguous())
+        q_MF = self.q_up(x_MH if self.q_norm is None else self.q_norm(q_MR[0].contiguous()))
+        if at.cached and not self.context:
+            values_MF = self.attend_latents(q_MF, c_MR, k_MP, at, at.cached)
+        else:
+            inputs = q_MF, self.kv_up(c_MR), whole_features(k_MP, self.plan, self.comm), at
+            again = partial(recomputed, self.attend_up, *inputs, KeptResult())
+            values_MF = again() if self.recomputes_core else self.attend_up(*inputs)
+        y_MH: Tensor = self.proj(values_MF)
+        return y_MH
+
+    def attend_up(self, q_MF: Tensor, kv_MF: Tensor, k_MP: Tensor, at: Pass, kept: KeptResult | None = None) -> Tensor:
+        """Return attention's output [M, F]; keys and values are projected up, and shorter heads padded with zeros."""
+        size, length, values = self.heads.size, at.local_length, self.sizes[-1]
+        q, q_pos = self.queries(q_MF, at)
+        num_heads = q.shape[2]
+        k_MF, v_MF = kv_MF.split((num_heads * self.sizes[0], num_heads * values), dim=1)
+        k, v = (t.reshape(-1, length, num_heads, t.shape[1] // num_heads) for t in (k_MF, v_MF))
+        k_pos = self.rotated(k_MP.view(-1, length, 1, k_MP.shape[1]), at).expand(-1, -1, num_heads, -1)
+        q, k = torch.cat((q, q_pos), dim=-1), torch.cat((k, k_pos), dim=-1)
+        y_MF = self.attend_heads(padded(q, size), padded(k, size), padded(v, size), at, kept)
+        return y_MF if size == values else y_MF.unflatten(1, (num_heads, size))[..., :values].flatten(1).contiguous()
+
+    def queries(self, q_MF: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
+        """Return this rank's queries without positions and rotated ones, each [B, S, N, D]."""
+        plain, pos, _ = self.sizes
+        q, q_pos = q_MF.view(-1, at.local_length, q_MF.shape[1] // (plain + pos), plain + pos).split(
+            (plain, pos), dim=-1
+        )
+        return q, self.rotated(q_pos, at)
+
+    def attend_latents(self, q_MF: Tensor, c_MR: Tensor, k_MP: Tensor, at: Pass, cached: CacheView) -> Tensor:
+        """Return attention's output [M, F] of new tokens to all cached latents, extended by theirs."""
+        plain, _, values = self.sizes
+        q, q_pos = self.queries(q_MF, at)
+        whole = (whole_features(each, self.plan, self.comm) for each in (c_MR, k_MP))
+        c, k_pos = (each.view(-1, at.local_length, 1, each.shape[1]) for each in whole)
+        new_BSR = torch.cat((c, self.rotated(k_pos, at)), dim=-1).squeeze(2)
+        latents_BLR, _ = cached.extend(self.site, new_BSR, new_BSR[..., :0])
+        rows = whole_weight(self.kv_up.weight, self.plan, self.comm).split((q.shape[2] * plain, q.shape[2] * values))
+        weights = tuple(part.unflatten(0, (q.shape[2], -1)) for part in rows)
+        mask_BSL = cached.mask_BSL(self.window)
+        y = absorbed_attention((q, q_pos), latents_BLR, (weights[0], weights[1]), mask_BSL, self.scale)
+        return y.flatten(0, 1).flatten(1)
+
+
 class Layer(nn.Module):
     """Transformer layer [M, H] -> [M, H], of the kind of this index in the whole model.
 
@@ -124,7 +213,7 @@ class Layer(nn.Module):
 
         self.is_parallel = build.arch.use_parallel_residual
         self.input_norm = norm("input_norm")
-        self.attention = Attention(index, name, build)
+        self.attention = (LatentAttention if build.arch.is_latent else Attention)(index, name, build)
         self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
         self.attention_output_norm = norm("attention_output_norm")
         self.post_attention_norm = norm("post_attention_norm")
@@ -163,6 +252,7 @@ _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
         or m.recomputes_core
         or bool(m.heads.gather_axes or m.context)
     ),
+    LatentAttention: lambda m: bool(m.plan.k or m.plan.n),
     MLP: lambda m: m.recomputes_activation,
     MoE: lambda m: True,
 }

@@ -13,7 +13,19 @@ from dataclasses import dataclass, replace
 
 from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.layer_kinds import has_experts
-from megatron3d.model.linears import FC1, FC2, MTP_LINEARS, PROJ, QKV, linear_size, linear_sizes, shared_linears
+from megatron3d.model.linears import (
+    DOWN,
+    FC1,
+    FC2,
+    KV_UP,
+    MTP_LINEARS,
+    PROJ,
+    Q_UP,
+    QKV,
+    linear_size,
+    linear_sizes,
+    shared_linears,
+)
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.ops.router_spec import Experts
 from megatron3d.parallel.layout import ParamSpec, Part
@@ -107,8 +119,11 @@ class _Table:
             )
 
         yield from norm("input_norm")
-        yield from self.linear(name, QKV)
-        yield from self.head_norms(f"{name}.attention") if arch.qk_layernorm else ()
+        if arch.is_latent:
+            yield from self.latents(name)
+        else:
+            yield from self.linear(name, QKV)
+            yield from self.head_norms(f"{name}.attention") if arch.qk_layernorm else ()
         yield from self.sinks(f"{name}.attention") if arch.softmax_type == "learnable" else ()
         yield from self.linear(name, PROJ)
         yield from norm("attention_output_norm")
@@ -119,6 +134,15 @@ class _Table:
             yield from self.linear(name, FC1)
             yield from self.linear(name, FC2)
         yield from norm("mlp_output_norm")
+
+    def latents(self, layer: str) -> Named:
+        """Yield the projections of latent attention and the norms of its latents, sharded as those of the residual."""
+        ranks = {"q_norm": self.arch.q_lora_rank, "kv_norm": self.arch.kv_lora_rank}
+        yield from self.linear(layer, DOWN)
+        for name, size in ranks.items():
+            yield from () if size is None else self.norm(f"{layer}.attention.{name}", size, *self.mode.residual)
+        yield from self.linear(layer, Q_UP)
+        yield from self.linear(layer, KV_UP)
 
     def experts(self, layer: str, experts: Experts) -> Named:
         """Yield the parameters of a mixture of experts; those of all experts that a rank holds are one of each kind."""

@@ -3,6 +3,7 @@
 
 A rank caches the heads and sequences that it computes, in every layout.  A position is written before it is read, and
 earlier positions never read it: padding behind a sequence's end is overwritten before it is read.
+Latent attention caches latents with the rotary key in place of keys, and values without features (`ops/latent.py`).
 Letters: B sequences of this rank, S new positions, L positions in the cache, G key/value heads, D features of a head.
 """
 
@@ -47,18 +48,18 @@ class KVCache:
         `most` is the largest number of slots; default: the capacity.
         """
         if site not in self._kept or self._kept[site][0].shape[1] < length:
-            self._grow(site, k_BSGD, length, most or self.capacity)
+            self._grow(site, (k_BSGD, v_BSGD), length, most or self.capacity)
         rows = torch.arange(len(positions_BS), device=positions_BS.device).unsqueeze(1)
         for kept, new in zip(self._kept[site], (k_BSGD, v_BSGD), strict=True):
             kept[rows, positions_BS] = new
         k, v = self._kept[site]
         return k[:, :length], v[:, :length]
 
-    def _grow(self, site: str, like: Tensor, length: int, most: int) -> None:
+    def _grow(self, site: str, likes: tuple[Tensor, Tensor], length: int, most: int) -> None:
         capacity = min(-(-length // self.BLOCK) * self.BLOCK, most)
         assert capacity >= length, f"position {length - 1} in a cache of {self.capacity}"
         before = self._kept.pop(site, ())
-        wider = tuple(like.new_zeros((like.shape[0], capacity, *like.shape[2:])) for _ in range(2))
+        wider = tuple(like.new_zeros((like.shape[0], capacity, *like.shape[2:])) for like in likes)
         for old, new in zip(before, wider, strict=False):
             new[:, : old.shape[1]] = old
         self._kept[site] = (wider[0], wider[1])

@@ -65,13 +65,16 @@ _SCALE: Mapping[str, Callable[[Tensor, Rotary, RotaryScaling], Tensor]] = {
 }
 
 
-def rotate(x_BSND: Tensor, tables: RotaryTables) -> Tensor:
+def rotate(x_BSND: Tensor, tables: RotaryTables, interleaved: bool = False) -> Tensor:
     """Return x [B, S, N, F] with its first D features rotated by the angles of its positions.
 
-    Where it is narrower than the tables it is rounded once.
+    Where it is narrower than the tables it is rounded once.  `interleaved`: features 2 i and 2 i + 1 are a pair; they
+    are returned at i and i + D/2, which changes no product of queries and keys that are rotated alike.
     """
     cos, sin = tables
     if (size := cos.shape[-1]) < x_BSND.shape[-1]:
-        return torch.cat((rotate(x_BSND[..., :size], tables), x_BSND[..., size:]), dim=-1)
+        return torch.cat((rotate(x_BSND[..., :size], tables, interleaved), x_BSND[..., size:]), dim=-1)
+    if interleaved:
+        x_BSND = x_BSND.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     left, right = x_BSND.chunk(2, dim=-1)
     return (x_BSND * cos + torch.cat((-right, left), dim=-1) * sin).to(x_BSND.dtype)

@@ -41,11 +41,16 @@ class RotaryScaling:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding of the first `num_channels` channels of each head."""
+    """Rotary embedding of the first `num_channels` channels of each head.
+
+    Attributes:
+        interleaved: neighbouring channels are a pair, not those at the same place of both halves.
+    """
 
     base: float
     num_channels: int
     scaling: RotaryScaling | None = None
+    interleaved: bool = False
 
 
 def yarn_attention_factor(factor: float) -> float:

@@ -64,6 +64,20 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": 0.1,
     },
+    "latent": {
+        "family": "llama",
+        "num_layers": 4,
+        "hidden_size": 48,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 64,
+        "seq_length": 8,
+        "multi_latent_attention": True,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 10,
+    },
 }
 
 
@@ -103,8 +117,18 @@ def test_every_mode(place: int, mode: str, form: str) -> None:
     schedule = list(SCHEDULES)[place % len(SCHEDULES)]
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_model_parallel_size": 8}
     pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule, "zero_stage": place % 3}
-    config = configure(list(MODELS)[place % 2], parallel | pipeline, 32, global_batch_size=96)
+    config = configure(("gpt2", "llama")[place % 2], parallel | pipeline, 32, global_batch_size=96)
     assert problems(config, 32, (0, 21)) == []
+
+
+@pytest.mark.parametrize("place", [1, 3, 6, 7, 8])
+def test_latent_attention(place: int) -> None:
+    """Check the latents' plan and norms, and the rotary key, where axes split tokens, features, or copy them."""
+    mode, form = EVERY_FORM[place]
+    parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_model_parallel_size": 8}
+    recompute = [{}, *RECOMPUTATIONS.values()][place % 5]
+    config = configure("latent", parallel | {"zero_stage": place % 3}, 16, global_batch_size=48, **recompute)
+    assert problems(config, 16, (11,)) == []
 
 
 RECOMPUTATIONS = {

@@ -167,6 +167,41 @@ DOCUMENTS: Mapping[str, dict[str, Any]] = {
     "positions go on": {"reset_attention_mask": True},
 }
 DOCUMENT_KEYS = frozenset(key for keys in DOCUMENTS.values() for key in keys)
+# Latent attention, which rows of its own compare.
+LATENT_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "latent attention": {
+        **SMALL,
+        "family": "llama",
+        "num_attention_heads": 8,
+        "kv_channels": None,
+        "ffn_hidden_size": 40,
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 10,
+    },
+    "latent attention, queries without latent, each default reversed": {
+        **SMALL,
+        "family": "gpt2",
+        "num_attention_heads": 8,
+        "kv_channels": None,
+        "ffn_hidden_size": 24,
+        "position_embedding_type": "rope",
+        "multi_latent_attention": True,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 18,
+        "rotary_interleaved": True,
+        "softmax_scale": 0.2,
+        "window_size": (2, 0),
+        "window_attn_skip_freq": (0, 1),
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
+}
 RECOMPUTATIONS: Mapping[str, dict[str, Any]] = {
     "nothing": {},
     "attention core": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -294,7 +329,7 @@ def updated_values(state: TrainState) -> Tensor:
 @cache
 def reference(name: str, num_layers: int, batch: int, num_steps: int = NUM_STEPS, documents: str = "one") -> StepTrace:
     """Return the trace of one process that computes the global batch in one microbatch."""
-    model = {**MODELS[name], "num_layers": num_layers}
+    model = {**{**MODELS, **LATENT_MODELS}[name], "num_layers": num_layers}
     config = configure(model, {}, documents, micro_batch_size=batch, global_batch_size=batch)
     values = run_trace(0, 1, config, num_steps)
     assert values is not None, "one process is rank 0"

@@ -27,6 +27,7 @@ from megatron3d.analysis.cost_model.concat_copies import ConcatCopies, concat_co
 from megatron3d.analysis.cost_model.execution_profile import TWO_COPIES, ExecutionProfile, MemoryAccesses
 from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_excess
 from megatron3d.analysis.cost_model.kernels import DeviceModel
+from megatron3d.analysis.cost_model.latent_times import latent_times
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.linears import mtp_linears
@@ -194,8 +195,7 @@ def linears_backward(
     hides = overlap.input_grad and machine.profile.overlaps_input_grad
     linears = {**local.linears, **mtp_linears(local.arch)}
     for name, each in planned.items():
-        sent, seconds = each.sent, each.gemm_s
-        copied = each.joins
+        sent, seconds, copied = each.sent, each.gemm_s, each.joins
         product = TimeBreakdown({GEMMS: seconds})
         gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
         common = [
@@ -206,11 +206,9 @@ def linears_backward(
         sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
         add_up = TimeBreakdown({MEMORY: machine.accumulation_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
         add_up = add_up.plus(TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.x + copied.w)}))
-        bias = machine.profile.bias_grad * each.output * linears[name].has_bias
-        common.append(TimeBreakdown({MEMORY: machine.device.memory_bound_s(bias * machine.device.itemsize)}))
-        common.append(
-            TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.dy + copied.dx + copied.w * bool(gathers_w))})
-        )
+        bias = machine.profile.bias_grad * each.output * linears[name].has_bias * machine.device.itemsize
+        moved = copied.dy + copied.dx + copied.w * bool(gathers_w)
+        common += [TimeBreakdown({MEMORY: machine.device.memory_bound_s(num)}) for num in (bias, moved)]
         alone = over.panelled(each.rounds.reduce_dx, seconds).plus(TimeBreakdown({GEMMS: each.excess.reduce_dx}))
         half += [*common, alone]
         late += [product, over.exposed(sent.gather_x), sums, add_up]
@@ -248,11 +246,13 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         call = Traffic("reduce_scatter" if backward else "all_gather", axes, whole * (ranks - 1) / ranks)
         yield exposed_time(axes, 2 * machine.network.seconds(call, local.mesh))
     yield _exchange(local, machine, backward)
+    yield from latent_times(local, machine.device, machine.network, profile.norm, backward)
     features = local.mesh.nontrivial(local.mode.residual[1])
     if features:
         ranks = local.mesh.size(features)
         call = Traffic("all_reduce", features, 2 * 2 * local.tokens * 4 * (ranks - 1) / ranks)
-        yield exposed_time(features, len(arch.norm_sites) * machine.network.seconds(call, local.mesh))
+        num_norms = len(arch.norm_sites) + len(arch.latent_sizes)
+        yield exposed_time(features, num_norms * machine.network.seconds(call, local.mesh))
 
 
 def _exchange(local: LocalSizes, machine: Machine, backward: bool, again: bool = False) -> TimeBreakdown:

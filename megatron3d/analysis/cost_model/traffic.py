@@ -21,6 +21,7 @@ from megatron3d.model.recompute_spec import CORE_ATTN
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.async_plan import in_rounds
 from megatron3d.parallel.context_exchange import exchange_traffic
+from megatron3d.parallel.latent import latent_traffic
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.relayouts import relayout_traffic
@@ -135,6 +136,7 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
         rows, features = local.inner_tokens, local.mesh.nontrivial(local.mode.inner[1])
         for _ in range(2):
             yield from _norm_of(rows, features, local, repeats)
+    yield from _latents(local, forwards)
     axes = local.heads.gather_axes
     if axes:
         num_bytes = local.inner(local.keys_width) * (local.mesh.size(axes) - 1)
@@ -143,6 +145,18 @@ def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
     yield from context_traffic(local, forwards)
     if local.experts is not None:
         yield from expert_traffic(local, local.experts, forwards)
+
+
+def _latents(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
+    """Yield the collectives of the latents' norms, and of the rotary key that all heads share."""
+    arch, mode, mesh = local.arch, local.mode, local.mesh
+    if not arch.is_latent:
+        return
+    for _ in arch.latent_sizes:
+        yield from _norm(local, forwards)
+    sizes = mode.expand, mesh, local.num_tokens, arch.qk_pos_emb_head_dim, local.itemsize
+    yield from forwards * latent_traffic(*sizes, backward=False)
+    yield from latent_traffic(*sizes, backward=True)
 
 
 def context_traffic(local: LocalSizes, forwards: int) -> Iterator[Traffic]:

@@ -14,10 +14,11 @@ from dataclasses import replace
 
 from megatron3d.analysis.memory_model.exchange_memory import keeps_queries, kept_by_exchange
 from megatron3d.analysis.memory_model.expert_memory import expert_tensors
+from megatron3d.analysis.memory_model.latent_activations import latent_path, latent_projections, uncut_output
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.layer_kinds import layer_counts, rotaries
-from megatron3d.model.linears import FC1, PROJ, QKV
+from megatron3d.model.linears import DOWN, FC1, KV_UP, PROJ, Q_UP, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, NO_RECOMPUTE, LayerRun
 from megatron3d.parallel.context_exchange import GATHER
 from megatron3d.parallel.sequence_pairs import DROPOUT_ROWS
@@ -121,14 +122,13 @@ def linear_operands(matmuls: Mapping[str, LocalMatmul], local: LocalSizes) -> in
 
 
 def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
-    rows, width = local.tokens, local.hidden
-    split = local.splits_features
-    core = _recomputed_core if local.recompute.recomputes(CORE_ATTN) else _core
-    norms = {site: list(norm_tensors(local, site, rows, width, split)) for site in local.arch.norm_sites}
+    sizes = local.tokens, local.hidden, local.splits_features
+    norms = {site: list(norm_tensors(local, site, *sizes)) for site in local.arch.norm_sites}
     yield from norms.get("input_norm", ())
-    yield KeptTensor(QKV, "input", local.residual)
-    yield from core(local)
-    yield KeptTensor(PROJ, "input", local.inner(local.num_queries * local.arch.kv_channels))
+    yield KeptTensor(DOWN if local.arch.is_latent else QKV, "input", local.residual)
+    yield from _latents(local)
+    yield from _recomputed_core(local) if local.recompute.recomputes(CORE_ATTN) else _core(local)
+    yield KeptTensor(PROJ, "input", local.inner(local.num_queries * local.arch.value_size))
     yield from norms.get("attention_output_norm", ())
     yield from dropout_mask(local, "attention_dropout")
     first = local.residual if local.experts is None else 0
@@ -141,6 +141,15 @@ def _layer(local: LocalSizes) -> Iterator[KeptTensor]:
         yield from expert_tensors(local, local.experts)
     yield from norms.get("mlp_output_norm", ())
     yield from dropout_mask(local, "mlp_dropout")
+
+
+def _latents(local: LocalSizes) -> Iterator[KeptTensor]:
+    """Yield what the norms of latents keep, and the normed latents, which are inputs of the up projections."""
+    for site, up, size in (("q_norm", Q_UP, local.arch.q_lora_rank), ("kv_norm", KV_UP, local.arch.kv_lora_rank)):
+        if size is not None:
+            width = local.part(size, local.mode.residual[1])
+            yield from norm_tensors(local, f"attention.{site}", local.tokens, width, local.splits_features)
+            yield KeptTensor(up, "input", local.tokens * width * local.itemsize)
 
 
 def dropout_mask(local: LocalSizes, site: str) -> Iterator[KeptTensor]:
@@ -179,8 +188,9 @@ def _core(local: LocalSizes) -> Iterator[KeptTensor]:
     """Yield the tensors from qkv's output to attention's, fused or, with dropout, materialized."""
     kept: dict[tuple[str, str], KeptTensor] = {}
     last = {}
+    path = latent_path if local.arch.is_latent else _projection_path
     for name, count in (("q", local.num_queries), ("k", local.num_groups), ("v", local.num_groups)):
-        *before, last[name] = _projection_path(local, name, count)
+        *before, last[name] = path(local, name, count)
         kept |= {item[:2]: item for item in before}
     if local.mode.context:
         queries = {"q": last["q"]} if keeps_queries(local) else {}
@@ -192,16 +202,17 @@ def _core(local: LocalSizes) -> Iterator[KeptTensor]:
     if local.arch.attention_output_gate:
         if _qkv_output(local)[:2] not in kept:
             yield _qkv_output(local)
-        for what in ("output before its gate", "sigmoid of the gate"):
-            yield KeptTensor("attention.core", what, local.inner(local.num_queries * local.arch.kv_channels))
+        what = ("output before its gate", "sigmoid of the gate")
+        yield from (KeptTensor("attention.core", each, local.inner(_width(local))) for each in what)
 
 
 def _recomputed_core(local: LocalSizes) -> Iterator[KeptTensor]:
-    yield _qkv_output(local)
+    yield from latent_projections(local) if local.arch.is_latent else (_qkv_output(local),)
     if local.keeps_result:
         yield _logsumexp(local)
         if local.arch.attention_output_gate:
             yield KeptTensor("attention.core", "output before its gate", local.inner(_width(local)))
+        yield from uncut_output(local)
 
 
 def _logsumexp(local: LocalSizes) -> KeptTensor:
@@ -213,8 +224,8 @@ def _width(local: LocalSizes) -> int:
 
 
 def _qkv_output(local: LocalSizes) -> KeptTensor:
-    queries, parts = local.num_queries * local.arch.kv_channels, 1 + local.arch.attention_output_gate
-    return KeptTensor(QKV, "output", local.inner(parts * queries + 2 * local.keys_width))
+    parts = 1 + local.arch.attention_output_gate
+    return KeptTensor(QKV, "output", local.inner(parts * _width(local) + 2 * local.keys_width))
 
 
 def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptTensor]:
@@ -262,6 +273,7 @@ def _fused(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTe
     yield _logsumexp(local)
     if local.arch.softmax_type == "off-by-one":
         yield KeptTensor("attention.core", "sinks of 0", local.num_queries * local.itemsize)
+    yield from uncut_output(local) if not local.mode.context or keeps_queries(local) else ()
 
 
 def _materialized(local: LocalSizes, last: Mapping[str, KeptTensor]) -> Iterator[KeptTensor]:

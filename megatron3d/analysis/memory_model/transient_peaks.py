@@ -14,7 +14,7 @@ from megatron3d.analysis.memory_model.expert_memory import BACKWARD as EXPERTS_B
 from megatron3d.analysis.memory_model.expert_memory import SHARED_ACTIVATION, expert_peaks
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
-from megatron3d.model.linears import FC1, FC2, PROJ, QKV
+from megatron3d.model.linears import DOWN, FC1, FC2, KV_UP, PROJ, Q_UP, QKV
 from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.parallel.attention_pairs import LONGEST
 from megatron3d.parallel.loss_chunks import token_moves
@@ -78,6 +78,11 @@ _BACKWARD = (
     PROJ,
     "attention.core",
     QKV,
+    KV_UP,
+    Q_UP,
+    "attention.kv_norm",
+    "attention.q_norm",
+    DOWN,
 )
 
 

@@ -12,7 +12,13 @@ from megatron3d.ops.rotary_spec import YARN
 
 SCALING_KEYS = ("rotary_scaling_factor", *dict.fromkeys(key for keys in ROTARY_KEYS.values() for key in keys))
 # Values of the keys of RoPE that have no effect.
-WITHOUT_EFFECT = {"rotary_percent": 1.0, "no_rope_freq": None, "rotary_scaling": None, "rope_local_base_freq": None}
+WITHOUT_EFFECT = {
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "no_rope_freq": None,
+    "rotary_scaling": None,
+    "rope_local_base_freq": None,
+}
 
 
 def rotary_problems(facts: Facts) -> Iterator[str]:

@@ -11,6 +11,7 @@ from megatron3d.config.validate.context import context_problems, exchange_proble
 from megatron3d.config.validate.data import data_problems
 from megatron3d.config.validate.experts import expert_problems, expert_rank_problems
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
+from megatron3d.config.validate.latent import latent_problems
 from megatron3d.config.validate.logging import logging_problems
 from megatron3d.config.validate.mtp import mtp_layout_problems, mtp_problems
 from megatron3d.config.validate.pipeline import pipeline_problems
@@ -50,6 +51,7 @@ def value_problems(facts: Facts) -> Iterator[str]:
     rules = (
         model_problems,
         expert_problems,
+        latent_problems,
         rotary_problems,
         window_problems,
         mtp_problems,
@@ -84,7 +86,8 @@ def layout_problems(facts: Facts) -> Iterator[str]:
 
 
 def _heads_unknown(config: Config) -> bool:
-    return config.model.kv_channels is None and config.model.hidden_size % config.model.num_attention_heads > 0
+    is_given = config.model.kv_channels is not None or config.model.multi_latent_attention
+    return not is_given and config.model.hidden_size % config.model.num_attention_heads > 0
 
 
 def model_problems(facts: Facts) -> Iterator[str]:
@@ -96,7 +99,7 @@ def model_problems(facts: Facts) -> Iterator[str]:
             f"{facts.named('model.num_attention_heads')}: {heads} does not divide model.hidden_size={model.hidden_size}"
             f"; use {one_of(near_divisors(model.hidden_size, heads))}, or set model.kv_channels"
         )
-    elif arch.position_embedding_type == "rope" and arch.kv_channels % 2:
+    elif arch.position_embedding_type == "rope" and arch.kv_channels % 2 and not arch.is_latent:
         key = "model.num_attention_heads" if model.kv_channels is None else "model.kv_channels"
         yield (
             f"{facts.named(key)}: RoPE rotates pairs of channels, but a head has {arch.kv_channels}; "

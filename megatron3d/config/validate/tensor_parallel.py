@@ -81,11 +81,21 @@ def feature_dimensions(arch: Architecture, mode: Mode) -> Iterator[Dimension]:
     yield Dimension(f"model.hidden_size={arch.hidden_size}", arch.hidden_size, hidden)
     yield Dimension(f"model.ffn_hidden_size={arch.ffn_hidden_size}", arch.ffn_hidden_size, into + out_of)
     yield Dimension(f"model.num_attention_heads={heads}", heads, into)
-    product = f"{heads * channels}, model.num_attention_heads={heads} x kv_channels {channels}"
-    yield Dimension(product, heads * channels, out_of)
+    yield from _latent_dimensions(arch, mode)
+    values = f"v_head_dim {arch.value_size}" if arch.is_latent else f"kv_channels {channels}"
+    product = f"{heads * arch.value_size}, model.num_attention_heads={heads} x {values}"
+    yield Dimension(product, heads * arch.value_size, out_of)
     if groups != heads:
         product = f"{groups * channels}, model.num_query_groups={groups} x kv_channels {channels}"
         yield Dimension(product, groups * channels, into)
+
+
+def _latent_dimensions(arch: Architecture, mode: Mode) -> Iterator[Dimension]:
+    """Yield the latents of attention, which are sharded as the residual stream, and their parts of a weight as well."""
+    stored, inputs = mode.latent.y_layout[1], (mode.expand.x_layout[1], mode.expand.w_layout[1])
+    for key, splits in (("q_lora_rank", inputs), ("kv_lora_rank", inputs), ("qk_pos_emb_head_dim", ())):
+        if size := getattr(arch, key):
+            yield Dimension(f"model.{key}={size}", size, (stored, *splits))
 
 
 def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:

@@ -66,6 +66,16 @@ class Mode:
         return self.expand.transposed()
 
     @property
+    def latent(self) -> MatmulPlan:
+        """Plan of linears from the residual stream to narrow features in the same layout, the latents of attention.
+
+        Their output is smaller than their input, which therefore stays: no token is gathered, partial sums are
+        reduce-scattered over the axes of the features, and where no axis splits features nothing is communicated.
+        """
+        tokens, features = self.residual
+        return MatmulPlan(tokens, features, w=self.expand.w, y=dict.fromkeys(features, "N"))
+
+    @property
     def batch_axes(self) -> Axes:
         """Axes that shard the sequences of a microbatch when they are read."""
         return tuple(axis for axis in self.expand.m if axis not in self.context)

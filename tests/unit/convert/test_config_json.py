@@ -78,6 +78,8 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
         "no_rope_freq": (0, 1),
         "experts": Experts(4, 2, 8),
         "rope_local_base_freq": 9.0,
+        "rotary_interleaved": True,
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 8),
         "attention_softcap": 3.0,
         "use_parallel_residual": True,
         "softmax_type": "learnable",

@@ -43,6 +43,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_softcap": 1.5,
         "softmax_type": "off-by-one",
     },
+    "latent": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "hidden_size": 32,
+        "multi_latent_attention": True,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24,
+        "qk_head_dim": 3,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 5,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": 2,
+    },
 }
 # Ragged contexts that grow by one or several tokens, one longer than the model's length, one that is another text.
 CONTEXTS: list[list[list[int]]] = [
@@ -100,8 +113,10 @@ def tensor_layouts(size: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_mode() -> None:
-    models = [{**model, "num_layers": 2} for model in MODELS.values()]
-    assert_equal([(model, parallel) for parallel in tensor_layouts(8) for model in models])
+    *models, latent = [{**model, "num_layers": 2} for model in MODELS.values()]
+    layouts = tensor_layouts(8)
+    assert_equal([(model, parallel) for parallel in layouts for model in models])
+    assert_equal([(latent, layouts[place]) for place in (1, 3, 6, 7, 8)])
 
 
 @pytest.mark.slow
@@ -111,7 +126,7 @@ def test_every_schedule_with_every_mode() -> None:
     for place, layout in enumerate(tensor_layouts(2)):
         name = names[place % len(names)]
         pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": name, "zero_stage": place % 4}
-        cases.append((models[place % 2], {**layout, **pipeline}))
+        cases.append((models[place % len(models)], {**layout, **pipeline}))
     assert_equal(cases)
 
 

@@ -67,6 +67,13 @@ def architectures(draw: st.DrawFn) -> Architecture:
         "add_mlp_bias": [True, False],
         "tie_embeddings": [True, False],
     }
+    if draw(st.booleans()):
+        fields |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": draw(st.sampled_from([None, 3])),
+            **{key: draw(st.integers(1, 9)) for key in ("kv_lora_rank", "qk_head_dim", "v_head_dim")},
+            "qk_pos_emb_head_dim": 2 * draw(st.integers(1, 3)),
+        }
     fields |= {name: draw(st.sampled_from([None, *values])) for name, values in optional.items()}  # type: ignore[misc]
     return resolve_architecture(ModelConfig(**fields), vocab_size=draw(st.integers(1, 60)), vocab_multiple=4)
 

@@ -1,0 +1,59 @@
+"""Fact: every key of latent attention that is unused, replaced or impossible is refused with one message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+
+LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_pos_emb_head_dim": 8}
+
+
+def problems(model: dict[str, Any], parallel: dict[str, Any] | None = None, world_size: int = 1) -> list[str]:
+    given = {"family": "llama", "hidden_size": 66, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 64}
+    train = {"micro_batch_size": 8, "global_batch_size": 8}
+    return check(
+        Config.model_validate({"model": given | model, "parallel": parallel or {}, "train": train}), world_size
+    )
+
+
+def test_heads_need_not_divide_hidden_size() -> None:
+    assert problems(LATENT) == []
+    assert "does not divide model.hidden_size" in problems({})[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("num_query_groups", 2, "every head has keys of its own"),
+        ("kv_channels", 16, "heads have qk_head_dim"),
+        ("qk_layernorm", True, "latents are always normalized"),
+        ("rotary_percent", 0.5, "rotates the last qk_pos_emb_head_dim"),
+        ("attention_output_gate", True, "has no gate"),
+        ("attention_softcap", 5.0, "no cap"),
+        ("softmax_type", "learnable", "no sinks"),
+        ("position_embedding_type", "none", "use rope"),
+        ("qk_pos_emb_head_dim", 7, "use 6 or 8"),
+    ],
+)
+def test_keys_that_latent_attention_replaces(key: str, value: Any, why: str) -> None:
+    (problem,) = problems({**LATENT, key: value})
+    assert problem.startswith(f"model.{key}={value}".lower() if value is True else f"model.{key}=") and why in problem
+
+
+@pytest.mark.parametrize("key", ["q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"])
+def test_keys_without_latent_attention(key: str) -> None:
+    (problem,) = problems({key: 8, "hidden_size": 64})
+    assert f"model.{key}=8: not used without model.multi_latent_attention=true" in problem
+
+
+@pytest.mark.parametrize("key", ["q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"])
+def test_axes_divide_the_latents(key: str) -> None:
+    parallel = {"tensor_parallel_mode": "2d", "tensor_parallel_shape": (1, 4)}
+    (problem,) = problems({**LATENT, "hidden_size": 64, key: 18}, parallel, 4)
+    assert f"does not divide model.{key}=18" in problem
+    sequence_parallel = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    assert problems({**LATENT, "hidden_size": 64, key: 18}, sequence_parallel, 4) == [], "1-D shards no latent"
