@@ -201,8 +201,8 @@ MUTATIONS = [
     Mutation(
         "base of RoPE in layers with a window scaled",
         "model/layer_kinds.py",
-        "rotary = Rotary(arch.rope_local_base_freq, size)",
-        "rotary = Rotary(arch.rope_local_base_freq, size, arch.rotary_scaling)",
+        "rotary = Rotary(arch.rope_local_base_freq, size, interleaved=arch.rotary_interleaved)",
+        "rotary = Rotary(arch.rope_local_base_freq, size, arch.rotary_scaling, arch.rotary_interleaved)",
         ("tests/unit/model/test_peers.py",),
     ),
     Mutation(

@@ -102,11 +102,11 @@ class Gathered:
 
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
         by_rank = split_by_rank(grads.kv.transpose(2, 3), self._places, self._comm.mesh.size(self._axes))
-        pending = self._comm.reduce_scatter(by_rank, self._axes, dim=0)
+        pending, dq = self._comm.reduce_scatter(by_rank, self._axes, dim=0), grads.q
 
-        def finish() -> Grads:
+        def finish() -> Grads:  # which must not keep the gradients of whole sequences
             dk, dv = pending.wait().squeeze(0)
-            return grads.q, dk, dv
+            return dq, dk, dv
 
         return finish
 

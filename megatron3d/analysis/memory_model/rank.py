@@ -29,6 +29,7 @@ from megatron3d.analysis.memory_model.activations import (
 from megatron3d.analysis.memory_model.ahead_memory import ahead_activations, num_ahead
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.libraries import symmetric_bytes
+from megatron3d.analysis.memory_model.step_end import step_end_peaks
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.analysis.memory_model.transient_peaks import embedding_peak, head_peaks, layer_peaks
 from megatron3d.config.run_spec import RunSpec
@@ -42,8 +43,6 @@ from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, act
 _TOKEN_BYTES = 2 * 8
 # Its position in its document.
 _DOCUMENT_BYTES = 8
-# Of an element: what AdamW holds when it computes, and when it rounds a moment.
-_UPDATE_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ def rank_memory(step: StepSpec) -> RankMemory:
     is_narrow = local.itemsize < local.wide
     pieces = flat_buffer_sizes(step)
     mine, whole = sum(piece.shard for piece in pieces), sum(piece.shard * piece.num_shards for piece in pieces)
+    held = [(piece.size, piece.shard) for piece in pieces]
     activations, shards = peak_activations(step)
     between_steps = (0 if is_narrow else mine) if step.shards(3) else whole
     return RankMemory(
@@ -90,7 +90,7 @@ def rank_memory(step: StepSpec) -> RankMemory:
         optimizer=mine * sum(step.moment_itemsizes),
         activations=activations,
         buffers=shards + sum(buffers(step).values()),
-        transient_peaks=transient_peaks(step) | _update_peak(step, activations + shards),
+        transient_peaks=transient_peaks(step) | step_end_peaks(step, held, activations + shards),
     )
 
 
@@ -289,12 +289,3 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
         reduced = (_largest(2, sizes) + _largest(local.kernels.num_received, sizes)) * local.wide
         found = {name: size + reduced + filled for name, size in found.items()}
     return found
-
-
-def _update_peak(step: StepSpec, is_over: int) -> dict[str, int]:
-    """Return the peak of AdamW with moments narrower than the weights; activations are freed by then."""
-    if min(step.moment_itemsizes) == step.local.wide:
-        return {}
-    parts = (piece.shard for piece in flat_buffer_sizes(step))
-    largest = max((min(part, step.local.kernels.update_piece) for part in parts), default=0)
-    return {"update": _UPDATE_BYTES * largest - is_over}
