@@ -5,7 +5,8 @@ python benchmarks/attention.py [--output benchmarks/results/attention.json]
 `peak`: live bytes of forward and backward beyond q, k and v, measured by the FLOP and memory meter on fake tensors, and
 predicted: output, log-sum-exp, gradients, those of two pairs, and a mask.  `time`: seconds of forward and backward of
 the whole causal sequence, of eight documents, and of a window, next to torch's kernel under a dense mask of the same
-documents; outputs are compared first.  `resident`: growth of the process's resident memory during forward and backward,
+documents; outputs are compared first.  `forward`: the forward pass in eight documents, next to torch's compiled
+flex_attention.  `resident`: growth of the process's resident memory during forward and backward,
 in a process of its own per row, next to the same prediction, less what is allocated and not yet written.
 """
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from report import Row, interleaved, milliseconds, show, write
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron3d.ops.packed_attention import Visible, packed_attention
 from megatron3d.parallel.attention_pairs import Kind
@@ -145,6 +147,30 @@ def time_rows(seq: int, rounds: int) -> list[Row]:
     ]
 
 
+def forward_rows(seq: int, rounds: int) -> list[Row]:
+    """Return milliseconds of the forward pass in eight documents, ours and compiled flex_attention's.
+
+    flex_attention has no backward on CPUs.
+    """
+    documents, (q, k, v) = eighths(seq), (each.detach() for each in projections(seq))
+    document = torch.arange(seq) // (seq // 8)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document[query] == document[key])
+
+    blocks = create_block_mask(sees, None, None, seq, seq, device="cpu")
+    flex = torch.compile(flex_attention)
+    cases: dict[str, Callable[[], Tensor]] = {
+        "eight documents": lambda: packed_attention(q, k, v, documents),
+        "eight documents, flex_attention": lambda: flex(q, k, v, block_mask=blocks),
+    }
+    with torch.no_grad():
+        ours, theirs = (case() for case in cases.values())
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        turns = interleaved(cases, rounds, 1)
+    return [{"what": "forward", "case": name, "seq": seq, **milliseconds(each)} for name, each in turns.items()]
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -160,12 +186,15 @@ def main() -> None:
     lengths = (2048,) if options.quick else (8192, 16384, 32768)
     peaks = [peak_row(seq, name, make(seq)) for name, make in CASES.items() for seq in lengths]
     grown = [resident_row(name, seq) for name in CASES for seq in lengths]
-    times = time_rows(2048 if options.quick else 4096, options.rounds)
+    timed = (2048,) if options.quick else (4096, 8192)
+    times = [row for seq in timed for row in time_rows(seq, options.rounds)]
+    forward = [row for seq in timed for row in forward_rows(seq, options.rounds)]
     show("Live bytes of forward and backward beyond q, k and v", peaks)
     show("Growth of resident memory", grown)
     show("Forward and backward", times)
+    show("Forward", forward)
     if options.output:
-        write(options.output, [*peaks, *grown, *times])
+        write(options.output, [*peaks, *grown, *times, *forward])
 
 
 if __name__ == "__main__":
