@@ -65,12 +65,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 
 def configure(hub: Path, layout: str) -> tuple[Config, int]:
-    """Return the configuration of a layout with the folder's model, and its number of ranks."""
+    """Return the configuration of a layout with the folder's model, which has no experts, and its number of ranks."""
+    parallel = {key: value for key, value in LAYOUTS[layout].items() if key != "expert_model_parallel_size"}
     ranks = 1 if layout == "one process" else NUM_RANKS
     model = read_settings(read_json(hub / "config.json"), 8).model_copy(update={"make_vocab_size_divisible_by": 1})
     for micro in (8, 4, 2, 1):
         train = {"precision": "fp64", "bucket_mb": 0.01, "micro_batch_size": micro, "global_batch_size": BATCH}
-        config = Config.model_validate({"model": model, "parallel": LAYOUTS[layout], "train": train})
+        config = Config.model_validate({"model": model, "parallel": parallel, "train": train})
         least = 2 if "pipeline_schedule" in LAYOUTS[layout] else 1
         if not check(config, ranks, 61) and RunSpec(config, ranks).num_microbatches >= least:
             return config, ranks
