@@ -183,9 +183,9 @@ BUGS = [
         for name, seed, found_by in (("no wait for a block", _no_wait, NUMBERS), ("input", _write_input, WRITTEN))
         for what, place in (("keys and values", "_start"), ("their gradients", "_travel_home"))
     ),
-    InFlightBug("no wait for heads", "heads", _no_wait("all_to_all", "ops/head_exchange.py:forward"), NUMBERS),
+    InFlightBug("no wait for heads", "heads", _no_wait("all_to_all", "ops/head_exchange.py:whole_positions"), NUMBERS),
     InFlightBug(
-        "no wait for gradients of heads", "heads", _no_wait("all_to_all", "ops/head_exchange.py:backward"), NUMBERS
+        "no wait for returning heads", "heads", _no_wait("all_to_all", "ops/head_exchange.py:own_positions"), NUMBERS
     ),
     InFlightBug("no wait for dW", "2d", _no_wait("reduce_scatter", "ops/matmul.py:_wgrad"), NUMBERS),
     InFlightBug("no wait for W", "2d", _no_wait("all_gather", "ops/weight_prefetch.py:_all_gather"), NUMBERS),
