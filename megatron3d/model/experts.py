@@ -22,7 +22,7 @@ from megatron3d.ops.activations import ACTIVATIONS
 from megatron3d.ops.expert_exchange import gather_rows, reduce_rows
 from megatron3d.ops.expert_rows import RowOrder, add_slots, take_tokens
 from megatron3d.ops.grouped_matmul import GroupedMatmul
-from megatron3d.ops.router import Routes, balance_terms, counts_of, counts_of_sequences, route, with_loss, z_terms
+from megatron3d.ops.router import Routes, balance_terms, counts_of_sequences, route, with_loss, z_terms
 from megatron3d.ops.router_spec import SEQUENCE, Balance, Experts
 from megatron3d.ops.token_relayout import TokenRelayout
 from megatron3d.parallel.layout import span
@@ -57,9 +57,9 @@ class ExpertMLP(nn.Module):
 class Router(nn.Module):
     """Router of a layer, in fp32 or wider, with the losses that balance its experts' load."""
 
-    def __init__(self, index: int, name: str, experts: Experts, build: Build) -> None:
+    def __init__(self, name: str, experts: Experts, build: Build) -> None:
         super().__init__()
-        self.index, self.experts, self.balance = index, experts, build.arch.balance or Balance()
+        self.experts, self.balance = experts, build.arch.balance or Balance()
         self.comm, self.home = build.comm, build.mode.home
         batch = build.mode.batch_axes
         self.sequence_axes = build.live(tuple(axis for axis in self.home if axis not in batch))
@@ -72,8 +72,6 @@ class Router(nn.Module):
         if at.target is None or not torch.is_grad_enabled():
             return routes
         losses = self._losses(logits_ME, routes, at)
-        counts_E = counts_of(routes.experts_MK.flatten().sort().values, self.experts.num_experts)
-        at.router_records[self.index] = torch.cat((counts_E.to(wide), losses.detach())).double()
         factors = losses.new_tensor((self.balance.coeff, self.balance.z_coeff))
         loss = (losses * factors).sum()
         return routes._replace(weights_MK=with_loss(routes.weights_MK, loss, at.target.scale))
@@ -120,7 +118,7 @@ class MoE(nn.Module):
         self.relayout = TokenRelayout(build.mode.residual, build.mode.copies, build.comm)
         self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else None
         self.shared_gate = SharedGate(f"{name}.shared_gate", build) if experts.has_shared_gate else None
-        self.router = Router(index, f"{name}.router", experts, build)
+        self.router = Router(f"{name}.router", experts, build)
         self.experts = ExpertMLP(f"{name}.experts", self.num_experts, build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,7 +63,6 @@ class Pass:
             `layer_kinds.rotaries`.
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
-        router_records: what the router of each layer counted in this pass, written over by recomputation.
         ahead: inputs of the modules of multi-token prediction, which only passes with a target have.
     """
 
@@ -77,7 +76,6 @@ class Pass:
     rotary: tuple[RotaryTables, ...]
     cached: CacheView | None = None
     documents: Documents | None = None
-    router_records: dict[int, Tensor] = field(default_factory=dict)
     ahead: tuple[Ahead, ...] = ()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-SEQUENCE, GLOBAL = "seq_aux_loss", "global_aux_loss"
+SEQUENCE = "seq_aux_loss"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Experts:
         pre_softmax: softmax over all experts before the choice, without normalization; else over the chosen ones.
         num_groups, group_topk: experts are in groups, of which only the best are chosen from; None: no groups.
         scaling_factor: factor of the weights of the chosen experts.
-        has_bias: a bias per expert, adjusted after each step, is added to scores for the choice alone.
     """
 
     num_experts: int
@@ -36,7 +35,6 @@ class Experts:
     num_groups: int | None = None
     group_topk: int | None = None
     scaling_factor: float = 1.0
-    has_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,11 @@ class Balance:
     """Terms of the loss that balance the experts' load, which no checkpoint depends on.
 
     Attributes:
-        loss: `SEQUENCE`, `GLOBAL`, or "none".
+        loss: `SEQUENCE` or "none".
         coeff: factor of that loss.
         z_coeff: factor of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
-        bias_update_rate: change of each expert's bias per step.
     """
 
     loss: str = "none"
     coeff: float = 0.0
     z_coeff: float = 0.0
-    bias_update_rate: float = 0.0
