@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm import matmul_rounds
-from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct, completed
+from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
 
@@ -69,6 +69,9 @@ class HostComm:
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
         return self._moved(x, axes, lambda host: self._comm.all_to_all(host, axes))
+
+    def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
+        return self._moved(x, axes, lambda host: self._comm.all_to_all_rows(host, sent, received, axes))
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"

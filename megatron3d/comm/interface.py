@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -16,6 +16,8 @@ from megatron3d.parallel.p2p import Link
 
 # Writes a b^T into the first tensor [M, N], of a [M, K] and b [N, K].
 PutProduct = Callable[[Tensor, Tensor, Tensor], None]
+# Rows that go to each rank, or come from it.
+Counts = Sequence[int]
 
 
 class Pending:
@@ -87,6 +89,13 @@ class Comm(ObjectCollectives, Protocol):
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
         """Send block i of `x` [ranks, ...] to the i-th rank of `axes`; return the blocks received, in this order."""
+        ...
+
+    def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
+        """Send the next `sent[i]` rows of `x` to the i-th rank of `axes`, in mesh order; return the rows received.
+
+        They are in the order of the ranks, `received[i]` of the i-th one; the tensors differ in their rows alone.
+        """
         ...
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:

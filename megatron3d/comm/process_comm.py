@@ -18,9 +18,10 @@ from torch import Tensor
 
 from megatron3d.comm import matmul_rounds, symmetric_memory
 from megatron3d.comm.collective_log import CollectiveLog
-from megatron3d.comm.interface import GatheredProduct, Pending, PutProduct, completed
+from megatron3d.comm.interface import Counts, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.comm.objects import GroupObjects, store_objects
 from megatron3d.comm.process_groups import ProcessGroups, current_device
+from megatron3d.comm.shard_order import below_one_another, group_order, joined
 from megatron3d.comm.transfers import Works, send_and_receive
 from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
@@ -168,9 +169,7 @@ class ProcessComm:
     def _order(self, axes: Axes) -> list[int] | None:
         """Return the position of each shard of `axes` in the group's order; None where the orders are equal."""
         if axes not in self._orders:
-            place = {rank: index for index, rank in enumerate(sorted(self.mesh.ranks(axes)))}
-            order = [place[rank] for rank in self.mesh.ranks(axes)]
-            self._orders[axes] = None if order == sorted(order) else order
+            self._orders[axes] = group_order(self.mesh, axes)
         return self._orders[axes]
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
@@ -183,15 +182,7 @@ class ProcessComm:
         out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
         work = _all_gather(out, x, group=group, async_op=True)
         order = self._order(axes)
-
-        def concatenate(out: Tensor) -> Tensor:
-            if dim == 0 and order is None:
-                return out
-            shards: Tensor = out.unflatten(0, (ranks, -1))
-            shards = shards if order is None else shards[order]
-            return shards.movedim(0, dim).flatten(dim, dim + 1)
-
-        return self._pending(work, out, axes, concatenate)
+        return self._pending(work, out, axes, lambda out: joined(out, ranks, order, dim))
 
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         group, ranks = self._group(axes, "all_gather")
@@ -207,12 +198,7 @@ class ProcessComm:
         if ranks == 1:
             return completed(x)
         assert x.shape[dim] % ranks == 0, f"{tuple(x.shape)} along {dim} does not divide by {axes}={ranks} ranks"
-        order = self._order(axes)
-        if dim != 0 or order is not None:
-            shards = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
-            shards = shards if order is None else shards[[order.index(place) for place in range(ranks)]]
-            x = shards.flatten(0, 1)
-        x = x.contiguous()
+        x = below_one_another(x, ranks, self._order(axes), dim)
         if dist.get_backend(group) == CPU_BACKEND:  # gloo's reduce-scatter is an all-reduce, with twice the bytes
             shards = torch.empty_like(x)
             work = dist.all_to_all_single(shards, x, group=group, async_op=True)
@@ -238,6 +224,16 @@ class ProcessComm:
         x = (x if order is None else x[[order.index(place) for place in range(ranks)]]).contiguous()
         work = dist.all_to_all_single(out := torch.empty_like(x), x, group=group, async_op=True)
         return self._pending(work, out, axes, lambda out: out if order is None else out[order])
+
+    def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
+        group, ranks = self._group(axes, "all_to_all")
+        if ranks == 1:
+            return completed(x)
+        assert sum(sent) == len(x), f"{tuple(x.shape)} does not have the rows of {axes}: {list(sent)}"
+        assert self._order(axes) is None, f"{axes} are not in the mesh's order"
+        x, out = x.contiguous(), x.new_empty((sum(received), *x.shape[1:]))
+        work = dist.all_to_all_single(out, x, list(received), list(sent), group=group, async_op=True)
+        return self._pending(work, out, axes)
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         group, ranks = self._group(axes, "shift")

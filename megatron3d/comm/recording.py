@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct
+from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.p2p import Link
@@ -68,6 +68,14 @@ class Recorder:
     def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
         self._record("all_to_all", axes, x, x.nbytes)
         return self.comm.all_to_all(x, axes)
+
+    def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
+        live = self.mesh.nontrivial(axes)
+        if live:
+            others = sum(sent) - sent[self.mesh.index(live)]
+            self.calls.append(Traffic("all_to_all", live, others * x[:1].numel() * x.itemsize))
+            self._note("all_to_all of rows", self.mesh.in_order(live), x.new_empty((0, *x.shape[1:])))
+        return self.comm.all_to_all_rows(x, sent, received, axes)
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         live = self.mesh.nontrivial(axes)

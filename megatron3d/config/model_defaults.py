@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from megatron3d.config.model_schema import ModelConfig
+from megatron3d.config.schema import ITEMSIZES, Config
 from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
 from megatron3d.ops.rotary_spec import LINEAR, LLAMA3, YARN, RotaryScaling, yarn_attention_factor
 from megatron3d.ops.router_spec import Balance, Experts
+from megatron3d.parallel.expert_exchange import ALLGATHER, fewest_bytes
 
 T = TypeVar("T")
+DEFAULT_TOPK = 2
 
 
 def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: int = 1) -> Architecture:
@@ -106,7 +109,7 @@ def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:
     freq = model.moe_layer_freq
     return Experts(
         num_experts=model.num_moe_experts,
-        topk=_or_default(model.moe_router_topk, 2),
+        topk=_or_default(model.moe_router_topk, DEFAULT_TOPK),
         ffn_hidden_size=_or_default(model.moe_ffn_hidden_size, ffn_hidden_size),
         shared_ffn_hidden_size=model.moe_shared_expert_intermediate_size or 0,
         has_shared_gate=model.moe_shared_expert_gate,
@@ -117,6 +120,17 @@ def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:
         group_topk=model.moe_router_group_topk,
         scaling_factor=_or_default(model.moe_router_topk_scaling_factor, 1.0),
     )
+
+
+def token_dispatcher(config: Config) -> str:
+    """Return how tokens reach the ranks of their experts: as configured, else with the fewest bytes."""
+    model, ranks = config.model, config.parallel.expert_model_parallel_size
+    if config.parallel.moe_token_dispatcher_type is not None:
+        return config.parallel.moe_token_dispatcher_type
+    if model.num_moe_experts is None or ranks == 1:
+        return ALLGATHER
+    topk = _or_default(model.moe_router_topk, DEFAULT_TOPK)
+    return fewest_bytes(ranks, model.hidden_size, topk, ITEMSIZES[config.train.precision])
 
 
 def _balance(model: ModelConfig) -> Balance | None:

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.model_defaults import resolve_architecture, token_dispatcher
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.spec import CorpusSpec
 from megatron3d.data.ramp import Batches, make_ramp
@@ -134,10 +134,11 @@ class RunSpec:
 
     @cached_property
     def mode(self) -> Mode:
-        """The tensor-parallel mode, with the context axes and the axes of experts if there are any."""
+        """The tensor-parallel mode, with context, the axes of experts, and their dispatcher."""
         parallel = self.config.parallel
         mode = with_context(self.tensor_mode, parallel.context_axes, parallel.cp_comm_type)
-        return with_experts(mode, parallel.expert_model_parallel_size, self.sizes.shards)
+        mode = with_experts(mode, parallel.expert_model_parallel_size, self.sizes.shards)
+        return replace(mode, dispatcher=token_dispatcher(self.config))
 
     @cached_property
     def overlap(self) -> TPOverlap:

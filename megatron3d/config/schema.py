@@ -6,6 +6,7 @@ stored next to its source.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -46,6 +47,8 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule), Schedules]
 HeadAndRingRanks = Annotated[tuple[Positive, Positive], Field(strict=False, examples=["[8,4]"])]
 Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False, examples=["[8,8,1000]"])]
 MomentDtype = Literal["fp32", "bf16"]
+# Bytes of an element of the network, by `train.precision`.
+ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class ParallelConfig(Section):
@@ -71,6 +74,9 @@ class ParallelConfig(Section):
     )
     expert_model_parallel_size: int = Field(
         1, ge=1, description="EP: ranks among which the experts of a layer are distributed, whole ones to each"
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] | None = Field(
+        None, description="how tokens reach the ranks of their experts; default: what sends fewer bytes, balanced"
     )
     pipeline_model_parallel_size: int = Field(1, ge=1)
     pipeline_schedule: ScheduleName = "1f1b"

@@ -1,6 +1,7 @@
 """Mixture of experts in place of a layer's MLP, for every layout (Shazeer et al. 2017, arXiv:1701.06538).
 
     residual -> relayout: whole rows -> router -> rows to experts -> fc1, activation, fc2 -> slots added -> residual
+                                              shared experts, while the rows are in flight
 
 The router and the combination run where a token is at home: on one rank, with all its features.
 Letters: M tokens, H hidden, E experts, K experts of a token, R rows of experts, F inner features.
@@ -9,6 +10,8 @@ Letters: M tokens, H hidden, E experts, K experts of a token, R rows of experts,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +21,14 @@ from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.mlp import MLP
 from megatron3d.model.modules import Build
+from megatron3d.model.recompute_spec import MLP_ACT
 from megatron3d.ops.activations import ACTIVATIONS
-from megatron3d.ops.expert_exchange import gather_rows, reduce_rows
-from megatron3d.ops.expert_rows import RowOrder, add_slots, take_tokens
+from megatron3d.ops.expert_exchange import DISPATCH, ExpertRanks
 from megatron3d.ops.grouped_matmul import GroupedMatmul
+from megatron3d.ops.recompute import recompute_from_input
 from megatron3d.ops.router import Routes, balance_terms, counts_of_sequences, route, with_loss, z_terms
 from megatron3d.ops.router_spec import SEQUENCE, Balance, Experts
 from megatron3d.ops.token_relayout import TokenRelayout
-from megatron3d.parallel.layout import span
 
 
 class ExpertLinear(nn.Module):
@@ -48,9 +51,13 @@ class ExpertMLP(nn.Module):
         self.activation = ACTIVATIONS[build.arch.activation]
         self.fc1 = ExpertLinear(f"{name}.fc1", num_experts, build)
         self.fc2 = ExpertLinear(f"{name}.fc2", num_experts, build)
+        self.recomputes_activation = build.recompute.recomputes(MLP_ACT)
 
     def forward(self, x_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        y_RH: Tensor = self.fc2(self.activation(self.fc1(x_RH, counts)), counts)
+        y_RF = self.fc1(x_RH, counts)
+        a_RF = self.activation(y_RF)
+        with recompute_from_input(self.activation, y_RF, a_RF) if self.recomputes_activation else nullcontext():
+            y_RH: Tensor = self.fc2(a_RF, counts)
         return y_RH
 
 
@@ -59,7 +66,7 @@ class Router(nn.Module):
 
     def __init__(self, name: str, experts: Experts, build: Build) -> None:
         super().__init__()
-        self.experts, self.balance = experts, build.arch.balance or Balance()
+        self.name, self.experts, self.balance = name, experts, build.arch.balance or Balance()
         self.comm, self.home = build.comm, build.mode.home
         batch = build.mode.batch_axes
         self.sequence_axes = build.live(tuple(axis for axis in self.home if axis not in batch))
@@ -68,7 +75,7 @@ class Router(nn.Module):
     def forward(self, x_MH: Tensor, at: Pass) -> Routes:
         wide = torch.promote_types(x_MH.dtype, torch.float32)
         logits_ME = F.linear(x_MH.to(wide), self.weight.to(wide))
-        routes = route(logits_ME, self.experts)
+        routes = route(logits_ME, self.experts, once=partial(at.once, f"{self.name}.choice"))
         if at.target is None or not torch.is_grad_enabled():
             return routes
         losses = self._losses(logits_ME, routes, at)
@@ -112,31 +119,22 @@ class MoE(nn.Module):
         super().__init__()
         experts, name = build.arch.experts, f"{layer}.mlp"
         assert experts is not None, f"layer {index} has no experts"
-        self.expert_axes = build.live(build.mode.experts)
-        self.first_expert, end = span(experts.num_experts, self.expert_axes, build.comm.mesh)
-        self.num_experts = end - self.first_expert
+        self.dispatcher = build.mode.dispatcher
+        self.ranks = ExpertRanks(experts.num_experts, build.live(build.mode.experts), build.comm)
         self.relayout = TokenRelayout(build.mode.residual, build.mode.copies, build.comm)
         self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else None
         self.shared_gate = SharedGate(f"{name}.shared_gate", build) if experts.has_shared_gate else None
         self.router = Router(f"{name}.router", experts, build)
-        self.experts = ExpertMLP(f"{name}.experts", self.num_experts, build)
+        self.experts = ExpertMLP(f"{name}.experts", self.ranks.num_local, build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         home_MH = self.relayout.to_rows(x_MH)
-        routes = self.router(home_MH, at)
-        y_MH = self.routed(home_MH, routes)
-        shared_MH = None if self.shared_experts is None else self.shared_experts(x_MH, at)
+        routes, once = self.router(home_MH, at), partial(at.once, f"{self.router.name}.rows")
+        sent = DISPATCH[self.dispatcher](home_MH, routes, self.ranks, once)
+        shared_MH = None if self.shared_experts is None else self.shared_experts(x_MH, at)  # while rows are in flight
+        rows_RH, counts = sent.rows()
+        y_MH = sent.combine(self.experts(rows_RH, counts))
         if self.shared_gate is not None and shared_MH is not None:
             return self.relayout.from_rows(y_MH + self.shared_gate(home_MH) * self.relayout.to_rows(shared_MH))
         y_MH = self.relayout.from_rows(y_MH)
         return y_MH if shared_MH is None else y_MH + shared_MH
-
-    def routed(self, x_MH: Tensor, routes: Routes) -> Tensor:
-        """Return the weighted sum of the chosen experts' outputs for this rank's tokens."""
-        axes, comm = self.expert_axes, self.relayout.comm
-        chosen_MK = routes.experts_MK
-        chosen_MK = comm.all_gather(chosen_MK, axes, 0).wait() if axes else chosen_MK
-        whole_MH, weights_MK = gather_rows(x_MH, axes, comm), gather_rows(routes.weights_MK, axes, comm)
-        rows = RowOrder(chosen_MK - self.first_expert, self.num_experts, routes.experts_MK.numel())
-        y_RH = self.experts(take_tokens(whole_MH, rows), rows.counts)
-        return reduce_rows(add_slots(y_RH, rows, weights_MK), axes, comm)

@@ -30,7 +30,7 @@ from megatron3d.ops.kv_cache import CacheView, KVCache
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
 from megatron3d.ops.offload import ActivationOffload
-from megatron3d.ops.recompute import recomputed
+from megatron3d.ops.recompute import KeptResults, recomputed
 from megatron3d.ops.rotary import RotaryTables, rotary_tables
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
@@ -278,7 +278,7 @@ class GPT(nn.Module):
         for run in self.recompute.runs(stage.layers):
             compute = partial(recomputed, self._layers) if run.is_recomputed else self._layers
             with offloaded.group() if offloaded else nullcontext():
-                x_MH = compute(run.layers, x_MH, at)
+                x_MH = compute(run.layers, x_MH, replace(at, kept=KeptResults()) if run.is_recomputed else at)
         if not stage.has_head or (at.cached and not at.cached.has_logits):
             return x_MH
         x_MH = self.final_norm(x_MH)
@@ -291,6 +291,8 @@ class GPT(nn.Module):
             there = replace(at, tokens_BL=ahead.tokens_BL, target=ahead.target)
             embedded_MH = module.embedding(there, self.embedding_weight)
             compute = partial(recomputed, module) if self.recompute.recomputes_ahead else module
-            x_MH = compute(x_MH, embedded_MH, at)
+            x_MH = compute(
+                x_MH, embedded_MH, replace(at, kept=KeptResults()) if self.recompute.recomputes_ahead else at
+            )
             self._call_activation_hook(f"mtp.{index}", x_MH)
             yield module.head(x_MH, self.head_weight, there)

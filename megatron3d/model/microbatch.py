@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +12,12 @@ from torch import Tensor
 from megatron3d.data.packing import Documents
 from megatron3d.ops.kv_cache import CacheView
 from megatron3d.ops.packed_attention import Visible
+from megatron3d.ops.recompute import KeptResults
 from megatron3d.ops.rotary import RotaryTables
 from megatron3d.parallel.context import Span, TokenOrder
 from megatron3d.parallel.mesh import Axes
+
+T = TypeVar("T")
 
 
 def cut_positions(x: Tensor, chunks: Sequence[Span], dim: int) -> Tensor:
@@ -64,6 +68,7 @@ class Pass:
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
         ahead: inputs of the modules of multi-token prediction, which only passes with a target have.
+        kept: what layers that are recomputed keep besides their input.
     """
 
     tokens_BL: Tensor
@@ -77,6 +82,11 @@ class Pass:
     cached: CacheView | None = None
     documents: Documents | None = None
     ahead: tuple[Ahead, ...] = ()
+    kept: KeptResults | None = None
+
+    def once(self, name: str, find: Callable[[], T]) -> T:
+        """Return `find()`, or what it returned in forward where this pass recomputes a layer."""
+        return find() if self.kept is None else self.kept.once(name, find)
 
     @property
     def first_row(self) -> int:

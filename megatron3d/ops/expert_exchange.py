@@ -1,52 +1,108 @@
-"""Exchange of tokens between the ranks that the experts of a layer are distributed over, by all-gather.
+"""Exchange of tokens between the ranks that the experts of a layer are distributed over: a table of dispatchers.
 
-    forward     all-gather tokens, choices and weights over the expert axes; experts; reduce-scatter the outputs
-    backward    all-gather gradients of outputs; reduce-scatter those of tokens and weights
+    start     sends tokens            | what is computed before `rows`, such as shared experts, overlaps with it
+    rows      rows of this rank's experts, sorted by (expert, token, slot)
+    combine   outputs return, and the slots of each token are added in ascending order of experts
 
-A rank sends 2 m h (EP - 1) elements in each direction for its m tokens of width h, whatever the routing is
-(MegaScale-MoE, arXiv:2505.11432).  Letters: M tokens, H hidden, K experts of a token.
+Bytes in closed form and sources: `parallel/expert_exchange.py`.  Letters: M tokens, H hidden, K experts of a token,
+R rows, E experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
+from megatron3d.ops.expert_rows import RowCounts, RowOrder, add_slots, by_expert, take_tokens
+from megatron3d.ops.moved_rows import exchanging, gather_rows, gathering, moved, reduce_rows, start
+from megatron3d.ops.router import Routes
+from megatron3d.parallel.expert_exchange import ALLGATHER, ALLTOALL, balanced, balanced_rows
 from megatron3d.parallel.mesh import Axes
 
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes, comm: Comm) -> Tensor:
-        ctx.axes, ctx.comm = axes, comm
-        return comm.all_gather(x.contiguous(), axes, 0).wait()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.comm.reduce_scatter(dy.contiguous(), ctx.axes, 0).wait(), None, None
+# Calls what counts rows, or returns what it has returned before, where a layer is recomputed.
+Once = Callable[[Callable[[], RowCounts]], RowCounts]
 
 
-class _ReduceRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes, comm: Comm) -> Tensor:
-        ctx.axes, ctx.comm = axes, comm
-        return comm.reduce_scatter(x.contiguous(), axes, 0).wait()
+class ExpertRanks:
+    """Ranks of `axes`, in mesh order and of more than one rank, that hold `num_experts` experts, whole ones each."""
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.comm.all_gather(dy.contiguous(), ctx.axes, 0).wait(), None, None
+    def __init__(self, num_experts: int, axes: Axes, comm: Comm) -> None:
+        self.axes, self.comm = axes, comm
+        self.num_ranks, self.rank = comm.mesh.size(axes), comm.mesh.index(axes)
+        self.num_experts, self.num_local = num_experts, num_experts // self.num_ranks
 
 
-def gather_rows(x: Tensor, axes: Axes, comm: Comm) -> Tensor:
-    """Return the rows of all ranks of `axes`; gradients are summed over them."""
-    y: Tensor = _GatherRows.apply(x, axes, comm) if axes else x
-    return y
+class Dispatched(Protocol):
+    """Tokens on their way to the experts and back."""
+
+    def rows(self) -> tuple[Tensor, Sequence[int]]:
+        """Return the rows [R, H] of this rank's experts, and how many each has."""
+        ...
+
+    def combine(self, y_RH: Tensor) -> Tensor:
+        """Return [M, H]: the weighted sum of the chosen experts' outputs for this rank's tokens."""
+        ...
 
 
-def reduce_rows(x: Tensor, axes: Axes, comm: Comm) -> Tensor:
-    """Return this rank's rows of the sum over `axes`."""
-    y: Tensor = _ReduceRows.apply(x, axes, comm) if axes else x
-    return y
+class GatheredTokens:
+    """Tokens, choices and weights of all ranks on each, which adds the outputs of its own experts."""
+
+    def __init__(self, x_MH: Tensor, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
+        axes, comm = ranks.axes, ranks.comm
+        self._axes, self._comm = axes, comm
+        chosen_MK = comm.all_gather(routes.experts_MK, axes, 0).wait() if axes else routes.experts_MK
+        self._order = RowOrder(chosen_MK - ranks.rank * ranks.num_local, ranks.num_local)
+        even = balanced(routes.experts_MK.numel(), ranks.num_local)
+        self._counts = once(lambda: RowCounts(self._order.counts_E, even))
+        self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
+        self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
+
+    def rows(self) -> tuple[Tensor, Sequence[int]]:
+        counts = self._counts.on_host
+        return take_tokens(self._tokens(), self._order, sum(counts)), counts
+
+    def combine(self, y_RH: Tensor) -> Tensor:
+        return reduce_rows(add_slots(y_RH, self._order, self._weights_MK), self._axes, self._comm)
+
+
+class ExchangedRows:
+    """A row for each choice of this rank's tokens on the rank of its expert; weights stay where the token is at home.
+
+    The host needs the numbers of rows; they are on their way to it while the device takes the rows.
+    """
+
+    def __init__(self, x_MH: Tensor, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
+        self._order, self._weights_MK = RowOrder(routes.experts_MK, ranks.num_experts), routes.weights_MK
+        counts = once(lambda: _exchanged_counts(self._order, routes, ranks))
+        slots_SH = take_tokens(x_MH, self._order, routes.experts_MK.numel())
+        sent, received = counts.on_host[: ranks.num_ranks], counts.on_host[ranks.num_ranks :]
+        size = ranks.num_local
+        arrived = [sum(received[place : place + size]) for place in range(0, len(received), size)]
+        self._counts = [sum(received[expert::size]) for expert in range(size)]
+        self._move = exchanging(sent, arrived, ranks.axes, ranks.comm)
+        self._rows = start(slots_SH[: sum(sent)], self._move)
+        self._by_expert, self._by_rank = by_expert(counts.numbers[ranks.num_ranks :].view(-1, size), sum(arrived))
+
+    def rows(self) -> tuple[Tensor, Sequence[int]]:
+        return self._by_expert(self._rows()), self._counts
+
+    def combine(self, y_RH: Tensor) -> Tensor:
+        return add_slots(moved(self._by_rank(y_RH), self._move.reversed()), self._order, self._weights_MK)
+
+
+def _exchanged_counts(order: RowOrder, routes: Routes, ranks: ExpertRanks) -> RowCounts:
+    """Return the rows to each rank, and those from each rank for each of this rank's experts."""
+    there_CE = order.counts_E.unflatten(0, (ranks.num_ranks, ranks.num_local))
+    here_CE = ranks.comm.all_to_all(there_CE, ranks.axes).wait()
+    even = balanced_rows(routes.experts_MK.numel(), ranks.num_ranks, ranks.rank)
+    even += [count for rows in even for count in balanced(rows, ranks.num_local)]
+    return RowCounts(torch.cat((there_CE.sum(1), here_CE.flatten())), even)
+
+
+Dispatch = Callable[[Tensor, Routes, ExpertRanks, Once], Dispatched]
+# Start to send the tokens [M, H] of this rank to the experts that were chosen for them.
+DISPATCH: Mapping[str, Dispatch] = {ALLGATHER: GatheredTokens, ALLTOALL: ExchangedRows}

@@ -8,7 +8,8 @@ Letters: M tokens, H hidden, K experts of a token, R rows, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,21 +25,18 @@ class RowOrder:
     Args:
         experts_MK: expert of each slot, counted from the first one of this rank; others have any index outside.
         num_experts: experts of this rank.
-        num_balanced: rows of this rank where the load is balanced, which a dry run assumes.
 
     Attributes:
-        counts: rows of each expert.
-        order_R: place among the slots [M, K], flattened, of each row.
+        counts_E: rows of each expert.
+        order_S: place among the slots [M, K], flattened, of each row, then of the slots that have none.
         row_MK: row of each slot; the number of rows for a slot without a row.
     """
 
-    def __init__(self, experts_MK: Tensor, num_experts: int, num_balanced: int) -> None:
+    def __init__(self, experts_MK: Tensor, num_experts: int) -> None:
         is_mine = (experts_MK >= 0) & (experts_MK < num_experts)
-        sorted_S, order_S = experts_MK.where(is_mine, num_experts).flatten().sort(stable=True)
-        self.counts = on_host(counts_of(sorted_S, num_experts), num_balanced)
-        self.num_rows = sum(self.counts)
-        self.order_R = order_S[: self.num_rows]
-        self.row_MK = inverse_of(order_S).clamp_(max=self.num_rows).view(experts_MK.shape)
+        sorted_S, self.order_S = experts_MK.where(is_mine, num_experts).flatten().sort(stable=True)
+        self.counts_E = counts_of(sorted_S, num_experts)
+        self.row_MK = inverse_of(self.order_S).clamp_(max=self.counts_E.sum()).view(experts_MK.shape)
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
@@ -46,21 +44,68 @@ def inverse_of(order_R: Tensor) -> Tensor:
     return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
 
 
-def on_host(counts: Tensor, total: int) -> list[int]:
-    """Return counts as Python's numbers, once the device has them; without values, as in a dry run, balanced ones.
+class RowCounts:
+    """Numbers of rows on the device, on their way to the host, which is delayed by nothing that is computed later.
+
+    Attributes:
+        numbers: the numbers, 1-D.
+    """
+
+    def __init__(self, numbers: Tensor, even: list[int]) -> None:
+        """Start to copy; `even` are the numbers where tensors have no values, as in a dry run."""
+        self.numbers, self._even = numbers, even
+        self._host: Tensor | None = None
+        if numbers.device.type != "cpu" and not isinstance(numbers, FakeTensor):
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._copied = torch.accelerator.current_stream(numbers.device).record_event()
+
+    @cached_property
+    def on_host(self) -> list[int]:
+        """The numbers as Python's, once the device has them."""
+        if isinstance(self.numbers, FakeTensor):
+            return self._even
+        if self._host is not None:
+            self._copied.synchronize()
+        return [int(number) for number in (self.numbers if self._host is None else self._host).tolist()]
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return x_RH.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return dy_RH.index_select(0, inverse_R), None, None
+
+
+def by_expert(counts_CE: Tensor, num_rows: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return what orders rows that came from C ranks, each one's sorted by expert, by (expert, rank), and the inverse.
 
     Args:
-        total: sum of the balanced counts.
+        counts_CE: rows of each expert from each rank.
+        num_rows: their sum.
     """
-    if isinstance(counts, FakeTensor):
-        return [total // len(counts) + (place < total % len(counts)) for place in range(len(counts))]
-    return [int(count) for count in counts.tolist()]
+    num_ranks, num_experts = counts_CE.shape
+    if num_experts == 1:
+        return lambda x_RH: x_RH, lambda x_RH: x_RH
+    experts = torch.arange(num_experts, device=counts_CE.device).repeat(num_ranks)
+    order_R = experts.repeat_interleave(counts_CE.flatten(), output_size=num_rows).argsort(stable=True)
+    inverse_R = inverse_of(order_R)
+    return (
+        lambda x_RH: _Reorder.apply(x_RH, order_R, inverse_R),
+        lambda x_RH: _Reorder.apply(x_RH, inverse_R, order_R),
+    )
 
 
 def _sum_of_slots(y_RH: Tensor, row_MK: Tensor, weights_MK: Tensor | None = None) -> Tensor:
     """Return [M, H]: each token's rows, weighted, added slot by slot in fp32 or wider."""
     wide = torch.promote_types(y_RH.dtype, torch.float32)
-    padded_RH = torch.cat((y_RH, y_RH.new_zeros(1, y_RH.shape[1])))
+    has_all = len(y_RH) == row_MK.numel()
+    padded_RH = y_RH if has_all else torch.cat((y_RH, y_RH.new_zeros(1, y_RH.shape[1])))
     total_MH = y_RH.new_zeros((len(row_MK), y_RH.shape[1]), dtype=wide)
     for slot in range(row_MK.shape[1]):
         rows_MH = padded_RH.index_select(0, row_MK[:, slot])
@@ -96,15 +141,15 @@ class _AddSlots(torch.autograd.Function):
         return dy_RH.to(y_RH.dtype), dweights, None, None
 
 
-def take_tokens(x_MH: Tensor, rows: RowOrder) -> Tensor:
-    """Return the rows [R, H] of this rank's experts."""
-    y_RH: Tensor = _TakeTokens.apply(x_MH, rows.order_R, rows.row_MK)
+def take_tokens(x_MH: Tensor, rows: RowOrder, num_rows: int) -> Tensor:
+    """Return the first rows [R, H] in the order of experts."""
+    y_RH: Tensor = _TakeTokens.apply(x_MH, rows.order_S[:num_rows], rows.row_MK)
     return y_RH
 
 
 def add_slots(y_RH: Tensor, rows: RowOrder, weights_MK: Tensor) -> Tensor:
     """Return [M, H]: the sum over each token's slots, in ascending order of experts, of weight times row."""
-    out_MH: Tensor = _AddSlots.apply(y_RH, weights_MK, rows.order_R, rows.row_MK)
+    out_MH: Tensor = _AddSlots.apply(y_RH, weights_MK, rows.order_S[: len(y_RH)], rows.row_MK)
     return out_MH
 
 

@@ -5,12 +5,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
+
+
+class KeptResults:
+    """What forward has found and recomputation must not find again, such as the choice of experts."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
+
+    def once(self, name: str, find: Callable[[], T]) -> T:
+        """Return `find()` in forward, and in the recomputation what it has returned there."""
+        found: T = self._found.pop(name) if name in self._found else self._keep(name, find())
+        return found
+
+    def _keep(self, name: str, found: T) -> T:
+        self._found[name] = found
+        return found
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -33,11 +33,20 @@ _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def route(logits_ME: Tensor, experts: Experts, bias_E: Tensor | None = None) -> Routes:
-    """Return the chosen experts of each token; `bias_E` is added to the scores for the choice alone."""
+def route(
+    logits_ME: Tensor,
+    experts: Experts,
+    bias_E: Tensor | None = None,
+    once: Callable[[Callable[[], Tensor]], Tensor] = lambda choose: choose(),
+) -> Routes:
+    """Return the chosen experts of each token; `bias_E` is added to the scores for the choice alone.
+
+    Args:
+        once: calls what chooses, or returns the choice that it has made before.
+    """
     scores_ME = _SCORES[experts.score_function](logits_ME)
     choice_ME = scores_ME.detach() if bias_E is None else scores_ME.detach() + bias_E
-    chosen_MK = top_experts(_in_best_groups(choice_ME, experts), experts.topk)
+    chosen_MK = once(lambda: top_experts(_in_best_groups(choice_ME, experts), experts.topk))
     return Routes(chosen_MK, _weights(logits_ME, scores_ME, chosen_MK, experts), scores_ME)
 
 

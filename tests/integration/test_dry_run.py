@@ -148,10 +148,17 @@ def test_recomputation(recompute: str, mode: str) -> None:
     assert problems(config, 8, (5,)) == []
 
 
+EXCHANGE = {"moe_token_dispatcher_type": "alltoall"}
+
+
 @pytest.mark.parametrize(
     ("parallel", "recompute"),
     [
-        ({"zero_stage": 3, "num_distributed_optimizer_instances": 2, "expert_model_parallel_size": 2}, None),
+        (
+            {"zero_stage": 3, "num_distributed_optimizer_instances": 2, **EXCHANGE, "expert_model_parallel_size": 2},
+            None,
+        ),
+        ({**EXCHANGE, "expert_model_parallel_size": 4}, "runs"),
         ({"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}, "full"),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, "core"),
     ],

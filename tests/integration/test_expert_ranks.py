@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
+from megatron3d.ops import router
+from megatron3d.parallel.expert_exchange import DISPATCHERS
 from megatron3d.parallel.expert_ranks import expert_sizes
 from megatron3d.verify.layouts import differences
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, reference, run_trace
@@ -44,9 +47,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_distributed_experts_equal_one_process(name: str) -> None:
+def test_distributed_experts_equal_one_process(name: str, dispatcher: str) -> None:
     parallel, num_ranks, axes = LAYOUTS[name]
+    parallel = parallel | {"moe_token_dispatcher_type": dispatcher}
     train: dict[str, Any] = {"micro_batch_size": 4 if "tensor_parallel_mode" in parallel else 2}
     if name == "data and context":
         train |= {"recompute_granularity": "full", "recompute_num_layers": 2}
@@ -55,6 +60,32 @@ def test_distributed_experts_equal_one_process(name: str) -> None:
     assert RunSpec(config, num_ranks).mode.experts == axes
     got = run_turns(run_trace, num_ranks, config, 2)[0]
     assert list(differences(reference(MODEL, NUM_LAYERS, BATCH), got, TOLERANCE)) == []
+
+
+RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute_granularity": "full"},
+    {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp_act")},
+)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_recomputation_repeats_no_choice(dispatcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of recomputation gives the bits of none, and routes each token as often."""
+    tokens, traces, original = list[int](), list[Any](), router.top_experts
+
+    def top_experts(choice_ME: Tensor, count: int) -> Tensor:
+        tokens[-1] += len(choice_ME)
+        return original(choice_ME, count)
+
+    monkeypatch.setattr(router, "top_experts", top_experts)
+    parallel = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": dispatcher}
+    for recompute in RECOMPUTATIONS:
+        train = {"micro_batch_size": 2, "global_batch_size": BATCH, **recompute}
+        tokens.append(0)
+        traces.append(run_turns(run_trace, 2, configure({**MODELS[MODEL], "num_layers": 2}, parallel, **train), 1)[0])
+    assert len(set(tokens)) == 1
+    assert [line for other in traces[1:] for line in differences(traces[0], other, 0.0)] == []
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -69,6 +100,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "softmax before sigmoid": ({"moe_router_pre_softmax": True}, {}, "not used with model.moe_router_score_function"),
     "a gate of nothing": ({"moe_shared_expert_intermediate_size": None}, {}, "there are no shared experts to gate"),
     "a factor of nothing": ({"moe_router_load_balancing_type": "none"}, {}, "not used with model.moe_router_load"),
+    "a dispatcher of one rank": (
+        {},
+        {"moe_token_dispatcher_type": "alltoall"},
+        "no token leaves its rank with parallel.expert_model_parallel_size=1; leave parallel.moe_token_dispatcher_type",
+    ),
     "no layer": ({"moe_layer_freq": (0,)}, {}, "no layer has experts"),
 }
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm import matmul_rounds
-from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct, completed
+from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
 from megatron3d.config.run_spec import RunSpec
@@ -224,6 +224,22 @@ class TurnComm:
         mine = self.mesh.index(axes)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return self._collective("all_to_all", axes, x, lambda blocks: torch.stack([each[mine] for each in blocks]), out)
+
+    def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
+        if self.mesh.size(axes) == 1:
+            return completed(x)
+        live, ranks, mine = self.mesh.nontrivial(axes), self.mesh.ranks(axes), self.mesh.index(axes)
+        assert live in self._groups, f"no group was made for {live}; there are {self._groups}"
+        assert sum(sent) == len(x), f"{len(x)} rows, of which {list(sent)} are sent"
+        what, out = f"all_to_all of rows {tuple(x.shape[1:])} {x.dtype}", x.new_empty((sum(received), *x.shape[1:]))
+        meeting = self._exchange(ranks, what, (x.detach().clone(), list(sent)))
+
+        def rows(values: list[tuple[Tensor, list[int]]]) -> Tensor:
+            blocks = [each.split(counts)[mine] for each, counts in values]
+            assert [len(block) for block in blocks] == list(received), f"rank {mine} does not receive {received} rows"
+            return torch.cat(blocks)
+
+        return self._pending(meeting, ranks, rows, InFlight(what, [x], [out]), out)
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         live, ranks = self.mesh.nontrivial(self.mesh.in_order(axes)), self.mesh.ranks(axes)

@@ -12,6 +12,13 @@ from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdow
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.ops.router_spec import SEQUENCE, Experts
+from megatron3d.parallel.expert_exchange import (
+    ALLGATHER,
+    DispatchSizes,
+    backward_traffic,
+    balanced_exchange,
+    forward_traffic,
+)
 from megatron3d.parallel.matmul_plan import Traffic
 
 
@@ -37,18 +44,22 @@ def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterat
         yield from forwards * [_ring("all_reduce", axes, counts, local)]
 
 
+def dispatch_sizes(local: LocalSizes, experts: Experts) -> DispatchSizes:
+    """Return the sizes of the exchange of tokens with the ranks of their experts."""
+    hidden, topk, num_experts = local.arch.hidden_size, experts.topk, experts.num_experts
+    return DispatchSizes(local.home_tokens, hidden, topk, num_experts, local.itemsize, local.wide)
+
+
 def _exchange(local: LocalSizes, experts: Experts, forwards: int) -> Iterator[Traffic]:
-    """Yield the all-gathers and reduce-scatters over the expert axes of `ops/expert_exchange.py`."""
-    axes = local.mesh.nontrivial(local.mode.experts)
+    """Yield the exchange of tokens with the ranks of their experts."""
+    axes, dispatcher = local.mesh.nontrivial(local.mode.experts), local.mode.dispatcher
     if not axes:
         return
-    tokens = local.home_tokens * local.mesh.size(axes)
-    rows, slots = tokens * local.arch.hidden_size * local.itemsize, tokens * experts.topk
-    gathered = (slots * _INDEX_BYTES, rows, slots * local.wide)
-    yield from forwards * [_ring("all_gather", axes, size, local) for size in gathered]
-    yield from forwards * [_ring("reduce_scatter", axes, rows, local)]
-    yield _ring("all_gather", axes, rows, local)
-    yield from (_ring("reduce_scatter", axes, size, local) for size in gathered[1:])
+    sizes, ranks = dispatch_sizes(local, experts), local.mesh.size(axes)
+    rows = balanced_exchange(sizes, ranks, local.mesh.index(axes))
+    for number in range(forwards):
+        yield from forward_traffic(dispatcher, axes, sizes, ranks, rows, again=number > 0)
+    yield from backward_traffic(dispatcher, axes, sizes, ranks, rows)
 
 
 def back_to_residual(local: LocalSizes) -> Iterator[Traffic]:
@@ -70,15 +81,13 @@ def not_recomputed(local: LocalSizes) -> list[Traffic]:
     if local.experts is None or saves_later:
         return []
     axes, rows = local.mesh.nontrivial(local.mode.experts), local.home_tokens * local.arch.hidden_size * local.itemsize
-    summed = [_ring("reduce_scatter", axes, rows * local.mesh.size(axes), local)] if axes else []
-    is_gated = local.experts.has_shared_gate
-    has_later = is_gated or local.experts.shared_ffn_hidden_size > 0
-    return [*([] if has_later else summed), *back_to_residual(local)]
+    is_summed = bool(axes) and local.mode.dispatcher == ALLGATHER and not local.experts.has_shared_gate
+    summed = [_ring("reduce_scatter", axes, rows * local.mesh.size(axes), local)] if is_summed else []
+    return [*summed, *back_to_residual(local)]
 
 
 # Counts of tokens of each sequence are reduced as fp32.
 _COUNT_BYTES = 4
-_INDEX_BYTES = 8
 
 
 def _ring(collective: str, axes: tuple[str, ...], num_bytes: float, local: LocalSizes) -> Traffic:

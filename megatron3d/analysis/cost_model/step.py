@@ -31,8 +31,8 @@ from megatron3d.analysis.cost_model.layer import LayerTimes, Machine
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
-from megatron3d.analysis.memory_model.step_spec import ITEMSIZES
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import ITEMSIZES
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.recompute_spec import NO_RECOMPUTE
 from megatron3d.model.stages import Stage

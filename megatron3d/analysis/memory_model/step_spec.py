@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import ITEMSIZES
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action, Schedule
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.spec import Pipeline
-
-ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)

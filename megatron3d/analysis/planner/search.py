@@ -25,7 +25,7 @@ from megatron3d.analysis.memory_model.libraries import library_bytes
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.pipeline_ranks import largest_rank_memory
 from megatron3d.analysis.memory_model.rank import RankMemory
-from megatron3d.analysis.memory_model.step_spec import ITEMSIZES, make_step_spec
+from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.analysis.planner.data_axis_bound import DataAxisBound
 from megatron3d.analysis.planner.fixed_keys import NOTHING, FixedKeys
 from megatron3d.analysis.planner.layout_bound import Bubbles, LayoutBound
@@ -40,7 +40,7 @@ from megatron3d.analysis.planner.options import (
     tensor_choices,
 )
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config
+from megatron3d.config.schema import ITEMSIZES, Config
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.rules import check, value_problems
 from megatron3d.errors import UserError

@@ -13,7 +13,7 @@ NUM, TOPK, GROUPS, GROUP_TOPK = (
 )
 SHARED, GATE = "model.moe_shared_expert_intermediate_size", "model.moe_shared_expert_gate"
 LOSS, COEFF = "model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff"
-SIZE = "parallel.expert_model_parallel_size"
+SIZE, DISPATCHER = "parallel.expert_model_parallel_size", "parallel.moe_token_dispatcher_type"
 PRE_SOFTMAX, SCORES = "model.moe_router_pre_softmax", "model.moe_router_score_function"
 
 
@@ -70,6 +70,8 @@ def _group_problems(facts: Facts) -> Iterator[str]:
 def expert_rank_problems(facts: Facts) -> Iterator[str]:
     """Yield what is wrong with the ranks that the experts are distributed over."""
     size, experts, sizes = facts.config.parallel.expert_model_parallel_size, facts.arch.experts, facts.spec.sizes
+    if size == 1 and facts.config.parallel.moe_token_dispatcher_type is not None:
+        yield f"{facts.named(DISPATCHER)}: no token leaves its rank with {SIZE}=1; leave {DISPATCHER} out"
     if size == 1 or sizes.mismatch:
         return
     if experts is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron3d.parallel.expert_exchange import ALLGATHER
 from megatron3d.parallel.layout import Layout, layout_axes
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes
@@ -18,7 +19,8 @@ class Mode:
     `contract` that of linears back to the residual stream (proj, fc2; row-parallel).  `context` names the axes that
     split positions inside sequences; they split the tokens of both plans (`parallel/context.py`), and `exchange` is how
     their ranks exchange keys and values (`parallel/context_exchange.py`).  `experts` names the axes over which the
-    experts of a layer are distributed (`parallel/expert_ranks.py`).
+    experts of a layer are distributed (`parallel/expert_ranks.py`), and `dispatcher` is how tokens reach them
+    (`parallel/expert_exchange.py`).
     """
 
     name: str
@@ -28,6 +30,7 @@ class Mode:
     context: Axes = ()
     exchange: str = ""
     experts: Axes = ()
+    dispatcher: str = ALLGATHER
 
     def __post_init__(self) -> None:
         there, back = self.expand.y_layout, self.contract.x_layout

@@ -59,6 +59,15 @@ def wrong_collectives(rank: int, world_size: int) -> list[str]:
             mine = torch.stack([each.unflatten(0, (ranks, -1))[mesh.index(axes)] for each in sent])
             check(comm.all_to_all(blocks, axes).wait(), mine, "all_to_all", axes, blocks.stride())
         if axes == mesh.in_order(axes):
+            counts = [[(3 * a + b) % 4 for b in range(ranks)] for a in range(ranks)]  # rows from a to b, some of them 0
+            me = mesh.index(axes)
+            rows = value(rank).repeat(4, 1, 1)[: sum(counts[me])]
+            sources = [
+                value(other).repeat(4, 1, 1)[: sum(row)].split(row)[me]
+                for other, row in zip(mesh.ranks(axes), counts, strict=True)
+            ]
+            got = comm.all_to_all_rows(rows, counts[me], [row[me] for row in counts], axes).wait()
+            check(got, torch.cat(sources), "all_to_all of rows", axes)
             whole = torch.zeros(ranks * SHAPE[0], *SHAPE[1:]).double()
             whole.chunk(ranks)[mesh.index(axes)].copy_(value(rank))
             check(comm.all_gather_into(whole, axes).wait(), torch.cat(values), "fill", axes)

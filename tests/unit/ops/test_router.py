@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron3d.ops.expert_rows import RowOrder, add_slots, take_tokens
+from megatron3d.ops.expert_rows import RowCounts, RowOrder, add_slots, take_tokens
 from megatron3d.ops.grouped_matmul import GroupedMatmul, grouped_product, grouped_product_loop
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.router import balance_terms, counts_of_sequences, route, top_experts, with_loss, z_terms
@@ -80,9 +80,10 @@ def test_rows_go_to_experts_and_back() -> None:
     x, weights = torch.randn(9, 5, dtype=torch.float64), torch.rand(9, K, dtype=torch.float64)
     w = torch.randn(E, 4, 5, dtype=torch.float64)
     chosen = torch.stack([torch.randperm(4)[:K].sort().values for _ in range(9)])  # experts 4 to 7 have no row
-    rows = RowOrder(chosen, E, 0)
+    rows = RowOrder(chosen, E)
+    counts = RowCounts(rows.counts_E, []).on_host
     mine = [each.clone().requires_grad_() for each in (x, weights, w.flatten(0, 1))]
-    y = GroupedMatmul(E, MainGrads())(take_tokens(mine[0], rows), mine[2], rows.counts)
+    y = GroupedMatmul(E, MainGrads())(take_tokens(mine[0], rows, sum(counts)), mine[2], counts)
     add_slots(y, rows, mine[1]).square().sum().backward()
     theirs = [each.clone().requires_grad_() for each in (x, weights, w)]
     slots = [[theirs[1][t, k] * (theirs[2][chosen[t, k]] @ theirs[0][t]) for k in range(K)] for t in range(len(chosen))]
@@ -91,7 +92,7 @@ def test_rows_go_to_experts_and_back() -> None:
     for one, other in zip(mine, theirs, strict=True):
         assert one.grad is not None and other.grad is not None
         torch.testing.assert_close(one.grad.reshape(other.shape), other.grad)
-    assert rows.counts[4:] == [0, 0, 0, 0] and sum(rows.counts) == 9 * K
+    assert counts[4:] == [0, 0, 0, 0] and sum(counts) == 9 * K
 
 
 def test_weight_gradients_accumulate_in_main_grad() -> None:

@@ -1,0 +1,110 @@
+"""Exchanges of tokens between the ranks that hold a layer's experts (`moe_token_dispatcher_type`): what each sends.
+
+    allgather    tokens, choices and weights of all ranks are all-gathered, outputs reduce-scattered (MegaScale-MoE,
+                 arXiv:2505.11432)
+    alltoall     a row for each choice goes to the rank of its expert, and its output back (GShard, arXiv:2006.16668)
+
+Of n ranks, each has m tokens of width h, and each token k experts.  In units of elements of tokens, each sends
+
+                 forward                      backward
+    allgather    2 m h (n - 1)                2 m h (n - 1)
+    alltoall     2 m h k (n - 1) / n          as forward, where the load is balanced
+
+so that alltoall sends less where a token has fewer experts than there are ranks.  Besides, `allgather` sends the
+choices (8 bytes each) and the weights, forward and backward, `alltoall` its number of rows for each expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import Axes
+
+ALLGATHER, ALLTOALL = DISPATCHERS = ("allgather", "alltoall")
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class DispatchSizes:
+    """Sizes of one exchange: this rank's tokens, their width, the experts of each, and all experts of a layer.
+
+    Attributes:
+        itemsize: bytes of an element of a token.
+        wide: bytes of the weight of a choice.
+    """
+
+    tokens: int
+    hidden: int
+    topk: int
+    num_experts: int
+    itemsize: int
+    wide: int
+
+
+def balanced(total: int, parts: int) -> list[int]:
+    """Return `total` in parts that differ by one at most, the larger ones first."""
+    return [total // parts + (place < total % parts) for place in range(parts)]
+
+
+def balanced_rows(total: int, num_ranks: int, rank: int) -> list[int]:
+    """Return the rows that a rank sends to each where all send and receive `total`: as many as come from each."""
+    return [total // num_ranks + ((rank + other) % num_ranks < total % num_ranks) for other in range(num_ranks)]
+
+
+@dataclass(frozen=True)
+class RowsSent:
+    """Rows that this rank sends to the other ranks, and those that it receives from them."""
+
+    there: float
+    back: float
+
+
+def balanced_exchange(sizes: DispatchSizes, num_ranks: int, rank: int) -> RowsSent:
+    """Return the rows that leave and reach a rank where the load is balanced."""
+    rows = balanced_rows(sizes.tokens * sizes.topk, num_ranks, rank)
+    others = sum(rows) - rows[rank]
+    return RowsSent(others, others)
+
+
+def forward_traffic(
+    dispatcher: str, axes: Axes, sizes: DispatchSizes, num_ranks: int, rows: RowsSent, again: bool = False
+) -> list[Traffic]:
+    """Return the collectives of a forward pass, in order, with the bytes that this rank sends.
+
+    Args:
+        rows: of `alltoall`; those of any load, or `balanced_exchange`.
+        again: the pass is recomputed, with the numbers of rows that forward has kept.
+    """
+    whole, slots = sizes.tokens * sizes.hidden * sizes.itemsize, sizes.tokens * sizes.topk
+    if dispatcher == ALLGATHER:
+        sent = [(num_ranks - 1) * each for each in (slots * _INDEX_BYTES, whole, slots * sizes.wide, whole)]
+        return [Traffic("all_gather", axes, each) for each in sent[:3]] + [Traffic("reduce_scatter", axes, sent[3])]
+    counts = sizes.num_experts * _INDEX_BYTES * (num_ranks - 1) / num_ranks
+    row = sizes.hidden * sizes.itemsize
+    calls = [Traffic("all_to_all", axes, each) for each in (counts, rows.there * row, rows.back * row)]
+    return calls[1:] if again else calls
+
+
+def backward_traffic(
+    dispatcher: str, axes: Axes, sizes: DispatchSizes, num_ranks: int, rows: RowsSent
+) -> list[Traffic]:
+    """Return the collectives of a backward pass, in order, with the bytes that this rank sends."""
+    whole, weights = sizes.tokens * sizes.hidden * sizes.itemsize, sizes.tokens * sizes.topk * sizes.wide
+    if dispatcher == ALLGATHER:
+        sent = [(num_ranks - 1) * each for each in (whole, whole, weights)]
+        return [Traffic("all_gather", axes, sent[0])] + [Traffic("reduce_scatter", axes, each) for each in sent[1:]]
+    row = sizes.hidden * sizes.itemsize
+    return [Traffic("all_to_all", axes, each * row) for each in (rows.there, rows.back)]
+
+
+def fewest_bytes(num_ranks: int, hidden: int, topk: int, itemsize: int) -> str:
+    """Return the dispatcher that sends fewer bytes for each token, forward and backward, where the load is balanced."""
+    sizes, rows = DispatchSizes(1, hidden, topk, 0, itemsize, max(itemsize, 4)), topk * (num_ranks - 1) / num_ranks
+
+    def sent(dispatcher: str) -> float:
+        passes = (forward_traffic, backward_traffic)
+        calls = [each(dispatcher, (), sizes, num_ranks, RowsSent(rows, rows)) for each in passes]
+        return sum(call.wire_bytes for part in calls for call in part)
+
+    return min(DISPATCHERS, key=sent)
