@@ -57,6 +57,20 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "results reach other pipeline ranks at once in predictions",
+        "pipeline/execution_order.py",
+        "(arrives := ends[waits_for] + hop) > start",
+        "(arrives := ends[waits_for]) > start",
+        ("tests/unit/pipeline/test_simulate.py",),
+    ),
+    Mutation(
+        "bounds of layouts that count a forward twice",
+        "analysis/planner/layout_bound.py",
+        "is_full * times.forward.total",
+        "(1 + is_full) * times.forward.total",
+        ("tests/unit/analysis/planner/test_search.py",),
+    ),
+    Mutation(
         "gradients of experts summed over ranks that hold others",
         "model/params.py",
         "part_axes=self.mode.experts",

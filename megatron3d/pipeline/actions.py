@@ -93,7 +93,7 @@ def keep_first_microbatches(schedule: Schedule, m: int) -> Schedule:
 def completed_by(action: Action) -> tuple[Action, ...]:
     """Return the computations that an action completes: a full backward completes both the dgrad and the wgrad."""
     if action.kind is ActionKind.B:
-        return action._replace(kind=ActionKind.I), action._replace(kind=ActionKind.W)
+        return Action(ActionKind.I, *action[1:]), Action(ActionKind.W, *action[1:])
     return (action,)
 
 

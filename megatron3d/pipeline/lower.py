@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron3d.pipeline.action_costs import Costs
@@ -69,6 +70,7 @@ def count_transfers(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple((senders[rank], receivers[rank]) for rank in range(len(schedule)))
 
 
+@lru_cache(maxsize=8)
 def lower(schedule: Schedule, prefetch: int = 1) -> Schedule:
     """Return the lists that ranks execute: a valid schedule with SEND, RECV and REDUCE_GRAD added.
 

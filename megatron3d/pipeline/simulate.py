@@ -7,23 +7,15 @@ them, plus one hop where these ran on another rank.  Transfers overlap with comp
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
 from statistics import mean
 from typing import NamedTuple
 
 from megatron3d.pipeline.action_costs import UNIT_COSTS, Costs
-from megatron3d.pipeline.actions import (
-    Action,
-    ActionKind,
-    Schedule,
-    activations_in_flight,
-    completed_by,
-    dependencies,
-    stage_to_rank,
-)
+from megatron3d.pipeline.actions import Action, ActionKind, Schedule, activations_in_flight, stage_to_rank
+from megatron3d.pipeline.execution_order import execution_order
 
 
 class Span(NamedTuple):
@@ -33,14 +25,6 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
-
-
-class Deadlock(Exception):
-    """Ranks that cannot continue, as (rank, position in its list, action that it waits for)."""
-
-    def __init__(self, stuck: tuple[tuple[int, int, Action], ...]) -> None:
-        super().__init__(f"no rank can continue: {stuck}")
-        self.stuck = stuck
 
 
 @dataclass(frozen=True)
@@ -88,38 +72,6 @@ class Timeline:
         return 1 - self.busy / self.makespan
 
 
-def iterate_spans(schedule: Schedule, duration: Callable[[Action], float], hop: float) -> Iterator[Span]:
-    """Yield spans in an order that respects all dependencies; raise Deadlock when no rank can continue.
-
-    Ranks take turns, each running its list as far as it can; one that waits is skipped until its input is computed.
-    """
-    owners = stage_to_rank(schedule)
-    ready: dict[Action, float] = {}
-    position, free_at = [0] * len(schedule), [0.0] * len(schedule)
-    turns = [(0, rank) for rank in range(len(schedule))]
-    waiting: dict[Action, list[int]] = {}
-    while turns:
-        turn, rank = heappop(turns)
-        while position[rank] < len(schedule[rank]):
-            action = schedule[rank][position[rank]]
-            inputs = dependencies(action, len(owners))
-            if missing := [each for each in inputs if each not in ready]:
-                waiting.setdefault(missing[0], []).append(rank)
-                break
-            start = max([free_at[rank], *(ready[i] + hop * (owners[i.stage] != rank) for i in inputs)])
-            free_at[rank] = start + duration(action)
-            position[rank] += 1
-            for result in completed_by(action):
-                ready[result] = free_at[rank]
-                for other in waiting.pop(result, ()):
-                    heappush(turns, (turn + (other < rank), other))
-            yield Span(rank, action, start, free_at[rank])
-    if waiting:
-        raise Deadlock(
-            tuple(sorted((rank, position[rank], action) for action, ranks in waiting.items() for rank in ranks))
-        )
-
-
 def num_virtual_stages(schedule: Schedule) -> int:
     """Return v, the largest number of stages on a rank."""
     ranks = list(stage_to_rank(schedule).values())
@@ -128,7 +80,9 @@ def num_virtual_stages(schedule: Schedule) -> int:
 
 def simulate_durations(schedule: Schedule, duration: Callable[[Action], float], hop: float = 0.0) -> Timeline:
     """Return the timeline of a valid schedule, given the time of each computation and of a send to another rank."""
-    return Timeline(tuple(iterate_spans(schedule, duration, hop)))
+    order = execution_order(schedule)
+    times = order.times(map(duration, order.actions), hop)
+    return Timeline(tuple(map(Span, order.ranks, order.actions, times.starts, times.ends)))
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Timeline:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule, completed_by, parse_action
-from megatron3d.pipeline.simulate import Deadlock, iterate_spans
+from megatron3d.pipeline.execution_order import Deadlock, execution_order
 from megatron3d.runtime.files import write_text
 from megatron3d.runtime.limits import MAX_SCHEDULE_SIZE, read_limited
 
@@ -67,8 +67,7 @@ def execution_problems(schedule: Schedule) -> list[str]:
     if found:
         return found
     try:
-        for _ in iterate_spans(schedule, lambda action: 1.0, 0.0):
-            pass
+        execution_order(schedule)
     except Deadlock as deadlock:
         return list(islice(_deadlock_problems(schedule, deadlock), MAX_PROBLEMS))
     return []

@@ -21,7 +21,6 @@ from megatron3d.model.stages import Stage
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.pipeline.simulate import Span
 
 Counts = Mapping[Axes, int]
 
@@ -116,6 +115,13 @@ def partly_exposed(times: TimeBreakdown, waits_s: float, tax: float) -> TimeBrea
     return times.scaled(share).plus(TimeBreakdown({SLOWDOWN: (1 - share) * times.total * tax}))
 
 
+class Interval(NamedTuple):
+    """Start and end of a computation, in seconds."""
+
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class ScheduleTimes:
     """Times at which the stages of a schedule start and end.
@@ -128,8 +134,8 @@ class ScheduleTimes:
 
     total_s: float
     simulated_s: float
-    firsts: Mapping[int, Span]
-    lasts: Mapping[int, Span]
+    firsts: Mapping[int, Interval]
+    lasts: Mapping[int, Interval]
 
 
 def exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:

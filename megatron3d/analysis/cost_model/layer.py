@@ -95,11 +95,8 @@ class LinearTime(NamedTuple):
         sent = flows(plan, mesh, m, n, k, itemsize, max(itemsize, machine.profile.wgrad_itemsize))
         y_parts = mesh.size(axis for axis, dim in plan.y.items() if dim)
         seconds = machine.device.gemm_s(m_here, n_here, k_here)
-        copied = (
-            concat_copies(plan, mesh, m, n, k, machine.device.itemsize)
-            if machine.profile.copies_concats
-            else ConcatCopies()
-        )
+        copies = machine.profile.copies_concats
+        copied = concat_copies(plan, mesh, m, n, k, itemsize) if copies else ConcatCopies()
         found = LinearTime(seconds, sent, sent, n_here * k_here / mesh.size(plan.w), m_here * n_here / y_parts, copied)
         if not local.overlap.in_rounds:
             return found
@@ -111,8 +108,7 @@ class OverlapModel:
     """Communication time, exposed or overlapped with computation."""
 
     def __init__(self, machine: Machine, mesh: Mesh, num_panels: int) -> None:
-        self._machine, self._mesh = machine, mesh
-        self._num_panels = num_panels
+        self._machine, self._mesh, self._num_panels = machine, mesh, num_panels
 
     def exposed(self, calls: list[Traffic]) -> TimeBreakdown:
         """Return the time of collectives that nothing overlaps with."""
@@ -147,8 +143,7 @@ class OverlapModel:
 
     def _in_rounds(self, call: Traffic, seconds: float) -> TimeBreakdown:
         """Return the exposed rest of a collective that overlaps with all rounds of its GEMM but one."""
-        ranks = self._mesh.size(call.axes)
-        return self.overlapped([call], seconds * (ranks - 1) / ranks)
+        return self.overlapped([call], seconds * (1 - 1 / self._mesh.size(call.axes)))
 
 
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
@@ -287,10 +282,15 @@ def _recomputation(
     local: LocalSizes, machine: Machine, forward: TimeBreakdown, over: OverlapModel, planned: Mapping[str, LinearTime]
 ) -> Iterator[TimeBreakdown]:
     """Yield the times of recomputation in backward; weights are not prefetched for it."""
-    recompute, profile = local.recompute, machine.profile
-    if recompute.granularity == "full":
+    if local.recompute.granularity == "full":
         ahead = local.overlap.weight_gather
         yield forward.plus(*(over.exposed(each.sent.gather_w) for each in planned.values() if ahead))
+    yield from selective_recomputation(local, machine)
+
+
+def selective_recomputation(local: LocalSizes, machine: Machine) -> Iterator[TimeBreakdown]:
+    """Yield the times of modules that are recomputed in a layer's backward."""
+    recompute, profile = local.recompute, machine.profile
     if recompute.recomputes(CORE_ATTN):
         yield TimeBreakdown() if local.keeps_result else _attention(local, machine, backward=False)
         yield _exchange(local, machine, backward=False, again=local.keeps_result)

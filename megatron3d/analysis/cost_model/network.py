@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
 from megatron3d.analysis.cost_model.hardware import Cluster, NetworkLevel
@@ -34,7 +35,7 @@ class Network:
         """Return the seconds of one collective of a mesh, or of a send/recv to a neighbour."""
         if call.collective in ("send", "add", "shift"):
             return self.transfer_s(call.wire_bytes, mesh, call.axes)
-        members = members_by_level(self.cluster, mesh, call.axes)
+        members = self._members(mesh, call.axes)
         ranks = members[-1]
         if ranks == 1:
             return 0.0
@@ -45,13 +46,24 @@ class Network:
 
     def transfer_s(self, num_bytes: float, mesh: Mesh, axes: Axes) -> float:
         """Return the seconds of a send from each rank to its neighbour along an axis."""
-        members = members_by_level(self.cluster, mesh, axes)
+        members = self._members(mesh, axes)
         # The neighbour that is farthest away counts: some rank has it.
         crossed = [level for level, count in zip(self.cluster.levels, members, strict=True) if count > 1]
         level = (crossed or self.cluster.levels)[-1]
         latency_s = (level.latency_us + self.fitted.call_us) * 1e-6
         bytes_s = self._byte_factor(members) * num_bytes / (level.gb_s * 1e9)
         return self._shared(latency_s, bytes_s, min(2 / mesh.world_size, 1.0))
+
+    @cached_property
+    def _known_members(self) -> dict[tuple[object, Axes], list[int]]:
+        return {}
+
+    def _members(self, mesh: Mesh, axes: Axes) -> list[int]:
+        """Return `members_by_level`, which the search of a planner asks for a hundred thousand times."""
+        key = mesh.axes, axes
+        if key not in self._known_members:
+            self._known_members[key] = members_by_level(self.cluster, mesh, axes)
+        return self._known_members[key]
 
     def _byte_factor(self, members: list[int]) -> float:
         """Return the fitted time of bytes relative to the links': it grows with the nodes of a group."""
@@ -72,7 +84,7 @@ class Network:
 
     def bottleneck(self, mesh: Mesh, axes: Axes) -> tuple[float, NetworkLevel]:
         """Return the bytes per second of a ring along axes, and the level that limits it."""
-        return self._bottleneck(members_by_level(self.cluster, mesh, axes))
+        return self._bottleneck(self._members(mesh, axes))
 
     def _latency_s(self, members: list[int], rounds: int) -> float:
         """Return the latency of a ring inside the innermost level, and of a tree, or a shorter ring, over its units."""

@@ -13,6 +13,7 @@ from functools import cached_property
 from megatron3d.analysis.cost_model.ahead import module_times
 from megatron3d.analysis.cost_model.breakdown import TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.analysis.cost_model.data_axis import (
+    Interval,
     ParamCounts,
     ScheduleTimes,
     collectives_per_step,
@@ -39,9 +40,9 @@ from megatron3d.model.stages import Stage
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.pipeline.actions import Action, ActionKind, Schedule
+from megatron3d.pipeline.actions import ActionKind, Schedule
+from megatron3d.pipeline.execution_order import ExecutionOrder, Times, execution_order
 from megatron3d.pipeline.schedules import num_microbatches
-from megatron3d.pipeline.simulate import Span, Timeline, simulate_durations
 from megatron3d.pipeline.spec import Pipeline
 
 
@@ -215,29 +216,24 @@ def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
     """
     seconds = {key: times.total for key, times in durations.items()}
     hop = stage_transfer_time(step).total if step.machine.profile.overlaps_pipeline else 0.0
+    own = step.waits_for_none
 
-    def duration(action: Action) -> float:
-        return seconds[action.stage, action.kind]
+    def simulated(schedule: Schedule) -> tuple[ExecutionOrder, Times, float]:
+        order = execution_order(schedule)
+        times = order.times_of_stages(seconds, hop)
+        return order, times, order.cost(times) if own else times.makespan
 
-    def simulated(schedule: Schedule) -> Timeline:
-        return simulate_durations(schedule, duration, hop)
-
-    line, count = simulated(step.pipeline.schedule), num_microbatches(step.pipeline.schedule)
-    makespan, own = line.makespan, step.waits_for_none
-    total = line.cost if own else makespan
+    order, times, total = simulated(step.pipeline.schedule)
     if step.shorter is not None:
-        fewer = num_microbatches(step.shorter)
-        before = simulated(step.shorter)
-        period_s = (total - (before.cost if own else before.makespan)) / (count - fewer)
+        count = num_microbatches(step.pipeline.schedule)
+        period_s = (total - simulated(step.shorter)[2]) / (count - num_microbatches(step.shorter))
         busiest_s = max(_computation(step, durations, rank).total for rank in range(step.pipeline.num_ranks))
         total += (step.num_microbatches - count) * max(period_s, busiest_s / step.num_microbatches)
-    firsts: dict[int, Span] = {}
-    lasts: dict[int, Span] = {}
-    for span in sorted(line.spans, key=lambda span: span.start):
-        firsts.setdefault(span.action.stage, span)
-        if span.action.kind in (ActionKind.B, ActionKind.W):
-            lasts[span.action.stage] = span
-    return ScheduleTimes(total, makespan, firsts, lasts)
+    spans = [
+        {stage: Interval(times.starts[place], times.ends[place]) for stage, place in table.items()}
+        for table in (order.first_forwards, order.last_backwards)
+    ]
+    return ScheduleTimes(total, times.makespan, *spans)
 
 
 def _computation(step: SimulatedStep, durations: Durations, rank: int) -> TimeBreakdown:

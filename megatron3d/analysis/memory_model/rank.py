@@ -37,7 +37,8 @@ from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import Axes
-from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, activations_in_flight, stage_to_rank
+from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, ActionKind, stage_to_rank
+from megatron3d.pipeline.actions import activations_in_flight as in_flight_after
 
 # Of a microbatch: a token's index, in the batch and among its labels; again for each module that predicts ahead.
 _TOKEN_BYTES = 2 * 8
@@ -163,34 +164,38 @@ def in_flight(step: StepSpec) -> dict[int, float]:
 
     Between dgrad and wgrad, a split backward keeps the operands of wgrad, which count as a fraction of a microbatch.
     """
-    series, sizes = _in_flight_over_time(step)
-    most = max(range(len(step.actions)), key=lambda at: sum(series[stage][at] * size for stage, size in sizes.items()))
-    return {stage: peak_activations[most] for stage, peak_activations in series.items()}
+    kept = {stage.index: _kept_bytes(step, stage) for stage in step.stages}
+    held = _held_over_time(step, kept)
+    until = step.actions[: 1 + held.index(max(held))]
+    found = {}
+    for index, (size, late) in kept.items():
+        *_, found[index] = 0.0, *in_flight_after((a for a in until if a.stage == index), late / max(size, 1))
+    return found
 
 
-def _in_flight_over_time(step: StepSpec) -> tuple[dict[int, list[float]], dict[int, int]]:
-    """Return the microbatches in flight in each stage after each action, and the bytes of one."""
-    series, sizes = {}, {}
-    for stage in step.stages:
-        size = sizes[stage.index] = stage_activations(step, stage)
-        local, ahead = step.local, num_ahead(step.local, stage)
-        layers = [*stage.layers, *ahead * [local.arch.num_layers - 1]]
-        late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(layers))
-        late += ahead * linear_operands(local.mtp_matmuls, local)
-        nothing = Action(ActionKind.REDUCE, stage.index)
-        mine = (action if action.stage == stage.index else nothing for action in step.actions)
-        series[stage.index] = activations_in_flight(mine, late / max(size, 1))
-    return series, sizes
+def _kept_bytes(step: StepSpec, stage: Stage) -> tuple[int, int]:
+    """Return the bytes that a microbatch keeps in a stage from forward to dgrad, and from there to a deferred wgrad."""
+    local, ahead = step.local, num_ahead(step.local, stage)
+    layers = [*stage.layers, *ahead * [local.arch.num_layers - 1]]
+    late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(layers))
+    return stage_activations(step, stage), late + ahead * linear_operands(local.mtp_matmuls, local)
+
+
+def _held_over_time(step: StepSpec, kept: Mapping[int, tuple[int, int]]) -> list[int]:
+    """Return the bytes of activations after each action of this rank."""
+    held, total = [], 0
+    for kind, stage, _ in step.actions:
+        size, late = kept[stage] if kind in COMPUTATIONS else (0, 0)
+        total += {ActionKind.F: size, ActionKind.B: -size, ActionKind.I: late - size, ActionKind.W: -late}.get(kind, 0)
+        held.append(total)
+    return held
 
 
 def peak_activations(step: StepSpec) -> tuple[int, int]:
     """Return the bytes of activations, and of residual shards in transfer, when their sum peaks."""
-    series, sizes = _in_flight_over_time(step)
-    shards = [count * step.local.residual for count in residual_shards(step)]
-    activations = [
-        round(sum(series[stage][at] * size for stage, size in sizes.items())) for at in range(len(step.actions))
-    ]
-    return max(zip(activations, shards, strict=True), key=sum)
+    held = _held_over_time(step, {stage.index: _kept_bytes(step, stage) for stage in step.stages})
+    size = step.local.residual
+    return max(zip(held, (count * size for count in residual_shards(step)), strict=True), key=sum)
 
 
 def buffers(step: StepSpec) -> dict[str, int]:
@@ -275,7 +280,6 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
     earlier layers, when at least one layer has freed its activations, a third one that is being filled.
     """
     local, stages = step.local, step.stages
-    sizes = [piece.size for piece in flat_buffer_sizes(step)]
     is_ahead = any(num_ahead(local, stage) for stage in stages)
     found = layer_peaks(local) if is_ahead or any(stage.layers for stage in stages) else {}
     if is_ahead or any(stage.has_embedding for stage in stages):
@@ -283,6 +287,7 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
     if any(stage.has_head for stage in stages):
         found |= head_peaks(step)
     if step.shards(2):
+        sizes = [piece.size for piece in flat_buffer_sizes(step)]
         third = _largest(3, sizes) - _largest(2, sizes)
         freed = min(total_bytes(layer_activations(each)) for each, _ in local.by_kind(range(local.arch.num_layers)))
         filled = max(third * local.wide - freed, 0)

@@ -6,7 +6,7 @@ import math
 
 from megatron3d.analysis.cost_model.data_axis import ParamCounts, collectives_per_step, data_axis_time
 from megatron3d.analysis.cost_model.layer import Machine
-from megatron3d.analysis.planner.options import LayoutChoice
+from megatron3d.analysis.planner.options import PipelineShare
 from megatron3d.parallel.mesh import Mesh
 
 
@@ -18,14 +18,14 @@ class DataAxisBound:
         self._held, self._mesh = held, mesh
         self._once: dict[tuple[int, bool], tuple[float, float]] = {}
 
-    def least_s(self, layout: LayoutChoice, data: int, num: int) -> float:
-        """Return the least seconds of a step of `num` microbatches, embedding and head left out."""
-        key = layout.pipeline, layout.zero_stage > 0
-        if key not in self._once:
-            mesh = Mesh((("pipeline", layout.pipeline), ("replica", 1), ("data", data), *self._mesh.axes[3:]))
-            counts = {axes: count * self._num_layers // layout.pipeline for axes, count in self._held.layer.items()}
-            found = data_axis_time(counts, mesh, self._machine, layout.zero_stage, (1, 1), math.inf)
+    def least_s(self, share: PipelineShare) -> float:
+        """Return the least seconds of a step, embedding and head left out."""
+        ranks, data, num, zero = share
+        if (key := (ranks, zero > 0)) not in self._once:
+            mesh = Mesh((("pipeline", ranks), ("replica", 1), ("data", data), *self._mesh.axes[3:]))
+            counts = {axes: count * self._num_layers // ranks for axes, count in self._held.layer.items()}
+            found = data_axis_time(counts, mesh, self._machine, zero, (1, 1), math.inf)
             self._once[key] = found.sums.total, found.gathers.total
         sums_s, gathers_s = self._once[key]
-        num_sums, num_gathers = collectives_per_step(layout.zero_stage, num)
+        num_sums, num_gathers = collectives_per_step(zero, num)
         return self._machine.device.comm_tax * (num_sums * sums_s + num_gathers * gathers_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron3d.analysis.planner.options import LayoutChoice
+from megatron3d.analysis.planner.options import LayoutChoice, LayoutFields
 from megatron3d.config.suggest import nearest, one_of
 from megatron3d.config.yaml_origins import parse_value
 from megatron3d.errors import UserError
@@ -32,8 +32,11 @@ class FixedKeys:
 
     values: tuple[tuple[str, object], ...] = ()
 
-    def allow(self, layout: LayoutChoice) -> bool:
-        """Return whether a layout has all values."""
+    def allow(self, fields: LayoutFields) -> bool:
+        """Return whether a layout of these fields has all values."""
+        if not self.values:
+            return True
+        layout = LayoutChoice(*fields)
         return all(VALUES[key](layout) == value for key, value in self.values)
 
 

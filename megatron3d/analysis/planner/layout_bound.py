@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from megatron3d.analysis.cost_model.breakdown import combine
 from megatron3d.analysis.cost_model.embedding_head import head_times
 from megatron3d.analysis.cost_model.expert_layer import times_of_layer
-from megatron3d.analysis.cost_model.layer import Machine
+from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, selective_recomputation
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations, total_bytes
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
-from megatron3d.analysis.planner.options import LayoutChoice
+from megatron3d.analysis.planner.options import PipelineShare
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.pipeline.action_costs import UNIT_COSTS
 from megatron3d.pipeline.schedules import build_schedule
@@ -19,15 +22,30 @@ from megatron3d.pipeline.simulate import simulate
 Bubbles = dict[tuple[int, str, int, int], float]
 
 
+class PlainTimes(NamedTuple):
+    """Seconds of a microbatch without recomputation: of the head, and of a layer of each kind with their number."""
+
+    head_s: float
+    layers: Sequence[tuple[LayerTimes, int]]
+
+    @staticmethod
+    def of(local: LocalSizes, machine: Machine, loss_chunk: LossChunk) -> PlainTimes:
+        """Return the times of a microbatch of these sizes."""
+        kinds = local.by_kind(range(local.arch.num_layers))
+        layers = [(times_of_layer(each, machine), count) for each, count in kinds]
+        return PlainTimes(head_times(local, machine, loss_chunk).total, layers)
+
+
 class LayoutBound:
     """Lower bounds of time and memory for layouts with one tensor mode, microbatch size and recomputation."""
 
-    def __init__(self, machine: Machine, loss_chunk: LossChunk, local: LocalSizes, weights: int) -> None:
-        self._work, self._weights = local, weights
-        self._head_s = head_times(local, machine, loss_chunk).total
+    def __init__(self, machine: Machine, plain: PlainTimes, local: LocalSizes, weights: int) -> None:
+        self._work, self._weights, self._head_s = local, weights, plain.head_s
         kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
-        phases = [(times_of_layer(each, machine), count) for each, count in kinds]
-        seconds = [(times.forward.total + times.backward.total, count) for times, count in phases]
+        seconds = []
+        for (times, count), (each, _) in zip(plain.layers, kinds, strict=True):
+            again_s = combine(selective_recomputation(each, machine)).total + is_full * times.forward.total
+            seconds.append((times.forward.total + times.backward.total + again_s, count))
         self._layers_s = sum(each_s * count for each_s, count in seconds)
         self._least_layer_s = min(each_s for each_s, _ in seconds)
         self._busiest: dict[int, float] = {}
@@ -35,18 +53,17 @@ class LayoutBound:
         self._activations = local.residual if is_full else least
         self._again = recomputed_activations(local) if is_full else 0
 
-    def least_s(self, layout: LayoutChoice, num: int, bubbles: Bubbles) -> float:
+    def least_s(self, share: PipelineShare, schedule: str, virtual: int, bubbles: Bubbles) -> float:
         """Return the seconds of a step with free communication over data and pipeline.
 
         It is at least that of equal stages without a head, and the work of the busiest rank for all microbatches.
         """
-        few = min(num, 2 * layout.pipeline)
-        key = layout.pipeline, layout.schedule, layout.virtual, few
-        if key not in bubbles:
-            schedule = build_schedule(layout.schedule, layout.pipeline, few, layout.virtual)
-            bubbles[key] = simulate(schedule).makespan / UNIT_COSTS.total - few if layout.pipeline > 1 else 0.0
-        stages = self._layers_s / layout.pipeline
-        return max((num + bubbles[key]) * stages, num * self._busiest_s(layout.pipeline))
+        ranks, num = share.pipeline, share.num_microbatches
+        few = min(num, 2 * ranks)
+        if (key := (ranks, schedule, virtual, few)) not in bubbles:
+            built = build_schedule(schedule, ranks, few, virtual)
+            bubbles[key] = simulate(built).makespan / UNIT_COSTS.total - few if ranks > 1 else 0.0
+        return max((num + bubbles[key]) * self._layers_s / ranks, num * self._busiest_s(ranks))
 
     def _busiest_s(self, ranks: int) -> float:
         """Return the least seconds of a microbatch on the busiest rank, where each rank holds whole layers."""
@@ -59,13 +76,12 @@ class LayoutBound:
             )
         return self._busiest[ranks]
 
-    def least_bytes(self, layout: LayoutChoice, data: int, num: int) -> float:
+    def least_bytes(self, share: PipelineShare) -> float:
         """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank."""
         size, wide = self._work.itemsize, self._work.wide
-        zero = layout.zero_stage
         main = 0 if size == wide else wide
-        ranks = data * self._work.mesh.size(self._work.mode.context)
-        share = [1 / ranks if zero >= stage else 1 for stage in (1, 2, 3)]
-        each = size * (share[2] if main else 1) + (main + 2 * wide) * share[0] + wide * share[1]
-        held = self._activations * self._work.arch.num_layers * min(1, num / layout.pipeline)
-        return each * self._weights / layout.pipeline + held + self._again
+        ranks = share.data * self._work.mesh.size(self._work.mode.context)
+        parts = [1 / ranks if share.zero_stage >= stage else 1 for stage in (1, 2, 3)]
+        each = size * (parts[2] if main else 1) + (main + 2 * wide) * parts[0] + wide * parts[1]
+        held = self._activations * self._work.arch.num_layers * min(1, share.num_microbatches / share.pipeline)
+        return each * self._weights / share.pipeline + held + self._again

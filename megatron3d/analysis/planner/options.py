@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron3d.config.schema import Config
 from megatron3d.model.architecture import Architecture
@@ -103,6 +104,19 @@ class LayoutChoice:
         again = f", recompute {self.recompute}" if self.recompute else ""
         context = f", {self.context}" if self.context.size > 1 else ""
         return f"{self.tensor}{context}, {pipeline}, ZeRO {self.zero_stage}, microbatch {self.micro_batch_size}{again}"
+
+
+# Fields of a LayoutChoice, in order.
+LayoutFields = tuple[TensorChoice, int, str, int, int, int, str | None, ContextChoice]
+
+
+class PipelineShare(NamedTuple):
+    """What bounds depend on besides schedule, microbatch size and recomputation: ranks, microbatches and ZeRO stage."""
+
+    pipeline: int
+    data: int
+    num_microbatches: int
+    zero_stage: int
 
 
 def divisors(number: int) -> list[int]:

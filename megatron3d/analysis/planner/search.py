@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.breakdown import TimePrediction
 from megatron3d.analysis.cost_model.data_axis import ParamCounts
@@ -28,11 +29,13 @@ from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.analysis.planner.data_axis_bound import DataAxisBound
 from megatron3d.analysis.planner.fixed_keys import NOTHING, FixedKeys
-from megatron3d.analysis.planner.layout_bound import Bubbles, LayoutBound
+from megatron3d.analysis.planner.layout_bound import Bubbles, LayoutBound, PlainTimes
 from megatron3d.analysis.planner.options import (
     RECOMPUTATIONS,
     ContextChoice,
     LayoutChoice,
+    LayoutFields,
+    PipelineShare,
     TensorChoice,
     context_choices,
     microbatch_sizes,
@@ -151,12 +154,16 @@ class PlanningProblem:
         return flops / (self.num_ranks * self.machine.device.peak)
 
 
-@dataclass(frozen=True)
-class LowerBound:
-    """A layout and a lower bound of its step time."""
+class LowerBound(NamedTuple):
+    """A lower bound of a layout's step time, and the layout's fields: most layouts are never looked at again."""
 
     seconds: float
-    layout: LayoutChoice
+    fields: LayoutFields
+
+    @property
+    def layout(self) -> LayoutChoice:
+        """The layout."""
+        return LayoutChoice(*self.fields)
 
 
 def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tuple(MODES)) -> SearchResult:
@@ -176,7 +183,8 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
         worst = plans[count - 1].step.step_s if len(plans) == count else math.inf
         if tried >= MOST or bound.seconds > worst:
             break
-        config = bound.layout.apply_to(problem.config)
+        layout = bound.layout
+        config = layout.apply_to(problem.config)
         if broken := check(config, problem.num_ranks, problem.vocab_size):
             rejected[_reason(broken[0])] += 1
             continue
@@ -185,7 +193,7 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
         if step.step_s >= worst:
             tried += 1
             continue
-        plan = PredictedLayout(bound.layout, config, step, problem.memory(spec), problem.library_bytes(spec))
+        plan = PredictedLayout(layout, config, step, problem.memory(spec), problem.library_bytes(spec))
         if plan.total_bytes > problem.memory_bytes:
             rejected["needs more memory than a rank has"] += 1
             continue
@@ -235,26 +243,32 @@ def _bounds_of(
     batch = config.train.global_batch_size
     rest = problem.num_ranks // (tensor.size * context.size)
     chunk = problem.spec(config).loss_chunk(problem.machine.on_gpu)
+    shapes = list(pipelines(rest, arch.num_layers))
+    by_ranks = {ranks: [shape for shape in shapes if shape[0] == ranks] for ranks, _, _ in shapes}
     for size in microbatch_sizes(batch):
+        if size % mesh.size(mode.batch_axes):
+            continue
+        local = LocalSizes(arch, mode, mesh, size, problem.itemsize, kernels=KERNELS["gpu"])
+        plain = PlainTimes.of(local, problem.machine, chunk)
         for granularity in RECOMPUTATIONS:
-            local = LocalSizes(arch, mode, mesh, size, problem.itemsize, Recompute(granularity or "none"))
-            if size % mesh.size(mode.batch_axes):
-                continue
-            cost = LayoutBound(problem.machine, chunk, replace(local, kernels=KERNELS["gpu"]), weights)
-            for ranks, schedule, virtual in pipelines(rest, arch.num_layers):
-                data = rest // ranks
-                if batch % (data * size):
+            here = replace(local, recompute=Recompute(granularity or "none"))
+            cost = LayoutBound(problem.machine, plain, here, weights)
+            for ranks, alike in by_ranks.items():
+                num, left = divmod(batch, rest // ranks * size)
+                if left:
                     continue
-                num = batch // (data * size)
-                for zero in range(4) if data * context.size > 1 else (0,):
-                    layout = LayoutChoice(tensor, ranks, schedule, virtual, zero, size, granularity, context)
-                    if not problem.fixed.allow(layout):
-                        rejected["not as --fix says"] += 1
+                for zero in range(4) if rest // ranks * context.size > 1 else (0,):
+                    share = PipelineShare(ranks, rest // ranks, num, zero)
+                    given = ((tensor, *shape, zero, size, granularity, context) for shape in alike)
+                    allowed = [each for each in given if problem.fixed.allow(each)]
+                    if len(allowed) < len(alike):
+                        rejected["not as --fix says"] += len(alike) - len(allowed)
+                    if allowed and cost.least_bytes(share) > problem.memory_bytes:
+                        rejected["needs more memory than a rank has"] += len(allowed)
                         continue
-                    if cost.least_bytes(layout, data, num) > problem.memory_bytes:
-                        rejected["needs more memory than a rank has"] += 1
-                        continue
-                    yield LowerBound(cost.least_s(layout, num, bubbles) + along_data.least_s(layout, data, num), layout)
+                    waits_s = along_data.least_s(share)
+                    for each in allowed:
+                        yield LowerBound(cost.least_s(share, each[2], each[3], bubbles) + waits_s, each)
 
 
 def _with_batch(config: Config, problem: PlanningProblem, tensor: TensorChoice) -> Config:
