@@ -13,7 +13,10 @@ from megatron3d.errors import UserError
 
 
 class Meta(BaseModel):
-    """Metadata of a checkpoint; `config` and `mesh` are those of the run that wrote it."""
+    """Metadata of a checkpoint; `config` and `mesh` are those of the run that wrote it.
+
+    `model_type` is that of the Hugging Face folder that the run's weights come from, empty where there is none.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -27,6 +30,7 @@ class Meta(BaseModel):
     config: dict[str, JsonValue] = {}
     mesh: dict[str, int] = {}
     versions: dict[str, str] = {}
+    model_type: str = ""
 
 
 def read_meta(folder: Path) -> Meta:

@@ -57,10 +57,7 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         norm_placement=model.norm_placement,
         qk_layernorm_scope=model.qk_layernorm_scope,
         attention_output_gate=model.attention_output_gate,
-        embedding_scale=model.embedding_scale,
-        softmax_scale=model.softmax_scale,
-        logit_scale=model.logit_scale,
-        logit_softcap=model.logit_softcap,
+        **{key: getattr(model, key) for key in _SCALES},
         rotary_scaling=_rotary_scaling(model),
         rotary_percent=model.rotary_percent,
         no_rope_freq=_pattern(model.no_rope_freq),
@@ -79,6 +76,7 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
     )
 
 
+_SCALES = ("embedding_scale", "residual_scale", "softmax_scale", "logit_scale", "logit_softcap")
 # Keys of multi-head latent attention and their defaults, Megatron's.
 LATENT_KEYS: Mapping[str, int | None] = {
     "q_lora_rank": None,

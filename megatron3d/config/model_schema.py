@@ -101,7 +101,9 @@ class ModelConfig(Section):
     window_attn_skip_freq: Positive | LayerPattern | None = Field(
         None, description="layers without the window: every n-th, or those with a 0 in a list that repeats over depth"
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] | None = Field(None, description="default: the family's")
+    normalization: Literal["LayerNorm", "RMSNorm", "PlainLayerNorm"] | None = Field(
+        None, description="PlainLayerNorm is LayerNorm without weights and biases; default: the family's"
+    )
     norm_epsilon: float = Field(1e-5, gt=0)
     activation: ActivationName | None = Field(None, description="default: the family's")
     add_bias_linear: bool | None = Field(None, description="biases of all linears of a layer; default: the family's")
@@ -120,6 +122,9 @@ class ModelConfig(Section):
         False, description="multiply attention's output by the sigmoid of a projection of its input"
     )
     embedding_scale: float = Field(1.0, gt=0, description="factor of the word embeddings")
+    residual_scale: float = Field(
+        1.0, gt=0, description="factor of the outputs of attention and MLP where they are added to their layer's input"
+    )
     softmax_scale: float | None = Field(
         None, gt=0, description="factor of attention's scores; default: 1 / root of kv_channels"
     )

@@ -145,7 +145,9 @@ def compare_transformers(
     """Compare our logits with those of transformers' model in fp32; the whole model is in memory."""
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+    )
     for stored in model.state_dict().values():  # not the rotary frequencies, which are computed and never rounded
         stored.copy_(stored.to(rounded))
     theirs = model.eval()(tokens_BS, use_cache=False).logits.double()[..., rows_V]

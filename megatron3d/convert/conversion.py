@@ -85,7 +85,7 @@ class LogitsDiffer(RuntimeError):
 def from_hub(request: ConversionRequest) -> ConversionReport:
     """Write a run's folder with the weights of a Hugging Face folder; raises UserError or LogitsDiffer."""
     settings = read_json(source_file(request.source, "config.json"))
-    refuse_code(request.source, settings)
+    code = refuse_code(request.source, settings)
     model = read_settings(settings, request.seq_length)
     assert model.vocab_size is not None, "config.json has a vocabulary"
     arch, model_type = resolve_architecture(model, model.vocab_size), model_type_of(settings)
@@ -101,7 +101,7 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
                 f"{model.vocab_size}; name the model's own tokenizer with --tokenizer-type and --tokenizer-model"
             )
         notes = keep_token_ids(settings, request.source, folder, tokenizer.vocab_size) if name else []
-        meta = weights_meta(arch, tokenizer.fingerprint)
+        meta = weights_meta(arch, tokenizer.fingerprint, model_type)
         pieces = _pieces(table, weights, request.dtype)
         checkpoint = store.save(folder, 0, pieces, meta.model_dump(), _alone())
         data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": name})
@@ -110,7 +110,7 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
         write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
         agreements = _compare_logits(checkpoint, arch, settings, weights, request, request.source)
         _write_record(folder, request, agreements, arch, model_type)
-    return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files", *notes), agreements)
+    return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files", *code, *notes), agreements)
 
 
 def stored_precision(weights: HubWeights, dtype: torch.dtype | None) -> str:
@@ -156,9 +156,13 @@ def _token_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, JsonValue]:
 
 
 def _origin(checkpoint: Path) -> str:
-    """Return the model type that a run's folder was converted from; empty if it was not."""
+    """Return the model type of the folder that a checkpoint's weights come from; empty where there is none.
+
+    Checkpoints of earlier versions do not tell; of those, the folder of a run that was converted does.
+    """
     path = checkpoint.parent / RECORD
-    return str(read_json(path).get("model_type", "")) if path.is_file() else ""
+    found = read_meta(checkpoint).model_type
+    return found or (str(read_json(path).get("model_type", "")) if path.is_file() else "")
 
 
 def _compare_logits(

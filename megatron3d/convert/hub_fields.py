@@ -149,6 +149,7 @@ SWITCHES: Mapping[str, JsonValue] = {
     "norm_placement": "pre",
     "qk_layernorm_scope": "head",
     "attention_output_gate": False,
+    "residual_scale": 1.0,
     "embedding_scale": 1.0,
     "softmax_scale": None,
     "logit_scale": 1.0,

@@ -28,14 +28,15 @@ from megatron3d.model.architecture import Architecture, architecture_record
 TRANSPOSED, AS_IT_IS = "T", "-"
 
 
-def weights_meta(arch: Architecture, tokenizer: str | None) -> Meta:
-    """Return the metadata of weights without a run; `tokenizer` is a fingerprint, None where it is not known."""
+def weights_meta(arch: Architecture, tokenizer: str | None, model_type: str) -> Meta:
+    """Return the metadata of a folder's weights; `tokenizer` is a fingerprint, None where it is not known."""
     return Meta(
         model=architecture_record(arch),
         identity={} if tokenizer is None else {"tokenizer": tokenizer},
         iteration=0,
         consumed_samples=0,
         optimizer_steps=0.0,
+        model_type=model_type,
     )
 
 
@@ -61,7 +62,7 @@ def read_hub_index(folder: Path) -> Index:
             dtype = dtype_name(stored.dtype)
             tensors[name] = StoredTensor.model_construct(None, shape=rows.shape, dtype=dtype, boxes=(*others, box))
     found = folder_tokenizer(folder)
-    meta = weights_meta(arch, found and build_tokenizer(*found).fingerprint)
+    meta = weights_meta(arch, found and build_tokenizer(*found).fingerprint, model_type)
     return Index.model_construct(None, iteration=0, meta=meta.model_dump(), tensors=tensors)
 
 

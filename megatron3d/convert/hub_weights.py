@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron3d.convert.hub_fields import HubConfig
+from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.convert.output_files import source_file
 from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, RowRange, strip_body_prefix
 from megatron3d.errors import UserError
@@ -121,12 +122,18 @@ def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is no whole safetensors file ({error}); copy or download it again")
 
 
-def refuse_code(folder: Path, settings: HubConfig) -> None:
-    """Raise UserError where a folder's model is defined by Python code in the folder, which is never run."""
+def refuse_code(folder: Path, settings: HubConfig) -> tuple[str, ...]:
+    """Return a note where a folder has Python code next to a model that transformers has without it.
+
+    Code is never run.  Raises UserError where it defines a model that transformers does not have.
+    """
     code = sorted(path.name for path in folder.glob("modeling*.py"))
     if not code and settings.get("auto_map") is None:
-        return
-    what = f"auto_map in config.json names code ({', '.join(code) or 'of another folder'})" if not code else code[0]
+        return ()
+    what = code[0] if code else "auto_map in config.json"
+    hub_type = MODEL_TYPES.get(str(settings.get("model_type")))
+    if hub_type is not None and settings.get("architectures") == [hub_type.class_name]:
+        return (f"{what}: code is never run; the model is {hub_type.class_name} as transformers has it",)
     raise UserError(
         f"{folder}: {what} defines the model by code, which is never run here; if transformers has the same model "
         "without that code (trust_remote_code=False computes the same), remove auto_map and the .py files"

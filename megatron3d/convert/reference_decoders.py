@@ -13,7 +13,7 @@ class Decoder:
 
     Attributes:
         defaults: values of absent fields.
-        norm: "rms", "rms + 1" (multiplies by 1 + weight), "layer" or "layer + 1".
+        norm: "rms", "rms + 1" (multiplies by 1 + weight), "layer", "layer + 1", or "plain layer" without weights.
         epsilon: field of the norms' epsilon.
         before, after: names of the norms on the inputs, and on the outputs, of attention and MLP.
         head_norms: queries and keys are normalized over "head" or "projection", or not ("").
@@ -37,6 +37,7 @@ class Decoder:
     local_base: str = ""
 
 
+_OLMO = Decoder({"eps": 1e-5}, norm="plain layer", epsilon="eps")
 _OLMO2 = Decoder(
     {"rms_norm_eps": 1e-5},
     before=None,
@@ -64,6 +65,7 @@ DECODERS: Mapping[str, Decoder] = {
             "no_rope_layer_interval": 4,
         }
     ),
+    "olmo": _OLMO,
     "olmo2": _OLMO2,
     "olmo3": replace(
         _OLMO2,

@@ -117,12 +117,13 @@ class _Decoding:
         x = F.embedding(tokens_BS, self.weights(table))
         root = _int(hf, "hidden_size", 4096) ** 0.5
         x = x * (root if kind.scales_embedding else _float(hf, "embedding_multiplier", 1.0))
+        residual = _float(hf, "residual_multiplier", 1.0)
         for layer in range(_int(hf, "num_hidden_layers", 32)):
             name = f"model.layers.{layer}"
             for place in range(2):
                 y = self.norm(x, f"{name}.{kind.before[place]}") if kind.before else x
                 y = self.mlp(y, f"{name}.mlp") if place else self.attention(y, f"{name}.self_attn", layer)
-                x = x + (self.norm(y, f"{name}.{kind.after[place]}") if kind.after else y)
+                x = x + (self.norm(y, f"{name}.{kind.after[place]}") if kind.after else y) * residual
         tied = hf.get("tie_word_embeddings", False)
         logits = self.norm(x, "model.norm") @ self.weights(table if tied else "lm_head.weight").T
         logits = logits / _float(hf, "logits_scaling", 1.0)
@@ -130,7 +131,10 @@ class _Decoding:
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        eps, weight = _float(self.hf, self.kind.epsilon, 1e-6), self.weights(f"{name}.weight")
+        eps = _float(self.hf, self.kind.epsilon, 1e-6)
+        if self.kind.norm == "plain layer":
+            return F.layer_norm(x, x.shape[-1:], None, None, eps)
+        weight = self.weights(f"{name}.weight")
         weight = weight + self.kind.norm.endswith("+ 1")
         if self.kind.norm.startswith("layer"):
             return F.layer_norm(x, x.shape[-1:], weight, self.weights(f"{name}.bias"), eps)

@@ -47,6 +47,7 @@ OLMO_FIELDS = {
     "norm_epsilon": FieldMapping(("rms_norm_eps",), 1e-5),
     "add_bias_linear": ATTENTION_BIAS,
 }
+_OLMO1 = {*rotary_fields(0, 0, **OLMO_FIELDS)} - {"norm_epsilon"}
 ROTARY_TYPES: Mapping[str, ModelType] = {
     "llama": ModelType(
         class_name="LlamaForCausalLM",
@@ -126,6 +127,26 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
         windows=Windows(None, has_rotary_positions, has_switch=True),
         has_no_rope_layers=True,
     ),
+    "olmo": ModelType(
+        class_name="OlmoForCausalLM",
+        family="llama",
+        fields={name: field for name, field in rotary_fields(11008, 2048, **OLMO_FIELDS).items() if name in _OLMO1},
+        activation=GATED,
+        fixed={
+            "position_embedding_type": "rope",
+            "normalization": "PlainLayerNorm",
+            "norm_epsilon": 1e-5,
+            "add_mlp_bias": False,
+            "qk_layernorm": False,
+        },
+        obstacles=rotary_obstacles,
+        rules={
+            **COMMON,
+            **NO_WINDOWS,
+            "clip_qkv": AllowedValues((None,), "queries, keys and values are not clipped"),
+            "pretraining_tp": AllowedValues((1, None), "its products are not computed in slices"),
+        },
+    ),
     "olmo2": ModelType(
         class_name="Olmo2ForCausalLM",
         family="llama",
@@ -177,15 +198,12 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
                 ("attention_multiplier",), 1.0, write=lambda arch: arch.softmax_scale or arch.kv_channels**-0.5
             ),
             logit_scale=FieldMapping(("logits_scaling",), 1.0, inverse, lambda arch: inverse(arch.logit_scale)),
+            residual_scale=FieldMapping(("residual_multiplier",), 1.0),
         ),
         activation=GATED,
         fixed={**ROPE_NORM, "qk_layernorm": False},
         obstacles=rotary_obstacles,
-        rules={
-            **COMMON,
-            **NO_WINDOWS,
-            "residual_multiplier": AllowedValues((1, 1.0), "outputs of attention and MLP are added unscaled"),
-        },
+        rules={**COMMON, **NO_WINDOWS},
     ),
     "starcoder2": ModelType(
         class_name="Starcoder2ForCausalLM",

@@ -26,7 +26,7 @@ def write_start(request: ConversionRequest) -> ConversionReport:
     Raises UserError with every problem of config.json and of the weight files, whose values are not read.
     """
     settings = read_json(source_file(request.source, "config.json"))
-    refuse_code(request.source, settings)
+    code = refuse_code(request.source, settings)
     if request.target.exists():
         raise UserError(f"--output {request.target}: exists already; name a new file, or remove it")
     model = read_settings(settings, request.seq_length)
@@ -42,7 +42,7 @@ def write_start(request: ConversionRequest) -> ConversionReport:
     lines = [title, *(line for name, section in sections.items() for line in _lines(name, section))]
     write_text(request.target, "\n".join(lines) + "\n")
     missing = "" if kind else "; it has no tokenizer: set data.tokenizer_type and data.tokenizer_model"
-    return ConversionReport((f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}",))
+    return ConversionReport((*code, f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}"))
 
 
 def _lines(name: str, section: Section) -> Iterator[str]:

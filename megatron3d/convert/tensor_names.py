@@ -88,6 +88,7 @@ _MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "qwen2": _LLAMA,
     "qwen3": _modules(_HEAD_NORMS),
     "smollm3": _LLAMA,
+    "olmo": _modules(_NO_NORMS, {"model.norm": None}),
     "olmo2": _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS),
     "olmo3": _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS),
     "phi3": _modules(

@@ -63,7 +63,7 @@ def transformers_encodes_alike(ours: Tokenizer, begin: Sequence[int], folder: Pa
     import transformers
 
     try:
-        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # of any kind, where a setting that was kept is one that it does not take
         return False
     return all(theirs(text, verbose=False).input_ids == [*begin, *ours.encode(text)] for text in texts)

@@ -21,6 +21,9 @@ NORM_SITES: Mapping[str, tuple[str, ...]] = {
     "sandwich": ("input_norm", "attention_output_norm", "post_attention_norm", "mlp_output_norm"),
 }
 
+# Tensors of a norm, weight and bias, by `normalization`.
+NORM_TENSORS: Mapping[str, int] = {"LayerNorm": 2, "RMSNorm": 1, "PlainLayerNorm": 0}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -57,6 +60,7 @@ class Architecture:
         window_pattern: pattern that repeats over depth, 0 for a layer without the window; empty: every layer has it.
         rope_local_base_freq: base of rotary positions, unscaled, in layers with the window; None: as in the others.
         use_parallel_residual: attention and MLP read the same residual stream, and both are added to it.
+        residual_scale: factor of what attention and MLP add to the residual stream.
         softmax_type: whether a constant or learned logit of each head joins the denominator of its softmax.
         experts: mixture of experts of some layers or all; None: every layer has an MLP.
     """
@@ -111,6 +115,7 @@ class Architecture:
     qk_head_dim: int = 0
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
+    residual_scale: float = 1.0
 
     @property
     def is_latent(self) -> bool:
@@ -143,6 +148,16 @@ class Architecture:
     def norm_sites(self) -> tuple[str, ...]:
         """The norms of a layer on the residual stream, in the order of the forward pass."""
         return NORM_SITES[self.norm_placement]
+
+    @property
+    def num_norm_tensors(self) -> int:
+        """Tensors of a norm: weight and bias, the weight alone, or none."""
+        return NORM_TENSORS[self.normalization]
+
+    @property
+    def is_rms_norm(self) -> bool:
+        """Whether norms divide by the root mean square; else they subtract the mean first."""
+        return self.normalization == "RMSNorm"
 
     @property
     def has_vanilla_softmax(self) -> bool:

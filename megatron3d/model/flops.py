@@ -14,7 +14,7 @@ def num_parameters(arch: Architecture) -> int:
     """Return the number of parameters of the whole model, without vocabulary padding."""
     h, f = arch.hidden_size, arch.ffn_hidden_size
     qkv_bias, proj_bias, mlp_bias = int(arch.has_qkv_bias), int(arch.add_bias_linear), int(arch.has_mlp_bias)
-    norm = 2 if arch.normalization == "LayerNorm" else 1
+    norm = arch.num_norm_tensors
     q = arch.num_attention_heads * arch.kv_channels
     gate = q * arch.attention_output_gate
     kv = 2 * arch.num_query_groups * arch.kv_channels
@@ -54,7 +54,7 @@ def _latent_parameters(arch: Architecture) -> int:
     """Return the parameters of latent attention without the output projection's bias."""
     h, heads, c = arch.hidden_size, arch.num_attention_heads, arch.kv_lora_rank or 0
     queries, positions = arch.q_lora_rank or 0, arch.qk_pos_emb_head_dim
-    norm = 2 if arch.normalization == "LayerNorm" else 1
+    norm = arch.num_norm_tensors
     down = (h + int(arch.has_qkv_bias)) * (queries + c + positions) + norm * (queries + c)
     keys, values = arch.qk_head_dim, arch.v_head_dim
     return down + heads * ((queries or h) * (keys + positions) + c * (keys + values) + values * h)

@@ -98,17 +98,20 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm of [M, H] over features that `axes` shard."""
+    """LayerNorm, with weight and bias or without, or RMSNorm, of [M, H] over features that `axes` shard."""
 
     def __init__(self, name: str, axes: Axes, build: Build) -> None:
         super().__init__()
         self.axes, self.comm = build.live(axes), build.comm
         self.eps, self.is_centred_at_0 = build.arch.norm_epsilon, build.arch.apply_layernorm_1p
         self.kernels = build.norm_kernels
-        self.weight = build.param(f"{name}.weight")
+        self.weight = build.optional(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x_MH: Tensor) -> Tensor:
+        if self.weight is None:
+            weight, bias = x_MH.new_ones(x_MH.shape[-1]), x_MH.new_zeros(x_MH.shape[-1])
+            return norm(x_MH, weight, bias, self.eps, self.axes, self.comm, self.kernels)
         weight = self.weight + 1 if self.is_centred_at_0 else self.weight
         return norm(x_MH, weight, self.bias, self.eps, self.axes, self.comm, self.kernels)
 

@@ -194,11 +194,12 @@ class _Table:
         yield path, ParamSpec(_same(path, (self.arch.num_attention_heads,)), (features,), DATA + tokens, decay=False)
 
     def norm(self, name: str, size: int, tokens: Axes, features: Axes) -> Named:
-        """Yield weight and, for LayerNorm, bias of a norm; `tokens` are the axes that shard the normalized rows."""
+        """Yield weight and bias of a norm, as far as its kind has them; `tokens` are the axes that shard its rows."""
         used = DATA + tokens
         weight, bias, fill = f"{name}.weight", f"{name}.bias", 0.0 if self.arch.apply_layernorm_1p else 1.0
-        yield weight, ParamSpec(_same(weight, (size,)), (features,), used, fill=fill, decay=False)
-        if self.arch.normalization == "LayerNorm":
+        if self.arch.num_norm_tensors > 0:
+            yield weight, ParamSpec(_same(weight, (size,)), (features,), used, fill=fill, decay=False)
+        if self.arch.num_norm_tensors > 1:
             yield bias, ParamSpec(_same(bias, (size,)), (features,), used, decay=False)
 
     def linear(self, layer: str, name: str) -> Named:

@@ -87,6 +87,7 @@ def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Confi
         config={} if config is None else config.model_dump(mode="json"),
         mesh=state.model.comm.mesh.sizes,
         versions={"megatron3d": __version__, "torch": str(torch.__version__)},
+        model_type=state.model_type,
     ).model_dump()
 
 
@@ -145,6 +146,7 @@ def try_load(
         return damage
     buffers.publish()
     (meta,) = metas
+    state.model_type = meta.model_type
     if options.progress:
         state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
         if state.stream is not None:

@@ -33,6 +33,7 @@ class TrainState:
     Attributes:
         spec: the run that this is the state of.
         stream: the streamed dataset if one is trained on; checkpoints store the position in it.
+        model_type: that of the Hugging Face folder that the weights come from; empty: they come from none.
     """
 
     spec: RunSpec
@@ -44,6 +45,7 @@ class TrainState:
     iteration: int = 0
     consumed_samples: int = 0
     stream: StreamedSamples | None = None
+    model_type: str = ""
 
 
 def connect(spec: RunSpec) -> ProcessComm:

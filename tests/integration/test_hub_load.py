@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron3d.checkpoint import store
+from megatron3d.checkpoint.meta import read_meta
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
@@ -129,6 +130,7 @@ def test_a_run_starts_with_the_weights_of_a_folder(tiny: tuple[Path, Path], tmp_
     assert outcome.code == 0, outcome
     assert f"> starting with the weights of {hub}" in outcome.out
     assert [iteration for iteration, *_ in steps(tmp_path / "run")] == [1, 2]
+    assert read_meta(store.resolve(tmp_path / "run")).model_type == "llama"
     after, before = stored(tmp_path / "run", 2), load_file(hub / "model.safetensors")
     assert torch.equal(after["model.embedding.weight"], before["model.embed_tokens.weight"])
     assert torch.equal(after["model.layers.1.mlp.gate.weight"], before["model.layers.1.mlp.gate_proj.weight"])
@@ -159,7 +161,10 @@ DAMAGE = {
     "cut": (lambda hub: cut(hub / "model.safetensors"), "model.safetensors is no whole safetensors file"),
     "a pickle": (lambda hub: (hub / "model.safetensors").rename(hub / "pytorch_model.bin"), "is a pickle"),
     "another model": (lambda hub: edit(hub, model_type="mixtral"), 'model_type="mixtral"'),
-    "code": (lambda hub: edit(hub, auto_map={}), "defines the model by code, which is never run here"),
+    "code": (
+        lambda hub: edit(hub, auto_map={}, architectures=["X"]),
+        "defines the model by code, which is never run here",
+    ),
 }
 
 

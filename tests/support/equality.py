@@ -112,6 +112,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "apply_layernorm_1p": True,
         "add_mlp_bias": False,
         "embedding_scale": 3.0,
+        "residual_scale": 0.7,
         "softmax_scale": 0.2,
         "logit_scale": 0.5,
         "rotary_percent": 0.5,
@@ -196,6 +197,7 @@ LATENT_MODELS: Mapping[str, Mapping[str, Any]] = {
         "qk_pos_emb_head_dim": 8,
         "v_head_dim": 18,
         "rotary_interleaved": True,
+        "normalization": "PlainLayerNorm",
         "softmax_scale": 0.2,
         "window_size": (2, 0),
         "window_attn_skip_freq": (0, 1),
@@ -311,8 +313,9 @@ def skip_problems(state: TrainState) -> Iterator[str]:
     before, iteration, consumed_samples = updated_values(state), state.iteration, state.consumed_samples
     with contextlib.ExitStack() as stack:
         if mesh.rank == mesh.world_size - 1:
-            norm = next(param for name, param in state.model.named_parameters() if "norm" in name)
-            hook = norm.register_hook(lambda grad: grad / 0)
+            named = state.model.named_parameters()
+            plain = next(param for name, param in named if "norm" in name or "bias" in name)
+            hook = plain.register_hook(lambda grad: grad / 0)
             stack.callback(hook.remove)
         result = train_step(state, loader.step(consumed_samples), 1e-2, settings)
     if not result.skipped:

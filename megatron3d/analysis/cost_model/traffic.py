@@ -217,7 +217,7 @@ def _norm_of(rows: int, axes: Axes, local: LocalSizes, forwards: int) -> Iterato
     """Yield the collectives of the statistics of a norm over features that `axes` split, and of their gradients."""
     if not axes:
         return
-    num_bytes, centred = rows * local.wide, local.arch.normalization == "LayerNorm"
+    num_bytes, centred = rows * local.wide, not local.arch.is_rms_norm
     gathered = Traffic("all_gather", axes, 2 * num_bytes * (local.mesh.size(axes) - 1))
     yield from forwards * [gathered if centred else _all_reduce(axes, num_bytes, local)]
     yield _all_reduce(axes, (1 + centred) * num_bytes, local)

@@ -160,28 +160,28 @@ def dropout_mask(local: LocalSizes, site: str) -> Iterator[KeptTensor]:
 
 def norm_tensors(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
     """Yield a norm's input and its statistics; its output is kept by the next module."""
-    composed = local.arch.normalization == "RMSNorm" and not local.kernels.fused_rms_norm and not split
+    composed = local.arch.is_rms_norm and not local.kernels.fused_rms_norm and not split
     if not composed or local.itemsize == local.wide:
         yield KeptTensor(site, "input", rows * width * local.itemsize)
     yield from _statistics(local, site, rows, width, split)
 
 
 def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[KeptTensor]:
-    is_layer_norm = local.arch.normalization == "LayerNorm"
-    if local.arch.apply_layernorm_1p:
-        yield KeptTensor(site, "weight plus 1", width * local.itemsize)
+    is_layer_norm = not local.arch.is_rms_norm
+    # Where there is no weight, ones, and unless sharded a bias of zeros.
+    if made := (2 - split) * (local.arch.num_norm_tensors == 0) + local.arch.apply_layernorm_1p:
+        yield KeptTensor(site, "weight or bias", made * width * local.itemsize)
     if split:
         kept = "mean and scale" if is_layer_norm else "scale"
         yield KeptTensor(site, kept, (1 + is_layer_norm) * rows * local.wide)
     elif is_layer_norm:
-        yield KeptTensor(
-            site, "mean and scale", 2 * rows * (local.itemsize if local.kernels.narrow_statistics else local.wide)
-        )
+        wide = local.itemsize if local.kernels.narrow_statistics else local.wide
+        yield KeptTensor(site, "mean and scale", 2 * rows * wide)
     else:
         yield KeptTensor(site, "scale", rows * local.wide)
         if not local.kernels.fused_rms_norm:
-            copies = 1 if local.itemsize == local.wide else 2
-            yield KeptTensor(site, "input scaled, and widened", copies * rows * width * local.wide)
+            copies = (1 if local.itemsize == local.wide else 2) * rows * width
+            yield KeptTensor(site, "input scaled, and widened", copies * local.wide)
 
 
 def _core(local: LocalSizes) -> Iterator[KeptTensor]:

@@ -127,7 +127,7 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
             "attention.core",
             size + local.inner(queries + 2 * local.keys_width),
         )
-    composed = local.arch.normalization == "RMSNorm" and not local.kernels.fused_rms_norm
+    composed = local.arch.is_rms_norm and not local.kernels.fused_rms_norm
     if local.splits_features or composed:
         needed["norm in fp32"] = local.arch.norm_sites[-1], _NORM_COPIES * local.tokens * local.hidden * local.wide
     gone = {at: sum(kept[site] for site in _BACKWARD[:place]) for place, at in enumerate(_BACKWARD)}

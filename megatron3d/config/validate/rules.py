@@ -112,6 +112,11 @@ def model_problems(facts: Facts) -> Iterator[str]:
         )
     if model.qk_layernorm_scope != "head" and not model.qk_layernorm:
         yield f"{facts.named('model.qk_layernorm_scope')}: not used without model.qk_layernorm=true; leave it out"
+    if model.apply_layernorm_1p and not arch.num_norm_tensors:
+        yield (
+            f"{facts.named('model.apply_layernorm_1p')}: norms of normalization={arch.normalization} have no weight; "
+            "leave it out, or use LayerNorm"
+        )
     if arch.max_position_embeddings < model.seq_length:
         yield (
             f"{facts.named('model.max_position_embeddings')}: less than model.seq_length={model.seq_length}; "

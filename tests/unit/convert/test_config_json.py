@@ -83,6 +83,7 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
         "attention_softcap": 3.0,
         "use_parallel_residual": True,
         "softmax_type": "learnable",
+        "residual_scale": 0.7,
         "mtp_num_layers": 1,
     }
     other |= {name: not getattr(arch, name) for name in ("add_bias_linear", "tie_embeddings", "qk_layernorm")}

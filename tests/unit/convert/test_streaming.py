@@ -112,21 +112,24 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 CODE = {
-    "auto_map": (
-        "config.json",
-        '"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}, ',
-        "auto_map in config.json names",
-    ),
-    "a file": ("modeling_x.py", "import os", "modeling_x.py defines the model by code"),
+    "auto_map": ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "", "auto_map in config.json"),
+    "a file": ({}, "modeling_x.py", "modeling_x.py"),
 }
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_code_is_refused(name: str, tmp_path: Path) -> None:
-    hub, (file, text, words) = write_hub(tmp_path / "hub", LLAMA), CODE[name]
-    old = (hub / file).read_text() if (hub / file).exists() else ""
-    (hub / file).write_text("{" + text + old[1:] if old else text)
-    with pytest.raises(UserError) as raised:
-        from_hub(ConversionRequest(hub, tmp_path / "run"))
-    (problem,) = raised.value.problems
-    assert words in problem and "never run here" in problem
+def test_code_of_another_model_is_refused_and_none_is_run(name: str, tmp_path: Path) -> None:
+    """A folder whose model transformers has without the code converts, with a note; its code would end the test."""
+    hub, (fields, file, words) = write_hub(tmp_path / "hub", LLAMA), CODE[name]
+    if file:
+        (hub / file).write_text("raise SystemExit")
+    settings = {**json.loads((hub / "config.json").read_text()), **fields}
+    (hub / "config.json").write_text(json.dumps(settings))
+    notes = from_hub(ConversionRequest(hub, tmp_path / "run")).notes
+    assert f"{words}: code is never run; the model is LlamaForCausalLM as transformers has it" in notes
+    for architectures in (None, ["XForCausalLM"]):
+        (hub / "config.json").write_text(json.dumps({**settings, "architectures": architectures}))
+        with pytest.raises(UserError) as raised:
+            from_hub(ConversionRequest(hub, tmp_path / "other"))
+        (problem,) = raised.value.problems
+        assert words in problem and "never run here" in problem

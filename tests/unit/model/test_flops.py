@@ -60,7 +60,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     }
     optional = {
         "position_embedding_type": ["learned_absolute", "rope", "none"],
-        "normalization": ["LayerNorm", "RMSNorm"],
+        "normalization": ["LayerNorm", "RMSNorm", "PlainLayerNorm"],
         "activation": ["gelu", "swiglu", "geglu"],
         "add_bias_linear": [True, False],
         "add_qkv_bias": [True, False],
@@ -148,6 +148,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "activation": {"activation": "clamped_swiglu"},
     "scales and caps of logits": {
         "embedding_scale": 2.0,
+        "residual_scale": 0.5,
         "softmax_scale": 0.3,
         "logit_scale": 0.5,
         "logit_softcap": 3.0,

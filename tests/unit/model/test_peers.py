@@ -227,9 +227,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
             "embedding_multiplier": 3.0,
             "attention_multiplier": 0.2,
             "logits_scaling": 4.0,
+            "residual_multiplier": 0.3,
             "rope_parameters": PLAIN,
         },
-        {"hidden_size": 60, "rotary_base": 500.0, "embedding_scale": 3.0, "softmax_scale": 0.2, "logit_scale": 0.25},
+        {
+            "hidden_size": 60,
+            "rotary_base": 500.0,
+            "embedding_scale": 3.0,
+            "softmax_scale": 0.2,
+            "logit_scale": 0.25,
+            "residual_scale": 0.3,
+        },
+        {},
+    ),
+    "olmo": (
+        {"model_type": "olmo", "hidden_size": 60, "rope_parameters": PLAIN},
+        {"hidden_size": 60, "rotary_base": 500.0, "normalization": "PlainLayerNorm", "norm_epsilon": 1e-5},
         {},
     ),
     "nemotron": (

@@ -92,10 +92,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "activation": "squared_relu",
         "add_qkv_bias": False,
         "embedding_scale": 3.0,
+        "residual_scale": 0.7,
         "softmax_scale": 0.2,
         "logit_scale": 0.5,
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",
+    },
+    "norms without weights": {
+        "family": "gpt2",
+        "num_attention_heads": 8,
+        "normalization": "PlainLayerNorm",
+        "qk_layernorm": True,
     },
     "capped scores, sinks of 0": {
         "family": "llama",

@@ -27,6 +27,12 @@ BROKEN = [
         "model.kv_channels=5: RoPE rotates pairs of channels, but a head has 5; use model.kv_channels 4 or 6",
     ),
     (
+        {"model": {"normalization": "PlainLayerNorm", "apply_layernorm_1p": True}},
+        1,
+        "model.apply_layernorm_1p=true: norms of normalization=PlainLayerNorm have no weight; leave it out, or use "
+        "LayerNorm",
+    ),
+    (
         {"model": {"max_position_embeddings": 7}},
         1,
         "model.max_position_embeddings=7: less than model.seq_length=8; use 8 or more, or leave it out",
