@@ -40,7 +40,10 @@ EXPERTS = ("tests/integration/test_expert_ranks.py",)
 ROUTER = ("tests/unit/ops/test_router.py",)
 SOFTMAX = ("tests/unit/ops/test_attention_softmax.py",)
 AHEAD = ("tests/unit/model/test_mtp.py",)
-
+LATENT = ("tests/unit/model/test_latent_attention.py",)
+LATENT_LAYOUTS = ("tests/integration/test_latent_equality.py",)
+LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
+FLOPS = ("tests/unit/model/test_flops.py",)
 
 CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
 
@@ -69,6 +72,78 @@ MUTATIONS = [
         "is_full * times.forward.total",
         "(1 + is_full) * times.forward.total",
         ("tests/unit/analysis/planner/test_search.py",),
+    ),
+    Mutation(
+        "the rotary key of latent attention is not rotated",
+        "model/layers.py",
+        "k_pos = self.rotated(k_MP.view(-1, length, 1, k_MP.shape[1]), at)",
+        "k_pos = k_MP.view(-1, length, 1, k_MP.shape[1])",
+        LATENT,
+    ),
+    Mutation(
+        "positions in the first channels of latent queries",
+        "model/layers.py",
+        "q, q_pos = q_MF.view(-1, at.local_length, q_MF.shape[1] // (plain + pos), plain + pos).split(\n"
+        "            (plain, pos), dim=-1\n        )",
+        "q_pos, q = q_MF.view(-1, at.local_length, q_MF.shape[1] // (plain + pos), plain + pos).split(\n"
+        "            (pos, plain), dim=-1\n        )",
+        LATENT,
+    ),
+    Mutation(
+        "scores of latent attention scaled by the padded size of a head",
+        "model/architecture.py",
+        "return 1.0 if self.key_size == self.kv_channels else math.sqrt(self.kv_channels / self.key_size)",
+        "return 1.0",
+        LATENT,
+    ),
+    Mutation(
+        "the latent of keys and values is not normalized",
+        "model/layers.py",
+        "c_MR = self.kv_norm(c_MR.contiguous())",
+        "c_MR = c_MR.contiguous()",
+        LATENT,
+    ),
+    Mutation(
+        "gradients of the rotary key are not summed over the axes of heads",
+        "ops/latent.py",
+        "grad = comm.reduce_scatter(grad, axes, 1).wait() if splits_heads else _own(grad, axes, 1, comm)",
+        "grad = _own(grad, axes, 1, comm)",
+        LATENT_LAYOUTS,
+    ),
+    Mutation(
+        "the rotary key of another rank's tokens",
+        "ops/latent.py",
+        "return _own(whole, row_axes(plan), 0, comm).contiguous()",
+        "return whole.chunk(comm.mesh.size(row_axes(plan)), 0)[0].contiguous()",
+        LATENT_LAYOUTS,
+    ),
+    Mutation(
+        "the cache of latents keeps the rotary key without its position",
+        "model/layers.py",
+        "torch.cat((c, self.rotated(k_pos, at)), dim=-1).squeeze(2)",
+        "torch.cat((c, k_pos), dim=-1).squeeze(2)",
+        LATENT_CACHE,
+    ),
+    Mutation(
+        "absorbed attention scales scores by the size of latents",
+        "ops/latent.py",
+        "mask_BSL.unsqueeze(1), scale=scale, enable_gqa=True",
+        "mask_BSL.unsqueeze(1), enable_gqa=True",
+        LATENT_CACHE,
+    ),
+    Mutation(
+        "losses of a router ahead divided by its own labels",
+        "model/gpt.py",
+        "x_MH = compute(x_MH, embedded_MH, at)",
+        "x_MH = compute(x_MH, embedded_MH, there)",
+        AHEAD,
+    ),
+    Mutation(
+        "parameters of modules ahead without those of experts",
+        "model/flops.py",
+        "num_ahead * has_experts(arch, arch.num_layers - 1)",
+        "0",
+        FLOPS,
     ),
     Mutation(
         "gradients of experts summed over ranks that hold others",

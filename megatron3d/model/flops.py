@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.layer_kinds import expert_layers, has_experts, keys_seen, layer_counts, mean_keys
-from megatron3d.model.linears import PROJ, QKV, layer_linears, mtp_linears
+from megatron3d.model.linears import linears_of_layer, mtp_linears
 
 
 def num_parameters(arch: Architecture) -> int:
@@ -25,18 +25,19 @@ def num_parameters(arch: Architecture) -> int:
     attention += arch.num_attention_heads * (arch.softmax_type == "learnable")
     gates = 2 if arch.activation in GATED else 1
     mlp = gates * (h + mlp_bias) * f + f * h + mlp_bias * h
-    num_mlps = arch.num_layers - len(expert_layers(arch))
+    num_ahead = arch.mtp_num_layers
+    num_experts = len(expert_layers(arch)) + num_ahead * has_experts(arch, arch.num_layers - 1)
     embeddings = arch.vocab_size * h * (1 if arch.tie_embeddings else 2)
     if arch.position_embedding_type == "learned_absolute":
         embeddings += arch.max_position_embeddings * h
-    experts = len(expert_layers(arch)) * _expert_parameters(arch)
+    layers = arch.num_layers + num_ahead
     return (
         embeddings
-        + arch.num_layers * (attention + len(arch.norm_sites) * norm * h)
-        + num_mlps * mlp
-        + experts
+        + layers * (attention + len(arch.norm_sites) * norm * h)
+        + (layers - num_experts) * mlp
+        + num_experts * _expert_parameters(arch)
         + norm * h
-        + arch.mtp_num_layers * (attention + mlp + len(arch.norm_sites) * norm * h + 2 * h * h + 3 * norm * h)
+        + num_ahead * (2 * h * h + 3 * norm * h)
     )
 
 
@@ -92,18 +93,17 @@ def _all_layer_weights(arch: Architecture) -> int:
 
 def weights_of_layer(arch: Architecture, layer: int) -> int:
     """Return the weights in the GEMMs of a layer that compute a token: of experts those that are chosen."""
-    linears = {name: linear.num_weights for name, linear in layer_linears(arch).items()}
-    if has_experts(arch, layer):
-        return linears[QKV] + linears[PROJ] + active_expert_weights(arch)
-    return sum(linears.values())
+    chosen = has_experts(arch, layer)
+    linears = sum(linear.num_weights for linear in linears_of_layer(arch, chosen).values())
+    return linears + (_routed_weights(arch) if chosen else 0)
 
 
-def active_expert_weights(arch: Architecture) -> int:
+def _routed_weights(arch: Architecture) -> int:
     """Return the weights of a mixture of experts that compute a token: the router's and those of chosen experts."""
     experts, matrices = arch.experts, 3 if arch.activation in GATED else 2
     if experts is None:
         return 0
-    ffn = experts.topk * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+    ffn = experts.topk * experts.ffn_hidden_size
     return arch.hidden_size * (experts.num_experts + experts.has_shared_gate + matrices * ffn)
 
 

@@ -12,10 +12,9 @@ Multi-head latent attention (`LatentAttention`) has three linears in place of qk
     attention.kv_up expand     latent of keys and values -> key heads and value heads
 
 Shared experts are an MLP next to the experts.  Weights of experts are no linears of this table: rows of tokens are sent
-to them (`model/experts.py`).
-`expand` is Megatron's column-parallel, `contract` its row-parallel linear.
-A module of multi-token prediction has two
-more, of the hidden state and of the embedding of the next token: both expand hidden -> hidden.
+to them (`model/experts.py`).  A module of multi-token prediction has two more, of the hidden state and of the embedding
+of the next token: both expand hidden -> hidden.  `expand` is Megatron's column-parallel, `contract` its row-parallel
+linear.
 """
 
 from __future__ import annotations
@@ -95,6 +94,14 @@ def shared_linears(arch: Architecture) -> dict[str, LinearSize]:
     ffn = 0 if arch.experts is None else arch.experts.shared_ffn_hidden_size
     sizes = linear_sizes(arch.hidden_size, ffn, 1, 1, arch.activation in GATED)
     return {SHARED_FC1: sizes[FC1], SHARED_FC2: sizes[FC2]} if ffn else {}
+
+
+def linears_of_layer(arch: Architecture, has_experts: bool) -> dict[str, LinearSize]:
+    """Return the linears of a layer; in place of the MLP's those of shared experts, where it has experts."""
+    linears = layer_linears(arch)
+    if not has_experts:
+        return linears
+    return {name: size for name, size in linears.items() if name not in (FC1, FC2)} | shared_linears(arch)
 
 
 def mtp_linears(arch: Architecture) -> dict[str, LinearSize]:

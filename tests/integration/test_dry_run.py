@@ -79,11 +79,20 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "v_head_dim": 10,
     },
 }
+EVERYTHING = "latent, experts, ahead"
+
+
+def model_keys(name: str) -> dict[str, Any]:
+    return (
+        {**MODELS["experts"], **MODELS["latent"], "mtp_num_layers": 1, "num_layers": 2}
+        if name == EVERYTHING
+        else MODELS[name]
+    )
 
 
 def configure(model: str, parallel: dict[str, Any], world_size: int, **train: Any) -> Config:
     train = {"micro_batch_size": 8, "precision": "bf16", "loss_chunk_tokens": 12, "bucket_mb": 0.01, **train}
-    config = Config.model_validate({"model": MODELS[model], "parallel": parallel, "train": train})
+    config = Config.model_validate({"model": model_keys(model), "parallel": parallel, "train": train})
     assert check(config, world_size, VOCAB_SIZE) == []
     return config
 
@@ -129,6 +138,15 @@ def test_latent_attention(place: int) -> None:
     recompute = [{}, *RECOMPUTATIONS.values()][place % 5]
     config = configure("latent", parallel | {"zero_stage": place % 3}, 16, global_batch_size=48, **recompute)
     assert problems(config, 16, (11,)) == []
+
+
+@pytest.mark.parametrize(("mode", "recompute"), [("1d", "full"), ("3d", "core")])
+def test_latents_with_experts_and_modules_ahead(mode: str, recompute: str) -> None:
+    parallel = {"tensor_parallel_mode": mode, "tensor_model_parallel_size": 8, "sequence_parallel": mode == "1d"}
+    pipeline = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "zero_stage": 1}
+    keys = parallel | pipeline
+    config = configure(EVERYTHING, keys, 32, global_batch_size=32, **RECOMPUTATIONS[recompute])
+    assert problems(config, 32, (0, 21)) == []
 
 
 RECOMPUTATIONS = {

@@ -22,7 +22,7 @@ from tests.support.equality import (
 )
 from tests.support.turn_ranks import run_turns
 
-FIRST, SECOND = LATENT_MODELS
+FIRST, SECOND, EXPERTS = LATENT_MODELS
 PIPELINE = {"pipeline_model_parallel_size": 2}
 ROUNDS, PANELS = OVERLAPS["in rounds with the GEMM"], OVERLAPS["3 panels"]
 
@@ -36,14 +36,17 @@ CASES: list[tuple[tuple[str, str], str, dict[str, Any], str]] = [
     (("1d", "replicated"), FIRST, {**PIPELINE, "zero_stage": 1}, "attention core"),
     (("1d", "replicated"), FIRST, {**context("p2p"), "zero_stage": 3}, "every two layers"),
     (("1d", "replicated"), SECOND, context("all_gather"), "nothing"),
+    (("1d", "replicated"), EXPERTS, {**context("p2p"), **PIPELINE, "zero_stage": 1}, "every two layers"),
     (("1d", "sequence_parallel"), FIRST, {**context("a2a"), **PIPELINE}, "attention core and activation"),
     (("1d", "sequence_parallel"), SECOND, {**ROUNDS, **PIPELINE}, "first layer"),
     (("2d", "summa"), SECOND, {"zero_stage": 2}, "nothing"),
+    (("1d", "sequence_parallel"), EXPERTS, {**PIPELINE, "expert_model_parallel_size": 4}, "attention core"),
     (("2d", "weight_stationary"), FIRST, {**PIPELINE, **PANELS}, "attention core"),
     (("2.5d", "summa"), FIRST, {"tp_keep_gathered_weights": True}, "nothing"),
     (("2.5d", "weight_stationary"), SECOND, {}, "every two layers"),
     (("3d", "heads"), FIRST, ROUNDS, "attention core"),
     (("3d", "heads"), SECOND, {}, "nothing"),
+    (("3d", "heads"), EXPERTS, {"expert_model_parallel_size": 8}, "nothing"),
     (("3d", "tokens"), FIRST, {}, "first layer"),
     (("3d", "tokens"), SECOND, PANELS, "attention core"),
     (("grid", "all_reduce"), FIRST, PANELS, "nothing"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.layer_kinds import AttentionKind, attention_kind, has_experts, keys_seen, layer_counts
-from megatron3d.model.linears import PROJ, QKV, LinearSize, layer_linears, mtp_linears, shared_linears
+from megatron3d.model.linears import LinearSize, linears_of_layer, mtp_linears
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.ops.router_spec import Experts
 from megatron3d.parallel.attention_heads import HeadSplit
@@ -78,10 +78,7 @@ class LocalSizes:
     @cached_property
     def linears(self) -> Mapping[str, LinearSize]:
         """Linears of this layer by path; those of a mixture of experts are the shared experts'."""
-        linears = layer_linears(self.arch)
-        if self.experts is None:
-            return linears
-        return {QKV: linears[QKV], PROJ: linears[PROJ], **shared_linears(self.arch)}
+        return linears_of_layer(self.arch, self.experts is not None)
 
     @property
     def experts(self) -> Experts | None:

@@ -19,11 +19,6 @@ def mtp_problems(facts: Facts) -> Iterator[str]:
         if "mtp_loss_scaling_factor" in model.model_fields_set and model.mtp_loss_scaling_factor != 0.1:
             yield f"{facts.named(FACTOR)}: not used with {NUM}=0; leave it out, or use {NUM} 1"
         return
-    if model.num_moe_experts is not None:
-        yield (
-            f"{facts.named(NUM)}: its modules have an MLP, and cannot follow layers with model.num_moe_experts="
-            f"{model.num_moe_experts} yet; use 0, or leave num_moe_experts out"
-        )
     length = min(model.seq_length, warmup[0] if warmup else model.seq_length)
     name = "model.seq_length" if length == model.seq_length else "the first length of train.seq_length_warmup,"
     most = length - 1

@@ -192,6 +192,29 @@ def test_a_step_reports_the_losses_apart_and_evaluation_finds_the_same() -> None
     assert (later < found).all()
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "moe_router_load_balancing_type": "seq_aux_loss"}
+
+
+def test_the_router_of_a_module_counts_as_that_of_a_layer() -> None:
+    """Its balance loss depends neither on the modules' factor nor, as a mean, on the number of sequences."""
+    found = []
+    for factor, copies in ((1e-9, 1), (1e-8, 1), (1e-9, 2)):
+        keys = {"moe_aux_loss_coeff": 0.5, "mtp_loss_scaling_factor": factor}
+        state = make({**MODEL, **EXPERTS, **keys})
+        rows = copies * [each.tokens for each in batch(PLAIN)]
+        state.buffers.begin_step(len(rows))
+        passes = [
+            state.model.begin(tokens, copies * 4 * SEQ, all_tokens=copies * 4 * SEQ, num_ahead=[copies * 4 * SEQ] * 2)
+            for tokens in rows
+        ]
+        state.executor.train(passes, state.buffers.check_stage)
+        grads = {name: grad.clone() for name, _, grad in state.buffers.shards("grad")}
+        found.append(grads["mtp.0.layer.mlp.router.weight"])
+    expected = found[0]
+    assert expected.abs().max() > 1e-4
+    assert all((each - expected).abs().max() < 1e-5 * expected.abs().max() for each in found[1:])
+
+
 def test_the_last_stage_gets_fewer_layers() -> None:
     """A module costs a layer, two linears, and the LM head once more."""
     arch = make({**MODEL, "num_layers": 12}).spec.arch
@@ -235,11 +258,7 @@ def edited(text: str, **model: Any) -> Callable[[], None]:
             "train.seq_length_warmup, 2 has labels for 1 modules at most; use 0 or 1",
             train={"seq_length_warmup": (2, 2, 16)},
         ),
-        edited(
-            "model.mtp_num_layers=2: its modules have an MLP, and cannot follow layers with model.num_moe_experts=4 "
-            "yet; use 0, or leave num_moe_experts out",
-            num_moe_experts=4,
-        ),
+        edited("", num_moe_experts=4),
         edited(
             "model.mtp_loss_scaling_factor=0.3: not used with model.mtp_num_layers=0; leave it out, or use "
             "model.mtp_num_layers 1",
