@@ -17,12 +17,14 @@ from typing import TextIO
 
 import torch
 
+from megatron3d.comm.interface import Comm
 from megatron3d.config.arguments import ConfigParser
 from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.inference.load import read_run, resolve, restore
-from megatron3d.inference.sampling import Choice, Sampler, Text, sample
+from megatron3d.inference.sampling import Choice, NextTokens, Sampler, Text, generate
+from megatron3d.inference.speculation import Speculation
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import real, whole
 from megatron3d.runtime.exit_codes import ExitCode
@@ -35,17 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = process.launcher_env()
     folder = resolve(args.load)
     config = read_run(folder, args.overrides, env.world_size)
+    UserError.collect(draft_problems(args.num_speculative_tokens, config.model.mtp_num_layers))
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     begin = tokenizer.special.before_text(config.data.add_bos_token)
     prompts = [] if args.interactive else encode(read_prompts(args), tokenizer, begin)
     with process.start() as here, torch.no_grad():
-        sampler = Sampler(restore(config, tokenizer, folder, here), here.device)
+        num_drafts = args.num_speculative_tokens
+        sampler = Sampler(restore(config, tokenizer, folder, here), here.device, keeps_hidden=num_drafts > 0)
+        speculation = Speculation(sampler, Choice(args.temperature, args.top_k), num_drafts)
         if args.interactive:
-            talk(sampler, tokenizer, begin, args)
+            talk(speculation, tokenizer, begin, args)
         else:
-            said = [tokenizer.decode(tokens) for tokens in complete(sampler, prompts, tokenizer.special.ends, args)]
+            said = [tokenizer.decode(tokens) for tokens in complete(speculation, prompts, tokenizer.special.ends, args)]
             if here.rank == 0:
                 print("\n".join(said if len(said) == 1 else [json.dumps({"text": text}) for text in said]))
+        if num_drafts and here.rank == 0:
+            print(speculation.report(), file=sys.stderr)
     return ExitCode.DONE
 
 
@@ -61,10 +68,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=real(0, 1000), default=0.8, help="0: always the likeliest token")
     parser.add_argument("--top-k", type=whole(), default=0, help="sample from the k likeliest tokens; 0: from all")
     parser.add_argument(
+        "--num-speculative-tokens",
+        type=whole(0, 1000),
+        default=0,
+        metavar="N",
+        help="draft N tokens at once with the model's modules of multi-token prediction; 0: none",
+    )
+    parser.add_argument(
         "--seed", type=whole(0, MAX_SEED), default=1234, help="of the first prompt; the next one has the next"
     )
     parser.add_overrides("on the run's configuration")
     return parser.parse_args(argv)
+
+
+def draft_problems(num_drafts: int, num_modules: int) -> Iterator[str]:
+    """Yield the message for more drafts than the model has modules."""
+    if num_drafts > num_modules:
+        wanted = f"use 0 to {num_modules}" if num_modules else "leave it out"
+        yield (
+            f"--num-speculative-tokens {num_drafts}: each draft takes a module of multi-token prediction, and the "
+            f"model has model.mtp_num_layers={num_modules}; {wanted}"
+        )
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -94,41 +118,40 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, begin: Sequence[int]) -
 
 
 def complete(
-    sampler: Sampler, prompts: Sequence[list[int]], ends: Collection[int], args: argparse.Namespace
+    next_tokens: NextTokens, prompts: Sequence[list[int]], ends: Collection[int], args: argparse.Namespace
 ) -> list[list[int]]:
     """Return each prompt with its continuation up to one of the tokens `ends`, equal on every rank."""
     texts = [
         Text(list(prompt), torch.Generator().manual_seed(args.seed + row), args.max_new_tokens)
         for row, prompt in enumerate(prompts)
     ]
-    sample(sampler, texts, Choice(args.temperature, args.top_k), ends)
+    generate(next_tokens, texts, ends)
     return [text.tokens for text in texts]
 
 
 def talk(
-    sampler: Sampler,
+    speculation: Speculation,
     tokenizer: Tokenizer,
     begin: Sequence[int],
     args: argparse.Namespace,
     lines: TextIO | None = None,
 ) -> None:
     """Continue the conversation after each line that rank 0 reads, and print each token there, until input ends."""
-    comm = sampler.executor.model.comm
+    comm = speculation.sampler.executor.model.comm
     generator, tokens = torch.Generator().manual_seed(args.seed), list[int]()
-    for line in _read_together(sampler, lines or sys.stdin):
+    for line in _read_together(comm, lines or sys.stdin):
         new = tokenizer.encode(line) if line.strip() else []
         tokens = (tokens + new if tokens else with_beginning(begin, new)) if new else []
         if not tokens:
             continue
         text = Text(tokens, generator, args.max_new_tokens)
         shown = Shown(tokenizer, tokens, sys.stdout if comm.mesh.rank == 0 else None)
-        sample(sampler, [text], Choice(args.temperature, args.top_k), tokenizer.special.ends, shown.update)
+        generate(speculation, [text], tokenizer.special.ends, shown.update)
         shown.end()
 
 
-def _read_together(sampler: Sampler, lines: TextIO) -> Iterator[str]:
+def _read_together(comm: Comm, lines: TextIO) -> Iterator[str]:
     """Yield the lines that rank 0 reads, on every rank."""
-    comm = sampler.executor.model.comm
     while True:
         line = comm.broadcast_object((lines.readline() or None) if comm.mesh.rank == 0 else None)
         if line is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.model.gpt import GPT
@@ -38,11 +39,21 @@ class Choice:
         """Return a token drawn by logits [V]; the likeliest one at temperature 0."""
         if self.temperature == 0:
             return int(logits_V.argmax())
+        return draw(self.probabilities(logits_V), generator)
+
+    def probabilities(self, logits_V: Tensor) -> Tensor:
+        """Return the distribution [V] in float64 that tokens are drawn from; at temperature 0 that of the likeliest."""
+        if self.temperature == 0:
+            return F.one_hot(logits_V.argmax(), len(logits_V)).double()
         if self.top_k:
             least = logits_V.topk(min(self.top_k, len(logits_V))).values[-1]
             logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
-        weights = (logits_V.double() / self.temperature).softmax(-1)
-        return int(torch.multinomial(weights, 1, generator=generator))
+        return (logits_V.double() / self.temperature).softmax(-1)
+
+
+def draw(weights_V: Tensor, generator: torch.Generator) -> int:
+    """Return a token drawn by weights [V], which need not add up to 1."""
+    return int(torch.multinomial(weights_V, 1, generator=generator))
 
 
 @dataclass(frozen=True)
@@ -79,43 +90,74 @@ def pad_tokens(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> P
 
 
 class Sampler:
-    """Model with a KV cache; every rank must make the same calls."""
+    """Model with a KV cache; every rank must make the same calls.
 
-    def __init__(self, executor: PipelineExecutor, device: torch.device) -> None:
-        self.executor, self._device = executor, device
+    Args:
+        keeps_hidden: keep the final hidden states of all positions, from which modules of multi-token prediction draft.
+    """
+
+    def __init__(self, executor: PipelineExecutor, device: torch.device, keeps_hidden: bool = False) -> None:
+        self.executor, self._device, self._keeps_hidden = executor, device, keeps_hidden
         self._held: list[list[int]] = []
-        self._cache = KVCache(self.capacity)
+        self.cache = self._new_cache()
 
     @property
     def capacity(self) -> int:
         """Length in tokens of the longest context that fits the model."""
         return self.executor.model.arch.seq_length
 
+    def _new_cache(self) -> KVCache:
+        return KVCache(self.capacity, self._keeps_hidden)
+
     def next_logits(self, contexts: Sequence[Context]) -> Tensor:
         """Return next-token logits [contexts, V] on the CPU, the same on every rank."""
+        return torch.stack([logits_SV[-1] for logits_SV in self.last_logits(contexts, 1)])
+
+    def last_logits(self, contexts: Sequence[Context], count: int) -> list[Tensor]:
+        """Return for each context the logits [S, V] after each of its last `count` tokens, or of as many as it has.
+
+        They are on the CPU and the same on every rank.  All rows of the last pass are as wide, so that no padding
+        follows a context that ends at the model's length.
+        """
+        windows = self._windows(contexts)
+        self._cache_up_to(windows, [max(len(window) - count, 0) for window in windows])
+        last = [window[-count:] for window in windows]
+        starts = [len(window) - len(tokens) for window, tokens in zip(windows, last, strict=True)]
+        widest = max(map(len, last))
+        logits_BSV = self.executor.next_logits(self.begin(last, starts, has_logits=True), widest).cpu()
+        self._held = windows
+        return [logits_SV[: len(tokens)] for logits_SV, tokens in zip(logits_BSV, last, strict=False)]
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        """Add all tokens but the last of each context to the cache."""
+        windows = self._windows(contexts)
+        self._cache_up_to(windows, [len(window) - 1 for window in windows])
+
+    def _windows(self, contexts: Sequence[Context]) -> list[list[int]]:
         assert contexts and all(contexts), "every context has a token"
-        model = self.executor.model
-        windows = [list(context[-self.capacity :]) for context in contexts]
+        return [list(context[-self.capacity :]) for context in contexts]
+
+    def _cache_up_to(self, windows: Sequence[list[int]], ends: Sequence[int]) -> None:
+        """Add the tokens before `ends` to the cache, as far as they are not in it."""
         if len(windows) != len(self._held):
-            self._held, self._cache = [[] for _ in windows], KVCache(self.capacity)
-        starts = [_shared(held, window[:-1]) for held, window in zip(self._held, windows, strict=True)]
-        new = [window[start:-1] for window, start in zip(windows, starts, strict=True)]
-        step = PREFILL * model.order.num_ranks
+            self._held, self.cache = [[] for _ in windows], self._new_cache()
+        starts = [num_shared(held, window[:end]) for held, window, end in zip(self._held, windows, ends, strict=True)]
+        new = [window[start:end] for window, start, end in zip(windows, starts, ends, strict=True)]
+        step = PREFILL * self.executor.model.order.num_ranks
         for first in range(0, max(map(len, new)), step):
             part = [tokens[first : first + step] for tokens in new]
             places = [start + min(first, len(tokens)) for start, tokens in zip(starts, new, strict=True)]
-            self.executor.extend(self._begin(part, places, has_logits=False))
-        self._held = windows
-        last, places = [window[-1:] for window in windows], [len(window) - 1 for window in windows]
-        logits = self.executor.next_logits(self._begin(last, places, has_logits=True))
-        return logits[: len(windows)].cpu()
+            self.executor.extend(self.begin(part, places, has_logits=False))
+        if any(new):  # padding of shorter rows is behind their ends
+            self._held = [window[:end] for window, end in zip(windows, ends, strict=True)]
 
-    def _begin(self, new: Sequence[list[int]], starts: Sequence[int], has_logits: bool) -> Pass:
+    def begin(self, new: Sequence[list[int]], starts: Sequence[int], has_logits: bool) -> Pass:
+        """Return the pass of new tokens of each context, the first of them at `starts`."""
         model = self.executor.model
-        return pad_tokens(new, starts, model).begin(model, self._cache, self._device, has_logits)
+        return pad_tokens(new, starts, model).begin(model, self.cache, self._device, has_logits)
 
 
-def _shared(held: list[int], context: list[int]) -> int:
+def num_shared(held: list[int], context: list[int]) -> int:
     """Return the length of the common prefix of the cached tokens and a context."""
     if held == context[: len(held)]:
         return len(held)
@@ -135,10 +177,32 @@ class Text:
         self.is_done = self.num_left == 0
 
 
+# Returns one or several next tokens of each text; those of texts that are done mean nothing.
+NextTokens = Callable[[Sequence[Text]], list[list[int]]]
+
+
 def sample(
     sampler: Sampler,
     texts: Sequence[Text],
     choose: Callable[[Tensor, torch.Generator], int],
+    ends: Collection[int],
+    tell: Callable[[int, int], None] = lambda row, token: None,
+) -> None:
+    """Generate token by token, each chosen by the logits, until every text is done; as `generate` does."""
+
+    def next_tokens(texts: Sequence[Text]) -> list[list[int]]:
+        logits = sampler.next_logits([text.tokens for text in texts])
+        return [
+            [] if text.is_done else [choose(logits_V, text.generator)]
+            for text, logits_V in zip(texts, logits, strict=True)
+        ]
+
+    generate(next_tokens, texts, ends, tell)
+
+
+def generate(
+    next_tokens: NextTokens,
+    texts: Sequence[Text],
     ends: Collection[int],
     tell: Callable[[int, int], None] = lambda row, token: None,
 ) -> None:
@@ -147,15 +211,14 @@ def sample(
     Calls `tell` with a text's index and each new token.
     """
     while not all(text.is_done for text in texts):
-        logits = sampler.next_logits([text.tokens for text in texts])
-        for row, text in enumerate(texts):
-            if text.is_done:
-                continue
-            token = choose(logits[row], text.generator)
-            if token in ends:
-                text.is_done = True
-                continue
-            text.tokens.append(token)
-            text.num_left -= 1
-            text.is_done = text.num_left == 0
-            tell(row, token)
+        for row, (text, tokens) in enumerate(zip(texts, next_tokens(texts), strict=True)):
+            for token in tokens:
+                if text.is_done:
+                    break
+                if token in ends:
+                    text.is_done = True
+                    break
+                text.tokens.append(token)
+                text.num_left -= 1
+                text.is_done = text.num_left == 0
+                tell(row, token)

@@ -21,7 +21,7 @@ from megatron3d.model.layer_kinds import rotaries
 from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass, Target, cut_positions
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
-from megatron3d.model.mtp import PredictionModule, inputs_ahead
+from megatron3d.model.mtp import PredictionModule, inputs_ahead, keep_hidden
 from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import Stage, StageAssignment
@@ -279,10 +279,12 @@ class GPT(nn.Module):
             compute = partial(recomputed, self._layers) if run.is_recomputed else self._layers
             with offloaded.group() if offloaded else nullcontext():
                 x_MH = compute(run.layers, x_MH, replace(at, kept=KeptResults()) if run.is_recomputed else at)
-        if not stage.has_head or (at.cached and not at.cached.has_logits):
+        if not stage.has_head or not (at.has_end or at.keeps_hidden):
             return x_MH
         x_MH = self.final_norm(x_MH)
-        y: Tensor = self.head(x_MH, self.head_weight, at)
+        if at.keeps_hidden:
+            keep_hidden(x_MH, at, self.mode, self.comm)
+        y: Tensor = self.head(x_MH, self.head_weight, at) if at.has_end else x_MH
         return torch.stack((y, *self._losses_ahead(x_MH, at))) if at.ahead else y
 
     def _losses_ahead(self, x_MH: Tensor, at: Pass) -> Iterator[Tensor]:

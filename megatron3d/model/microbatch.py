@@ -94,6 +94,16 @@ class Pass:
         return self.order.sequences(self.num_sequences, self.order.batch)[0]
 
     @property
+    def has_end(self) -> bool:
+        """Whether the pass ends in the loss or in logits; if not, it only extends a cache."""
+        return self.cached is None or self.cached.has_logits
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the last stage keeps its final hidden states in the cache."""
+        return self.cached is not None and self.cached.cache.keeps_hidden
+
+    @property
     def local_length(self) -> int:
         """Return the number of positions of each sequence on this rank."""
         return self.tokens_BL.shape[1]

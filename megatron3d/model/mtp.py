@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import Packing
 from megatron3d.model.ends import Embedding, LossHead
 from megatron3d.model.layers import Layer
@@ -23,7 +24,9 @@ from megatron3d.model.linears import MTP_LINEARS
 from megatron3d.model.microbatch import Ahead, Pass, Target
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.ops.relayout import relayout
+from megatron3d.parallel.layout import span
 from megatron3d.parallel.loss_chunks import LossChunk
+from megatron3d.parallel.modes.mode import Mode
 
 
 def inputs_ahead(
@@ -41,6 +44,23 @@ def inputs_ahead(
         inputs_BS = F.pad(tokens_BT[:, places:].clamp(min=0), (0, places))[:, : at.seq_length]
         labels_BS = packing.labels(tokens_BT, places)
         yield Ahead(at.cut(inputs_BS), Target(at.cut(labels_BS).flatten(), count, scale))
+
+
+def keep_hidden(x_MH: Tensor, at: Pass, mode: Mode, comm: Comm) -> None:
+    """Keep the final hidden states of an extending pass, in the residual layout, in its cache."""
+    assert at.cached is not None, "only a pass with a cache keeps hidden states"
+    (tokens, features), positions_BS = mode.inner, at.cached.positions_BS
+    whole_MH = comm.all_gather(relayout(x_MH, mode.residual, mode.inner, comm), features, dim=1).wait()
+    whole_MH = comm.all_gather(whole_MH, tokens, dim=0).wait()
+    at.cached.cache.write_hidden(at.whole_sequences(whole_MH), positions_BS)
+
+
+def kept_hidden(at: Pass, mode: Mode, comm: Comm) -> Tensor:
+    """Return the final hidden states [M, H] at the positions of an extending pass, in the residual layout."""
+    assert at.cached is not None, "only a pass with a cache has kept hidden states"
+    x_BSH, (tokens, features) = at.cached.cache.hidden(at.cached.positions_BS), mode.residual
+    low, high = span(x_BSH.shape[-1], features, comm.mesh)
+    return x_BSH.flatten(0, 1)[at.token_rows(tokens, x_BSH.device), low:high].contiguous()
 
 
 class PredictionModule(nn.Module):
@@ -70,3 +90,14 @@ class PredictionModule(nn.Module):
         y_MH = relayout(y_MH, self.mode.inner, self.mode.residual, self.comm)
         z_MH: Tensor = self.final_norm(self.layer(y_MH, at))
         return z_MH
+
+    def draft(self, x_MH: Tensor | None, at: Pass, w_VH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return h^k [M, H] of an extending pass, and logits [B, S, V] if it ends in them.
+
+        Args:
+            x_MH: h^(k-1); None: the hidden states that the cache keeps.
+            w_VH, head_VH: weights of the embedding and of the LM head.
+        """
+        x_MH = kept_hidden(at, self.mode, self.comm) if x_MH is None else x_MH
+        z_MH: Tensor = self(x_MH, self.embedding(at, w_VH), at)
+        return z_MH, self.head(z_MH, head_VH, at) if at.has_end else None

@@ -21,12 +21,14 @@ class KVCache:
 
     Attributes:
         num_bytes: bytes held on this rank.
+        keeps_hidden: the last stage keeps its final hidden states as well, of whole sequences of the microbatch.
     """
 
     BLOCK = 64
+    HIDDEN = "final hidden states"
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, keeps_hidden: bool = False) -> None:
+        self.capacity, self.keeps_hidden = capacity, keeps_hidden
         self._kept: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -54,6 +56,18 @@ class KVCache:
             kept[rows, positions_BS] = new
         k, v = self._kept[site]
         return k[:, :length], v[:, :length]
+
+    def write_hidden(self, x_BSH: Tensor, positions_BS: Tensor) -> None:
+        """Keep the final hidden states of new tokens of a microbatch."""
+        length = int(positions_BS.max()) + 1
+        self.write(self.HIDDEN, x_BSH.unsqueeze(2), x_BSH[..., :0].unsqueeze(2), positions_BS, length)
+
+    def hidden(self, positions_BS: Tensor) -> Tensor:
+        """Return the final hidden states [B, S, H] at positions of a microbatch; what was not written is undefined."""
+        kept = self._kept[self.HIDDEN][0]
+        rows = torch.arange(len(positions_BS), device=positions_BS.device).unsqueeze(1)
+        x_BSH: Tensor = kept[rows, positions_BS.clamp(max=kept.shape[1] - 1), 0]
+        return x_BSH
 
     def _grow(self, site: str, likes: tuple[Tensor, Tensor], length: int, most: int) -> None:
         capacity = min(-(-length // self.BLOCK) * self.BLOCK, most)

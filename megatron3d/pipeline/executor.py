@@ -68,9 +68,38 @@ class PipelineExecutor:
         self._forward([at])
 
     @torch.no_grad()
-    def next_logits(self, at: Pass) -> Tensor:
-        """Return the logits [B, V] of the token after the first one of each sequence of an extending pass (decode)."""
-        return self._broadcast_logits(self._forward([at]), at, 0)
+    def next_logits(self, at: Pass, count: int) -> Tensor:
+        """Return the logits [B, count, V] after the first tokens of each sequence of an extending pass (decode)."""
+        results, model = self._forward([at]), self.model
+        wanted_BSV = results[0][:, :count] if results else model.zeros(at.num_sequences, count, model.arch.vocab_size)
+        return model.comm.all_reduce(wanted_BSV.contiguous(), ("pipeline",)).wait()
+
+    @torch.no_grad()
+    def draft(
+        self, depth: int, x_MH: Tensor | None, at: Pass, lasts: Sequence[int]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run module `depth` of multi-token prediction over tokens of an extending pass.
+
+        Args:
+            x_MH: output of the module before on the last stage's ranks; for the first module final hidden states.
+            lasts: for each sequence the place in the pass of the token whose logits are wanted.
+
+        Returns:
+            the module's output on the last stage's ranks, and logits [len(lasts), V] on every pipeline rank if the
+            pass ends in logits.
+        """
+        model, logits_BSV = self.model, None
+        if model.stages[-1].has_head:
+            if depth == 0:
+                model.drop_prefetched_weights()
+            _, module = model.modules_ahead[depth]
+            x_MH, logits_BSV = module.draft(x_MH, at, model.embedding_weight, model.head_weight)
+        if not at.has_end:
+            return x_MH, None
+        wanted_BV = model.zeros(len(lasts), model.arch.vocab_size)
+        if logits_BSV is not None:
+            wanted_BV = logits_BSV[range(len(lasts)), list(lasts)].contiguous()
+        return x_MH, model.comm.all_reduce(wanted_BV, ("pipeline",)).wait()
 
     @torch.no_grad()
     def score(self, at: Pass, labels_BS: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.inference.load import restore
 from megatron3d.inference.sampling import Choice, Sampler
+from megatron3d.inference.speculation import Speculation
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
@@ -63,7 +64,8 @@ def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: l
     for layout in layouts:
         config = generate.read_run(checkpoint, layout, world_size)  # type: ignore[attr-defined]
         sampler = Sampler(restore(config, tokenizer, checkpoint, here), here.device)
-        (tokens,) = generate.complete(sampler, [tokenizer.encode(PROMPT)], tokenizer.special.ends, args)
+        drafting = Speculation(sampler, Choice(args.temperature, args.top_k), 0)
+        (tokens,) = generate.complete(drafting, [tokenizer.encode(PROMPT)], tokenizer.special.ends, args)
         found.append(tokenizer.decode(tokens) + "\n")
     return found
 
@@ -154,9 +156,8 @@ def test_an_empty_line_starts_a_new_conversation(
 def test_the_end_of_a_document_ends_the_text() -> None:
     """One of two texts ends earlier, and decoding continues with the other."""
     said = iter([(65, 70), (66, 71), (256, 72), (67, 256)])
-    sampler = Namespace(next_logits=lambda _: torch.nn.functional.one_hot(torch.tensor(next(said)), 257))
-    args = Namespace(max_new_tokens=9, temperature=0, top_k=0, seed=1)
-    tokens = generate.complete(sampler, [[60], [61]], (256,), args)
+    args = Namespace(max_new_tokens=9, seed=1)
+    tokens = generate.complete(lambda texts: [[token] for token in next(said)], [[60], [61]], (256,), args)
     assert tokens == [[60, 65, 66], [61, 70, 71, 72]]
 
 
@@ -191,6 +192,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a schedule for more ranks": (
         [f"parallel.{key}" for key in ("pipeline_schedule=file", "pipeline_schedule_file={two}")],
         "is for 2 ranks, not parallel.pipeline_model_parallel_size=1",
+    ),
+    "drafts without modules": (
+        ["--num-speculative-tokens", "2"],
+        "--num-speculative-tokens 2: each draft takes a module of multi-token prediction, and the model has "
+        "model.mtp_num_layers=0; leave it out",
     ),
     "an impossible layout": (["parallel.tensor_parallel_shape=[1,1]"], "mode 1d has 1 axes (t), not 2"),
 }

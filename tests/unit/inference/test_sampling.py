@@ -141,7 +141,7 @@ def cache_bytes(rank: int, world_size: int, parallel: dict[str, Any]) -> int:
     """Return what a rank keeps of a prompt."""
     sampler = Sampler(executor_of(MODELS["llama"], parallel, world_size, rank), CPU)
     sampler.next_logits([[*range(LENGTH)]])
-    return sampler._cache.num_bytes
+    return sampler.cache.num_bytes
 
 
 def test_each_context_rank_keeps_its_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
