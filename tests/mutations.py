@@ -134,8 +134,8 @@ MUTATIONS = [
     Mutation(
         "losses of a router ahead divided by its own labels",
         "model/gpt.py",
-        "x_MH = compute(x_MH, embedded_MH, at)",
-        "x_MH = compute(x_MH, embedded_MH, there)",
+        "if self.recompute.recomputes_ahead else at\n",
+        "if self.recompute.recomputes_ahead else there\n",
         AHEAD,
     ),
     Mutation(

@@ -134,7 +134,9 @@ def test_context_ranks_divide_the_cache() -> None:
     """Prompts that context ranks prefill, and tokens that they decode; the last positions of the model among them."""
     two = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     four = {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    assert_equal([(MODELS["llama"], two), (MODELS["gpt2"], four | {"cp_comm_type": "p2p"})])
+    latent = {"context_parallel_size": 2, "tensor_parallel_mode": "3d", "tensor_parallel_shape": (2, 1, 2)}
+    cases = [(MODELS["llama"], two), (MODELS["gpt2"], four | {"cp_comm_type": "p2p"}), (MODELS["latent"], latent)]
+    assert_equal(cases)
 
 
 def cache_bytes(rank: int, world_size: int, parallel: dict[str, Any]) -> int:

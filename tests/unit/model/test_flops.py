@@ -15,7 +15,7 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.model_schema import ModelConfig
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import flops_per_token, layer_weights, num_parameters
+from megatron3d.model.flops import flops_per_token, num_parameters, weights_of_layer
 from megatron3d.model.gpt import GPT
 from megatron3d.model.layer_kinds import attention_kind
 from megatron3d.model.params import param_specs
@@ -138,6 +138,25 @@ def test_flops_of_gpt3_are_six_per_parameter_and_attention() -> None:
     assert abs(flops_per_token(arch) - attention - 6 * num_parameters(arch)) < 1e-3 * flops_per_token(arch)
 
 
+LATENTS: dict[str, Any] = {
+    "family": "llama",
+    "multi_latent_attention": True,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 5,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
+EXPERTS: dict[str, Any] = {
+    "family": "llama",
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 10,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+}
+
+
 SWITCHES: dict[str, dict[str, Any]] = {
     "none": {},
     "grouped queries, gated": {"family": "llama", "num_query_groups": 2},
@@ -170,12 +189,34 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "parallel residual": {"use_parallel_residual": True},
     "dropout of weights": {"attention_dropout": 0.1, "attention_softcap": 2.0, "softmax_type": "learnable"},
+    "latents": LATENTS,
+    "latents, values larger than keys, queries without latent, windows": {
+        **LATENTS,
+        "q_lora_rank": None,
+        "v_head_dim": 13,
+        "window_size": (2, 0),
+        "window_attn_skip_freq": 2,
+    },
+    "one module ahead": {"family": "llama", "mtp_num_layers": 1, "window_size": (2, 0), "window_attn_skip_freq": 2},
+    "two modules ahead, tied": {"mtp_num_layers": 2, "tie_embeddings": True},
+    "experts": EXPERTS,
+    "experts in every second layer, with shared ones and a gate": {
+        **EXPERTS,
+        "moe_layer_freq": (0, 1),
+        "moe_shared_expert_intermediate_size": 6,
+        "moe_shared_expert_gate": True,
+        "moe_router_score_function": "sigmoid",
+    },
+    "latents, experts, modules ahead": {**LATENTS, **EXPERTS, "mtp_num_layers": 2},
 }
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_the_flops_of_a_step_are_the_closed_form_with_every_switch(name: str) -> None:
-    """6 per weight of a GEMM and token, and 12 per score and channel of a head; a window has its pairs' scores."""
+    """6 per weight of a GEMM and token, and 12 per score and channel of a head; a window has its pairs' scores.
+
+    Kernels see heads of one size, so that those of latents have as many channels as the larger of keys and values.
+    """
     sizes = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 20, "seq_length": 12}
     arch = resolve_architecture(ModelConfig.model_validate({**sizes, **SWITCHES[name]}), vocab_size=128)
     mode = build_mode(next(iter(MODES)), None, (1,))
@@ -185,12 +226,18 @@ def test_the_flops_of_a_step_are_the_closed_form_with_every_switch(name: str) ->
     for param in model.parameters():
         param.data.normal_(std=0.1)
     tokens_BT = torch.arange(2 * 13).view(2, 13)
+    at = model.begin(tokens_BT, 24, key=(1, 2), all_tokens=24, num_ahead=arch.mtp_num_layers * [24])
     with FlopMemoryMeter() as meter:
-        model(assignment.stages[0], None, model.begin(tokens_BT, 24, key=(1, 2))).backward()
-    windows = [attention_kind(arch, layer).window for layer in range(arch.num_layers)]
+        model(assignment.stages[0], None, at).sum().backward()
+    ahead = arch.mtp_num_layers
+    layers = [*range(arch.num_layers), *ahead * [arch.num_layers - 1]]
+    windows = [attention_kind(arch, layer).window for layer in layers]
     scores = sum(num_scores(arch.seq_length, window) for window in windows)
-    weights = arch.num_layers * layer_weights(arch) + arch.hidden_size * arch.vocab_size
+    weights = sum(weights_of_layer(arch, layer) for layer in layers) + 2 * ahead * arch.hidden_size**2
+    weights += (1 + ahead) * arch.hidden_size * arch.vocab_size
     channels = arch.num_attention_heads * arch.kv_channels
     assert meter.flops == 2 * (6 * 12 * weights + 12 * scores * channels)
     if not any(windows):
-        assert meter.flops == 2 * 12 * flops_per_token(arch)
+        padding = 2 * arch.kv_channels - arch.key_size - arch.value_size
+        unseen = 6 * len(layers) * arch.num_attention_heads * padding * arch.seq_length
+        assert meter.flops == 2 * 12 * (flops_per_token(arch) + unseen)
