@@ -38,6 +38,7 @@ CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
 ROUTER = ("tests/unit/ops/test_router.py",)
+GPT_OSS = ("tests/unit/model/test_peers.py", "-k", "gpt_oss")
 SOFTMAX = ("tests/unit/ops/test_attention_softmax.py",)
 AHEAD = ("tests/unit/model/test_mtp.py",)
 LATENT = ("tests/unit/model/test_latent_attention.py",)
@@ -242,6 +243,19 @@ MUTATIONS = [
         "            elif not holds_gradient:\n                rows.zero_()\n",
         "",
         ROUTER,
+    ),
+    Mutation(
+        "biases of experts have gradients of all rows",
+        "ops/grouped_matmul.py",
+        "[dy_RN[rows].sum(0) for rows in ranges(ctx.counts)]",
+        "[dy_RN.sum(0) for _ in ctx.counts]",
+        GPT_OSS,
+    ),
+    Mutation(
+        "gradients of experts' biases not reduced over data ranks",
+        "model/params.py",
+        "((),), used, decay=False, part_axes=self.mode.experts)",
+        "((),), self.mode.home, decay=False, part_axes=self.mode.experts)",
     ),
     Mutation(
         "ties go to the higher expert",

@@ -117,6 +117,7 @@ def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:
         num_groups=model.moe_router_num_groups,
         group_topk=model.moe_router_group_topk,
         scaling_factor=_or_default(model.moe_router_topk_scaling_factor, 1.0),
+        has_router_bias=model.moe_router_bias,
     )
 
 

@@ -168,6 +168,7 @@ class ModelConfig(Section):
         "softmax",
         description="scores of experts; the chosen ones are normalized, but see moe_router_pre_softmax",
     )
+    moe_router_bias: bool = Field(False, description="the router's logits have a bias, a parameter of the model")
     moe_router_pre_softmax: bool = Field(
         False, description="softmax over all experts before the choice, and no normalization over the chosen ones"
     )

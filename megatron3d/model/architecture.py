@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
@@ -176,6 +176,8 @@ class Architecture:
 
 
 LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
+# Fields that consist of fields.
+_NESTED: Mapping[str, Any] = {"rotary_scaling": RotaryScaling, "experts": Experts, "balance": Balance}
 
 
 # Fields that no parameter depends on, so that a model may be trained on with other values of them.
@@ -213,7 +215,7 @@ def architecture_record(arch: Architecture) -> dict[str, JsonValue]:
 
 def changed_fields(record: Mapping[str, JsonValue], arch: Architecture) -> list[FieldChange]:
     """Return the fields of a checkpoint's architecture that differ from those of a model."""
-    own, saved = _record(arch), {**_later_fields(), **record}
+    own, saved = _record(arch), {**_later_fields(), **{name: _filled(name, value) for name, value in record.items()}}
     names = dict.fromkeys((*own, *saved))
     return [FieldChange(name, saved.get(name), own.get(name)) for name in names if saved.get(name) != own.get(name)]
 
@@ -245,11 +247,18 @@ def architecture_of_record(record: Mapping[str, JsonValue]) -> Architecture:
     values: dict[str, object] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
     }
-    kinds = {"rotary_scaling": RotaryScaling, "experts": Experts, "balance": Balance}
-    for name, kind in kinds.items():
+    for name, kind in _NESTED.items():
         if isinstance(inner := record.get(name), dict):
             values[name] = kind(**{key: tuple(each) if isinstance(each, list) else each for key, each in inner.items()})
     return Architecture(**values, padded_vocab_size=record["vocab_size"])  # type: ignore[arg-type]
+
+
+def _filled(name: str, value: JsonValue) -> JsonValue:
+    """Return a saved field; one that consists of fields gets those that came after it was saved, at their default."""
+    if name not in _NESTED or not isinstance(value, dict):
+        return value
+    later = {each.name: _plain(each.default) for each in fields(_NESTED[name]) if each.default is not MISSING}
+    return {**{key: default for key, default in later.items() if default is not None}, **value}
 
 
 def _plain(value: object) -> JsonValue:

@@ -24,7 +24,7 @@ from megatron3d.model.modules import Build
 from megatron3d.model.recompute_spec import MLP_ACT
 from megatron3d.ops.activations import ACTIVATIONS
 from megatron3d.ops.expert_exchange import DISPATCH, ExpertRanks
-from megatron3d.ops.grouped_matmul import GroupedMatmul
+from megatron3d.ops.grouped_matmul import GroupedMatmul, add_biases
 from megatron3d.ops.recompute import recompute_from_input
 from megatron3d.ops.router import Routes, balance_terms, counts_of_sequences, route, with_loss, z_terms
 from megatron3d.ops.router_spec import SEQUENCE, Balance, Experts
@@ -37,10 +37,12 @@ class ExpertLinear(nn.Module):
     def __init__(self, name: str, num_experts: int, build: Build) -> None:
         super().__init__()
         self.weight = build.param(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
         self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads)
 
     def forward(self, x_RK: Tensor, counts: Sequence[int]) -> Tensor:
-        return self.matmul(x_RK, self.weight, counts)
+        y_RN = self.matmul(x_RK, self.weight, counts)
+        return y_RN if self.bias is None else add_biases(y_RN, self.bias, counts)
 
 
 class ExpertMLP(nn.Module):
@@ -70,11 +72,11 @@ class Router(nn.Module):
         self.comm, self.home = build.comm, build.mode.home
         batch = build.mode.batch_axes
         self.sequence_axes = build.live(tuple(axis for axis in self.home if axis not in batch))
-        self.weight = build.param(f"{name}.weight")
+        self.weight, self.bias = build.param(f"{name}.weight"), build.optional(f"{name}.bias")
 
     def forward(self, x_MH: Tensor, at: Pass) -> Routes:
         wide = torch.promote_types(x_MH.dtype, torch.float32)
-        logits_ME = F.linear(x_MH.to(wide), self.weight.to(wide))
+        logits_ME = F.linear(x_MH.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
         routes = route(logits_ME, self.experts, once=partial(at.once, f"{self.name}.choice"))
         if at.target is None or not torch.is_grad_enabled():
             return routes

@@ -155,19 +155,26 @@ class _Table:
             yield name, ParamSpec(_same(name, (1, arch.hidden_size)), ((), ()), used, init=std)
         name = f"{path}.router.weight"
         yield name, ParamSpec(_same(name, (experts.num_experts, arch.hidden_size)), ((), ()), used, init=std)
+        if experts.has_router_bias:
+            name = f"{path}.router.bias"
+            yield name, ParamSpec(_same(name, (experts.num_experts,)), ((),), used, decay=False)
         sizes = linear_sizes(arch.hidden_size, experts.ffn_hidden_size, 1, 1, arch.activation in GATED)
         for name, scale in ((FC1, 1.0), (FC2, math.sqrt(2 * arch.num_layers))):
             size = sizes[name]
-            parts = tuple(
-                Part(f"{path}.experts.{expert}.{part}.weight", *2 * [(rows, size.num_inputs)])
+            of_experts = {
+                f"{path}.experts.{expert}.{part}": rows
                 for expert in range(experts.num_experts)
                 for part, rows in size.outputs.items()
-            )
-            leaf = name.rpartition(".")[2]
+            }
+            parts = tuple(Part(f"{part}.weight", *2 * [(rows, size.num_inputs)]) for part, rows in of_experts.items())
+            linear = f"{path}.experts.{name.rpartition('.')[2]}"
             yield (
-                f"{path}.experts.{leaf}.weight",
+                f"{linear}.weight",
                 ParamSpec(parts, ((), ()), used, init=std / scale, part_axes=self.mode.experts),
             )
+            if arch.has_mlp_bias:
+                biases = tuple(Part(f"{part}.bias", (rows,), (rows,)) for part, rows in of_experts.items())
+                yield f"{linear}.bias", ParamSpec(biases, ((),), used, decay=False, part_axes=self.mode.experts)
 
     def mtp(self, name: str) -> Named:
         """Yield the parameters of one module of multi-token prediction, without those that it shares."""

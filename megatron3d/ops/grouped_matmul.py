@@ -1,6 +1,6 @@
 """Grouped GEMM: consecutive rows times the weight of their expert, with weight gradients accumulated in main_grad.
 
-    Y[rows of e, N] = X[rows of e, K] W_e^T          dX of e = dY of e W_e          dW_e = dY of e ^T X of e
+    Y[rows of e, N] = X[rows of e, K] W_e^T + b_e    dX of e = dY of e W_e          dW_e = dY of e ^T X of e
 
 The loop over experts is the reference; on GPUs one kernel, `F.grouped_mm`, multiplies all experts of a bf16 tensor.
 Weight gradients are a GEMM per expert everywhere, since that kernel would round them to bf16 before main_grad.
@@ -50,6 +50,26 @@ def grouped_product_loop(x_RK: Tensor, w_ENK: Tensor, counts: Sequence[int]) -> 
         if rows.stop > rows.start:
             put_product(y_RN[rows], x_RK[rows], w_NK)
     return y_RN
+
+
+class _AddBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RN: Tensor, b_EN: Tensor, counts: tuple[int, ...]) -> Tensor:
+        ctx.counts = counts
+        ctx.mark_dirty(y_RN)
+        for rows, b_N in zip(ranges(counts), b_EN, strict=True):
+            y_RN[rows] += b_N
+        return y_RN
+
+    @staticmethod
+    def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dy_RN, torch.stack([dy_RN[rows].sum(0) for rows in ranges(ctx.counts)]), None
+
+
+def add_biases(y_RN: Tensor, b_F: Tensor, counts: Sequence[int]) -> Tensor:
+    """Add to the rows of each expert, in place, its part of the biases [E N]; return the rows."""
+    added_RN: Tensor = _AddBiases.apply(y_RN, b_F.unflatten(0, (len(counts), -1)), tuple(counts))
+    return added_RN
 
 
 class GroupedMatmul:

@@ -22,6 +22,7 @@ class Experts:
         pre_softmax: softmax over all experts before the choice, without normalization; else over the chosen ones.
         num_groups, group_topk: experts are in groups, of which only the best are chosen from; None: no groups.
         scaling_factor: factor of the weights of the chosen experts.
+        has_router_bias: the router's logits have a bias, a parameter.
     """
 
     num_experts: int
@@ -35,6 +36,7 @@ class Experts:
     num_groups: int | None = None
     group_topk: int | None = None
     scaling_factor: float = 1.0
+    has_router_bias: bool = False
 
 
 @dataclass(frozen=True)

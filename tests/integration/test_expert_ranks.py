@@ -20,6 +20,7 @@ from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, ref
 from tests.support.turn_ranks import run_turns
 
 MODEL = "experts, shared experts, losses of routers"
+GPT_OSS = "gpt-oss's layers"
 BATCH, NUM_LAYERS = 8, 2
 SEQUENCES = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CUBE = {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8}
@@ -88,12 +89,20 @@ def test_recomputation_repeats_no_choice(dispatcher: str, monkeypatch: pytest.Mo
     assert [line for other in traces[1:] for line in differences(traces[0], other, 0.0)] == []
 
 
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_biases_of_distributed_experts(dispatcher: str) -> None:
+    parallel = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": dispatcher, "zero_stage": 2}
+    sizes = {"micro_batch_size": 2, "global_batch_size": 4}
+    config = configure({**MODELS[GPT_OSS], "num_layers": NUM_LAYERS}, parallel, **sizes)
+    got = run_turns(run_trace, 2, config, 2)[0]
+    assert list(differences(reference(GPT_OSS, NUM_LAYERS, 4), got, TOLERANCE)) == []
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no such product": ({}, {"expert_model_parallel_size": 3}, "none of their products is 3; use 1 or 2"),
     "no experts": ({"num_moe_experts": None}, {"expert_model_parallel_size": 2}, "the model has no experts"),
     "odd experts": ({"num_moe_experts": 9}, {"expert_model_parallel_size": 2}, "2 does not divide"),
     "more chosen than there are": ({"moe_router_topk": 9}, {}, "more than model.num_moe_experts=8; use 1 to 8"),
-    "biases": ({"add_mlp_bias": True}, {}, "experts have no biases"),
     "one half of groups": ({"moe_router_group_topk": None}, {}, "not used without model.moe_router_group_topk"),
     "groups of unequal size": ({"moe_router_num_groups": 3}, {}, "3 does not divide model.num_moe_experts=8"),
     "too few groups": ({"moe_router_group_topk": 1}, {}, "1 groups have 2 experts, fewer than model.moe_router_topk=3"),

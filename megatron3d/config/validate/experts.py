@@ -27,9 +27,6 @@ def expert_problems(facts: Facts) -> Iterator[str]:
         return
     if experts.topk > experts.num_experts:
         yield f"{facts.named(TOPK)}: more than {NUM}={experts.num_experts}; use 1 to {experts.num_experts}"
-    if facts.arch.has_mlp_bias:
-        key = "model.add_bias_linear" if model.add_mlp_bias is None else "model.add_mlp_bias"
-        yield f"{facts.named(key)}: experts have no biases; use model.add_mlp_bias=false"
     if experts.pre_softmax and experts.score_function != "softmax":
         yield f"{facts.named(PRE_SOFTMAX)}: not used with {SCORES}={experts.score_function}; leave it out"
     if experts.has_shared_gate and not experts.shared_ffn_hidden_size:

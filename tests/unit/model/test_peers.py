@@ -340,12 +340,12 @@ def test_gpt_neox() -> None:
     compare({**sizes, **settings}, {**OURS, **keys}, names, split)
 
 
-def test_gpt_oss_with_one_expert() -> None:
-    """Attention sinks, biases, YaRN and windows; an expert alone is an MLP whose gate and up features alternate."""
+def test_gpt_oss() -> None:
+    """Attention sinks, YaRN and windows; biases of the router and of experts, whose gate and up features alternate."""
     settings = {
         "model_type": "gpt_oss",
-        "num_local_experts": 1,
-        "num_experts_per_tok": 1,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
         "experts_implementation": "eager",
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -370,19 +370,27 @@ def test_gpt_oss_with_one_expert() -> None:
         "rotary_beta_fast": 4.0,
         "rotary_truncate": False,
         "original_max_position_embeddings": 16,
+        "num_moe_experts": 5,
+        "moe_router_topk": 2,
+        "moe_router_bias": True,
     }
-    names = {"layers.{n}.attention.sinks": "model.layers.{n}.self_attn.sinks"}
+    mlp = "model.layers.{n}.mlp"
+    names = {"layers.{n}.attention.sinks": "model.layers.{n}.self_attn.sinks", "layers.{n}.mlp.router": f"{mlp}.router"}
+    for expert in range(5):
+        modules = {"gate": "gate_proj", "up": "up_proj", "fc2": "down_proj"}
+        names |= {f"layers.{{n}}.mlp.experts.{expert}.{us}": f"{mlp}.{expert}.{them}" for us, them in modules.items()}
 
     def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: value for name, value in tensors.items() if ".mlp." not in name}
+        found = {name: value for name, value in tensors.items() if ".experts." not in name}
         for name in (name for name in tensors if ".experts." in name):
             layer, _, what = name.partition(".experts.")
             module, kind = what.replace("_bias", ""), "bias" if "bias" in what else "weight"
-            value = tensors[name][0].mT if kind == "weight" else tensors[name][0]
-            if module == "gate_up_proj":
-                found |= {f"{layer}.gate_proj.{kind}": value[::2], f"{layer}.up_proj.{kind}": value[1::2]}
-            else:
-                found[f"{layer}.down_proj.{kind}"] = value
+            for expert, stored in enumerate(tensors[name]):
+                path, value = f"{layer}.{expert}", stored.mT if kind == "weight" else stored
+                if module == "gate_up_proj":
+                    found |= {f"{path}.gate_proj.{kind}": value[::2], f"{path}.up_proj.{kind}": value[1::2]}
+                else:
+                    found[f"{path}.down_proj.{kind}"] = value
         return found
 
     compare({**SIZES, **settings}, {**OURS, **keys}, {**LLAMA_NAMES, **names}, split)
