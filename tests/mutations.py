@@ -560,15 +560,15 @@ MUTATIONS = [
     ),
     Mutation(
         "gathered keys in the order of context ranks",
-        "ops/context_gather.py",
-        "sorted(places, key=lambda p: p[0])",
+        "ops/position_order.py",
+        "sorted(places, key=lambda place: place[0])",
         "places",
     ),
     Mutation(
         "queries see the keys of their own chunks only",
         "parallel/context_exchange.py",
-        "pairs(segments(mine, (), window), segments(every, (), window), window)",
-        "tuple(p for p in pairs(segments(mine, (), window), segments(every, (), window), window) if p.distance == 0)",
+        "pairs(segments(held[rank], documents, window), segments(every, documents, window), window)",
+        "pairs(segments(held[rank], documents, window), segments(held[rank], documents, window), window)",
     ),
     Mutation(
         "attention dropout by position on the context rank",
@@ -578,9 +578,9 @@ MUTATIONS = [
     ),
     Mutation(
         "gradient of the first chunk's keys from another chunk",
-        "ops/context_gather.py",
-        "whole[:, :, low : low + rows.stop - rows.start]",
-        "whole[:, :, max(low - 1, 0) : max(low - 1, 0) + rows.stop - rows.start]",
+        "ops/position_order.py",
+        "zip(whole.split(self._sizes, dim=2), self._places, strict=True)",
+        "zip(whole.roll(1, dims=2).split(self._sizes, dim=2), self._places, strict=True)",
     ),
     *(
         Mutation(*bug, EXCHANGES)
@@ -635,9 +635,9 @@ MUTATIONS = [
             ),
             (
                 "heads received in the order of ranks, not of positions",
-                "ops/head_exchange.py",
-                "self._places = sorted(places)",
-                "self._places = places",
+                "ops/position_order.py",
+                "return torch.stack([torch.cat(each, dim=2) for each in of_rank])",
+                "return torch.stack([torch.cat(each[::-1], dim=2) for each in of_rank])",
             ),
             (
                 "copies of key heads follow one another in the wrong order",
@@ -654,8 +654,8 @@ MUTATIONS = [
             (
                 "dropout of the weights of every pair as of a rank's own keys",
                 "ops/dropped_attention.py",
-                "self._positions(self.place - behind, pair.keys, device)",
-                "self._positions(self.place, pair.keys, device)",
+                "_positions(held[self.place - behind], pair.keys, device)",
+                "_positions(held[self.place], pair.keys, device)",
             ),
             (
                 "dropout of every part of the heads as of the first",
@@ -753,6 +753,54 @@ MUTATIONS = [
         "(rank, 2 * num_ranks - 1 - rank)",
         "(rank, num_ranks + rank)",
         ("tests/unit/parallel/test_context.py",),
+    ),
+    *(
+        Mutation(*bug, CONTEXT)
+        for bug in (
+            (
+                "all sequences divided by the documents of the first",
+                "ops/position_order.py",
+                "self.order.held(self.seq_length, each) for each in self.starts",
+                "self.order.held(self.seq_length, self.starts[0]) for each in self.starts",
+            ),
+            (
+                "labels in the order of positions where documents divide them",
+                "model/microbatch.py",
+                "return self.held.cut(x_BS) if self.held else cut_positions",
+                "return cut_positions",
+            ),
+            (
+                "rotary positions of zigzag where documents divide sequences",
+                "model/microbatch.py",
+                "return self.held.mine_BL if self.held else None",
+                "return None",
+            ),
+            (
+                "gradients of gathered keys return to another rank",
+                "ops/position_order.py",
+                "whole.movedim(0, 2)[self._sequence_B1, self.place_CBL]",
+                "whole.movedim(0, 2)[self._sequence_B1, self.place_CBL.flip(0)]",
+            ),
+            (
+                "documents divided by zigzag in the ring only",
+                "parallel/context_exchange.py",
+                "held_chunks(order, seq_length, num_inner, documents), starts)",
+                "held_chunks(order, seq_length, num_inner), starts)",
+            ),
+            (
+                "attention dropout of a sequence at the positions of the first",
+                "ops/dropped_attention.py",
+                "held = self.chunks[low % len(self.chunks)]",
+                "held = self.chunks[0]",
+            ),
+        )
+    ),
+    Mutation(
+        "a rank may get more chunks than its share",
+        "parallel/document_chunks.py",
+        "if len(held[rank]) < count",
+        "if len(held[rank]) <= count",
+        ("tests/unit/parallel/test_document_chunks.py",),
     ),
     Mutation(
         "log-sum-exps added without their maximum",

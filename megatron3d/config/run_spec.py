@@ -136,7 +136,8 @@ class RunSpec:
     def mode(self) -> Mode:
         """The tensor-parallel mode, with context, the axes of experts, and their dispatcher."""
         parallel = self.config.parallel
-        mode = with_context(self.tensor_mode, parallel.context_axes, parallel.cp_comm_type)
+        exchange, balancer = parallel.cp_comm_type, parallel.context_parallel_load_balancer
+        mode = with_context(self.tensor_mode, parallel.context_axes, exchange, balancer)
         mode = with_experts(mode, parallel.expert_model_parallel_size, self.sizes.shards)
         return replace(mode, dispatcher=token_dispatcher(self.config))
 

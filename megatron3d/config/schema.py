@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 from megatron3d.config.io_schema import CheckpointConfig, DataConfig, LoggingConfig
 from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.section import Count, Positive, Section
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, LOAD_BALANCERS, ZIGZAG
 from megatron3d.parallel.mesh import CONTEXT
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
@@ -38,6 +38,13 @@ def _known_exchange(name: str) -> str:
     return name
 
 
+def _known_balancer(name: str) -> str:
+    if name not in LOAD_BALANCERS:
+        raise ValueError(f"the load balancers are {', '.join(LOAD_BALANCERS)}")
+    return name
+
+
+BalancerName = Annotated[str, AfterValidator(_known_balancer), Field(json_schema_extra={"enum": list(LOAD_BALANCERS)})]
 ExchangeName = Annotated[
     str, AfterValidator(_known_exchange), Field(json_schema_extra={"enum": list(CONTEXT_EXCHANGES)})
 ]
@@ -71,6 +78,11 @@ class ParallelConfig(Section):
     )
     hierarchical_context_parallel_sizes: HeadAndRingRanks | None = Field(
         None, description="of cp_comm_type a2a+p2p: ranks of a2a, which are neighbours, and of p2p"
+    )
+    context_parallel_load_balancer: BalancerName = Field(
+        ZIGZAG,
+        description="how the positions of packed sequences are divided among context ranks: zigzag, or by the work of "
+        "each sequence's documents",
     )
     expert_model_parallel_size: int = Field(
         1, ge=1, description="EP: ranks among which the experts of a layer are distributed, whole ones to each"

@@ -17,7 +17,7 @@ from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Documents, Packing, Starts
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.ends import Embedding, LossHead
-from megatron3d.model.layer_kinds import rotaries
+from megatron3d.model.layer_kinds import rotaries, widest_window
 from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass, Target, cut_positions
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
@@ -30,11 +30,12 @@ from megatron3d.ops.kv_cache import CacheView, KVCache
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
 from megatron3d.ops.offload import ActivationOffload
+from megatron3d.ops.position_order import held_positions
 from megatron3d.ops.recompute import KeptResults, recomputed
 from megatron3d.ops.rotary import RotaryTables, rotary_tables
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
-from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, DOCUMENTS, TokenOrder
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.modes.mode import Mode
@@ -68,7 +69,8 @@ class GPT(nn.Module):
         super().__init__()
         self.arch, self.mode = arch, mode
         self.comm = comm
-        self.order = TokenOrder(mode.batch_axes, mode.context, comm.mesh)
+        by_documents = mode.load_balancer == DOCUMENTS
+        self.order = TokenOrder(mode.batch_axes, mode.context, comm.mesh, by_documents, widest_window(arch))
         rank = comm.mesh.coord("pipeline")
         self.stages: tuple[Stage, ...] = assignment.on_rank(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, assignment, rank)
@@ -224,17 +226,17 @@ class GPT(nn.Module):
         chunks = self.order.chunks(seq_length)
         tables = self._rotary_tables(seq_length)
         rotary = tuple((cut_positions(cos, chunks, dim=0), cut_positions(sin, chunks, dim=0)) for cos, sin in tables)
-        tokens_BL = cut_positions(tokens_BS, chunks, dim=1)
+        held = held_positions(self.order, seq_length, documents.starts if documents else None, tokens_BS.device)
+        tokens_BL = held.cut(tokens_BS) if held else cut_positions(tokens_BS, chunks, dim=1)
         at = Pass(tokens_BL, seq_length, self.order, None, num_sequences, first_sequence, key, rotary)
-        return replace(at, documents=documents)
+        return replace(at, documents=documents, held=held)
 
     def _with_documents(self, at: Pass) -> Pass:
         """Return the pass with the rotary tables of its documents, for all layers of one stage."""
         if at.documents is None:
             return at
-        positions_BS = at.documents.positions_BS
-        if positions_BS is not None:
-            mine_BL = at.cut(positions_BS)
+        mine_BL = at.document_positions_BL
+        if mine_BL is not None:
             rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(at.seq_length))
         else:
             rows = at.tokens_BL.shape[0], -1, -1, -1

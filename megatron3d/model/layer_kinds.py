@@ -86,6 +86,11 @@ def keys_seen(arch: Architecture, layer: int) -> int:
     return min(attention_kind(arch, layer).window or arch.seq_length, arch.seq_length)
 
 
+def widest_window(arch: Architecture) -> int:
+    """Return the most keys that a query of any layer sees."""
+    return max(keys for keys, _ in _keys(arch))
+
+
 def has_window(arch: Architecture) -> bool:
     """Return whether a layer has a window that is shorter than the sequence."""
     return any(keys < arch.seq_length for keys, _ in _keys(arch))

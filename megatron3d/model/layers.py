@@ -121,7 +121,8 @@ class Attention(nn.Module):
         visible = at.visible(self.window, self.tokens)
         if self.context:
             seen = visible or Visible()
-            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, drop, softmax, kept)
+            given = self.heads.comm, at.order, self.heads, at.seq_length, seen
+            inputs = ContextAttention(*given, drop, softmax, kept, at.held_by(self.tokens))
             return context_attention(q, k, v, self.exchange, inputs)
         return attention(q, k, v, self.heads, drop, visible=visible, softmax=softmax)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron3d.data.packing import Documents
 from megatron3d.ops.kv_cache import CacheView
 from megatron3d.ops.packed_attention import Visible
+from megatron3d.ops.position_order import HeldPositions
 from megatron3d.ops.recompute import KeptResults
 from megatron3d.ops.rotary import RotaryTables
 from megatron3d.parallel.context import Span, TokenOrder
@@ -68,6 +69,7 @@ class Pass:
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
         ahead: inputs of the modules of multi-token prediction, which only passes with a target have.
+        held: positions of this rank where each sequence is divided by its own documents; None: `order.chunks` of all.
         kept: what layers that are recomputed keep besides their input.
     """
 
@@ -82,6 +84,7 @@ class Pass:
     cached: CacheView | None = None
     documents: Documents | None = None
     ahead: tuple[Ahead, ...] = ()
+    held: HeldPositions | None = None
     kept: KeptResults | None = None
 
     def once(self, name: str, find: Callable[[], T]) -> T:
@@ -108,9 +111,16 @@ class Pass:
         """Return the number of positions of each sequence on this rank."""
         return self.tokens_BL.shape[1]
 
-    def cut(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the positions of this rank from `x`, whose dim `dim` has those of whole sequences."""
-        return cut_positions(x, self.order.chunks(self.seq_length), dim)
+    @property
+    def document_positions_BL(self) -> Tensor | None:
+        """Positions of this rank's tokens in their sequences or documents, None where all sequences have the same."""
+        if self.documents is not None and self.documents.positions_BS is not None:
+            return self.cut(self.documents.positions_BS)
+        return self.held.mine_BL if self.held else None
+
+    def cut(self, x_BS: Tensor) -> Tensor:
+        """Return the positions of this rank from those of whole sequences."""
+        return self.held.cut(x_BS) if self.held else cut_positions(x_BS, self.order.chunks(self.seq_length), dim=1)
 
     def whole_sequences(self, x_MF: Tensor) -> Tensor:
         """Return [B, S, F] of all sequences from the rows [M, F] of all ranks, in their order."""
@@ -118,6 +128,10 @@ class Pass:
         if num_ranks == 1:
             unsplit: Tensor = x_MF.unflatten(0, (-1, size))
             return unsplit
+        if self.held is not None:
+            assert self.order.num_groups == 1, "logits of documents are put in order by ranks that read all of them"
+            by_rank = x_MF.unflatten(0, (num_ranks, 1, -1, self.local_length))
+            return self.held.among(0, num_ranks).gathered(by_rank)[0]
         held = [span for rank in range(num_ranks) for span in self.order.chunks(size, rank)]
         in_order = sorted(range(len(held)), key=lambda index: held[index])
         groups = x_MF.unflatten(0, (self.order.num_groups, num_ranks, -1, len(held) // num_ranks, size // len(held)))
@@ -132,7 +146,9 @@ class Pass:
         if self.local_length == self.seq_length:
             return torch.arange(offset + low, offset + high, device=device)
         rows = torch.arange(low, high, device=device)
-        positions = self.cut(torch.arange(self.seq_length, device=device), dim=0)
+        if self.held is not None:
+            return offset + rows // self.local_length * self.seq_length + self.held.mine_BL.flatten()[low:high]
+        positions = cut_positions(torch.arange(self.seq_length, device=device), self.order.chunks(self.seq_length), 0)
         return offset + rows // self.local_length * self.seq_length + positions[rows % self.local_length]
 
     def sequence_of_rows(self, axes: Axes, device: torch.device) -> Tensor:
@@ -152,6 +168,13 @@ class Pass:
             low, high = self.order.sequences(self.num_sequences, axes)
             starts = starts[low - self.first_row : high - self.first_row]
         return Visible(starts, window).within(self.seq_length)
+
+    def held_by(self, axes: Axes) -> HeldPositions | None:
+        """Return which positions context ranks hold of this rank's sequences, where `axes` shard them."""
+        if self.held is None:
+            return None
+        low, high = self.order.sequences(self.num_sequences, axes)
+        return self.held.of(low - self.first_row, high - self.first_row)
 
     def positions(self, axes: Axes, device: torch.device) -> Tensor:
         """Return the position of each of this rank's tokens in its sequence or document."""

@@ -20,7 +20,7 @@ from megatron3d.ops.attention_pairs import PlainKernel
 from megatron3d.ops.attention_softmax import add_sink
 from megatron3d.ops.capped_attention import InPieces
 from megatron3d.ops.context_attention import ContextAttention
-from megatron3d.ops.context_gather import gather_positions, places_of_chunks, split_by_rank
+from megatron3d.ops.context_gather import gather_positions
 from megatron3d.ops.kv_cache import CacheView
 
 # Queries whose scores are in memory at once.
@@ -31,9 +31,9 @@ def cached_context_attention(
     q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention, cached: CacheView, site: str
 ) -> Tensor:
     """Return causal attention of this rank's new tokens, [M, N * D], after extending the cache of a layer by them."""
-    order, width = at.order, at.seq_length
-    q_BNWD = gather_positions(q_BLND.unsqueeze(0), order, width, at.comm)[0].transpose(1, 2)
-    kv = gather_positions(torch.stack((k_BLGD, v_BLGD)), order, width, at.comm)
+    order = at.order
+    q_BNWD = gather_positions(q_BLND.unsqueeze(0), order.context, at.all_positions, at.comm)[0].transpose(1, 2)
+    kv = gather_positions(torch.stack((k_BLGD, v_BLGD)), order.context, at.all_positions, at.comm)
     rank, ranks = at.comm.mesh.index(order.context), order.num_ranks
     k_BGTD, v_BGTD = (t.transpose(1, 2) for t in cached.extend_slots(site, kv[0], kv[1], rank, ranks))
     if not at.heads.are_even:
@@ -51,8 +51,7 @@ def _merged(parts: Tensor, at: ContextAttention) -> tuple[Tensor, Tensor]:
 
     The last of E features is the log-sum-exp.
     """
-    places = places_of_chunks(at.order, at.seq_length)
-    by_rank = split_by_rank(parts.transpose(1, 2).unsqueeze(0), places, at.order.num_ranks)
+    by_rank = at.all_positions.scattered(parts.transpose(1, 2).unsqueeze(0))
     axes = at.comm.mesh.nontrivial(at.order.context)
     received = at.comm.all_to_all(by_rank, axes).wait().squeeze(1).transpose(2, 3)  # [C, B, N, L, E]
     out, lse = received[..., :-1], received[..., -1]

@@ -31,7 +31,7 @@ from megatron3d.ops.context_heads import Exchange, Operands, RingAndHeads
 from megatron3d.ops.dropped_attention import DroppedPairs
 from megatron3d.ops.head_exchange import HeadExchange
 from megatron3d.ops.packed_attention import Visible
-from megatron3d.parallel.attention_pairs import Span
+from megatron3d.ops.position_order import ChunkOrder, HeldPositions, PositionOrder
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.parallel.context_exchange import (
     BOTH,
@@ -79,6 +79,7 @@ class ContextAttention:
         drop: dropout of the attention weights.
         softmax: how scores become weights.
         kept: keeps the result where attention is recomputed.
+        held: positions of each rank where sequences are divided by their documents.
     """
 
     comm: Comm
@@ -89,6 +90,18 @@ class ContextAttention:
     drop: Drop | None = None
     softmax: Softmax = PLAIN_SOFTMAX
     kept: KeptResult | None = None
+    held: HeldPositions | None = None
+
+    def positions(self, first: int, num_ranks: int) -> PositionOrder:
+        """Return the order of the positions of `num_ranks` context ranks, from rank `first` on."""
+        if self.held is not None:
+            return self.held.among(first, num_ranks)
+        return ChunkOrder(self.order.held(self.seq_length)[first : first + num_ranks])
+
+    @property
+    def all_positions(self) -> PositionOrder:
+        """The order of the positions of whole sequences."""
+        return self.positions(0, self.order.num_ranks)
 
 
 def context_attention(q_BLND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, exchange: str, at: ContextAttention) -> Tensor:
@@ -130,11 +143,20 @@ def _by_token(y_BNLD: Tensor) -> Tensor:
 
 def _with_dropout(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention, drop: Drop) -> Tensor:
     """Gather keys and values, and attend with dropout of the weights."""
-    kv = gather_positions(torch.stack((k_BLGD, v_BLGD)), at.order, at.seq_length, at.comm).transpose(2, 3)
+    kv = torch.stack((k_BLGD, v_BLGD))
+    kv = gather_positions(kv, at.order.context, at.all_positions, at.comm).transpose(2, 3)
     if not at.heads.are_even:
         kv = kv[:, :, at.heads.group_of_query]
-    dropped = WeightDropout(drop, at.heads, at.seq_length, at.visible, at.softmax)
-    return attention_with_dropout(q_BNLD, kv[0], kv[1], dropped, at.order.chunks(at.seq_length))
+    if at.held is None:
+        dropped = WeightDropout(drop, at.heads, at.seq_length, at.visible, at.softmax)
+        return attention_with_dropout(q_BNLD, kv[0], kv[1], dropped, at.order.chunks(at.seq_length))
+    rank, found = at.order.mesh.index(at.order.context), []
+    for row, chunks in enumerate(at.held.chunks):
+        one, seen = slice(row, row + 1), Visible(at.held.starts[row : row + 1], at.visible.window)
+        of_row = drop[0], drop[1], drop[2] + row
+        dropped = WeightDropout(of_row, at.heads, at.seq_length, seen, at.softmax)
+        found.append(attention_with_dropout(q_BNLD[one], kv[0, one], kv[1, one], dropped, chunks[rank]))
+    return torch.cat(found)
 
 
 class _Attend(torch.autograd.Function):
@@ -194,34 +216,26 @@ class _Attend(torch.autograd.Function):
 
 def _gathered(exchange: str, at: ContextAttention, num_sequences: int) -> Exchange:
     seen = gathered_pairs(at.order, at.seq_length, at.visible.starts, at.visible.window)
-    return Gathered(at.order, at.seq_length, at.heads.group_of_query, seen, at.visible.window, at.comm)
+    return Gathered(at.order.context, at.all_positions, at.heads.group_of_query, seen, at.visible.window, at.comm)
 
 
 def _ring_and_heads(exchange: str, at: ContextAttention, num_sequences: int) -> Exchange:
     """Return the exchange of positions for heads over some of the context axes, with a ring over the others."""
-    comm, context = at.comm, at.order.context
+    comm, context, starts = at.comm, at.order.context, at.visible.starts
     ring, heads = ring_axes(exchange, context), head_axes(exchange, context)
-    plan = exchange_ring(exchange, at.order, at.seq_length, at.visible.starts, at.visible.window)
-    chunks, place = held_chunks(at.order, at.seq_length, comm.mesh.size(heads)), comm.mesh.index(ring)
-    held = _held_within(at, chunks[place], comm.mesh.size(heads))
-    moved = HeadExchange(held, heads, comm) if heads else None
+    plan = exchange_ring(exchange, at.order, at.seq_length, starts, at.visible.window)
+    place, num_inner = comm.mesh.index(ring), comm.mesh.size(heads)
+    moved = HeadExchange(at.positions(place * num_inner, num_inner), heads, comm) if heads else None
     num_groups = len(at.heads.group_of_query)
     if at.heads.are_even:
         num_groups = at.heads.group_span[1] - at.heads.group_span[0]
     dropped = None
     if at.drop is not None:
+        chunks = tuple(held_chunks(at.order, at.seq_length, num_inner, each) for each in starts or ((),))
         given = at.softmax.softcap, at.heads.num_heads, at.heads.query_span[0], num_sequences, at.seq_length
         dropped = DroppedPairs(at.drop, *given, chunks, place)
         plan = plan if at.seq_length <= DROPOUT_ROWS else plan.in_pieces(DROPOUT_PIECE)
     return RingAndHeads(len(at.heads.group_of_query), num_groups, moved, plan, ring, comm, dropped)
-
-
-def _held_within(at: ContextAttention, joined: tuple[Span, ...], num_inner: int) -> tuple[tuple[Span, ...], ...]:
-    """Return the chunks of each inner rank, of those that together hold this rank's chunks of the ring."""
-    every = (at.order.chunks(at.seq_length, rank) for rank in range(at.order.num_ranks))
-    inside = tuple(each for each in every if any(low <= each[0][0] < high for low, high in joined))
-    assert len(inside) == num_inner, "inner ranks hold the chunks of their ring rank"
-    return inside
 
 
 EXCHANGES: Mapping[str, Callable[[str, ContextAttention, int], Exchange]] = {

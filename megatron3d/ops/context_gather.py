@@ -16,30 +16,33 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.attention_pairs import Merged, MergedGrads, PairKernel
 from megatron3d.ops.context_heads import Grads, Operands, Result, by_position
+from megatron3d.ops.position_order import PositionOrder
 from megatron3d.parallel.attention_pairs import Pair
-from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.context_exchange import HeadPart, head_parts, num_parts
+from megatron3d.parallel.mesh import Axes
 
 
 class Gathered:
     """Exchange that gathers keys and values of all ranks, in the order of positions.
 
     Args:
+        axes: context axes.
+        order: of the positions of all ranks.
         group_of_query: for each query head of this rank, its key/value head.
         seen: pairs of this rank's queries with all keys.
     """
 
     def __init__(
         self,
-        order: TokenOrder,
-        seq_length: int,
+        axes: Axes,
+        order: PositionOrder,
         group_of_query: Sequence[int],
         seen: tuple[Pair, ...],
         window: int | None,
         comm: Comm,
     ) -> None:
-        self._axes, self._comm = comm.mesh.nontrivial(order.context), comm
-        self._places, self._group_of_query = places_of_chunks(order, seq_length), group_of_query
+        self._axes, self._comm = comm.mesh.nontrivial(axes), comm
+        self._order, self._group_of_query = order, group_of_query
         self._seen, self._window = seen, window
         self.parts = head_parts(group_of_query, num_parts(group_of_query[-1] + 1))
 
@@ -52,7 +55,7 @@ class Gathered:
         done = None if result is None else (result[0][:, queries], result[1][:, queries])
 
         def finish() -> tuple[Operands, Result | None]:
-            whole = _in_order(pending.wait(), self._places)
+            whole = self._order.gathered(pending.wait())
             return Operands(q_BNLD[:, queries], whole.transpose(2, 3)), done
 
         return finish
@@ -101,8 +104,8 @@ class Gathered:
         return grads.dq, dkv
 
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
-        by_rank = split_by_rank(grads.kv.transpose(2, 3), self._places, self._comm.mesh.size(self._axes))
-        pending, dq = self._comm.reduce_scatter(by_rank, self._axes, dim=0), grads.q
+        by_rank, dq = self._order.scattered(grads.kv.transpose(2, 3)), grads.q
+        pending = self._comm.reduce_scatter(by_rank, self._axes, dim=0)
 
         def finish() -> Grads:  # which must not keep the gradients of whole sequences
             dk, dv = pending.wait().squeeze(0)
@@ -117,49 +120,19 @@ class Gathered:
         return by_position([dq for dq, _, _ in parts]), dk, dv
 
 
-def gather_positions(kv: Tensor, order: TokenOrder, seq_length: int, comm: Comm) -> Tensor:
+def gather_positions(kv: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:
     """All-gather [2, B, L, G, D] over the context ranks to [2, B, S, G, D] in the order of positions."""
-    whole: Tensor = _GatherPositions.apply(kv, order, seq_length, comm)
+    whole: Tensor = _GatherPositions.apply(kv, comm.mesh.nontrivial(axes), order, comm)
     return whole
 
 
 class _GatherPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kv: Tensor, order: TokenOrder, seq_length: int, comm: Comm) -> Tensor:
-        axes = comm.mesh.nontrivial(order.context)
-        ctx.places, ctx.axes, ctx.comm = places_of_chunks(order, seq_length), axes, comm
-        return _in_order(comm.all_gather(kv.unsqueeze(0), axes, dim=0).wait(), ctx.places)
+    def forward(ctx: Any, kv: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:
+        ctx.order, ctx.axes, ctx.comm = order, axes, comm
+        return order.gathered(comm.all_gather(kv.unsqueeze(0), axes, dim=0).wait())
 
     @staticmethod
     def backward(ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        by_rank = split_by_rank(dkv, ctx.places, ctx.comm.mesh.size(ctx.axes))
+        by_rank = ctx.order.scattered(dkv)
         return ctx.comm.reduce_scatter(by_rank, ctx.axes, dim=0).wait().squeeze(0), None, None, None
-
-
-# First position of a chunk of a sequence, the context rank that holds it, and its rows there.
-Place = tuple[int, int, slice]
-
-
-def places_of_chunks(order: TokenOrder, seq_length: int) -> list[Place]:
-    """Return the place of every chunk of a sequence, by rank."""
-    found = []
-    for rank in range(order.num_ranks):
-        start = 0
-        for low, high in order.chunks(seq_length, rank):
-            found.append((low, rank, slice(start, start + high - low)))
-            start += high - low
-    return found
-
-
-def _in_order(by_rank: Tensor, places: Sequence[Place]) -> Tensor:
-    """Return [2, B, S, G, D] in the order of positions, from those of each rank, [C, 2, B, L, G, D]."""
-    return torch.cat([by_rank[rank, :, :, rows] for _, rank, rows in sorted(places, key=lambda p: p[0])], dim=2)
-
-
-def split_by_rank(whole: Tensor, places: Sequence[Place], num_ranks: int) -> Tensor:
-    """Return [C, 2, B, L, G, D], the positions of each rank, from [2, B, S, G, D] in their order."""
-    length = whole.shape[2] // num_ranks
-    by_rank = whole.new_empty((num_ranks, *whole.shape[:2], length, *whole.shape[3:]))
-    for low, rank, rows in places:
-        by_rank[rank, :, :, rows] = whole[:, :, low : low + rows.stop - rows.start]
-    return by_rank

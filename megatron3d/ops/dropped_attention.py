@@ -8,7 +8,7 @@ Letters: B sequences, N query heads, L query rows, T key rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron3d.ops.attention_pairs import PairKernel, PlainKernel
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.parallel.attention_pairs import Pair, Span
-from megatron3d.parallel.context_ring import Chunks
+from megatron3d.parallel.document_chunks import Chunks
 
 # Dropout of attention weights: rate, key, and index of the first sequence in the global batch.
 Drop = tuple[float, int, int]
@@ -43,7 +43,7 @@ class DroppedPairs:
         num_heads: query heads of the whole model.
         first_head: the first query head of this rank.
         num_sequences: sequences of this rank.
-        chunks: positions of each rank of the ring.
+        chunks: positions of each rank of the ring, of each sequence, or once for all.
         place: this rank's place in the ring.
     """
 
@@ -53,7 +53,7 @@ class DroppedPairs:
     first_head: int
     num_sequences: int
     seq_length: int
-    chunks: Chunks
+    chunks: tuple[Chunks, ...]
     place: int
 
     def of(self, heads: Span, behind: int) -> Callable[[Pair], PairKernel]:
@@ -71,14 +71,16 @@ class DroppedPairs:
         rate, key, first_sequence = self.drop
         low, high = pair.sequences or (0, self.num_sequences)
         sequence = torch.arange(first_sequence + low, first_sequence + high, device=device).unsqueeze(1)
-        queries = self._positions(self.place, pair.queries, device)
-        keys = self._positions(self.place - behind, pair.keys, device)
+        held = self.chunks[low % len(self.chunks)]
+        queries = _positions(held[self.place], pair.queries, device)
+        keys = _positions(held[self.place - behind], pair.keys, device)
         by_head = (sequence * self.num_heads + torch.arange(*heads, device=device)).unsqueeze(-1)
         keep_MT = keep_mask(key, (by_head * self.seq_length + queries).flatten(), keys, rate)
         keep_BNLT: Tensor = keep_MT.unflatten(0, (high - low, heads[1] - heads[0], len(queries)))
         return keep_BNLT
 
-    def _positions(self, place: int, rows: Span, device: torch.device) -> Tensor:
-        """Return the positions of rows of a rank of the ring."""
-        every = torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks[place]])
-        return every[slice(*rows)]
+
+def _positions(chunks: Sequence[Span], rows: Span, device: torch.device) -> Tensor:
+    """Return the positions of rows of a rank."""
+    every = torch.cat([torch.arange(*chunk, device=device) for chunk in chunks])
+    return every[slice(*rows)]

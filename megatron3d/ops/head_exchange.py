@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
-from megatron3d.parallel.attention_pairs import Span
+from megatron3d.ops.position_order import PositionOrder
 from megatron3d.parallel.mesh import Axes
 
 
@@ -22,18 +22,12 @@ class HeadExchange:
     """Exchange over `axes`.  Each method starts an exchange, and returns a function that waits for its result.
 
     Args:
-        held: for each rank, in order, the chunks of positions that it holds.
+        order: of the positions of all ranks over `axes`.
     """
 
-    def __init__(self, held: tuple[tuple[Span, ...], ...], axes: Axes, comm: Comm) -> None:
-        self._axes, self._comm, self.num_ranks = axes, comm, len(held)
-        rows = [0] * len(held)
-        places: list[tuple[Span, int, Span]] = []
-        for rank, chunks in enumerate(held):
-            for chunk in chunks:
-                first, rows[rank] = rows[rank], rows[rank] + chunk[1] - chunk[0]
-                places.append((chunk, rank, (first, rows[rank])))
-        self._places = sorted(places)
+    def __init__(self, order: PositionOrder, axes: Axes, comm: Comm) -> None:
+        self._order, self._axes, self._comm = order, axes, comm
+        self.num_ranks = comm.mesh.size(axes)
 
     @property
     def rank(self) -> int:
@@ -44,17 +38,10 @@ class HeadExchange:
         """Exchange blocks of several tensors at once for this rank's heads at all positions, [B, N / c, S, D] each."""
         sizes = [each.shape[2] for each in tensors]
         pending = self._comm.all_to_all(torch.cat(tensors, dim=2), self._axes)
-        return lambda: [self._in_order(each) for each in pending.wait().split(sizes, dim=2)]
-
-    def _in_order(self, received: Tensor) -> Tensor:
-        return torch.cat([received[rank, :, :, low:high] for _, rank, (low, high) in self._places], dim=2)
+        return lambda: [self._order.of_heads(each) for each in pending.wait().split(sizes, dim=2)]
 
     def own_positions(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Exchange [B, N / c, S, D] of several tensors at once for all heads at this rank's positions, in blocks."""
         sizes = [each.shape[1] for each in tensors]
-        parts = torch.cat(tensors, dim=1).split([high - low for (low, high), _, _ in self._places], dim=2)
-        of_rank: list[list[Tensor]] = [[] for _ in range(self.num_ranks)]
-        for part, (_, rank, _) in zip(parts, self._places, strict=True):
-            of_rank[rank].append(part)
-        pending = self._comm.all_to_all(torch.stack([torch.cat(each, dim=2) for each in of_rank]), self._axes)
+        pending = self._comm.all_to_all(self._order.to_heads(torch.cat(tensors, dim=1)), self._axes)
         return lambda: list(pending.wait().split(sizes, dim=2))

@@ -7,13 +7,15 @@ arXiv:2311.09431):
     chunk of the sequence     0  1  2  3  4  5  6  7
     context rank              0  1  2  3  3  2  1  0
 
-Everything that depends on a position takes it from `TokenOrder`: rotary and learned positions, labels, dropout masks.
+Packed documents may be divided by their own work instead (`parallel/document_chunks.py`).  Everything that depends on
+a position takes it from `TokenOrder`: rotary and learned positions, labels, dropout masks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron3d.parallel.document_chunks import Chunks, balanced_chunks
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -21,10 +23,17 @@ from megatron3d.parallel.modes.mode import Mode
 
 # Exchanges of keys and values between context ranks by name (`cp_comm_type`); the first one is the default.
 CONTEXT_EXCHANGES = ("all_gather", "p2p", "a2a", "a2a+p2p")
+# How positions are divided among context ranks by name (`context_parallel_load_balancer`); the first is the default.
+ZIGZAG, DOCUMENTS = LOAD_BALANCERS = ("zigzag", "documents")
 Span = tuple[int, int]
 
 
-def with_context(mode: Mode, axes: tuple[tuple[str, int], ...], exchange: str = CONTEXT_EXCHANGES[0]) -> Mode:
+def with_context(
+    mode: Mode,
+    axes: tuple[tuple[str, int], ...],
+    exchange: str = CONTEXT_EXCHANGES[0],
+    load_balancer: str = ZIGZAG,
+) -> Mode:
     """Return a mode whose tokens are split over context axes as well, behind the axes that split sequences.
 
     Axes of one rank change nothing, so that a layout without context parallelism has no such axis.
@@ -38,7 +47,8 @@ def with_context(mode: Mode, axes: tuple[tuple[str, int], ...], exchange: str = 
         return replace(plan, m=plan.m + names)
 
     plans = widened(mode.expand), widened(mode.contract)
-    return replace(mode, axes=live + mode.axes, expand=plans[0], contract=plans[1], context=names, exchange=exchange)
+    mode = replace(mode, axes=live + mode.axes, expand=plans[0], contract=plans[1], context=names, exchange=exchange)
+    return replace(mode, load_balancer=load_balancer)
 
 
 def zigzag(seq_length: int, num_ranks: int, rank: int) -> tuple[Span, ...]:
@@ -60,11 +70,15 @@ class TokenOrder:
     Attributes:
         batch: axes that split whole sequences when these are read.
         context: axes that split the positions of a sequence, the first one slowest.
+        by_documents: sequences of several documents are divided by the work of their documents.
+        window: number of keys that a query sees in the layers with the most work; None: all before it.
     """
 
     batch: Axes
     context: Axes
     mesh: Mesh
+    by_documents: bool = False
+    window: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -77,8 +91,16 @@ class TokenOrder:
         return self.mesh.size(self.batch)
 
     def chunks(self, seq_length: int, rank: int | None = None) -> tuple[Span, ...]:
-        """Return the positions that a context rank holds, this one by default, in the order of its tokens."""
+        """Return the positions that a context rank holds, this one by default, in the order of its tokens.
+
+        They are those of a sequence of one document.
+        """
         return zigzag(seq_length, self.num_ranks, self.mesh.index(self.context) if rank is None else rank)
+
+    def held(self, seq_length: int, starts: tuple[int, ...] = ()) -> Chunks:
+        """Return the positions that each context rank holds of a sequence whose further documents begin at `starts`."""
+        alike = tuple(self.chunks(seq_length, rank) for rank in range(self.num_ranks))
+        return balanced_chunks(alike, starts, self.window) if self.by_documents and starts else alike
 
     def local_length(self, seq_length: int) -> int:
         """Return how many positions of each sequence this rank holds."""

@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 from megatron3d.parallel.attention_pairs import Pair, Span, num_pair_scores, pairs, segments
 from megatron3d.parallel.context import TokenOrder
-from megatron3d.parallel.context_ring import Chunks, RingPlan, Starts, ring_plan
+from megatron3d.parallel.context_ring import RingPlan, Starts, plan_of_sequences, sequence_chunks
+from megatron3d.parallel.document_chunks import Chunks, joined
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 
@@ -56,10 +57,12 @@ def key_copies(num_groups: int, ranks: int) -> int:
     return ranks // math.gcd(num_groups, ranks)
 
 
-def held_chunks(order: TokenOrder, seq_length: int, num_inner: int) -> Chunks:
-    """Return the chunks of each rank of the ring, whose `num_inner` inner ranks hold neighbouring parts of them."""
-    ranks = range(0, order.num_ranks, num_inner)
-    inner = [[order.chunks(seq_length, rank + place) for place in range(num_inner)] for rank in ranks]
+def held_chunks(order: TokenOrder, seq_length: int, num_inner: int, starts: tuple[int, ...] = ()) -> Chunks:
+    """Return the chunks of each rank of the ring, which are those of its `num_inner` inner ranks together."""
+    ranks, every = range(0, order.num_ranks, num_inner), order.held(seq_length, starts)
+    inner = [every[rank : rank + num_inner] for rank in ranks]
+    if order.by_documents and starts:
+        return tuple(joined([chunk for chunks in held for chunk in chunks]) for held in inner)
     return tuple(tuple((min(part)[0], max(part)[1]) for part in zip(*held, strict=True)) for held in inner)
 
 
@@ -155,23 +158,26 @@ def exchange_ring(
     exchange: str, order: TokenOrder, seq_length: int, starts: Starts = None, window: int | None = None
 ) -> RingPlan:
     """Return this rank's part in the ring of an exchange; without a ring, one step with all that its heads see."""
-    chunks = held_chunks(order, seq_length, order.mesh.size(head_axes(exchange, order.context)))
-    return ring_plan(chunks, order.mesh.index(ring_axes(exchange, order.context)), starts, window)
+    num_inner = order.mesh.size(head_axes(exchange, order.context))
+    held = sequence_chunks(lambda documents: held_chunks(order, seq_length, num_inner, documents), starts)
+    return plan_of_sequences(held, order.mesh.index(ring_axes(exchange, order.context)), window)
 
 
+@lru_cache(maxsize=64)
 def gathered_pairs(
     order: TokenOrder, seq_length: int, starts: Starts = None, window: int | None = None
 ) -> tuple[Pair, ...]:
     """Return the pairs of this rank's queries with the keys of all ranks, gathered in the order of positions."""
-    mine = order.chunks(seq_length)
-    every = sorted(chunk for rank in range(order.num_ranks) for chunk in order.chunks(seq_length, rank))
+    rank = order.mesh.index(order.context)
+
+    def seen(documents: tuple[int, ...]) -> tuple[Pair, ...]:
+        held = order.held(seq_length, documents)
+        every = sorted(chunk for chunks in held for chunk in chunks)
+        return pairs(segments(held[rank], documents, window), segments(every, documents, window), window)
+
     if starts is None:
-        return pairs(segments(mine, (), window), segments(every, (), window), window)
-    return tuple(
-        pair._replace(sequences=(row, row + 1))
-        for row, each in enumerate(starts)
-        for pair in pairs(segments(mine, each, window), segments(every, each, window), window)
-    )
+        return seen(())
+    return tuple(pair._replace(sequences=(row, row + 1)) for row, each in enumerate(starts) for pair in seen(each))
 
 
 def scores_computed(

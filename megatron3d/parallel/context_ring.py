@@ -9,14 +9,14 @@ past it in one transfer.  So all ranks need the same steps, which depend on the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from megatron3d.parallel.attention_pairs import Pair, Span, own_pairs, pairs, pieces, segments
-
-# Positions of each context rank, as half-open chunks in ascending order.
-Chunks = tuple[tuple[Span, ...], ...]
+from megatron3d.parallel.document_chunks import Chunks
 
 # First positions of the documents of each sequence; None: one document per sequence.
 Starts = tuple[tuple[int, ...], ...] | None
@@ -64,25 +64,47 @@ class RingPlan:
         return replace(self, own=cut(self.own), own_parts=(cut(first), cut(second)), steps=steps)
 
 
-@lru_cache(maxsize=64)
+class SequenceChunks(NamedTuple):
+    """Consecutive sequences whose documents begin at the same positions, and what each rank of a ring holds of them.
+
+    Attributes:
+        rows: the sequences; None: all.
+    """
+
+    rows: Span | None
+    starts: tuple[int, ...]
+    chunks: Chunks
+
+
 def ring_plan(chunks: Chunks, rank: int, starts: Starts = None, window: int | None = None) -> RingPlan:
-    """Return the plan of one context rank, given the chunks of all of them."""
-    batches = _equal_documents(starts)
-    held = [[segments(each, documents, window) for _, documents in batches] for each in chunks]
+    """Return the plan of one context rank, given the chunks of all of them, which are the same of all sequences."""
+    return plan_of_sequences(sequence_chunks(lambda _: chunks, starts), rank, window)
+
+
+def sequence_chunks(chunks: Callable[[tuple[int, ...]], Chunks], starts: Starts) -> tuple[SequenceChunks, ...]:
+    """Return the chunks of a rank's sequences by where their documents begin."""
+    return tuple(SequenceChunks(rows, documents, chunks(documents)) for rows, documents in _equal_documents(starts))
+
+
+@lru_cache(maxsize=64)
+def plan_of_sequences(sequences: tuple[SequenceChunks, ...], rank: int, window: int | None = None) -> RingPlan:
+    """Return the plan of one context rank for all its sequences."""
+    size = len(sequences[0].chunks)
+    held = [[segments(each.chunks[place], each.starts, window) for each in sequences] for place in range(size)]
 
     def together(found: list[tuple[Pair, ...]]) -> tuple[Pair, ...]:
-        listed = zip(batches, found, strict=True)
-        return tuple(pair._replace(sequences=sequences) for (sequences, _), some in listed for pair in some)
+        listed = zip(sequences, found, strict=True)
+        return tuple(pair._replace(sequences=each.rows) for each, some in listed for pair in some)
 
     def between(reader: int, behind: int) -> tuple[Pair, ...]:
         both = zip(held[reader], held[reader - behind], strict=True)
         return together([pairs(queries, keys, window) for queries, keys in both])
 
     own, parts = together([own_pairs(rows, window) for rows in held[rank]]), between(rank, 0)
-    needed = [step for step in range(1, len(chunks)) if any(between(each, step) for each in range(len(chunks)))]
+    needed = [step for step in range(1, size) if any(between(each, step) for each in range(size))]
     half = len(parts) // 2
     steps = tuple(RingStep(step, between(rank, step)) for step in needed)
-    return RingPlan(own, (parts[:half], parts[half:]), steps, len(chunks), window)
+    return RingPlan(own, (parts[:half], parts[half:]), steps, size, window)
 
 
 def _equal_documents(starts: Starts) -> list[tuple[Span | None, tuple[int, ...]]]:

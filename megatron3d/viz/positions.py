@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from megatron3d.parallel.attention_pairs import Kind, Pair
 from megatron3d.parallel.context import zigzag
-from megatron3d.parallel.context_ring import Chunks, RingPlan, ring_plan
+from megatron3d.parallel.context_ring import RingPlan, ring_plan
+from megatron3d.parallel.document_chunks import Chunks
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 RANKS, POSITIONS = 4, 32

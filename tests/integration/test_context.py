@@ -15,7 +15,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import Packing
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, DOCUMENTS, LOAD_BALANCERS, ZIGZAG
 from megatron3d.parallel.context_exchange import BOTH
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.state import build_state
@@ -91,6 +91,35 @@ def test_documents_in_every_mode(mode: str, form: str, model: str, data: str) ->
     assert list(differences(alone(model, data), values, TOLERANCE)) == []
 
 
+# Forms that split sequences before context ranks do, or tokens behind them; models with dropout and few key heads.
+BALANCED = [
+    ("1d", "sequence_parallel", "gpt2", "a2a+p2p", {}),
+    ("1d", "sequence_parallel", "uneven groups", "p2p", {"window_size": (5, 0), "window_attn_skip_freq": 2}),
+    ("2d", None, "gpt2", "all_gather", {}),
+    ("3d", None, "gpt2", "p2p", {}),
+    ("grid", None, "llama", "a2a", {"window_size": (3, 0)}),
+]
+
+
+@pytest.mark.parametrize(("mode", "form", "model", "exchange", "changes"), BALANCED)
+def test_documents_balance_the_work_of_context_ranks(
+    mode: str, form: str | None, model: str, exchange: str, changes: dict[str, Any]
+) -> None:
+    shape, data = SHAPES[len(MODES[mode].axis_names)], next(iter(DATA))
+    parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
+    context = 2 if len(shape) == 3 else 4
+    parallel |= exchange_of(exchange, DOCUMENTS) | {"context_parallel_size": context, "zero_stage": 1}
+    expected = configure(model, data, {}, micro_batch_size=8)
+    config = configure(model, data, parallel, recompute_granularity="selective")
+    expected, config = (
+        each.model_copy(update={"model": each.model.model_copy(update=changes)}) for each in (expected, config)
+    )
+    assert check(config, 8, VOCAB_SIZE) == []
+    alone_values, values = run_trace(0, 1, expected), run_turns(run_trace, 8, config)[0]
+    assert alone_values is not None
+    assert list(differences(alone_values, values, TOLERANCE)) == []
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_core_of_attention_is_recomputed_with_documents(model: str) -> None:
     data = next(iter(DATA))
@@ -99,7 +128,7 @@ def test_the_core_of_attention_is_recomputed_with_documents(model: str) -> None:
     assert list(differences(alone(model, data), run_turns(run_trace, 4, config)[0], TOLERANCE)) == []
 
 
-DOCUMENTS = [[5, 6, 1, 9, EOD], [7, EOD], [8, 9, 3, 2, 2, 10, EOD], [4, 1]]
+TEXTS = [[5, 6, 1, 9, EOD], [7, EOD], [8, 9, 3, 2, 2, 10, EOD], [4, 1]]
 
 
 def logits(rank: int, world_size: int, config: Config, rows: list[list[int]], packing: Packing) -> Tensor:
@@ -113,23 +142,27 @@ def logits(rank: int, world_size: int, config: Config, rows: list[list[int]], pa
         return found
 
 
-PACKED = [token for document in DOCUMENTS for token in document]
+PACKED = [token for document in TEXTS for token in document]
 
 
-def exchange_of(exchange: str) -> dict[str, Any]:
+def exchange_of(exchange: str, balancer: str = ZIGZAG) -> dict[str, Any]:
     """Return the keys of four context ranks."""
     keys: dict[str, Any] = {"context_parallel_size": 4, "cp_comm_type": exchange}
+    keys["context_parallel_load_balancer"] = balancer
     return keys | ({"hierarchical_context_parallel_sizes": (2, 2)} if exchange == BOTH else {})
 
 
+@pytest.mark.parametrize("balancer", LOAD_BALANCERS)
 @pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
 @pytest.mark.parametrize(("model", "restarts"), [("gpt2", True), ("llama", True), ("llama", False)])
-def test_packed_documents_of_four_ranks_equal_each_document_alone(model: str, restarts: bool, exchange: str) -> None:
+def test_packed_documents_of_four_ranks_equal_each_document_alone(
+    model: str, restarts: bool, exchange: str, balancer: str
+) -> None:
     """Where positions go on, RoPE turns all queries and keys of a later document alike, which changes no score."""
-    config, one = configure(model, None, exchange_of(exchange)), configure(model, None, {})
+    config, one = configure(model, None, exchange_of(exchange, balancer)), configure(model, None, {})
     packing = Packing(EOD, reset_position_ids=restarts, reset_attention_mask=True)
     every = run_turns(logits, 4, config, [PACKED, PACKED[::-1]], packing)
-    expected = torch.cat([logits(0, 1, one, [document], Packing())[0] for document in DOCUMENTS])
+    expected = torch.cat([logits(0, 1, one, [document], Packing())[0] for document in TEXTS])
     for found in every:
         assert torch.allclose(found[0], expected, atol=1e-12, rtol=0)
     assert torch.allclose(every[0][1], logits(0, 1, one, [PACKED[::-1]], packing)[0], atol=1e-12, rtol=0)
@@ -149,16 +182,16 @@ def train_on(rank: int, world_size: int, config: Config, steps: list[list[list[i
 
 
 @pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
-@pytest.mark.parametrize("restarts", [True, False])
-def test_losses_of_packed_documents_are_those_of_each_alone(restarts: bool, exchange: str) -> None:
+@pytest.mark.parametrize(("restarts", "balancer"), [(True, ZIGZAG), (False, ZIGZAG), (False, DOCUMENTS)])
+def test_losses_of_packed_documents_are_those_of_each_alone(restarts: bool, balancer: str, exchange: str) -> None:
     """One process trains on each document as a microbatch of its own; the sum of their losses is divided once."""
     packing = Packing(EOD, reset_position_ids=restarts, reset_attention_mask=True, eod_mask_loss=True)
     sizes = {"micro_batch_size": 1}
-    alone_rows = [[*document, 3] for document in DOCUMENTS]
+    alone_rows = [[*document, 3] for document in TEXTS]
     one = configure("llama", None, {}, **sizes, global_batch_size=len(alone_rows))
     plain = replace(packing, reset_attention_mask=False, reset_position_ids=False)
     expected = train_on(0, 1, one, [alone_rows] * 2, plain)
-    packed = configure("llama", None, exchange_of(exchange), **sizes, global_batch_size=1)
+    packed = configure("llama", None, exchange_of(exchange, balancer), **sizes, global_batch_size=1)
     for found in run_turns(train_on, 4, packed, [[[*PACKED, 3]]] * 2, packing):
         assert found == pytest.approx(expected, rel=TOLERANCE)
 

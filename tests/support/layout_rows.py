@@ -218,6 +218,13 @@ def context_keys(ranks: int, exchange: str) -> dict[str, Any]:
     return keys | ({"hierarchical_context_parallel_sizes": (2, ranks // 2)} if exchange == BOTH else {})
 
 
+def balancer_keys(row: Row) -> dict[str, Any]:
+    """Return the key that balances documents, which about half of the rows have whose attention knows documents."""
+    packs = DOCUMENTS[row["documents"]].get("reset_attention_mask") and row["context ranks"] > 1
+    is_chosen = packs and random.Random(f"balancer of {row}").random() < 0.5
+    return {"context_parallel_load_balancer": "documents"} if is_chosen else {}
+
+
 def build(row: Row, folder: Path) -> Case:
     """Return the configuration of a row; write the file of its schedule, if it has one, to `folder`."""
     choose = random.Random(str(row))
@@ -226,7 +233,7 @@ def build(row: Row, folder: Path) -> Case:
     num_inner = math.prod(row["shape"]) * row["data ranks"] * row["context ranks"]
     alone = small_batches(row["model"], tensor, num_inner, BATCHES[row["batch"]], least=2 if ranks == 1 else 3)
     train = alone.train.model_dump(exclude_defaults=True) | RECOMPUTATIONS[row["recompute"]]
-    parallel = tensor | OVERLAPS[row["overlap"]] | {"zero_stage": row["ZeRO"]}
+    parallel = tensor | OVERLAPS[row["overlap"]] | {"zero_stage": row["ZeRO"]} | balancer_keys(row)
     parallel["num_distributed_optimizer_instances"] = row["replicas"]
     model = {**MODELS[row["model"]], "num_layers": DEPTHS[ranks]}
     if ranks > 1:

@@ -7,20 +7,27 @@ from collections.abc import Iterator
 
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, near_multiples
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, DOCUMENTS, ZIGZAG
 from megatron3d.parallel.context_exchange import BOTH, head_axes
 from megatron3d.parallel.mesh import Mesh
 
 SIZE, WARMUP = "parallel.context_parallel_size", "train.seq_length_warmup"
 EXCHANGE, SIZES = "parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"
+BALANCER = "parallel.context_parallel_load_balancer"
 ANY = CONTEXT_EXCHANGES[0]
 
 
 def context_problems(facts: Facts) -> Iterator[str]:
-    """Yield a message per length that the context ranks cannot split."""
+    """Yield a message per length that the context ranks cannot split, and where there are no documents to balance."""
     size, model = facts.config.parallel.context_parallel_size, facts.config.model
     if size == 1:
         return
+    balancer = facts.config.parallel.context_parallel_load_balancer
+    if balancer == DOCUMENTS and not facts.config.data.reset_attention_mask:
+        yield (
+            f"{facts.named(BALANCER)}: without data.reset_attention_mask every sequence is one document, of which "
+            f"{ZIGZAG} gives all ranks the same work; use data.reset_attention_mask=true, or {ZIGZAG}"
+        )
     step = 2 * size
     if model.seq_length % step:
         yield (

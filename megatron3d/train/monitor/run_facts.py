@@ -50,8 +50,10 @@ def describe_context(state: TrainState) -> str | None:
     if ranks == 1:
         return None
     chunks = ", ".join(f"{low:,} to {high - 1:,}" for low, high in model.order.chunks(model.arch.seq_length))
+    by_documents = f"1/{ranks} of the positions, by the documents of each sequence"
+    held = by_documents if model.order.by_documents else f"positions {chunks}"
     exchange = state.spec.config.parallel.cp_comm_type
-    return f"context: {ranks} ranks, of which this one has positions {chunks}; keys and values by {exchange}"
+    return f"context: {ranks} ranks, of which this one has {held}; keys and values by {exchange}"
 
 
 def describe_loss(state: TrainState) -> str:

@@ -25,7 +25,8 @@ from megatron3d.ops.context_heads import RingAndHeads
 from megatron3d.ops.packed_attention import Visible
 from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.parallel.context_exchange import ExchangeSizes, exchange_traffic, key_copies
-from megatron3d.parallel.context_ring import Chunks, Starts, ring_plan
+from megatron3d.parallel.context_ring import Starts, ring_plan
+from megatron3d.parallel.document_chunks import Chunks
 from megatron3d.parallel.mesh import Axes, Mesh
 from tests.support.pool import Pool
 from tests.support.turn_ranks import make_comm, run_turns

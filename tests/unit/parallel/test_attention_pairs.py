@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.parallel.attention_pairs import Kind, Pair, own_pairs, pairs, segments
-from megatron3d.parallel.context_ring import Chunks, ring_plan
+from megatron3d.parallel.context_ring import ring_plan
+from megatron3d.parallel.document_chunks import Chunks
 
 LENGTH = 24
 Seen = list[tuple[int, int]]

@@ -27,6 +27,17 @@ def test_the_sequence_is_two_chunks_for_each_rank() -> None:
     )
 
 
+def test_a_balance_of_documents_needs_documents() -> None:
+    parallel = {"context_parallel_size": 2, "context_parallel_load_balancer": "documents"}
+    values = {"model": MODEL | {"seq_length": 64}, "parallel": parallel}
+    (problem,) = check(Config.model_validate(values), 2)
+    assert problem == (
+        "parallel.context_parallel_load_balancer=documents: without data.reset_attention_mask every sequence is one "
+        "document, of which zigzag gives all ranks the same work; use data.reset_attention_mask=true, or zigzag"
+    )
+    assert check(Config.model_validate(values | {"data": {"reset_attention_mask": True}}), 2) == []
+
+
 def test_the_warm_up_of_the_sequence_length_keeps_to_chunks() -> None:
     assert problems(2, {"seq_length": 64}, 2, seq_length_warmup=(16, 4, 100)) == []
     (problem,) = problems(2, {"seq_length": 64}, 2, seq_length_warmup=(10, 6, 100))
