@@ -47,6 +47,7 @@ LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
 FLOPS = ("tests/unit/model/test_flops.py",)
 
 CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
+RINGS = ("tests/unit/inference/test_sampling.py",)
 
 
 class Mutation(NamedTuple):
@@ -819,16 +820,48 @@ MUTATIONS = [
     Mutation(
         "context ranks see the positions of the first rank's cache",
         "ops/kv_cache.py",
-        "* num_ranks + rank)",
-        "* num_ranks)",
+        "slots_BT * num_ranks + rank, window",
+        "slots_BT * num_ranks, window",
         CACHE,
     ),
     Mutation(
         "new keys written to the slots of the position before",
         "ops/kv_cache.py",
-        "columns = (rank - first_B) % num_ranks",
-        "columns = (rank + 1 - first_B) % num_ranks",
+        "columns = (rank - first_B1) % num_ranks",
+        "columns = (rank + 1 - first_B1) % num_ranks",
         CACHE,
+    ),
+    *(
+        Mutation(name, "ops/kv_cache.py", old, new, RINGS)
+        for name, old, new in (
+            (
+                "a ring has no position more than the window",
+                "return -(-(window + self.BACK) // num_ranks)",
+                "return -(-(window - 1) // num_ranks)",
+            ),
+            (
+                "padding of a shorter text overwrites its window",
+                "is_kept = (slots_BN < ends_B1) & (slots_BN >= ends_B1 - size)",
+                "is_kept = slots_BN >= ends_B1 - size",
+            ),
+            (
+                "the first of a long prompt's positions overwrite the last",
+                "is_kept = (slots_BN < ends_B1) & (slots_BN >= ends_B1 - size)",
+                "is_kept = (slots_BN < ends_B1) & (slots_BN < slots_BN[:, :1] + size)",
+            ),
+            (
+                "new tokens of a window in the wrong order",
+                "torch.cat((old[:, :held], some), dim=1) for old, some in zip(ring, new, strict=True))",
+                "torch.cat((old[:, :held], some.roll(1, 1)), dim=1) for old, some in zip(ring, new, strict=True))",
+            ),
+        )
+    ),
+    Mutation(
+        "a text goes back behind the positions that a ring still has",
+        "ops/kv_cache.py",
+        "return not self.forgets or held - start <= self.BACK",
+        "return True",
+        RINGS,
     ),
     Mutation(
         "outputs of context ranks added without their weights",

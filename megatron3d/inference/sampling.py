@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.model.gpt import GPT
+from megatron3d.model.layer_kinds import has_window
 from megatron3d.model.microbatch import Pass
 from megatron3d.ops.kv_cache import KVCache
 from megatron3d.parallel.layout import span
@@ -58,15 +59,22 @@ def draw(weights_V: Tensor, generator: torch.Generator) -> int:
 
 @dataclass(frozen=True)
 class PaddedTokens:
-    """New tokens of all sequences of a microbatch, padded to one width, and the position of each row's first token."""
+    """New tokens of all sequences of a microbatch, padded to one width.
+
+    Attributes:
+        starts: position of each row's first token.
+        counts: tokens of each row that are no padding.
+    """
 
     rows: list[list[int]]
     starts: list[int]
+    counts: list[int]
 
     def begin(self, model: GPT, cache: KVCache, device: torch.device, has_logits: bool) -> Pass:
         """Return the pass that extends the cache by these tokens.
 
-        Padding follows the last token of a row; its cache entries are overwritten before they are attended to.
+        Padding follows the last token of a row; its cache entries are overwritten before they are attended to, and
+        rings of windows have none.
         """
         tokens, first = torch.tensor(self.rows, device=device), torch.tensor(self.starts, device=device)
         width, last = tokens.shape[1], cache.capacity - 1
@@ -75,7 +83,8 @@ class PaddedTokens:
         length = max(self.starts) + width
         if not model.order.context:
             length = cache.attended_length(min(length, cache.capacity), device)
-        return model.begin_extending(tokens[low:high], positions, length, cache, has_logits=has_logits)
+        ends = first + torch.tensor(self.counts, device=device)
+        return model.begin_extending(tokens[low:high], positions, ends, length, cache, has_logits=has_logits)
 
 
 def pad_tokens(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> PaddedTokens:
@@ -86,7 +95,7 @@ def pad_tokens(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> P
     chunks = 2 * mesh.size(mode.context) if mode.context else 1  # of a sequence
     more, width = -len(new) % unit, -(-max(map(len, new)) // chunks) * chunks
     rows = [row + [0] * (width - len(row)) for row in (*new, *[new[0]] * more)]
-    return PaddedTokens(rows, [*starts, *[starts[0]] * more])
+    return PaddedTokens(rows, [*starts, *[starts[0]] * more], list(map(len, (*new, *[new[0]] * more))))
 
 
 class Sampler:
@@ -107,7 +116,10 @@ class Sampler:
         return self.executor.model.arch.seq_length
 
     def _new_cache(self) -> KVCache:
-        return KVCache(self.capacity, self._keeps_hidden)
+        forgets = (
+            has_window(self.executor.model.arch) and not self._keeps_hidden
+        )  # drafts may go back by several tokens
+        return KVCache(self.capacity, self._keeps_hidden, forgets)
 
     def next_logits(self, contexts: Sequence[Context]) -> Tensor:
         """Return next-token logits [contexts, V] on the CPU, the same on every rank."""
@@ -119,6 +131,7 @@ class Sampler:
         They are on the CPU and the same on every rank.  All rows of the last pass are as wide, so that no padding
         follows a context that ends at the model's length.
         """
+        assert count <= KVCache.BACK or not self.cache.forgets, "layers with a window keep no more than the window"
         windows = self._windows(contexts)
         self._cache_up_to(windows, [max(len(window) - count, 0) for window in windows])
         last = [window[-count:] for window in windows]
@@ -141,7 +154,7 @@ class Sampler:
         """Add the tokens before `ends` to the cache, as far as they are not in it."""
         if len(windows) != len(self._held):
             self._held, self.cache = [[] for _ in windows], self._new_cache()
-        starts = [num_shared(held, window[:end]) for held, window, end in zip(self._held, windows, ends, strict=True)]
+        starts = [self._start(held, window[:end]) for held, window, end in zip(self._held, windows, ends, strict=True)]
         new = [window[start:end] for window, start, end in zip(windows, starts, ends, strict=True)]
         step = PREFILL * self.executor.model.order.num_ranks
         for first in range(0, max(map(len, new)), step):
@@ -150,6 +163,11 @@ class Sampler:
             self.executor.extend(self.begin(part, places, has_logits=False))
         if any(new):  # padding of shorter rows is behind their ends
             self._held = [window[:end] for window, end in zip(windows, ends, strict=True)]
+
+    def _start(self, held: list[int], context: list[int]) -> int:
+        """Return from which position on a context is computed: behind what it shares with the cached tokens, or all."""
+        start = num_shared(held, context)
+        return start if self.cache.can_go_back(len(held), start) else 0
 
     def begin(self, new: Sequence[list[int]], starts: Sequence[int], has_logits: bool) -> Pass:
         """Return the pass of new tokens of each context, the first of them at `starts`."""

@@ -47,7 +47,7 @@ def score(executor: PipelineExecutor, pairs: Sequence[tuple[Context, Context]], 
     """
     model = executor.model
     rows = [_row(context, continuation, model.arch.seq_length) for context, continuation in pairs]
-    cache, width = KVCache(model.arch.seq_length), max(len(row.inputs) for row in rows)
+    cache, width = KVCache(model.arch.seq_length, forgets=True), max(len(row.inputs) for row in rows)
     log_probs, are_greedy = [0.0] * len(rows), [True] * len(rows)
     for start in range(0, width, CHUNK):
         stop = start + CHUNK

@@ -35,7 +35,7 @@ from megatron3d.ops.recompute import KeptResults, recomputed
 from megatron3d.ops.rotary import RotaryTables, rotary_tables
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.wgrad_queue import WgradQueue
-from megatron3d.parallel.context import CONTEXT_EXCHANGES, DOCUMENTS, TokenOrder
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.modes.mode import Mode
@@ -69,8 +69,7 @@ class GPT(nn.Module):
         super().__init__()
         self.arch, self.mode = arch, mode
         self.comm = comm
-        by_documents = mode.load_balancer == DOCUMENTS
-        self.order = TokenOrder(mode.batch_axes, mode.context, comm.mesh, by_documents, widest_window(arch))
+        self.order = TokenOrder.of_mode(mode, comm.mesh, widest_window(arch))
         rank = comm.mesh.coord("pipeline")
         self.stages: tuple[Stage, ...] = assignment.on_rank(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, assignment, rank)
@@ -198,20 +197,20 @@ class GPT(nn.Module):
         return self._begin(tokens_BS, 0, None)
 
     def begin_extending(
-        self, tokens_BS: Tensor, positions_BS: Tensor, length: int, cache: KVCache, has_logits: bool
+        self, tokens_BS: Tensor, positions_BS: Tensor, ends_B: Tensor, length: int, cache: KVCache, has_logits: bool
     ) -> Pass:
         """Return the pass of new tokens that extends a KV cache.
 
         Args:
             tokens_BS: new tokens of the sequences that this rank reads.
             positions_BS: positions of the new tokens of the whole microbatch, all below `length`.
+            ends_B: position behind the last new token of each sequence that is no padding.
             has_logits: whether the pass ends in logits; if not, it only extends the cache.
         """
         num_sequences, width = positions_BS.shape
         low, high = self.order.sequences(num_sequences, self.mode.inner[0])
-        cached = CacheView(cache, positions_BS, positions_BS[low:high], length, has_logits)
-        chunks = self.order.chunks(width)
-        mine_BL, tokens_BL = (cut_positions(t, chunks, dim=1) for t in (cached.mine_BS, tokens_BS))
+        cached = CacheView(cache, positions_BS, positions_BS[low:high], ends_B[low:high], length, has_logits)
+        mine_BL, tokens_BL = (cut_positions(t, self.order.chunks(width), 1) for t in (cached.mine_BS, tokens_BS))
         rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(cache.capacity))
         return Pass(tokens_BL, width, self.order, None, num_sequences, 0, None, rotary, cached)
 
@@ -235,8 +234,7 @@ class GPT(nn.Module):
         """Return the pass with the rotary tables of its documents, for all layers of one stage."""
         if at.documents is None:
             return at
-        mine_BL = at.document_positions_BL
-        if mine_BL is not None:
+        if (mine_BL := at.document_positions_BL) is not None:
             rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(at.seq_length))
         else:
             rows = at.tokens_BL.shape[0], -1, -1, -1

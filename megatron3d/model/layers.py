@@ -112,8 +112,8 @@ class Attention(nn.Module):
             inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, None, softmax)
             return cached_context_attention(q, k, v, inputs, at.cached, self.site)
         if at.cached:
-            k, v = at.cached.extend(self.site, k, v)
-            return attention(q, k, v, self.heads, None, at.cached.mask_BSL(self.window), softmax=softmax)
+            k, v, mask_BST = at.cached.extend(self.site, k, v, self.window)
+            return attention(q, k, v, self.heads, None, mask_BST, softmax=softmax)
         drop = None
         if self.dropout and at.key is not None:
             first, _ = at.order.sequences(at.num_sequences, self.tokens)
@@ -190,10 +190,9 @@ class LatentAttention(Attention):
         whole = (whole_features(each, self.plan, self.comm) for each in (c_MR, k_MP))
         c, k_pos = (each.view(-1, at.local_length, 1, each.shape[1]) for each in whole)
         new_BSR = torch.cat((c, self.rotated(k_pos, at)), dim=-1).squeeze(2)
-        latents_BLR, _ = cached.extend(self.site, new_BSR, new_BSR[..., :0])
+        latents_BLR, _, mask_BSL = cached.extend(self.site, new_BSR, new_BSR[..., :0], self.window)
         rows = whole_weight(self.kv_up.weight, self.plan, self.comm).split((q.shape[2] * plain, q.shape[2] * values))
         weights = tuple(part.unflatten(0, (q.shape[2], -1)) for part in rows)
-        mask_BSL = cached.mask_BSL(self.window)
         y = absorbed_attention((q, q_pos), latents_BLR, (weights[0], weights[1]), mask_BSL, self.scale)
         return y.flatten(0, 1).flatten(1)
 

@@ -35,10 +35,10 @@ def cached_context_attention(
     q_BNWD = gather_positions(q_BLND.unsqueeze(0), order.context, at.all_positions, at.comm)[0].transpose(1, 2)
     kv = gather_positions(torch.stack((k_BLGD, v_BLGD)), order.context, at.all_positions, at.comm)
     rank, ranks = at.comm.mesh.index(order.context), order.num_ranks
-    k_BGTD, v_BGTD = (t.transpose(1, 2) for t in cached.extend_slots(site, kv[0], kv[1], rank, ranks))
+    k, v, mask_BWT = cached.extend(site, kv[0], kv[1], at.visible.window, rank, ranks)
+    k_BGTD, v_BGTD = k.transpose(1, 2), v.transpose(1, 2)
     if not at.heads.are_even:
         k_BGTD, v_BGTD = (t[:, at.heads.group_of_query] for t in (k_BGTD, v_BGTD))
-    mask_BWT = cached.slot_mask(at.visible.window, rank, ranks, k_BGTD.shape[2])
     kernel = InPieces(PlainKernel(at.softmax.softcap), PIECE)
     out, lse = kernel.forward(q_BNWD, k_BGTD, v_BGTD, False, mask_BWT[:, None, None])
     out_BNLD, lse_BNL = _merged(torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), dim=-1), at)

@@ -80,6 +80,11 @@ class TokenOrder:
     by_documents: bool = False
     window: int | None = None
 
+    @classmethod
+    def of_mode(cls, mode: Mode, mesh: Mesh, window: int | None = None) -> TokenOrder:
+        """Return the order of a mode's tokens on this rank."""
+        return cls(mode.batch_axes, mode.context, mesh, mode.load_balancer == DOCUMENTS, window)
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks that split the positions of a sequence."""

@@ -16,6 +16,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.inference import sampling
 from megatron3d.inference.sampling import Sampler, Text, sample
+from megatron3d.model.layer_kinds import attention_kind
 from megatron3d.ops.kv_cache import KVCache
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.executor import PipelineExecutor
@@ -139,19 +140,45 @@ def test_context_ranks_divide_the_cache() -> None:
     assert_equal(cases)
 
 
-def cache_bytes(rank: int, world_size: int, parallel: dict[str, Any]) -> int:
-    """Return what a rank keeps of a prompt."""
-    sampler = Sampler(executor_of(MODELS["llama"], parallel, world_size, rank), CPU)
-    sampler.next_logits([[*range(LENGTH)]])
-    return sampler.cache.num_bytes
+def cache_bytes(
+    rank: int, world_size: int, model: dict[str, Any], parallel: dict[str, Any], length: int = LENGTH
+) -> tuple[int, int]:
+    """Return what a rank keeps of a prompt, and the closed form of it."""
+    executor = executor_of({**model, "seq_length": length}, parallel, world_size, rank)
+    sampler = Sampler(executor, CPU)
+    sampler.next_logits([[place % VOCAB_SIZE for place in range(length)]])
+    arch, ranks = executor.model.arch, executor.model.order.num_ranks
+    written = length - 1 + 2 * ranks if ranks > 1 else length  # the pass that decodes the last position is padded
+    windows = [attention_kind(arch, layer).window for layer in range(arch.num_layers)]
+    slots = sum(sampler.cache.num_slots(window, written, ranks) for window in windows)
+    return sampler.cache.num_bytes, 2 * slots * arch.num_query_groups * arch.kv_channels * 8
 
 
-def test_each_context_rank_keeps_its_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_each_context_rank_keeps_its_part_of_a_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "BLOCK", 1)
-    whole = cache_bytes(0, 1, {})
-    found = run_turns(cache_bytes, 4, {"context_parallel_size": 4})
+    whole, closed_form = cache_bytes(0, 1, MODELS[name], {})
+    assert whole == closed_form
+    for kept, expected in run_turns(cache_bytes, 4, MODELS[name], {"context_parallel_size": 4}):
+        assert kept == expected < whole / 2
     padding = 8  # of the pass that decodes the last position
-    assert whole == LENGTH * found[0] * 4 // (LENGTH - 1 + padding + 1) and len({*found}) == 1
+    assert name == "llama" or whole == LENGTH * kept * 4 // (LENGTH - 1 + padding + 1)
+
+
+def test_layers_with_a_window_keep_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every token sees itself and 3 before, the cache is the same for prompts of 12 and of 48 tokens."""
+    monkeypatch.setattr(KVCache, "BLOCK", 1)
+    model = MODELS["llama"] | {"window_attn_skip_freq": None}
+    (short, expected), (long, _) = (cache_bytes(0, 1, model, {}, length) for length in (LENGTH, 4 * LENGTH))
+    slots = 4 + KVCache.BACK + 1  # of which one is for padding
+    assert short == long == expected == 4 * 2 * slots * 2 * 4 * 8
+
+
+def test_a_ring_goes_back_by_a_position_and_no_further() -> None:
+    """A text that goes back further is computed from scratch; without windows nothing is."""
+    for name, expected in (("llama", 0), ("gpt2", 8)):
+        sampler = Sampler(executor_of(MODELS[name], {}), CPU)
+        assert [sampler._start([*range(10)], [*range(end)]) for end in (10, 9, 8)] == [10, 9, expected]
 
 
 def test_a_prompt_is_prefilled_in_pieces(executor: PipelineExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
