@@ -234,8 +234,8 @@ MUTATIONS = [
     Mutation(
         "weights of slots in the order of tokens",
         "ops/expert_rows.py",
-        "weights_MK.flatten().index_select(0, order_R)",
-        "weights_MK.flatten()[: len(order_R)]",
+        "rows_RH *= weights_MK.flatten().index_select(0, order_R)",
+        "rows_RH *= weights_MK.flatten()[: len(order_R)]",
         EXPERTS,
     ),
     Mutation(

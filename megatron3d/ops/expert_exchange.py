@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
@@ -63,10 +64,10 @@ class GatheredTokens:
 
     def rows(self) -> tuple[Tensor, Sequence[int]]:
         counts = self._counts.on_host
-        return take_tokens(self._tokens(), self._order, sum(counts)), counts
+        return take_tokens(self._tokens(), self._order, sum(counts), counts), counts
 
     def combine(self, y_RH: Tensor) -> Tensor:
-        return reduce_rows(add_slots(y_RH, self._order, self._weights_MK), self._axes, self._comm)
+        return reduce_rows(add_slots(y_RH, self._order, self._weights_MK, self._counts.on_host), self._axes, self._comm)
 
 
 class ExchangedRows:
@@ -91,7 +92,10 @@ class ExchangedRows:
         return self._by_expert(self._rows()), self._counts
 
     def combine(self, y_RH: Tensor) -> Tensor:
-        return add_slots(moved(self._by_rank(y_RH), self._move.reversed()), self._order, self._weights_MK)
+        y_SH = moved(self._by_rank(y_RH), self._move.reversed())
+        without_row = self._order.num_slots - len(y_SH)
+        y_SH = F.pad(y_SH, (0, 0, 0, without_row)) if without_row else y_SH
+        return add_slots(y_SH, self._order, self._weights_MK)
 
 
 def _exchanged_counts(order: RowOrder, routes: Routes, ranks: ExpertRanks) -> RowCounts:

@@ -27,16 +27,26 @@ class RowOrder:
         num_experts: experts of this rank.
 
     Attributes:
+        num_slots: number of all slots.
+        topk: slots of a token.
         counts_E: rows of each expert.
         order_S: place among the slots [M, K], flattened, of each row, then of the slots that have none.
-        row_MK: row of each slot; the number of rows for a slot without a row.
     """
 
     def __init__(self, experts_MK: Tensor, num_experts: int) -> None:
+        self.num_slots, self.topk = experts_MK.numel(), experts_MK.shape[1]
         is_mine = (experts_MK >= 0) & (experts_MK < num_experts)
         sorted_S, self.order_S = experts_MK.where(is_mine, num_experts).flatten().sort(stable=True)
         self.counts_E = counts_of(sorted_S, num_experts)
-        self.row_MK = inverse_of(self.order_S).clamp_(max=self.counts_E.sum()).view(experts_MK.shape)
+
+    @cached_property
+    def row_MK(self) -> Tensor:
+        """Place of each slot in the order."""
+        return inverse_of(self.order_S).view(-1, self.topk)
+
+    def first(self, num_rows: int) -> Tensor:
+        """Return the places of the first rows, without the memory of the others."""
+        return self.order_S if num_rows == self.num_slots else self.order_S[:num_rows].clone()
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
@@ -101,35 +111,56 @@ def by_expert(counts_CE: Tensor, num_rows: int) -> tuple[Callable[[Tensor], Tens
     )
 
 
-def _sum_of_slots(y_RH: Tensor, row_MK: Tensor, weights_MK: Tensor | None = None) -> Tensor:
-    """Return [M, H]: each token's rows, weighted, added slot by slot in fp32 or wider."""
-    wide = torch.promote_types(y_RH.dtype, torch.float32)
-    has_all = len(y_RH) == row_MK.numel()
-    padded_RH = y_RH if has_all else torch.cat((y_RH, y_RH.new_zeros(1, y_RH.shape[1])))
-    total_MH = y_RH.new_zeros((len(row_MK), y_RH.shape[1]), dtype=wide)
+def _sum_of_slots(y_SH: Tensor, row_MK: Tensor, weights_MK: Tensor | None = None) -> Tensor:
+    """Return [M, H]: each token's rows, weighted, added slot by slot in fp32 or wider; every slot has a row."""
+    wide = torch.promote_types(y_SH.dtype, torch.float32)
+    total_MH = y_SH.new_zeros((len(row_MK), y_SH.shape[1]), dtype=wide)
     for slot in range(row_MK.shape[1]):
-        rows_MH = padded_RH.index_select(0, row_MK[:, slot])
-        total_MH += rows_MH if weights_MK is None else rows_MH * weights_MK[:, slot : slot + 1]
+        rows_MH = y_SH.index_select(0, row_MK[:, slot])
+        if weights_MK is None:
+            total_MH += rows_MH
+        else:
+            total_MH.addcmul_(rows_MH, weights_MK[:, slot : slot + 1])
+    return total_MH.to(y_SH.dtype)
+
+
+def _sum_by_expert(
+    y_RH: Tensor, token_R: Tensor, counts: Sequence[int], num_tokens: int, weights_R: Tensor | None = None
+) -> Tensor:
+    """Return the same where few slots have a row, added expert by expert: of each a token has one row at most."""
+    wide = torch.promote_types(y_RH.dtype, torch.float32)
+    total_MH = y_RH.new_zeros((num_tokens, y_RH.shape[1]), dtype=wide)
+    for part in ranges(counts):
+        rows_RH = y_RH[part].to(wide) if weights_R is None else y_RH[part] * weights_R[part].unsqueeze(1)
+        total_MH.index_add_(0, token_R[part], rows_RH)
     return total_MH.to(y_RH.dtype)
 
 
 class _TakeTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MH: Tensor, order_R: Tensor, row_MK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_MK)
-        return x_MH.index_select(0, order_R // row_MK.shape[1])
+    def forward(ctx: Any, x_MH: Tensor, rows: RowOrder, num_rows: int, counts: Sequence[int]) -> Tensor:
+        token_R = rows.order_S[:num_rows] // rows.topk
+        ctx.num_tokens, ctx.counts = len(x_MH), None if num_rows == rows.num_slots else counts
+        ctx.save_for_backward(rows.row_MK if ctx.counts is None else token_R)
+        return x_MH.index_select(0, token_R)
 
     @staticmethod
     def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor | None, ...]:
-        (row_MK,) = ctx.saved_tensors
-        return _sum_of_slots(dy_RH, row_MK), None, None
+        (places,) = ctx.saved_tensors
+        if ctx.counts is None:
+            return _sum_of_slots(dy_RH, places), None, None, None
+        return _sum_by_expert(dy_RH, places, ctx.counts, ctx.num_tokens), None, None, None
 
 
 class _AddSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RH: Tensor, weights_MK: Tensor, order_R: Tensor, row_MK: Tensor) -> Tensor:
+    def forward(ctx: Any, y_RH: Tensor, weights_MK: Tensor, rows: RowOrder, counts: Sequence[int]) -> Tensor:
+        order_R = rows.first(len(y_RH))
         ctx.save_for_backward(y_RH, weights_MK, order_R)
-        return _sum_of_slots(y_RH, row_MK, weights_MK)
+        if len(y_RH) == rows.num_slots:
+            return _sum_of_slots(y_RH, rows.row_MK, weights_MK)
+        weights_R = weights_MK.flatten().index_select(0, order_R)
+        return _sum_by_expert(y_RH, order_R // rows.topk, counts, len(weights_MK), weights_R)
 
     @staticmethod
     def backward(ctx: Any, dout_MH: Tensor) -> tuple[Tensor | None, ...]:
@@ -137,19 +168,27 @@ class _AddSlots(torch.autograd.Function):
         rows_RH = dout_MH.index_select(0, order_R // weights_MK.shape[1])
         of_rows_R = (rows_RH * y_RH).sum(-1, dtype=weights_MK.dtype)
         dweights = torch.zeros_like(weights_MK).flatten().scatter_(0, order_R, of_rows_R).view_as(weights_MK)
-        dy_RH = rows_RH * weights_MK.flatten().index_select(0, order_R).unsqueeze(-1)
-        return dy_RH.to(y_RH.dtype), dweights, None, None
+        rows_RH *= weights_MK.flatten().index_select(0, order_R).unsqueeze(-1)
+        return rows_RH, dweights, None, None
 
 
-def take_tokens(x_MH: Tensor, rows: RowOrder, num_rows: int) -> Tensor:
-    """Return the first rows [R, H] in the order of experts."""
-    y_RH: Tensor = _TakeTokens.apply(x_MH, rows.order_S[:num_rows], rows.row_MK)
+def take_tokens(x_MH: Tensor, rows: RowOrder, num_rows: int, counts: Sequence[int] = ()) -> Tensor:
+    """Return the first rows [R, H] in the order of experts.
+
+    Args:
+        counts: rows of each expert; only read where some slots have no row.
+    """
+    y_RH: Tensor = _TakeTokens.apply(x_MH, rows, num_rows, counts)
     return y_RH
 
 
-def add_slots(y_RH: Tensor, rows: RowOrder, weights_MK: Tensor) -> Tensor:
-    """Return [M, H]: the sum over each token's slots, in ascending order of experts, of weight times row."""
-    out_MH: Tensor = _AddSlots.apply(y_RH, weights_MK, rows.order_S[: len(y_RH)], rows.row_MK)
+def add_slots(y_RH: Tensor, rows: RowOrder, weights_MK: Tensor, counts: Sequence[int] = ()) -> Tensor:
+    """Return [M, H]: the sum over each token's slots, in ascending order of experts, of weight times row.
+
+    Args:
+        counts: rows of each expert; only read where some slots have no row.
+    """
+    out_MH: Tensor = _AddSlots.apply(y_RH, weights_MK, rows, counts)
     return out_MH
 
 

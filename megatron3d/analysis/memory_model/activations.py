@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megatron3d.analysis.memory_model.exchange_memory import keeps_queries, kept_by_exchange
-from megatron3d.analysis.memory_model.expert_memory import expert_tensors
+from megatron3d.analysis.memory_model.expert_memory import expert_tensors, kept_choices
 from megatron3d.analysis.memory_model.latent_activations import latent_path, latent_projections, uncut_output
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
@@ -40,7 +40,7 @@ def run_activations(local: LocalSizes, run: LayerRun) -> int:
     """Return the bytes kept by a run of layers: with full recomputation its input, when offloaded nothing."""
     if run.is_offloaded or not run.layers:
         return 0
-    return local.residual if run.is_recomputed else _kept_in(local, run.layers)
+    return local.residual + kept_choices(local, run.layers) if run.is_recomputed else _kept_in(local, run.layers)
 
 
 def _kept_in(local: LocalSizes, layers: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""Memory of a mixture of experts on one rank, where the experts' load is balanced.
+"""Memory of a mixture of experts on one rank, whose load is balanced or a multiple of that.
 
     kept        router's input and choice | rows of fc1 | activation | input of fc2 | rows that slots are added of
     transient   rows and their gradients of one step between the router and the combination
@@ -8,12 +8,13 @@ Small tensors (a number or a weight per token and expert) count roughly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
 from megatron3d.ops.router_spec import SEQUENCE, Experts
+from megatron3d.parallel.expert_exchange import ALLGATHER
 
 _INDEX = 8
 ROUTER, FC1, ACTIVATION, FC2, COMBINE = (
@@ -21,11 +22,12 @@ ROUTER, FC1, ACTIVATION, FC2, COMBINE = (
 )
 SHARED_ACTIVATION = SHARED_FC1.removesuffix("fc1") + "activation"
 # Sites in the order of backward.
-BACKWARD = (SHARED_FC2, SHARED_ACTIVATION, SHARED_FC1, COMBINE, FC2, ACTIVATION, FC1, ROUTER)
+BACKWARD = (COMBINE, FC2, ACTIVATION, FC1, SHARED_FC2, SHARED_ACTIVATION, SHARED_FC1, ROUTER)
 
 
 def expert_tensors(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
     """Yield what a mixture of experts keeps for backward, the norm's output included."""
+    combined = rows_combined(local, experts) * local.arch.hidden_size
     rows, hidden = local.expert_rows, local.arch.hidden_size
     moves = bool(local.mesh.nontrivial((*local.mode.residual[1], *local.mode.copies)))
     is_narrow, home = local.itemsize < local.wide, local.home_tokens * hidden
@@ -38,7 +40,7 @@ def expert_tensors(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
     yield from _choice(local, experts)
     yield KeptTensor(FC1, "rows", rows * hidden * local.itemsize)
     yield from activation_tensors(local, rows * experts.ffn_hidden_size * local.itemsize, (FC1, FC2))
-    yield KeptTensor(COMBINE, "rows of each slot", rows * hidden * local.itemsize)
+    yield KeptTensor(COMBINE, "rows of each slot", combined * local.itemsize)
     if experts.shared_ffn_hidden_size:
         yield from activation_tensors(local, local.inner(local.ffn), (SHARED_FC1, SHARED_FC2))
     if experts.has_shared_gate:
@@ -48,7 +50,15 @@ def expert_tensors(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
 def _choice(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
     """Yield the choice of experts, the order of rows, and what the losses of the router keep."""
     balance, scores = local.arch.balance, local.home_tokens * experts.num_experts * local.wide
-    yield KeptTensor(ROUTER, "choice, order of rows", local.expert_rows * (3 * _INDEX + 2 * local.wide))
+    slots, ranks = local.home_tokens * experts.topk, local.mesh.size(local.mode.experts)
+    yield KeptTensor(ROUTER, "choice", slots * _INDEX)
+    if local.mode.dispatcher == ALLGATHER and ranks > 1:
+        yield KeptTensor(ROUTER, "weights of all ranks", ranks * slots * local.wide)
+        yield KeptTensor(ROUTER, "order of rows", 2 * local.expert_rows * _INDEX)
+    else:
+        reordered = ranks > 1 and experts.num_experts > ranks
+        yield KeptTensor(ROUTER, "order of rows", 2 * slots * _INDEX + 2 * reordered * local.expert_rows * _INDEX)
+    yield KeptTensor(ROUTER, "weights", slots * local.wide)
     if experts.score_function != "softmax" or experts.pre_softmax:
         yield KeptTensor(ROUTER, "scores", scores)
     if balance is not None and balance.loss == SEQUENCE:
@@ -61,15 +71,56 @@ def expert_peaks(local: LocalSizes, experts: Experts) -> Mapping[str, int]:
     """Return the transient bytes of each site of the backward: gradients of rows, and copies in another order."""
     row, inner = local.expert_rows * local.arch.hidden_size, local.expert_rows * experts.ffn_hidden_size
     ranks, parts = local.mesh.size(local.mode.experts), 2 if local.is_gated else 1
-    home = (1 if ranks == 1 else 2 * ranks) * local.home_tokens * local.arch.hidden_size
     one = local.arch.hidden_size * parts * experts.ffn_hidden_size * (local.itemsize < local.wide)
+    gathered = local.home_tokens * local.arch.hidden_size * (ranks if _gathers(local) else 0)
     return {
-        site: size * local.itemsize
-        for site, size in {
-            COMBINE: home + 3 * row,
-            FC2: home + row + inner + one,
-            ACTIVATION: (1 + parts) * inner,
-            FC1: home + row + parts * inner + one,
-            ROUTER: home + 2 * row,
-        }.items()
+        COMBINE: (gathered + 2 * max(row, rows_combined(local, experts) * local.arch.hidden_size)) * local.itemsize,
+        FC2: (row + inner + one) * local.itemsize,
+        ACTIVATION: (1 + parts) * inner * local.itemsize,
+        FC1: (row + parts * inner + one) * local.itemsize,
+        ROUTER: row * local.itemsize + _sum_bytes(local),
     }
+
+
+def combination_peak(local: LocalSizes) -> int:
+    """Return the transient bytes of the forward's end: the layer's input, the sum of slots, and rows that return.
+
+    A forward that is recomputed follows the all-gather of its output's gradient.
+    """
+    is_exchanged = local.mesh.size(local.mode.experts) > 1 and not _gathers(local)
+    tokens = local.home_tokens * local.mesh.size(local.mode.experts) if _gathers(local) else 0
+    again = tokens * (local.recompute.granularity == "full")
+    rows = again + is_exchanged * local.expert_rows
+    return local.residual + _sum_bytes(local) + rows * local.arch.hidden_size * local.itemsize
+
+
+def kept_choices(local: LocalSizes, layers: Iterable[int]) -> int:
+    """Return the bytes of the choices of experts that recomputed layers keep."""
+    kinds = ((each, count) for each, count in local.by_kind(layers) if each.experts is not None)
+    return sum(count * each.home_tokens * each.experts.topk * _INDEX for each, count in kinds if each.experts)
+
+
+def rows_combined(local: LocalSizes, experts: Experts) -> int:
+    """Return the rows that this rank adds: those of its experts, or those that return to its tokens."""
+    return local.expert_rows if _gathers(local) else local.home_tokens * experts.topk
+
+
+def worst_load(local: LocalSizes, experts: Experts) -> float:
+    """Return the largest load of a rank: each token of its group chooses as many of its experts as it can."""
+    ranks = local.mesh.size(local.mode.experts)
+    return ranks * min(experts.topk, experts.num_experts // ranks) / experts.topk
+
+
+def _gathers(local: LocalSizes) -> bool:
+    """Return whether a rank has the tokens of all ranks of its expert group."""
+    return local.mode.dispatcher == ALLGATHER and local.mesh.size(local.mode.experts) > 1
+
+
+def _sum_bytes(local: LocalSizes) -> int:
+    """Return the bytes of the sum of slots, wide and rounded, which `allgather` has for all ranks' tokens."""
+    tokens = local.home_tokens * (local.mesh.size(local.mode.experts) if _gathers(local) else 1)
+    return (
+        tokens
+        * local.arch.hidden_size
+        * (local.wide + local.itemsize * (local.itemsize < local.wide or not _gathers(local)))
+    )

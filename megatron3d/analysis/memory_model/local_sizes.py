@@ -50,6 +50,7 @@ class LocalSizes:
         narrow_wgrad: axes reduce dW in the network's dtype, not in main_grad's.
         masks_documents: attention is masked between documents; `resets_positions`: positions restart at each document.
         layer: layer of the model that kinds of layers are taken from.
+        expert_load: rows of this rank's experts, in multiples of those of a balanced load.
     """
 
     arch: Architecture
@@ -64,6 +65,7 @@ class LocalSizes:
     resets_positions: bool = False
     layer: int = 0
     narrow_wgrad: bool = False
+    expert_load: float = 1.0
 
     def part(self, size: int, axes: Axes) -> int:
         """Return this rank's part of a dimension that `axes` split."""
@@ -92,8 +94,8 @@ class LocalSizes:
 
     @property
     def expert_rows(self) -> int:
-        """Rows of this rank's experts where their load is balanced."""
-        return 0 if self.experts is None else self.home_tokens * self.experts.topk
+        """Rows of this rank's experts."""
+        return 0 if self.experts is None else round(self.home_tokens * self.experts.topk * self.expert_load)
 
     @cached_property
     def mtp_matmuls(self) -> Mapping[str, LocalMatmul]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron3d.analysis.memory_model.expert_memory import worst_load
 from megatron3d.analysis.memory_model.rank import RankMemory, in_flight, rank_memory, stage_activations
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.params import stage_specs
@@ -126,7 +127,19 @@ def memory_table(step: StepSpec, measured: Sequence[int] | None = None) -> list[
         cells = [f"{value / size:,.1f}" for value in (*memory.categories.values(), memory.total)]
         found = "-" if measured is None else f"{measured[coord] / size:,.1f}"
         rows.append((str(coord), *cells, found, largest_peak(memory)))
-    return align_columns([header, *rows])
+    return align_columns([header, *rows]) + worst_load_lines(step)
+
+
+def worst_load_lines(step: StepSpec) -> list[str]:
+    """Return the memory where every token goes to one rank of its expert group, as text; none without such a group."""
+    experts, ranks = step.local.arch.experts, step.local.mesh.size(step.local.mode.experts)
+    if experts is None or ranks == 1:
+        return []
+    load = worst_load(step.local, experts)
+    worst = replace(step, local=replace(step.local, expert_load=load))
+    total = max(rank_memory(worst.on_pipeline_rank(coord)).total for coord in range(step.pipeline.num_ranks))
+    name, size = unit_for(total, BYTES)
+    return [f"experts: at worst one rank has {load:.3g} times the balanced rows, and needs {total / size:,.1f} {name}"]
 
 
 def largest_peak(memory: RankMemory) -> str:

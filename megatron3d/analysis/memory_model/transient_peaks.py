@@ -11,7 +11,7 @@ from dataclasses import replace
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
 from megatron3d.analysis.memory_model.exchange_memory import exchange_peak
 from megatron3d.analysis.memory_model.expert_memory import BACKWARD as EXPERTS_BACKWARD
-from megatron3d.analysis.memory_model.expert_memory import SHARED_ACTIVATION, expert_peaks
+from megatron3d.analysis.memory_model.expert_memory import COMBINE, SHARED_ACTIVATION, combination_peak, expert_peaks
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.linears import DOWN, FC1, FC2, KV_UP, PROJ, Q_UP, QKV
@@ -113,6 +113,8 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     if local.experts is not None:
         inside |= expert_peaks(local, local.experts)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
+    if local.experts is not None:
+        needed["sum of experts' outputs"] = COMBINE, combination_peak(local)
     if local.arch.hidden_dropout:
         needed["hash of a dropout mask"] = "mlp_dropout", _hash_bytes(local.tokens * local.hidden)
     if local.drops_whole_keys:

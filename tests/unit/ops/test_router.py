@@ -83,7 +83,7 @@ def test_rows_go_to_experts_and_back() -> None:
     rows = RowOrder(chosen, E)
     counts = RowCounts(rows.counts_E, []).on_host
     mine = [each.clone().requires_grad_() for each in (x, weights, w.flatten(0, 1))]
-    y = GroupedMatmul(E, MainGrads())(take_tokens(mine[0], rows, sum(counts)), mine[2], counts)
+    y = GroupedMatmul(E, MainGrads())(take_tokens(mine[0], rows, sum(counts), counts), mine[2], counts)
     add_slots(y, rows, mine[1]).square().sum().backward()
     theirs = [each.clone().requires_grad_() for each in (x, weights, w)]
     slots = [[theirs[1][t, k] * (theirs[2][chosen[t, k]] @ theirs[0][t]) for k in range(K)] for t in range(len(chosen))]
