@@ -17,6 +17,12 @@ BALANCER = "parallel.context_parallel_load_balancer"
 ANY = CONTEXT_EXCHANGES[0]
 
 
+def has_chunks(facts: Facts) -> bool:
+    """Return whether the length of sequences is a whole number of chunks, two for each context rank."""
+    size = facts.config.parallel.context_parallel_size
+    return size == 1 or facts.config.model.seq_length % (2 * size) == 0
+
+
 def context_problems(facts: Facts) -> Iterator[str]:
     """Yield a message per length that the context ranks cannot split, and where there are no documents to balance."""
     size, model = facts.config.parallel.context_parallel_size, facts.config.model
@@ -29,7 +35,7 @@ def context_problems(facts: Facts) -> Iterator[str]:
             f"{ZIGZAG} gives all ranks the same work; use data.reset_attention_mask=true, or {ZIGZAG}"
         )
     step = 2 * size
-    if model.seq_length % step:
+    if not has_chunks(facts):
         yield (
             f"{facts.named(SIZE)}: model.seq_length={model.seq_length} is not a multiple of {step}, two chunks for "
             f"each of {size} ranks; use model.seq_length {one_of(near_multiples(step, model.seq_length))}, or another "

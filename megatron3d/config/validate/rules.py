@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.checkpoint import checkpoint_problems
-from megatron3d.config.validate.context import context_problems, exchange_problems, hierarchy_problems
+from megatron3d.config.validate.context import context_problems, exchange_problems, has_chunks, hierarchy_problems
 from megatron3d.config.validate.data import data_problems
 from megatron3d.config.validate.experts import expert_problems, expert_rank_problems
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
@@ -80,7 +80,8 @@ def layout_problems(facts: Facts) -> Iterator[str]:
         yield from exchange_problems(facts)
     yield from context_problems(facts)
     yield from expert_rank_problems(facts)
-    yield from token_problems(facts, mode)
+    if has_chunks(facts):  # else that says which length is right
+        yield from token_problems(facts, mode)
     yield from execution_problems(facts, mode)
     yield from batch_problems(facts)
 

@@ -27,6 +27,12 @@ def test_the_sequence_is_two_chunks_for_each_rank() -> None:
     )
 
 
+def test_a_length_of_no_whole_chunks_has_one_message() -> None:
+    """64 tokens are no multiple of 3 ranks either, but multiples of 3 are not right."""
+    (problem,) = problems(3, {"seq_length": 64}, 3)
+    assert problem.endswith("use model.seq_length 60 or 66, or another context_parallel_size")
+
+
 def test_a_balance_of_documents_needs_documents() -> None:
     parallel = {"context_parallel_size": 2, "context_parallel_load_balancer": "documents"}
     values = {"model": MODEL | {"seq_length": 64}, "parallel": parallel}
