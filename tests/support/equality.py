@@ -49,12 +49,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "attention_softcap": 0.7,
         "softmax_type": "learnable",
     },
-    "llama, untied, grouped queries": {
+    "SmolLM3's layers, untied, grouped queries": {
         **SMALL,
+        "num_layers": 3,
         "family": "llama",
         "num_attention_heads": 16,
         "num_query_groups": 8,
         "ffn_hidden_size": 40,
+        "no_rope_freq": 3,
         "mtp_num_layers": 2,
     },
     "fewer key/value heads than ranks, QK-norm, tied": {
@@ -166,7 +168,39 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "rotary_scaling_factor": 4.0,
         "original_max_position_embeddings": 8,
     },
+    "OLMo 3's layers": {
+        **SMALL,
+        "num_layers": 3,
+        "family": "llama",
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 40,
+        "norm_placement": "post",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+        "window_size": (2, 0),
+        "window_attn_skip_freq": 3,
+        "rotary_base": 500.0,
+        "rope_local_base_freq": 500.0,
+        "rotary_scaling": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "Nemotron's norms and MLP, GPT-NeoX's residual": {
+        **SMALL,
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 40,
+        "normalization": "LayerNorm",
+        "apply_layernorm_1p": True,
+        "activation": "squared_relu",
+        "add_bias_linear": True,
+        "rotary_percent": 0.5,
+        "use_parallel_residual": True,
+    },
 }
+# Families whose attention other models have as well, so that they need not meet every exchange with documents.
+SIMILAR_ATTENTION = frozenset({"OLMo 3's layers", "Nemotron's norms and MLP, GPT-NeoX's residual"})
 # Documents packed into sequences, about four in each.
 DOCUMENTS: Mapping[str, dict[str, Any]] = {
     "one": {},
