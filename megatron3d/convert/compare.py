@@ -140,18 +140,29 @@ def has_transformers() -> bool:
 
 @torch.no_grad()
 def compare_transformers(
-    ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor, rows_V: Tensor
+    ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor, rows_V: Tensor, has_experts: bool = False
 ) -> LogitComparison:
-    """Compare our logits with those of transformers' model in fp32; the whole model is in memory."""
+    """Compare our logits with those of transformers' model; the whole model is in memory.
+
+    It is in fp32, with experts in fp64: rounding changes which experts a token is sent to, and then its logits.
+    """
     import transformers
 
+    wide = torch.float64 if has_experts else torch.float32
+    # Its other ways to compute experts know no fp64; before version 5 there was one.
+    eager = {"experts_implementation": "eager"} if has_experts and _major(transformers.__version__) >= 5 else {}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+        folder, local_files_only=True, trust_remote_code=False, dtype=wide, **eager
     )
     for stored in model.state_dict().values():  # not the rotary frequencies, which are computed and never rounded
         stored.copy_(stored.to(rounded))
     theirs = model.eval()(tokens_BS, use_cache=False).logits.double()[..., rows_V]
-    return _agreement(f"transformers {transformers.__version__} in fp32", ours_BSV, theirs, TRANSFORMERS_TOLERANCE)
+    name = "fp64" if has_experts else "fp32"
+    return _agreement(f"transformers {transformers.__version__} in {name}", ours_BSV, theirs, TRANSFORMERS_TOLERANCE)
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
 
 
 def _agreement(witness: str, ours: Tensor, theirs: Tensor, tolerance: float) -> LogitComparison:

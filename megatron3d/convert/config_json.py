@@ -15,6 +15,7 @@ from megatron3d.convert.rope_fields import LOCAL_BASE, read_rope, write_rope
 from megatron3d.convert.window_fields import read_layers, write_layers
 from megatron3d.errors import UserError
 from megatron3d.model.architecture import Architecture
+from megatron3d.ops.rotary_spec import YARN
 
 # Switches for which the architecture has None where they do not matter.
 _BIASES, _LOCAL_ROPE = ("add_qkv_bias", "add_mlp_bias"), (LOCAL_BASE,)
@@ -46,11 +47,16 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     """
     model_type = model_type_of(settings)
     hub_type = MODEL_TYPES[model_type]
+    contradictions = _contradictions(settings, hub_type)
     settings = {hub_type.aliases.get(name, name): value for name, value in settings.items()}
     settings, rotary, problems = read_rope(settings, hub_type)
+    problems += contradictions
     values, found = _values(settings, hub_type)
     layers, wrong = read_layers(settings, hub_type, values["num_layers"])
     problems += [*found, *wrong, *_unknown(settings, hub_type)]
+    for derived in hub_type.derived:
+        keys, wrong = derived.read({**settings, "num_hidden_layers": values["num_layers"]})
+        layers, problems = layers | keys, problems + wrong
     UserError.collect(f"config.json: {problem}" for problem in problems)
     if "window_size" not in layers:
         rotary.pop(LOCAL_BASE, None)
@@ -92,6 +98,8 @@ def write_settings(arch: Architecture, wanted: str | None = None) -> tuple[str, 
     for ours, key in hub_type.fields.items():
         settings |= dict.fromkeys(key.names, key.write(arch) if key.write else getattr(arch, ours))
     settings |= write_layers(arch, hub_type)
+    for derived in hub_type.derived:
+        settings |= derived.write(arch)
     field, _, known = hub_type.activation
     settings[field] = next(theirs for theirs, ours in known.items() if ours == arch.activation)
     if hub_type.has_rope:
@@ -120,6 +128,16 @@ def _values(settings: HubConfig, hub_type: ModelType) -> tuple[dict[str, JsonVal
     return values, problems
 
 
+def _contradictions(settings: HubConfig, hub_type: ModelType) -> list[str]:
+    """Return a sentence for each field that is there by two names with two values."""
+    both = [(old, new) for old, new in hub_type.aliases.items() if {old, new} <= settings.keys()]
+    return [
+        f"{old}={show(settings[old])} and {new}={show(settings[new])}: they are one field; remove the wrong one"
+        for old, new in both
+        if settings[old] != settings[new]
+    ]
+
+
 def _unknown(settings: HubConfig, hub_type: ModelType) -> Iterator[str]:
     """Yield a sentence for each field that may describe another network."""
     known = {*hub_type.read_names, *hub_type.constants, *METADATA}
@@ -144,12 +162,16 @@ def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         yield f"activation={arch.activation}: {hub_type.class_name} has {' or '.join(known)}"
     yield from _layer_obstacles(arch, hub_type)
     yield from hub_type.obstacles(arch)
+    for derived in hub_type.derived:
+        yield from derived.obstacles(arch)
 
 
 def _traits(arch: Architecture, hub_type: ModelType) -> dict[str, object]:
     """Return the values that our keys have in every model of this type; of switches that it lacks, those without
     effect."""
     chosen = {*hub_type.fields, *hub_type.fixed, *hub_type.computed, *(_LOCAL_ROPE if hub_type.has_local_rope else ())}
+    chosen |= {"softmax_scale"} if hub_type.has_mscale else set()
+    chosen |= {key for derived in hub_type.derived for key in derived.keys}
     # Biases that are the same for all linears need no key of their own.
     absent = {name: arch.add_bias_linear if name in _BIASES else value for name, value in SWITCHES.items()}
     computed = {name: of(partial(arch_value, arch)) for name, of in hub_type.computed.items()}
@@ -158,8 +180,8 @@ def _traits(arch: Architecture, hub_type: ModelType) -> dict[str, object]:
 
 def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     """Yield the properties of single layers that this type cannot represent."""
-    if arch.experts is not None:
-        yield f"num_moe_experts={arch.experts.num_experts}: models with experts are not converted"
+    if arch.experts is not None and not hub_type.has_experts:
+        yield f"num_moe_experts={arch.experts.num_experts}: {hub_type.class_name} has no experts"
     pattern = arch.window_pattern or (1,)
     if arch.window is not None and any(pattern):
         size = f"window_size={show((arch.window - 1, 0))}"
@@ -167,6 +189,9 @@ def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
             yield f"{size}: in {hub_type.class_name} every position attends to all earlier ones"
         elif hub_type.windows.default_full is None and not all(pattern):
             yield f"{size}: in {hub_type.class_name} all layers have the window"
+    is_scaled = arch.rotary_scaling is not None and arch.rotary_scaling.kind == YARN
+    if hub_type.has_mscale and arch.softmax_scale is not None and not is_scaled:
+        yield f"softmax_scale={arch.softmax_scale}: {hub_type.class_name} scales scores with rotary_scaling=yarn only"
     if arch.no_rope_freq and not hub_type.has_no_rope_layers:
         yield f"no_rope_freq={show(arch.no_rope_freq)}: every layer of {hub_type.class_name} has rotary positions"
     if (

@@ -30,7 +30,7 @@ from megatron3d.convert.compare import LogitComparison
 from megatron3d.convert.config_json import model_type_of, read_settings, represents, write_settings
 from megatron3d.convert.hub_fields import HubConfig
 from megatron3d.convert.hub_index import weights_meta
-from megatron3d.convert.hub_weights import DTYPES, HubWeights, refuse_code, rows_of
+from megatron3d.convert.hub_weights import DTYPES, HubWeights, refuse_code, rows_of, without_absent_modules
 from megatron3d.convert.output_files import output_folder, read_json, source_file, write_json
 from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
 from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors
@@ -86,11 +86,11 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
     """Write a run's folder with the weights of a Hugging Face folder; raises UserError or LogitsDiffer."""
     settings = read_json(source_file(request.source, "config.json"))
     code = refuse_code(request.source, settings)
-    model = read_settings(settings, request.seq_length)
+    model, absent = without_absent_modules(request.source, read_settings(settings, request.seq_length))
     assert model.vocab_size is not None, "config.json has a vocabulary"
     arch, model_type = resolve_architecture(model, model.vocab_size), model_type_of(settings)
-    table = file_tensors(arch, model_type)
-    weights = HubWeights(request.source, table, model_type, arch.tie_embeddings)
+    weights = HubWeights(request.source, arch, model_type)
+    table = weights.table
     with output_folder(request.target) as folder:
         tokenizer, kind, name = import_tokenizer(
             request.source, folder, request.tokenizer_type, request.tokenizer_model
@@ -110,7 +110,7 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
         write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
         agreements = _compare_logits(checkpoint, arch, settings, weights, request, request.source)
         _write_record(folder, request, agreements, arch, model_type)
-    return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files", *code, *notes), agreements)
+    return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files", *code, *absent, *notes), agreements)
 
 
 def stored_precision(weights: HubWeights, dtype: torch.dtype | None) -> str:
@@ -140,7 +140,7 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
             write_json(folder / GENERATION, ids)
         shards = divide(table, dtype, request.max_shard_bytes)
         write_shards(folder, shards, dtype, _values(checkpoint, table, dtype))
-        weights = HubWeights(folder, table, model_type, arch.tie_embeddings)
+        weights = HubWeights(folder, arch, model_type)
         agreements = _compare_logits(checkpoint, arch, settings, weights, request, folder)
         _write_record(folder, request, agreements, arch, model_type)
     return ConversionReport((f"{len(table)} tensors into {len(shards)} files", *lost_notes, *notes), agreements)
@@ -186,7 +186,7 @@ def _compare_logits(
 
     found = [compare.compare(ours, settings, values, rounded, places)]
     if request.with_transformers and compare.has_transformers():
-        found.append(compare.compare_transformers(ours, hub, rounded, tokens, rows))
+        found.append(compare.compare_transformers(ours, hub, rounded, tokens, rows, arch.experts is not None))
     wrong = [agreement for agreement in found if not agreement.holds]
     if wrong:
         raise LogitsDiffer(
@@ -199,7 +199,7 @@ def _pieces(table: Sequence[FileTensor], weights: HubWeights, dtype: torch.dtype
     """Yield the logical tensors; each is read, and rounded to a dtype if one is given, when it is written."""
 
     def values(tensor: FileTensor, rows: RowRange) -> Tensor:
-        found = rows_of(tensor, weights.tensor(tensor.name), rows)
+        found = rows_of(weights.tensor(tensor.name), rows)
         return found if dtype is None else found.to(dtype)
 
     for tensor in table:
@@ -223,7 +223,7 @@ def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -
 def _read(checkpoint: Path, run: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
     values = [torch.zeros(tensor.shape, dtype=dtype) for tensor in run]
     pieces = [
-        Piece(f"model.{rows.name}", rows.shape, rows.box, rows_of(tensor, whole, rows))
+        Piece(f"model.{rows.name}", rows.shape, rows.box, rows_of(whole, rows))
         for tensor, whole in zip(run, values, strict=True)
         for rows in tensor.row_ranges()
     ]

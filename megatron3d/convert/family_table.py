@@ -68,6 +68,8 @@ def _free(hub_type: ModelType) -> Iterator[str]:
         yield "rope_local_base_freq"
     if hub_type.has_rope:
         yield "rotary_scaling"
+    for derived in hub_type.derived:
+        yield from derived.model_keys
 
 
 if __name__ == "__main__":

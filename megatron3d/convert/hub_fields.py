@@ -79,6 +79,27 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class DerivedKeys:
+    """Keys of ours that follow from several fields of config.json.
+
+    Attributes:
+        names: the fields.
+        keys: names of the architecture's values that they choose.
+        read: returns our keys, and problems.
+        write: returns the fields of an architecture.
+        obstacles: yields values of an architecture that the fields cannot represent.
+        model_keys: the keys that the documentation names.
+    """
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    read: Callable[[HubConfig], tuple[dict[str, JsonValue], list[str]]]
+    write: Callable[[Architecture], dict[str, JsonValue]]
+    obstacles: Callable[[Architecture], Iterator[str]] = lambda arch: iter(())
+    model_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelType:
     """A model type of Hugging Face transformers that can be converted.
 
@@ -97,7 +118,9 @@ class ModelType:
         has_local_rope: whether layers with a window have rotary positions of their own, which are not scaled.
         local_base: their base in a config.json without `rope_local_base_freq`; None: the base of the other layers, and
             there is no such field.
+        has_mscale: whether `mscale_all_dim` of scaled rotary positions also chooses the factor of attention's scores.
         constants: further fields that are written.
+        derived: keys that follow from several fields.
         as_zeros: values that a model of this type represents exactly with tensors of zeros.
         aliases: names of fields in older files.
         body: prefix of tensor names, which files of a model without head omit.
@@ -118,8 +141,15 @@ class ModelType:
     has_no_rope_layers: bool = False
     has_local_rope: bool = False
     local_base: float | None = None
+    has_mscale: bool = False
     constants: Mapping[str, JsonValue] = field(default_factory=dict)
     as_zeros: Mapping[str, object] = field(default_factory=dict)
+    derived: tuple[DerivedKeys, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers can have experts."""
+        return any("experts" in derived.keys for derived in self.derived)
 
     @property
     def read_names(self) -> frozenset[str]:
@@ -129,12 +159,17 @@ class ModelType:
         names |= set(self.windows.names) if self.windows else set()
         names |= {"rope_local_base_freq"} if self.local_base else set()
         names |= set(NO_ROPE_NAMES) if self.has_no_rope_layers else set()
+        names |= {*self.aliases} | {name for each in self.derived for name in each.names}
         return frozenset(names)
 
 
 def arch_value(arch: Architecture, name: str) -> Any:
     """Return the value of one of our keys; biases that are left out are those of all linears."""
-    effective = {"add_qkv_bias": arch.has_qkv_bias, "add_mlp_bias": arch.has_mlp_bias}
+    effective = {
+        "add_qkv_bias": arch.has_qkv_bias,
+        "add_mlp_bias": arch.has_mlp_bias,
+        "multi_latent_attention": arch.is_latent,
+    }
     return effective[name] if name in effective else getattr(arch, name)
 
 
@@ -173,7 +208,7 @@ finetuning_task chunk_size_feed_forward rope_theta rope_scaling rope_parameters 
 is_llama_config n_special predict_special_tokens max_sequence_length max_window_layers cache_implementation
 _sliding_window_pattern original_max_position_embeddings tokenizer_class prefix torchscript use_bfloat16
 tf_legacy_loss attn_implementation _attn_implementation _flash_attn_2_enabled unsloth_fixed unsloth_version
-transformers.js_config auto_map
+transformers.js_config auto_map output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size
 """
 # Defaults of text generation, which transformers 4 also stores in config.json.
 _GENERATION = """

@@ -18,14 +18,12 @@ from megatron3d.checkpoint.piece import dtype_name
 from megatron3d.checkpoint.read import BoxFile
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.convert.config_json import model_type_of, read_settings
-from megatron3d.convert.hub_weights import HubWeights, joined, refuse_code
+from megatron3d.convert.hub_weights import HubWeights, refuse_code, view_of, without_absent_modules
 from megatron3d.convert.output_files import read_json, source_file
-from megatron3d.convert.tensor_names import file_tensors
+from megatron3d.convert.tensor_names import Place
 from megatron3d.convert.tokenizer_files import folder_tokenizer
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.model.architecture import Architecture, architecture_record
-
-TRANSPOSED, AS_IT_IS = "T", "-"
 
 
 def weights_meta(arch: Architecture, tokenizer: str | None, model_type: str) -> Meta:
@@ -47,15 +45,14 @@ def read_hub_index(folder: Path) -> Index:
     """
     settings = read_json(source_file(folder, "config.json"))
     refuse_code(folder, settings)
-    model, model_type = read_settings(settings), model_type_of(settings)
+    (model, _), model_type = without_absent_modules(folder, read_settings(settings)), model_type_of(settings)
     arch = resolve_architecture(model, model.vocab_size or 0)
-    table = file_tensors(arch, model_type)
-    weights = HubWeights(folder, table, model_type, arch.tie_embeddings)
+    weights = HubWeights(folder, arch, model_type)
     tensors: dict[str, StoredTensor] = {}
-    for tensor in table:
+    for tensor in weights.table:
         stored = weights.stored(tensor.name)
         for rows in tensor.row_ranges():
-            key = f"{rows.start}:{TRANSPOSED if tensor.is_transposed else AS_IT_IS}:{stored.name}"
+            key = f"{_place_key(rows.place)}:{stored.name}"
             box = StoredBox.model_construct(None, box=rows.box, file=stored.file.name, key=key, checksum="")
             name = f"model.{rows.name}"
             others = tensors[name].boxes if name in tensors else ()
@@ -71,7 +68,13 @@ class HubFile(BoxFile):
 
     def box(self, file: Any, stored: StoredBox) -> Tensor:
         """Return rows of a tensor, memory-mapped from an open file."""
-        start, direction, name = stored.key.split(":", 2)
-        (low, high), first = stored.box[0], int(start)
-        rows: Tensor = joined(file.get_tensor(name), direction == TRANSPOSED)[first : first + high - low]
-        return rows
+        *numbers, name = stored.key.split(":", len(Place._fields))
+        start, step, column, expert, is_transposed = map(int, numbers)
+        place = Place(start, step, column, expert, bool(is_transposed))
+        (low, high), *others = stored.box
+        shape = (high - low, *(end - begin for begin, end in others))
+        return view_of(file.get_tensor(name), place, high - low, shape)
+
+
+def _place_key(place: Place) -> str:
+    return ":".join(str(int(number)) for number in place)

@@ -15,11 +15,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron3d.config.model_schema import ModelConfig
 from megatron3d.convert.hub_fields import HubConfig
 from megatron3d.convert.model_types import MODEL_TYPES
+from megatron3d.convert.module_names import LAYER, MTP_COPIES
 from megatron3d.convert.output_files import source_file
-from megatron3d.convert.tensor_names import TIED_HEAD, FileTensor, RowRange, strip_body_prefix
+from megatron3d.convert.tensor_names import (
+    TIED_HEAD,
+    FileTensor,
+    Place,
+    RowRange,
+    file_tensors,
+    strip_body_prefix,
+)
 from megatron3d.errors import UserError
+from megatron3d.model.architecture import Architecture
+from megatron3d.parallel.layout import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -31,6 +42,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 # Tensors that old versions saved with the weights: causal masks and rotary frequencies.
 _CONSTANTS = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+# Weights of all experts of a layer.
+STACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
 MAX_PROBLEMS = 8
 
 
@@ -45,26 +58,44 @@ class HubTensor:
 
 
 class HubWeights:
-    """The tensors of a folder, by the names of a table.
+    """The tensors of a folder of a model, and their `table`.
 
     `vocabulary` names those with a row for each token.  Raises UserError with every problem where files are missing,
     damaged or foreign, or tensors other than the table's.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[FileTensor], model_type: str, is_tied: bool) -> None:
+    def __init__(self, folder: Path, arch: Architecture, model_type: str) -> None:
         self.files = find_files(folder)
         found = {tensor.name: tensor for path in self.files for tensor in _tensors(path)}
         found = {name: tensor for name, tensor in found.items() if not _CONSTANTS.search(name)}
+        is_stacked = arch.experts is not None and any(STACKED.search(name) for name in found)
+        tensors = self.table = file_tensors(arch, model_type, is_stacked)
+        is_tied = arch.tie_embeddings
         self.vocabulary = frozenset(tensor.name for tensor in tensors if tensor.has_vocabulary)
         bare = {strip_body_prefix(tensor.name, model_type): tensor.name for tensor in tensors}
         self._stored = {bare.get(name, name): tensor for name, tensor in found.items()}
         head = self._stored.pop(TIED_HEAD, None) if is_tied else None
+        copies = self._copies(tensors)
         _raise(folder, _differences(self._stored, tensors))
+        for copy, name in copies:
+            if not torch.equal(_read(copy), self.tensor(name)):
+                raise UserError(f"{folder}: {copy.name} differs from {name}; multi-token prediction shares it here")
         if head is not None and not torch.equal(_read(head), self.tensor(tensors[0].name)):
             raise UserError(
                 f"{folder}: config.json ties the embedding and the head, but {TIED_HEAD} differs from "
                 f"{tensors[0].name}; set tie_word_embeddings to false there if the model was trained so"
             )
+
+    def _copies(self, tensors: Sequence[FileTensor]) -> list[tuple[HubTensor, str]]:
+        """Return, and forget, the copies of embedding and head in modules of multi-token prediction, with the name of
+        what they are copies of."""
+        matrices = [tensor.name for tensor in tensors if tensor.has_vocabulary]
+        found = []
+        for name in list(self._stored):
+            for copy, matrix in zip(MTP_COPIES, (matrices[0], matrices[-1]), strict=True):
+                if name.startswith(LAYER.partition("{n}")[0]) and name.endswith(f".{copy}"):
+                    found.append((self._stored.pop(name), matrix))
+        return found
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -80,9 +111,16 @@ class HubWeights:
         return self._stored[name]
 
 
-def rows_of(tensor: FileTensor, values: Tensor, rows: RowRange) -> Tensor:
+def rows_of(values: Tensor, rows: RowRange) -> Tensor:
     """Return rows of a logical tensor as a view of the values of a file's tensor."""
-    return joined(values, tensor.is_transposed)[rows.start : rows.start + rows.high - rows.low]
+    return view_of(values, rows.place, rows.high - rows.low, rows.shape)
+
+
+def view_of(values: Tensor, place: Place, num_rows: int, shape: Shape) -> Tensor:
+    """Return rows of a logical tensor of a shape, at their place in a file's tensor, as a view of its values."""
+    values = values if place.expert < 0 else values[place.expert]
+    rows = joined(values, place.is_transposed)[place.start : place.start + num_rows * place.step : place.step]
+    return rows if len(shape) == 1 else rows[:, place.column : place.column + shape[1]]
 
 
 def joined(values: Tensor, is_transposed: bool) -> Tensor:
@@ -120,6 +158,17 @@ def _tensors(path: Path) -> Iterator[HubTensor]:
 
 def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is no whole safetensors file ({error}); copy or download it again")
+
+
+def without_absent_modules(folder: Path, model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Return a model without the modules of multi-token prediction that config.json has and the files have not."""
+    if not model.mtp_num_layers:
+        return model, ()
+    start = f"model.layers.{model.num_layers}."
+    if any(tensor.name.startswith(start) for path in find_files(folder) for tensor in _tensors(path)):
+        return model, ()
+    note = "config.json has modules of multi-token prediction, the files have none: the model has none"
+    return model.model_copy(update={"mtp_num_layers": 0}), (note,)
 
 
 def refuse_code(folder: Path, settings: HubConfig) -> tuple[str, ...]:

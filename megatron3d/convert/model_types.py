@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megatron3d.convert.expert_types import EXPERT_TYPES
 from megatron3d.convert.gemma_types import GEMMA_TYPES
 from megatron3d.convert.hub_fields import AllowedValues, FieldMapping, ModelType
+from megatron3d.convert.latent_types import LATENT_TYPES
 from megatron3d.convert.rotary_fields import COMMON, NO_WINDOWS
 from megatron3d.convert.rotary_types import ROTARY_TYPES
 from megatron3d.model.architecture import Architecture
@@ -65,4 +67,6 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
     **ROTARY_TYPES,
     **GEMMA_TYPES,
+    **LATENT_TYPES,
+    **EXPERT_TYPES,
 }

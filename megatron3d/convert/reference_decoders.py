@@ -22,6 +22,7 @@ class Decoder:
         scales_embedding: embeddings are multiplied by the root of the hidden size.
         scale: field of the number whose inverse root multiplies the scores.
         local_base: rotary base of layers with a window, where they have one of their own.
+        is_latent: keys and values come from a latent.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Decoder:
     scales_embedding: bool = False
     scale: str = ""
     local_base: str = ""
+    is_latent: bool = False
 
 
 _OLMO = Decoder({"eps": 1e-5}, norm="plain layer", epsilon="eps")
@@ -93,6 +95,16 @@ DECODERS: Mapping[str, Decoder] = {
         epsilon="norm_eps",
         mlp=("", "up_proj", "down_proj"),
     ),
+    "deepseek_v2": Decoder({"kv_lora_rank": 512}, is_latent=True, has_bias=(False, "attention_bias", "mlp_bias")),
+    "deepseek_v3": Decoder({"rope_interleave": True}, is_latent=True, has_bias=(False, "attention_bias", False)),
+    "mixtral": Decoder(
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
+        has_bias=(False, False, False),
+    ),
+    "qwen3_moe": Decoder(
+        {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}, head_norms="head"
+    ),
+    "olmoe": Decoder({"rms_norm_eps": 1e-5}, head_norms="projection"),
     "gemma": Decoder(
         {"head_dim": 256, "tie_word_embeddings": True, **_GELU, "num_key_value_heads": 16},
         norm="rms + 1",

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megatron3d.convert.hub_fields import HubConfig
 from megatron3d.convert.reference_decoders import DECODERS, Decoder
+from megatron3d.convert.reference_experts import first_of, has_router, mixture
+from megatron3d.convert.reference_rotary import float_of, int_of, rotated, table_of
 
 Weights = Callable[[str], Tensor]
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -58,8 +60,8 @@ def _causal(
 
 def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Return the logits [B, S, V] of GPT-2."""
-    hidden, heads = _int(hf, "n_embd", 768), _int(hf, "n_head", 12)
-    eps = _float(hf, "layer_norm_epsilon", 1e-5)
+    hidden, heads = int_of(hf, "n_embd", 768), int_of(hf, "n_head", 12)
+    eps = float_of(hf, "layer_norm_epsilon", 1e-5)
     activation = _ACTIVATIONS[str(hf.get("activation_function", "gelu_new"))]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -70,7 +72,7 @@ def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
 
     table = "transformer.wte.weight"
     x = F.embedding(tokens_BS, weights(table)) + weights("transformer.wpe.weight")[: tokens_BS.shape[1]]
-    for layer in range(_int(hf, "n_layer", 12)):
+    for layer in range(int_of(hf, "n_layer", 12)):
         name = f"transformer.h.{layer}"
         qkv = conv(norm(x, f"{name}.ln_1"), f"{name}.attn.c_attn").split(hidden, dim=2)
         q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv)
@@ -84,7 +86,7 @@ def _is_rotated(hf: HubConfig, layer: int) -> bool:
     rotated = hf.get("no_rope_layers")
     if isinstance(rotated, list):
         return bool(rotated[layer])
-    return (layer + 1) % _int(hf, "no_rope_layer_interval", layer + 2) != 0
+    return (layer + 1) % int_of(hf, "no_rope_layer_interval", layer + 2) != 0
 
 
 def _is_sliding(hf: HubConfig, layer: int) -> bool:
@@ -95,8 +97,8 @@ def _is_sliding(hf: HubConfig, layer: int) -> bool:
     if "no_rope_layer_interval" in hf:
         return not _is_rotated(hf, layer)
     if "full_every" in hf:
-        return (layer + 1) % _int(hf, "sliding_window_pattern", _int(hf, "full_every", 1)) != 0
-    return layer >= _int(hf, "max_window_layers", 0)
+        return (layer + 1) % int_of(hf, "sliding_window_pattern", int_of(hf, "full_every", 1)) != 0
+    return layer >= int_of(hf, "max_window_layers", 0)
 
 
 class _Decoding:
@@ -115,23 +117,23 @@ class _Decoding:
         """Return the logits [B, S, V]."""
         hf, kind, table = self.hf, self.kind, "model.embed_tokens.weight"
         x = F.embedding(tokens_BS, self.weights(table))
-        root = _int(hf, "hidden_size", 4096) ** 0.5
-        x = x * (root if kind.scales_embedding else _float(hf, "embedding_multiplier", 1.0))
-        residual = _float(hf, "residual_multiplier", 1.0)
-        for layer in range(_int(hf, "num_hidden_layers", 32)):
+        root = int_of(hf, "hidden_size", 4096) ** 0.5
+        x = x * (root if kind.scales_embedding else float_of(hf, "embedding_multiplier", 1.0))
+        residual = float_of(hf, "residual_multiplier", 1.0)
+        for layer in range(int_of(hf, "num_hidden_layers", 32)):
             name = f"model.layers.{layer}"
             for place in range(2):
                 y = self.norm(x, f"{name}.{kind.before[place]}") if kind.before else x
-                y = self.mlp(y, f"{name}.mlp") if place else self.attention(y, f"{name}.self_attn", layer)
+                y = self.inner(y, name) if place else self.attention(y, f"{name}.self_attn", layer)
                 x = x + (self.norm(y, f"{name}.{kind.after[place]}") if kind.after else y) * residual
         tied = hf.get("tie_word_embeddings", False)
         logits = self.norm(x, "model.norm") @ self.weights(table if tied else "lm_head.weight").T
-        logits = logits / _float(hf, "logits_scaling", 1.0)
-        cap = _float(hf, "final_logit_softcapping", 0.0)
+        logits = logits / float_of(hf, "logits_scaling", 1.0)
+        cap = float_of(hf, "final_logit_softcapping", 0.0)
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        eps = _float(self.hf, self.kind.epsilon, 1e-6)
+        eps = float_of(self.hf, self.kind.epsilon, 1e-6)
         if self.kind.norm == "plain layer":
             return F.layer_norm(x, x.shape[-1:], None, None, eps)
         weight = self.weights(f"{name}.weight")
@@ -145,10 +147,12 @@ class _Decoding:
 
     def attention(self, x: Tensor, name: str, layer: int) -> Tensor:
         hf, kind = self.hf, self.kind
-        heads = _int(hf, "num_attention_heads", 32)
+        if kind.is_latent:
+            return self.latent_attention(x, name)
+        heads = int_of(hf, "num_attention_heads", 32)
         groups, size = (
-            _int(hf, "num_key_value_heads", heads),
-            _int(hf, "head_dim", _int(hf, "hidden_size", 4096) // heads),
+            int_of(hf, "num_key_value_heads", heads),
+            int_of(hf, "head_dim", int_of(hf, "hidden_size", 4096) // heads),
         )
         if kind.mlp[1] == "gate_up_proj":
             qkv = self.linear(x, f"{name}.qkv_proj", self.in_qkv)
@@ -160,14 +164,48 @@ class _Decoding:
         q, k, v = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
         if kind.head_norms == "head":
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
-        window = _int(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
+        window = int_of(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
         slides = bool(window) and _is_sliding(hf, layer)
         if _is_rotated(hf, layer):
-            q, k = (_rotated(part, hf, kind.local_base if slides else "") for part in (q, k))
+            q, k = (rotated(part, hf, kind.local_base if slides else "") for part in (q, k))
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
-        scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
-        cap = _float(hf, "attn_logit_softcapping", 0.0)
+        scale = (
+            float_of(hf, kind.scale, size) ** -0.5 if kind.scale else float_of(hf, "attention_multiplier", size**-0.5)
+        )
+        cap = float_of(hf, "attn_logit_softcapping", 0.0)
         return self.linear(_causal(q, k, v, scale, window if slides else None, cap), f"{name}.o_proj", self.in_output)
+
+    def latent_attention(self, x: Tensor, name: str) -> Tensor:
+        """Return latent attention: heads of keys and values from a normalized latent, and one rotated key for all."""
+        hf, heads = self.hf, int_of(self.hf, "num_attention_heads", 128)
+        plain, turned = int_of(hf, "qk_nope_head_dim", 128), int_of(hf, "qk_rope_head_dim", 64)
+        in_down = bool(hf.get("attention_bias", False))
+        if first_of(self.weights, f"{name}.q_a_proj.weight") is None:
+            q = self.linear(x, f"{name}.q_proj", False)
+        else:
+            latent = self.norm(self.linear(x, f"{name}.q_a_proj", in_down), f"{name}.q_a_layernorm")
+            q = self.linear(latent, f"{name}.q_b_proj", False)
+        down = self.linear(x, f"{name}.kv_a_proj_with_mqa", in_down)
+        kv = self.linear(self.norm(down[..., :-turned], f"{name}.kv_a_layernorm"), f"{name}.kv_b_proj", False)
+        q, kv, k_pos = (
+            t.unflatten(2, (n, -1)).transpose(1, 2) for t, n in ((q, heads), (kv, heads), (down[..., -turned:], 1))
+        )
+        if hf.get("rope_interleave", True):  # pairs of neighbours; scores do not depend on the order of channels
+            q_pos, k_pos = (torch.cat((t[..., 0::2], t[..., 1::2]), -1) for t in (q[..., plain:], k_pos))
+        else:
+            q_pos = q[..., plain:]
+        q_pos, k_pos = (rotated(t, {**hf, "partial_rotary_factor": 1.0}, "") for t in (q_pos, k_pos))
+        k = torch.cat((kv[..., :plain], k_pos.expand_as(q_pos)), -1)
+        rope = table_of(hf, "rope_parameters") or table_of(hf, "rope_scaling")
+        mscale = 0.1 * float_of(rope, "mscale_all_dim", 0.0) * math.log(float_of(rope, "factor", 1.0)) + 1
+        y = _causal(torch.cat((q[..., :plain], q_pos), -1), k, kv[..., plain:], (plain + turned) ** -0.5 * mscale**2)
+        return self.linear(y, f"{name}.o_proj", self.in_output)
+
+    def inner(self, x: Tensor, name: str) -> Tensor:
+        """Return the output of a layer's experts, or of its MLP."""
+        if not has_router(self.weights, name):
+            return self.mlp(x, f"{name}.mlp")
+        return mixture(self.hf, self.weights, x.flatten(0, 1), name, self.activation).view_as(x)
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         gate_name, up_name, down_name = self.kind.mlp
@@ -187,67 +225,14 @@ def decoder_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor, kind: Dec
     return _Decoding(hf, weights, kind).logits(tokens_BS)
 
 
-def _rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str) -> Tensor:
-    """Rotate channels i and i + R/2 of the first R of each head, as real and imaginary parts."""
-    described = _table(hf, "rope_parameters")
-    if local_base:
-        local = _table(described, "sliding_attention")
-        theta = _float(local, "rope_theta", _float(hf, local_base, _float(hf, "rope_theta", 10000.0)))
-        hf, described = {"rope_theta": theta}, {}
-    elif "full_attention" in described:
-        described = _table(described, "full_attention")
-        hf = {**hf, "rope_parameters": dict(described)}
-    share = _float(described, "partial_rotary_factor", _float(hf, "partial_rotary_factor", 1.0))
-    size = int(x_BNSD.shape[-1] * share)
-    rates, scale = _rotary_rates(hf, size)
-    angles = torch.outer(torch.arange(x_BNSD.shape[2]), torch.tensor(rates, dtype=torch.float64))
-    turn = torch.polar(torch.tensor(scale, dtype=torch.float64), angles)
-    turned = torch.complex(*x_BNSD[..., :size].chunk(2, dim=-1)) * turn
-    return torch.cat((turned.real, turned.imag, x_BNSD[..., size:]), dim=-1)
-
-
-def _rotary_rates(hf: HubConfig, size: int) -> tuple[list[float], float]:
-    """Return the radians per position of each pair of channels, and the factor of queries and keys."""
-    described = hf.get("rope_parameters") or hf.get("rope_scaling")
-    rope = described if isinstance(described, dict) else {}
-    base = _float(rope if "rope_theta" in rope else hf, "rope_theta", 10000.0)
-    rates = [math.pow(base, -2 * pair / size) for pair in range(size // 2)]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return rates, 1.0
-    factor = _float(rope, "factor", 1.0)
-    length = _float(rope, "original_max_position_embeddings", _float(hf, "max_position_embeddings", 2048))
-    slow, fast = _float(rope, "beta_slow", 1.0), _float(rope, "beta_fast", 32.0)
-    low, high = _float(rope, "low_freq_factor", 1.0), _float(rope, "high_freq_factor", 4.0)
-
-    def pair_of(rotations: float) -> float:
-        """Return which pair of channels turns so often within the original length."""
-        return size / 2 * math.log(length / (2 * math.pi * rotations)) / math.log(base)
-
-    def share(pair: int) -> float:
-        """Return the share of the unscaled rate."""
-        if kind == "llama3":
-            return (length * rates[pair] / (2 * math.pi) - low) / (high - low)
-        first, last = pair_of(fast), pair_of(slow)
-        if rope.get("truncate") is not False:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, size - 1)
-        return 1 - (pair - first) / (last - first or 0.001)
-
-    shares = [0.0 if kind == "linear" else min(max(share(pair), 0.0), 1.0) for pair in range(size // 2)]
-    scaled = [rate * (each + (1 - each) / factor) for rate, each in zip(rates, shares, strict=True)]
-    default = 0.1 * math.log(factor) + 1 if kind == "yarn" else 1.0
-    if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim"):
-        above, below = (0.1 * _float(rope, name, 1.0) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim"))
-        default = above / below
-    return scaled, _float(rope, "attention_factor", default)
-
-
 def neox_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Return the logits [B, S, V] of GPT-NeoX, whose attention and MLP may read the same residual stream."""
-    older = {"partial_rotary_factor": _float(hf, "rotary_pct", 0.25), "rope_theta": _float(hf, "rotary_emb_base", 1e4)}
+    older = {
+        "partial_rotary_factor": float_of(hf, "rotary_pct", 0.25),
+        "rope_theta": float_of(hf, "rotary_emb_base", 1e4),
+    }
     hf = {**older, **hf}
-    heads, eps = _int(hf, "num_attention_heads", 64), _float(hf, "layer_norm_eps", 1e-5)
+    heads, eps = int_of(hf, "num_attention_heads", 64), float_of(hf, "layer_norm_eps", 1e-5)
     activation = _ACTIVATIONS[str(hf.get("hidden_act", "gelu"))]
     has_bias = bool(hf.get("attention_bias", True))
 
@@ -259,11 +244,11 @@ def neox_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
 
     table = "gpt_neox.embed_in.weight"
     x = F.embedding(tokens_BS, weights(table))
-    for layer in range(_int(hf, "num_hidden_layers", 44)):
+    for layer in range(int_of(hf, "num_hidden_layers", 44)):
         name = f"gpt_neox.layers.{layer}"
         qkv = linear(norm(x, f"{name}.input_layernorm"), f"{name}.attention.query_key_value", has_bias)
         q, k, v = qkv.unflatten(2, (heads, -1)).transpose(1, 2).chunk(3, dim=-1)
-        y = linear(_causal(_rotated(q, hf, ""), _rotated(k, hf, ""), v), f"{name}.attention.dense", has_bias)
+        y = linear(_causal(rotated(q, hf, ""), rotated(k, hf, ""), v), f"{name}.attention.dense", has_bias)
         read = x if hf.get("use_parallel_residual", True) else x + y
         z = linear(norm(read, f"{name}.post_attention_layernorm"), f"{name}.mlp.dense_h_to_4h")
         x = x + y + linear(activation(z), f"{name}.mlp.dense_4h_to_h")
@@ -276,18 +261,3 @@ REFERENCE_LOGITS: Mapping[str, Callable[[HubConfig, Weights, Tensor], Tensor]] =
     "gpt_neox": neox_logits,
     **{name: partial(decoder_logits, kind=kind) for name, kind in DECODERS.items()},
 }
-
-
-def _int(hf: HubConfig, name: str, default: int) -> int:
-    value = hf.get(name)
-    return value if isinstance(value, int) else default
-
-
-def _table(hf: HubConfig, name: str) -> HubConfig:
-    value = hf.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def _float(hf: HubConfig, name: str, default: float) -> float:
-    value = hf.get(name)
-    return float(value) if isinstance(value, int | float) else default

@@ -65,10 +65,36 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
         both = " and ".join(f"{name}={show(settings[name])}" for name in _DESCRIPTIONS)
         problems.append(f"{both}: they describe different rotary positions; remove the wrong one")
     ours = values[0] if values else {}
+    if hub_type.has_mscale and ours.get("rotary_scaling") == YARN and not problems:
+        ours = ours | _score_scale(settings)
     if hub_type.has_local_rope:
         base, wrong = _local_base(settings, local, hub_type)
         ours, problems = ours | base, problems + wrong
     return settings, ours, problems
+
+
+def _score_scale(settings: HubConfig) -> dict[str, JsonValue]:
+    """Return the factor of attention's scores, which DeepSeek multiplies by the square of a scaling's factor."""
+    ropes = [rope for name in _DESCRIPTIONS if isinstance(rope := settings.get(name), dict)]
+    mscale, factor = ropes[0].get("mscale_all_dim"), ropes[0].get("factor")
+    sizes = settings.get("qk_nope_head_dim", 128), settings.get("qk_rope_head_dim", 64)
+    if not mscale or not all(isinstance(number, int | float) for number in (mscale, factor, *sizes)):
+        return {}
+    return {"softmax_scale": _scaled_scores(float(mscale), float(factor), sum(sizes))}  # type: ignore[arg-type]
+
+
+def _scaled_scores(mscale: float, factor: float, key_size: int) -> float:
+    return float(key_size**-0.5 * (0.1 * mscale * math.log(max(factor, 1.0)) + 1) ** 2)
+
+
+def _mscale_of(arch: Architecture) -> dict[str, JsonValue]:
+    """Return the field whose value gives an architecture's factor of scores, none where that is the default."""
+    if arch.softmax_scale is None or arch.rotary_scaling is None:
+        return {}
+    factor, size = arch.rotary_scaling.factor, arch.key_size
+    exact = (math.sqrt(arch.softmax_scale * size**0.5) - 1) / (0.1 * math.log(factor))
+    short = round(exact, 9)
+    return {"mscale_all_dim": short if _scaled_scores(short, factor, size) == arch.softmax_scale else exact}
 
 
 def _local_base(settings: HubConfig, local: JsonValue, hub_type: ModelType) -> tuple[dict[str, JsonValue], list[str]]:
@@ -86,6 +112,8 @@ def _local_base(settings: HubConfig, local: JsonValue, hub_type: ModelType) -> t
 def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     """Return the fields of an architecture's rotary positions: transformers 5 reads the first, before it the others."""
     scaling = _write_scaling(arch)
+    if scaling is not None and hub_type.has_mscale:
+        scaling |= _mscale_of(arch)
     plain: dict[str, JsonValue] = {"rope_type": "default", "rope_theta": arch.rotary_base}
     if "rotary_percent" in hub_type.fields:
         plain["partial_rotary_factor"] = arch.rotary_percent

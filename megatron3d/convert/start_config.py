@@ -11,9 +11,8 @@ from megatron3d.config.schema import Config
 from megatron3d.config.section import Section
 from megatron3d.convert.config_json import model_type_of, read_settings
 from megatron3d.convert.conversion import ConversionReport, ConversionRequest, stored_precision
-from megatron3d.convert.hub_weights import HubWeights, refuse_code
+from megatron3d.convert.hub_weights import HubWeights, refuse_code, without_absent_modules
 from megatron3d.convert.output_files import read_json, source_file
-from megatron3d.convert.tensor_names import file_tensors
 from megatron3d.convert.tokenizer_files import folder_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.model.flops import num_parameters
@@ -29,9 +28,9 @@ def write_start(request: ConversionRequest) -> ConversionReport:
     code = refuse_code(request.source, settings)
     if request.target.exists():
         raise UserError(f"--output {request.target}: exists already; name a new file, or remove it")
-    model = read_settings(settings, request.seq_length)
+    model, absent = without_absent_modules(request.source, read_settings(settings, request.seq_length))
     arch, model_type = resolve_architecture(model, model.vocab_size or 0), model_type_of(settings)
-    weights = HubWeights(request.source, file_tensors(arch, model_type), model_type, arch.tie_embeddings)
+    weights = HubWeights(request.source, arch, model_type)
     found = (request.tokenizer_type, request.tokenizer_model) if request.tokenizer_type else None
     kind, file = found or folder_tokenizer(request.source) or (None, None)
     train = Config().train.model_copy(update={"precision": stored_precision(weights, request.dtype)})
@@ -42,7 +41,9 @@ def write_start(request: ConversionRequest) -> ConversionReport:
     lines = [title, *(line for name, section in sections.items() for line in _lines(name, section))]
     write_text(request.target, "\n".join(lines) + "\n")
     missing = "" if kind else "; it has no tokenizer: set data.tokenizer_type and data.tokenizer_model"
-    return ConversionReport((*code, f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}"))
+    return ConversionReport(
+        (*code, *absent, f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}")
+    )
 
 
 def _lines(name: str, section: Section) -> Iterator[str]:

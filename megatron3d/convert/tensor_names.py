@@ -1,8 +1,6 @@
-"""The logical tensors in each tensor of a Hugging Face file, by name: one table per model type.
+"""The logical tensors in each tensor of a Hugging Face file, by name.
 
-    transformer.h.0.attn.c_attn.weight [H, 3H]  =  (layers.0.attention.q | .k | .v [H, H], concatenated along rows)^T
-
-GPT-2's linears are `Conv1D`, y = x W + b, whose W is the transpose of our weight; Llama's weights are like ours.
+transformer.h.0.attn.c_attn.weight [H, 3H]  =  (layers.0.attention.q | .k | .v [H, H], concatenated along rows)^T
 """
 
 from __future__ import annotations
@@ -12,128 +10,42 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron3d.convert.model_types import MODEL_TYPES
+from megatron3d.convert.module_names import LAYER, MODULES, MTP_MODULES, STACKED_EXPERTS
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs
 from megatron3d.parallel.layout import Box, Shape
 from megatron3d.parallel.modes import MODES, build_mode
 
-# Hugging Face module: our modules whose tensors it concatenates; {n} is the layer; * marks a Conv1D, and % one whose
-# rows are those of a first head of each part, then of the second heads, ...
-_GPT2 = {
-    "transformer.wte": ("embedding",),
-    "transformer.wpe": ("embedding.position",),
-    "transformer.h.{n}.ln_1": ("layers.{n}.input_norm",),
-    "transformer.h.{n}.attn.c_attn*": ("layers.{n}.attention.q", "layers.{n}.attention.k", "layers.{n}.attention.v"),
-    "transformer.h.{n}.attn.c_proj*": ("layers.{n}.attention.proj",),
-    "transformer.h.{n}.ln_2": ("layers.{n}.post_attention_norm",),
-    "transformer.h.{n}.mlp.c_fc*": ("layers.{n}.mlp.up",),
-    "transformer.h.{n}.mlp.c_proj*": ("layers.{n}.mlp.fc2",),
-    "transformer.ln_f": ("final_norm",),
-    "lm_head": ("head",),
-}
-_LLAMA = {
-    "model.embed_tokens": ("embedding",),
-    "model.layers.{n}.input_layernorm": ("layers.{n}.input_norm",),
-    "model.layers.{n}.self_attn.q_proj": ("layers.{n}.attention.q",),
-    "model.layers.{n}.self_attn.k_proj": ("layers.{n}.attention.k",),
-    "model.layers.{n}.self_attn.v_proj": ("layers.{n}.attention.v",),
-    "model.layers.{n}.self_attn.o_proj": ("layers.{n}.attention.proj",),
-    "model.layers.{n}.post_attention_layernorm": ("layers.{n}.post_attention_norm",),
-    "model.layers.{n}.mlp.gate_proj": ("layers.{n}.mlp.gate",),
-    "model.layers.{n}.mlp.up_proj": ("layers.{n}.mlp.up",),
-    "model.layers.{n}.mlp.down_proj": ("layers.{n}.mlp.fc2",),
-    "model.norm": ("final_norm",),
-    "lm_head": ("head",),
-}
-_NEOX = {
-    "gpt_neox.embed_in": ("embedding",),
-    "gpt_neox.layers.{n}.input_layernorm": ("layers.{n}.input_norm",),
-    "gpt_neox.layers.{n}.attention.query_key_value%": tuple(f"layers.{{n}}.attention.{part}" for part in "qkv"),
-    "gpt_neox.layers.{n}.attention.dense": ("layers.{n}.attention.proj",),
-    "gpt_neox.layers.{n}.post_attention_layernorm": ("layers.{n}.post_attention_norm",),
-    "gpt_neox.layers.{n}.mlp.dense_h_to_4h": ("layers.{n}.mlp.up",),
-    "gpt_neox.layers.{n}.mlp.dense_4h_to_h": ("layers.{n}.mlp.fc2",),
-    "gpt_neox.final_layer_norm": ("final_norm",),
-    "embed_out": ("head",),
-}
-_HEAD_NORMS = {
-    "model.layers.{n}.self_attn.q_norm": ("layers.{n}.attention.q_norm",),
-    "model.layers.{n}.self_attn.k_norm": ("layers.{n}.attention.k_norm",),
-}
-_LAYER = "model.layers.{n}."
-_NO_NORMS = {f"{_LAYER}input_layernorm": None, f"{_LAYER}post_attention_layernorm": None}
-_OUTPUT_NORMS = {
-    f"{_LAYER}post_attention_layernorm": ("layers.{n}.attention_output_norm",),
-    f"{_LAYER}post_feedforward_layernorm": ("layers.{n}.mlp_output_norm",),
-}
-_INPUT_NORM_OF_MLP = {f"{_LAYER}pre_feedforward_layernorm": ("layers.{n}.post_attention_norm",)}
-_FUSED_ATTENTION = {f"{_LAYER}self_attn.{part}_proj": None for part in "qkv"} | {
-    f"{_LAYER}self_attn.qkv_proj": tuple(f"layers.{{n}}.attention.{part}" for part in "qkv")
-}
-
-
-def _modules(*changes: Mapping[str, tuple[str, ...] | None]) -> dict[str, tuple[str, ...]]:
-    """Return Llama's modules with those that a model type lacks (None), has in addition, or names otherwise."""
-    found: dict[str, tuple[str, ...] | None] = dict(_LLAMA)
-    for change in changes:
-        found |= change
-    return {theirs: ours for theirs, ours in found.items() if ours is not None}
-
-
-_NO_GATE: Mapping[str, None] = {f"{_LAYER}mlp.gate_proj": None}
-_MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _modules(_HEAD_NORMS),
-    "smollm3": _LLAMA,
-    "olmo": _modules(_NO_NORMS, {"model.norm": None}),
-    "olmo2": _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS),
-    "olmo3": _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS),
-    "phi3": _modules(
-        _FUSED_ATTENTION,
-        {
-            f"{_LAYER}mlp.gate_proj": None,
-            f"{_LAYER}mlp.up_proj": None,
-            f"{_LAYER}mlp.gate_up_proj": ("layers.{n}.mlp.gate", "layers.{n}.mlp.up"),
-        },
-    ),
-    "granite": _LLAMA,
-    "starcoder2": _modules(
-        _NO_GATE,
-        {
-            f"{_LAYER}mlp.up_proj": None,
-            f"{_LAYER}mlp.down_proj": None,
-            f"{_LAYER}mlp.c_fc": ("layers.{n}.mlp.up",),
-            f"{_LAYER}mlp.c_proj": ("layers.{n}.mlp.fc2",),
-        },
-    ),
-    "nemotron": _modules(_NO_GATE),
-    "gpt_neox": _NEOX,
-    "gemma": _LLAMA,
-    "gemma2": _modules(_OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
-    "gemma3_text": _modules(
-        _HEAD_NORMS,
-        _OUTPUT_NORMS,
-        _INPUT_NORM_OF_MLP,
-    ),
-}
 TIED_HEAD = "lm_head.weight"
+Modules = Mapping[str, tuple[str, ...]]
+Logical = Mapping[str, Shape]
+
+
+class Place(NamedTuple):
+    """Where rows of a logical tensor are in a tensor of a file.
+
+    Attributes:
+        start, step: first row, and distance between rows.
+        column: first column.
+        expert: index in the first dim, over experts; -1: there is no such dim.
+        is_transposed: rows are columns in the file.
+    """
+
+    start: int
+    step: int = 1
+    column: int = 0
+    expert: int = -1
+    is_transposed: bool = False
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of a logical tensor that are consecutive in a file's tensor, where they begin at row `start`.
-
-    Attributes:
-        shape: shape of the logical tensor.
-    """
+    """Consecutive rows of a logical tensor of a shape, and their place in a file's tensor."""
 
     name: str
     shape: Shape
     low: int
     high: int
-    start: int
+    place: Place
 
     @property
     def box(self) -> Box:
@@ -148,6 +60,9 @@ class FileTensor:
     Attributes:
         num_zeros: length of a vector of zeros, which has no parts: a bias that our model lacks.
         num_groups: the rows of the parts alternate: with 2 groups a first half of each part, then the second halves.
+        num_experts: length of a first dim over experts, with as many parts for each in order; 0: there is none.
+        is_striped: the rows of the parts, of each expert, alternate one by one.
+        has_columns: the parts are concatenated along dim 1.
     """
 
     name: str
@@ -155,16 +70,33 @@ class FileTensor:
     is_transposed: bool
     num_zeros: int = 0
     num_groups: int = 1
+    num_experts: int = 0
+    is_striped: bool = False
+    has_columns: bool = False
 
     def row_ranges(self) -> Iterator[RowRange]:
         """Yield the rows of every part, in the order of the rows of the tensor before transposition."""
-        start = 0
+        for expert in range(self.num_experts or 1):
+            yield from self._rows_of_expert(expert if self.num_experts else -1)
+
+    def _rows_of_expert(self, expert: int) -> Iterator[RowRange]:
+        """Yield the rows of the parts of an expert; -1: of all parts."""
+        parts, start, column = self._parts_of_expert(max(expert, 0)), 0, 0
+        step = len(parts) if self.is_striped else 1
         for group in range(self.num_groups):
-            for name, shape in self.parts:
+            for name, shape in parts:
                 rows, rest = divmod(shape[0], self.num_groups)
                 assert rest == 0, f"{self.name}: {shape[0]} rows of {name} in {self.num_groups} groups"
-                yield RowRange(name, shape, group * rows, (group + 1) * rows, start)
-                start += rows
+                place = Place(start, step, column, expert, self.is_transposed)
+                yield RowRange(name, shape, group * rows, (group + 1) * rows, place)
+                if self.has_columns:
+                    column += shape[1]
+                else:
+                    start += 1 if self.is_striped else rows
+
+    def _parts_of_expert(self, expert: int) -> tuple[tuple[str, Shape], ...]:
+        count = len(self.parts) // (self.num_experts or 1)
+        return self.parts[expert * count : (expert + 1) * count]
 
     @property
     def has_vocabulary(self) -> bool:
@@ -173,15 +105,19 @@ class FileTensor:
 
     @property
     def joined_shape(self) -> Shape:
-        """Shape before transposition."""
+        """Shape before transposition, without the dim over experts."""
         if not self.parts:
             return (self.num_zeros,)
-        return (sum(shape[0] for _, shape in self.parts), *self.parts[0][1][1:])
+        shapes = [shape for _, shape in self._parts_of_expert(0)]
+        if self.has_columns:
+            return (shapes[0][0], sum(shape[1] for shape in shapes))
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property
     def shape(self) -> Shape:
         """Shape in the file."""
-        return self.joined_shape[::-1] if self.is_transposed else self.joined_shape
+        shape = self.joined_shape[::-1] if self.is_transposed else self.joined_shape
+        return (self.num_experts, *shape) if self.num_experts else shape
 
 
 def logical_shapes(arch: Architecture) -> dict[str, Shape]:
@@ -190,46 +126,93 @@ def logical_shapes(arch: Architecture) -> dict[str, Shape]:
     return {part.name: part.shape for spec in param_specs(arch, mode).values() for part in spec.parts}
 
 
-def file_tensors(arch: Architecture, model_type: str) -> tuple[FileTensor, ...]:
-    """Return the tensors of a model's files, which together hold every logical tensor once."""
+def file_tensors(arch: Architecture, model_type: str, stacks_experts: bool = False) -> tuple[FileTensor, ...]:
+    """Return the tensors of a model's files, which together hold every logical tensor once.
+
+    `stacks_experts`: those of all experts of a layer are one tensor, as in transformers' classes and few files.
+    """
     logical = logical_shapes(arch)
-    found = tuple(_tensors(_MODULES[model_type], arch, logical))
+    modules = {**MODULES[model_type], **(STACKED_EXPERTS if stacks_experts else {})}
+    found = tuple(_Table(arch, logical).tensors({name: ours for name, ours in modules.items() if ours is not None}))
     held = [part for tensor in found for part, _ in tensor.parts]
     assert sorted(held) == sorted(logical), f"not once: {set(held) ^ set(logical)}"
     return found
 
 
-def _tensors(
-    modules: Mapping[str, tuple[str, ...]], arch: Architecture, logical: Mapping[str, Shape]
-) -> Iterator[FileTensor]:
-    inside = {theirs: ours for theirs, ours in modules.items() if "{n}" in theirs}
-    position = list(modules).index(next(iter(inside)))
-    outside = [item for item in modules.items() if item[0] not in inside]
-    for theirs, ours in outside[:position]:
-        yield from _module(theirs, ours, arch, logical)
-    for n in range(arch.num_layers):
+@dataclass(frozen=True)
+class _Table:
+    arch: Architecture
+    logical: Logical
+
+    def tensors(self, modules: Modules) -> Iterator[FileTensor]:
+        inside = {theirs: ours for theirs, ours in modules.items() if "{n}" in theirs}
+        position = list(modules).index(next(iter(inside)))
+        outside = [item for item in modules.items() if item[0] not in inside]
+        for theirs, ours in outside[:position]:
+            yield from self.module(theirs, ours)
+        for n in range(self.arch.num_layers):
+            for theirs, ours in inside.items():
+                yield from self.experts(theirs.replace("{n}", str(n)), _each(ours, "{n}", n))
+        for k in range(self.arch.mtp_num_layers):
+            yield from self.prediction_module(k, inside)
+        for theirs, ours in outside[position:]:
+            yield from self.module(theirs, ours)
+
+    def prediction_module(self, k: int, inside: Modules) -> Iterator[FileTensor]:
+        """Yield the tensors of a module of multi-token prediction, which is a layer after the last one."""
+        place = str(self.arch.num_layers + k)
+        for theirs, ours in MTP_MODULES.items():
+            yield from self.module(f"{LAYER}{theirs}".replace("{n}", place), _each(ours, "{n}", k))
         for theirs, ours in inside.items():
-            yield from _module(theirs.format(n=n), tuple(name.format(n=n) for name in ours), arch, logical)
-    for theirs, ours in outside[position:]:
-        yield from _module(theirs, ours, arch, logical)
+            named = tuple(name.replace("layers.{n}.", f"mtp.{k}.layer.") for name in ours)
+            yield from self.experts(theirs.replace("{n}", place), named)
+
+    def experts(self, theirs: str, ours: tuple[str, ...]) -> Iterator[FileTensor]:
+        """Yield the tensors of a module of a layer: where `{e}` is in its name, those of each expert."""
+        num_experts = self.arch.experts.num_experts if self.arch.experts else 0
+        if "{e}" not in ours[0]:
+            yield from self.module(theirs, ours)
+        elif "{e}" in theirs:
+            for e in range(num_experts):
+                yield from self.module(theirs.replace("{e}", str(e)), _each(ours, "{e}", e))
+        elif num_experts:
+            yield from self.stack(theirs, [name for e in range(num_experts) for name in _each(ours, "{e}", e)])
+
+    def stack(self, theirs: str, ours: list[str]) -> Iterator[FileTensor]:
+        """Yield weight and bias of all experts, each one tensor, if our layer has them."""
+        for suffix, name in (("weight", theirs.rstrip("*~")), ("bias", f"{theirs.rstrip('*~')}_bias")):
+            parts = tuple((f"{each}.{suffix}", self.logical.get(f"{each}.{suffix}", ())) for each in ours)
+            if parts[0][0] in self.logical:
+                is_transposed = "*" in theirs and suffix == "weight"
+                count = self.arch.experts.num_experts if self.arch.experts else 0
+                yield FileTensor(name, parts, is_transposed, num_experts=count, is_striped="~" in theirs)
+
+    def module(self, theirs: str, ours: tuple[str, ...]) -> Iterator[FileTensor]:
+        """Yield weight and bias of a module, if our model has them; the bias of a Conv1D is zero if it has none."""
+        is_conv, has_columns = theirs.endswith("*"), theirs.endswith("=")
+        num_groups = self.arch.num_attention_heads if theirs.endswith("%") else 1
+        theirs, logical = theirs.rstrip("*%="), self.logical
+        if ours[0] in logical:  # our bare parameter corresponds to a module, or a bare parameter, of theirs
+            name = theirs.removesuffix("!") if theirs.endswith("!") else f"{theirs}.weight"
+            yield FileTensor(name, ((ours[0], logical[ours[0]]),), is_transposed=False)
+        for suffix in ("weight", "bias"):
+            names = [f"{name}.{suffix}" for name in ours]
+            if names[0] in logical:
+                parts = tuple((name, logical[name]) for name in names)
+                yield FileTensor(
+                    f"{theirs}.{suffix}",
+                    parts,
+                    is_conv and suffix == "weight",
+                    num_groups=num_groups,
+                    has_columns=has_columns,
+                )
+            elif is_conv:
+                num_zeros = sum(logical[f"{name}.weight"][0] for name in ours)
+                yield FileTensor(f"{theirs}.{suffix}", (), is_transposed=False, num_zeros=num_zeros)
 
 
-def _module(
-    theirs: str, ours: tuple[str, ...], arch: Architecture, logical: Mapping[str, Shape]
-) -> Iterator[FileTensor]:
-    """Yield weight and bias of a module, if our model has them; the bias of a Conv1D is zero if it has none."""
-    is_conv, num_groups = theirs.endswith("*"), arch.num_attention_heads if theirs.endswith("%") else 1
-    theirs = theirs.rstrip("*%")
-    if ours[0] in logical:  # our bare parameter corresponds to a module in the Hugging Face model
-        yield FileTensor(f"{theirs}.weight", ((ours[0], logical[ours[0]]),), is_transposed=False)
-    for suffix in ("weight", "bias"):
-        names = [f"{name}.{suffix}" for name in ours]
-        if names[0] in logical:
-            parts = tuple((name, logical[name]) for name in names)
-            yield FileTensor(f"{theirs}.{suffix}", parts, is_conv and suffix == "weight", num_groups=num_groups)
-        elif is_conv:
-            num_zeros = sum(logical[f"{name}.weight"][0] for name in ours)
-            yield FileTensor(f"{theirs}.{suffix}", (), is_transposed=False, num_zeros=num_zeros)
+def _each(ours: tuple[str, ...], mark: str, index: int) -> tuple[str, ...]:
+    return tuple(name.replace(mark, str(index)) for name in ours)
 
 
 def strip_body_prefix(name: str, model_type: str) -> str:

@@ -47,7 +47,11 @@ HUBS["phi3"] = {**HUBS["llama"], "model_type": "phi3", "pad_token_id": None, "sl
 HUBS["gpt_neox"] = {name: value for name, value in HUBS["llama"].items() if name != "num_key_value_heads"}
 HUBS["gpt_neox"] |= {"model_type": "gpt_neox", "hidden_size": 64, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 WEIGHTS = {"progress": False, "optimizer": False, "adapts": True}
-PLACES = [(name, list(HUBS)[place % 4]) for place, name in enumerate(LAYOUTS)]
+PLACES = [
+    (name, "mixtral" if "expert_model_parallel_size" in keys else list(HUBS)[place % 4])
+    for place, (name, keys) in enumerate(LAYOUTS.items())
+]
+HUBS["mixtral"] = {**HUBS["llama"], "model_type": "mixtral", "num_local_experts": 8}
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +70,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 
 def configure(hub: Path, layout: str) -> tuple[Config, int]:
-    """Return the configuration of a layout with the folder's model, which has no experts, and its number of ranks."""
-    parallel = {key: value for key, value in LAYOUTS[layout].items() if key != "expert_model_parallel_size"}
+    """Return the configuration of a layout with the folder's model, and its number of ranks."""
+    parallel = LAYOUTS[layout]
     ranks = 1 if layout == "one process" else NUM_RANKS
     model = read_settings(read_json(hub / "config.json"), 8).model_copy(update={"make_vocab_size_divisible_by": 1})
     for micro in (8, 4, 2, 1):
@@ -160,7 +164,7 @@ def test_another_tokenizer_is_refused(tiny: tuple[Path, Path], tmp_path: Path) -
 DAMAGE = {
     "cut": (lambda hub: cut(hub / "model.safetensors"), "model.safetensors is no whole safetensors file"),
     "a pickle": (lambda hub: (hub / "model.safetensors").rename(hub / "pytorch_model.bin"), "is a pickle"),
-    "another model": (lambda hub: edit(hub, model_type="mixtral"), 'model_type="mixtral"'),
+    "another model": (lambda hub: edit(hub, model_type="bloom"), 'model_type="bloom"'),
     "code": (
         lambda hub: edit(hub, auto_map={}, architectures=["X"]),
         "defines the model by code, which is never run here",

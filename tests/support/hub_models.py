@@ -96,6 +96,11 @@ _LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0}, "fu
 _ODD = {**LLAMA, "num_hidden_layers": 5, "hidden_size": 18, "intermediate_size": 14, "pad_token_id": None}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4}}
+_DEEP = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": True}
+_DEEP |= {"original_max_position_embeddings": 8, "attention_factor": 0.9, "mscale_all_dim": 1.1}
+_LATENT = {"num_key_value_heads": 6, "q_lora_rank": 8, "kv_lora_rank": 6, "first_k_dense_replace": 5}
+_LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "rms_norm_eps": 1e-6}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3}
 # A small model of each type with odd sizes and every switch of the type on.
 HUB_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_ODD, "hidden_size": 60, "attention_bias": True, "rope_parameters": _SCALED},
@@ -139,6 +144,35 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         **_PARTIAL,
     },
+    "deepseek_v2": {
+        **_ODD,
+        **_LATENT,
+        "q_lora_rank": None,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        **_ROPE,
+    },
+    "deepseek_v3": {**_ODD, **_LATENT, "num_mtp_layers": 0, "attention_bias": True, "rope_parameters": _DEEP},
+    "mixtral": {**_ODD, "head_dim": 10, "sliding_window": 5, "num_local_experts": 5, **_ROPE},
+    "qwen3_moe": {
+        **_ODD,
+        **_EXPERTS,
+        "moe_intermediate_size": 10,
+        "head_dim": 10,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 1,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        **_ROPE,
+    },
+    "olmoe": {**_ODD, **_EXPERTS, "hidden_size": 60, "attention_bias": True, **_ROPE},
     "gemma2": {
         **_ODD,
         "head_dim": 10,
@@ -159,6 +193,11 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 HUB_FAMILIES = {name: {**hub, "model_type": name} for name, hub in HUB_FAMILIES.items()}
+# Fields that types need besides their defaults, which describe models that do not convert.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "deepseek_v3": {"first_k_dense_replace": 61},
+}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 4}
 
 

@@ -21,6 +21,7 @@ from megatron3d.model.architecture import FAMILIES, Architecture
 from megatron3d.ops.rotary_spec import RotaryScaling
 from megatron3d.ops.router_spec import Experts
 from tests.support.hub_models import (
+    DEFAULTS,
     GPT2,
     HUB_FAMILIES,
     LLAMA,
@@ -54,8 +55,9 @@ def test_every_field_of_transformers_is_mapped(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
-    said = transformers.AutoConfig.for_model(model_type).to_dict()
-    short, long = (read_settings(one) for one in ({"model_type": model_type}, {**said, "architectures": None}))
+    given = DEFAULTS.get(model_type, {})
+    said = transformers.AutoConfig.for_model(model_type, **given).to_dict()
+    short, long = (read_settings(one) for one in ({"model_type": model_type, **given}, {**said, "architectures": None}))
     assert resolve_architecture(short, 100) == resolve_architecture(long, 100)
 
 
@@ -90,6 +92,7 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     before = write_settings(arch, model_type)
     of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq", "rope_local_base_freq"}
     unused = {"padded_vocab_size", "balance", "window_pattern", "seq_length", "mtp_loss_scaling_factor"}
+    unused |= {"ffn_hidden_size"} if model_type in ("mixtral", "olmoe") else set()  # no layer has an MLP
     for name in set(other) - unused - (of_rope if model_type == "gpt2" else set()):
         if other[name] == getattr(arch, name):
             continue
@@ -102,12 +105,18 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
 
 
 # Values that change with others, and which an error names instead.
-FOLLOWS = {"add_bias_linear": "add_mlp_bias", "hidden_size": "embedding_scale"}
+FOLLOWS = {
+    "add_bias_linear": "add_mlp_bias",
+    "hidden_size": "embedding_scale",
+    "num_attention_heads": "num_query_groups",
+    "experts": "moe_router_pre_softmax",
+    "num_layers": "moe_layer_freq",
+}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another model": (
         LLAMA,
-        {"model_type": "mixtral"},
-        'model_type="mixtral": megatron3d has the models gpt2, llama, mistral, qwen2, qwen3, ',
+        {"model_type": "bloom"},
+        'model_type="bloom": megatron3d has the models gpt2, llama, mistral, qwen2, qwen3, ',
     ),
     "no model": (LLAMA, {"model_type": None}, "model_type=null"),
     "another task": (GPT2, {"architectures": ["GPT2ForSequenceClassification"]}, "only language models are converted"),

@@ -17,11 +17,12 @@ from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.convert.config_json import read_settings, write_settings
 from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
 from megatron3d.convert.family_table import family_table
+from megatron3d.convert.hub_weights import STACKED, rows_of
 from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.convert.reference_models import REFERENCE_LOGITS
 from megatron3d.convert.tensor_names import FileTensor, file_tensors
 from megatron3d.errors import UserError
-from tests.support.hub_models import GPT2, HUB_FAMILIES, write_hub
+from tests.support.hub_models import DEFAULTS, GPT2, HUB_FAMILIES, write_hub
 from tests.support.peers import Outputs, check_equal, our_outputs, peer_outputs
 from tests.support.tiny_run import ROOT
 
@@ -57,13 +58,9 @@ def as_ours(theirs: Mapping[str, Tensor], table: tuple[FileTensor, ...]) -> dict
     """Return the logical tensors in the tensors of a class of transformers."""
     found: dict[str, Tensor] = {}
     for tensor in table:
-        rows = theirs[tensor.name].T if tensor.is_transposed else theirs[tensor.name]
-        for name, _, low, high, start in tensor.row_ranges():
-            found[name] = (
-                torch.cat((found[name], rows[start : start + high - low]))
-                if name in found
-                else rows[start : start + high - low]
-            )
+        for rows in tensor.row_ranges():
+            values = rows_of(theirs[tensor.name], rows)
+            found[rows.name] = torch.cat((found[rows.name], values)) if rows.name in found else values
     return found
 
 
@@ -84,7 +81,8 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     theirs, wanted = peer_outputs(hub, TOKENS)
     theirs, gradients = (in_files(each, name) for each in (theirs, wanted.gradients))
     model = read_settings(config_json(hub))
-    table = file_tensors(resolve_architecture(model, 37), name)
+    is_stacked = any(STACKED.search(each) for each in theirs)
+    table = file_tensors(resolve_architecture(model, 37), name, is_stacked)
     ours = our_outputs(model.model_dump(exclude_unset=True), as_ours(theirs, table), TOKENS, Unchanged())
     check_equal(ours, Outputs(wanted.logits, wanted.loss, as_ours(gradients, table)), 1e-9)
     settings, weights = config_json(hub), {key: value.double() for key, value in theirs.items()}
@@ -96,7 +94,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", HUB_FAMILIES)
 def test_settings_come_back(name: str) -> None:
     """As what transformers makes of both, whether fields are written out or left to their defaults."""
-    for hub in (HUB_FAMILIES[name], {"model_type": name}):
+    for hub in (HUB_FAMILIES[name], {"model_type": name, **DEFAULTS.get(name, {})}):
         arch = resolve_architecture(read_settings(config_json(hub)), 37)
         assert resolve_architecture(read_settings(hub), 37) == arch
         _, written, notes = write_settings(arch, name)

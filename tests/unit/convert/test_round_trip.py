@@ -215,14 +215,14 @@ def test_the_compared_logits_are_stored(tmp_path: Path) -> None:
 def test_one_wrong_tensor_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name table that swapped two tensors of equal size would fail."""
     from megatron3d.convert import conversion as module
-    from megatron3d.convert import tensor_names as names
+    from megatron3d.convert.module_names import MODULES
 
     exchanged = {"{n}.attention.k": "{n}.attention.v", "{n}.attention.v": "{n}.attention.k"}
     table = {
         theirs: tuple(next((o.replace(a, b) for a, b in exchanged.items() if o.endswith(a)), o) for o in ours)
-        for theirs, ours in names._LLAMA.items()
+        for theirs, ours in MODULES["llama"].items()
     }
-    monkeypatch.setattr(names, "_MODULES", {"llama": table})
+    monkeypatch.setattr("megatron3d.convert.tensor_names.MODULES", {"llama": table})
     with pytest.raises(module.LogitsDiffer, match="computes other logits; nothing was written"):
         from_hub(ConversionRequest(write_hub(tmp_path / "hub", LLAMA), tmp_path / "run"))
     assert [path.name for path in tmp_path.iterdir()] == ["hub"]

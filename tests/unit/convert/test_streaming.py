@@ -75,7 +75,7 @@ def test_rows_of_parts_alternate_by_group() -> None:
     values = torch.arange(16).view(8, 2).T
     found = {name: torch.full(shape, -1) for name, shape in tensor.parts}
     for rows in tensor.row_ranges():
-        found[rows.name][tuple(slice(*ends) for ends in rows.box)] = rows_of(tensor, values, rows)
+        found[rows.name][tuple(slice(*ends) for ends in rows.box)] = rows_of(values, rows)
     assert found["q"][:, 0].tolist() == [0, 2, 4, 8, 10, 12]
     assert found["k"].tolist() == [[6, 7], [14, 15]]
 

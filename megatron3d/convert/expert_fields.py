@@ -1,0 +1,211 @@
+"""Experts in config.json: their number and sizes, the router's choice, and the layers that have them.
+
+num_experts = 128, num_experts_per_tok = 8, norm_topk_prob = true        model.num_moe_experts = 128, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from megatron3d.convert.hub_fields import DerivedKeys, HubConfig, show
+from megatron3d.convert.window_fields import shortest_pattern
+from megatron3d.model.architecture import Architecture
+from megatron3d.model.layer_kinds import has_experts
+from megatron3d.ops.router_spec import Experts
+
+Field = tuple[str, JsonValue]
+_DENSE, _STEP = "mlp_only_layers", "decoder_sparse_step"
+
+
+@dataclass(frozen=True)
+class ExpertFields:
+    """Fields of a model type with experts, each with the value of an absent one.
+
+    Attributes:
+        topk, ffn: experts of a token, and inner features of an expert.
+        score: score function of the router.
+        normalizes: whether the weights of chosen experts are divided by their sum; None: they always are, or never.
+        is_normalized: whether they can be.
+        has_bias: whether experts are chosen by scores and a bias of each, which our router lacks.
+        shared: number of shared experts; None: the type has none.
+        groups, kept_groups: groups of experts, and how many a token chooses from.
+        scale: factor of the weights.
+        first_dense: number of layers before those with experts.
+        lists_dense: whether `mlp_only_layers` and `decoder_sparse_step` choose the layers.
+    """
+
+    num_experts: Field
+    topk: Field
+    ffn: Field
+    score: str = "softmax"
+    normalizes: Field | None = None
+    shared: Field | None = None
+    groups: Field | None = None
+    kept_groups: Field | None = None
+    scale: Field | None = None
+    first_dense: Field | None = None
+    lists_dense: bool = False
+    is_normalized: bool = True
+    has_bias: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields."""
+        given = (self.num_experts, self.topk, self.ffn, self.normalizes, self.shared, self.groups, self.kept_groups)
+        listed = (_DENSE, _STEP) if self.lists_dense else ()
+        return (*(field[0] for field in (*given, self.scale, self.first_dense) if field), *listed)
+
+    @property
+    def can_be_raw(self) -> bool:
+        """Whether the weights of chosen experts can be their shares of all scores."""
+        return self.score == "softmax" and (self.normalizes is not None or not self.is_normalized)
+
+    def keys(self) -> DerivedKeys:
+        """Return what converts the fields in both directions."""
+        given = {
+            "num_moe_experts": True,
+            "moe_router_topk": True,
+            "moe_ffn_hidden_size": True,
+            "moe_layer_freq": self.first_dense is not None or self.lists_dense,
+            "moe_router_pre_softmax": self.score == "softmax" and self.normalizes is not None,
+            "moe_shared_expert_intermediate_size": self.shared is not None,
+            "moe_router_num_groups": self.groups is not None,
+            "moe_router_group_topk": self.groups is not None,
+            "moe_router_topk_scaling_factor": self.scale is not None,
+        }
+        shown = () if self.has_bias else tuple(key for key, has in given.items() if has)
+        return DerivedKeys(self.names, ("experts",), self.read, self.write, self.obstacles, shown)
+
+    def read(self, settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+        """Return our keys, and problems."""
+
+        def value(field: Field | None) -> JsonValue:
+            found = None if field is None else settings.get(*field)
+            return field[1] if field is not None and found is None else found
+
+        layers, problems = self._layers(settings, value(self.first_dense))
+        if problems or not any(layers):
+            return {}, problems
+        if self.has_bias:
+            return {}, [
+                f"{self.num_experts[0]}={show(value(self.num_experts))}: routers with a bias for the choice of experts "
+                "(e_score_correction_bias) are not converted; only layers without experts are"
+            ]
+        ours: dict[str, JsonValue] = {
+            "num_moe_experts": value(self.num_experts),
+            "moe_router_topk": value(self.topk),
+            "moe_ffn_hidden_size": value(self.ffn),
+            "moe_layer_freq": None if all(layers) else shortest_pattern(layers),
+            "moe_router_score_function": self.score,
+            "moe_router_pre_softmax": False,
+            "moe_router_topk_scaling_factor": value(self.scale),
+        }
+        is_normalized = self.is_normalized and (self.normalizes is None or bool(value(self.normalizes)))
+        if self.score == "softmax":
+            ours["moe_router_pre_softmax"] = not is_normalized
+        elif self.normalizes is not None and not is_normalized:
+            problems.append(f"{self.normalizes[0]}=false: weights of chosen experts are divided by their sum; use true")
+        ours |= self._shared(value(self.shared), value(self.ffn))
+        ours |= self._groups(value(self.groups), value(self.kept_groups))
+        kept, topk = ours.get("moe_router_group_topk"), ours["moe_router_topk"]
+        if isinstance(kept, int) and isinstance(topk, int) and topk // max(kept, 1) != 2 and self.kept_groups:
+            problems.append(
+                f"{self.kept_groups[0]}={kept}: a group's score is the sum of its two best there, of as many as "
+                f"are chosen in it here; use half of {self.topk[0]}={topk}"
+            )
+        if topk is None:
+            problems.append(f"{self.topk[0]}=null: experts of a token; a number works")
+        if self.score == "sigmoid" and topk == 1:
+            problems.append(f"{self.topk[0]}=1: the weight of a single expert is its score here, and 1 there; use 2")
+        return ours, problems
+
+    def _layers(self, settings: HubConfig, first_dense: JsonValue) -> tuple[list[int], list[str]]:
+        """Return 1 for each layer with experts and 0 for the others, and problems."""
+        num_layers = settings["num_hidden_layers"]
+        if not isinstance(num_layers, int):  # which the schema refuses
+            return [], []
+        has = [int(first_dense is None or n >= int(str(first_dense))) for n in range(num_layers)]
+        if self.lists_dense:
+            dense, step = settings.get(_DENSE) or [], settings.get(_STEP, 1)
+            if not isinstance(dense, list) or not isinstance(step, int) or step < 1:
+                return [], [f"{_DENSE}={show(dense)} and {_STEP}={show(step)}: a list of layers and a number work"]
+            has = [int(n not in dense and (n + 1) % step == 0) for n in range(num_layers)]
+        return has, []
+
+    def _shared(self, number: JsonValue, ffn: JsonValue) -> dict[str, JsonValue]:
+        if not isinstance(number, int) or not isinstance(ffn, int) or not number:
+            return {}
+        return {"moe_shared_expert_intermediate_size": number * ffn}
+
+    def _groups(self, groups: JsonValue, kept: JsonValue) -> dict[str, JsonValue]:
+        if groups in (None, 1):
+            return {}
+        return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+
+    def write(self, arch: Architecture) -> dict[str, JsonValue]:
+        """Return the fields of an architecture."""
+        experts = arch.experts
+        has = [int(has_experts(arch, n)) for n in range(arch.num_layers)]
+        found: dict[str, JsonValue] = {}
+        if self.first_dense is not None:
+            found[self.first_dense[0]] = has.index(1) if any(has) else arch.num_layers
+        if self.lists_dense:
+            found |= {_DENSE: [n for n, each in enumerate(has) if not each], _STEP: 1}
+        if experts is None:
+            return found
+        values: dict[Field | None, JsonValue] = {
+            self.num_experts: experts.num_experts,
+            self.topk: experts.topk,
+            self.ffn: experts.ffn_hidden_size,
+            self.normalizes: self.score != "softmax" or not experts.pre_softmax,
+            self.shared: experts.shared_ffn_hidden_size // experts.ffn_hidden_size,
+            self.groups: experts.num_groups or 1,
+            self.kept_groups: experts.group_topk or 1,
+            self.scale: experts.scaling_factor,
+        }
+        return found | {field[0]: value for field, value in values.items() if field is not None}
+
+    def obstacles(self, arch: Architecture) -> Iterator[str]:
+        """Yield values of an architecture that the fields cannot represent."""
+        experts = arch.experts
+        has = [has_experts(arch, n) for n in range(arch.num_layers)]
+        if experts is None:
+            if self.first_dense is None and not self.lists_dense:
+                yield "num_moe_experts=null: every layer of this model type has experts"
+            return
+        if not self.lists_dense and has != sorted(has):
+            yield f"moe_layer_freq={show(experts.layers)}: only the first layers of this model type can have an MLP"
+        if self.first_dense is None and not self.lists_dense and not all(has):
+            yield f"moe_layer_freq={show(experts.layers)}: every layer of this model type has experts"
+        if self.has_bias:
+            yield f"num_moe_experts={experts.num_experts}: routers of this model type have a bias for the choice"
+        yield from self._router_obstacles(experts)
+
+    def _router_obstacles(self, experts: Experts) -> Iterator[str]:
+        shared, ffn = experts.shared_ffn_hidden_size, experts.ffn_hidden_size
+        wrong: Sequence[tuple[bool, str, Any, str]] = (
+            (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
+            (experts.pre_softmax and not self.can_be_raw, "router_pre_softmax", True, "false"),
+            (not (experts.pre_softmax or self.is_normalized), "router_pre_softmax", False, "true"),
+            (experts.has_router_bias, "router_bias", True, "false"),
+            (experts.has_shared_gate, "shared_expert_gate", True, "false"),
+            (experts.num_groups is not None and self.groups is None, "router_num_groups", experts.num_groups, "none"),
+            (experts.scaling_factor != 1 and not self.scale, "router_topk_scaling_factor", experts.scaling_factor, "1"),
+            (self.shared is None and shared > 0, "shared_expert_intermediate_size", shared, "none"),
+            (shared % ffn > 0, "shared_expert_intermediate_size", shared, f"multiples of moe_ffn_hidden_size={ffn}"),
+            (self.score == "sigmoid" and experts.topk == 1, "router_topk", 1, "at least 2"),
+            (_group_of_two(experts), "router_group_topk", experts.group_topk, "half of moe_router_topk"),
+        )
+        for is_wrong, key, value, theirs in wrong:
+            if is_wrong:
+                yield f"moe_{key}={show(value)}: this model type has {theirs}"
+
+
+def _group_of_two(experts: Experts) -> bool:
+    """Return whether a group's score is the sum of other than its two largest."""
+    groups, kept = experts.num_groups, experts.group_topk
+    return groups is not None and kept is not None and max(experts.topk // kept, 1) != 2

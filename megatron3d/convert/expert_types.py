@@ -1,0 +1,95 @@
+"""Model types of Hugging Face whose layers have experts, with ordinary attention; DeepSeek's are in `latent_types`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron3d.convert.expert_fields import ExpertFields
+from megatron3d.convert.hub_fields import AllowedValues, FieldMapping, ModelType, Windows
+from megatron3d.convert.rotary_fields import (
+    ATTENTION_BIAS,
+    COMMON,
+    GATED,
+    NO_BIAS,
+    NO_WINDOWS,
+    ROPE_NORM,
+    rotary_fields,
+    rotary_obstacles,
+)
+
+_MIXTRAL = ExpertFields(("num_local_experts", 8), ("num_experts_per_tok", 2), ("intermediate_size", 14336))
+_QWEN3 = ExpertFields(
+    ("num_experts", 128),
+    ("num_experts_per_tok", 8),
+    ("moe_intermediate_size", 768),
+    normalizes=("norm_topk_prob", False),
+    lists_dense=True,
+)
+_OLMOE = ExpertFields(
+    ("num_experts", 64),
+    ("num_experts_per_tok", 8),
+    ("intermediate_size", 2048),
+    normalizes=("norm_topk_prob", False),
+)
+EXPERT_TYPES: Mapping[str, ModelType] = {
+    "mixtral": ModelType(
+        class_name="MixtralForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            14336,
+            131072,
+            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            rotary_base=FieldMapping(("rope_theta",), 1000000.0),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, **NO_BIAS, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules={**COMMON, "router_jitter_noise": AllowedValues((0, 0.0, None), "tokens reach the router as they are")},
+        windows=Windows(None),
+        derived=(_MIXTRAL.keys(),),
+    ),
+    "qwen3_moe": ModelType(
+        class_name="Qwen3MoeForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            6144,
+            32768,
+            num_layers=FieldMapping(("num_hidden_layers",), 24),
+            hidden_size=FieldMapping(("hidden_size",), 2048),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 4),
+            vocab_size=FieldMapping(("vocab_size",), 151936),
+            add_bias_linear=ATTENTION_BIAS,
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_mlp_bias": False, "qk_layernorm": True},
+        obstacles=rotary_obstacles,
+        rules=COMMON,
+        windows=Windows(4096, has_switch=True),
+        aliases={"num_local_experts": "num_experts"},
+        derived=(_QWEN3.keys(),),
+    ),
+    "olmoe": ModelType(
+        class_name="OlmoeForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            2048,
+            4096,
+            num_layers=FieldMapping(("num_hidden_layers",), 16),
+            hidden_size=FieldMapping(("hidden_size",), 2048),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 16),
+            vocab_size=FieldMapping(("vocab_size",), 50304),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            add_bias_linear=ATTENTION_BIAS,
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_mlp_bias": False, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+        obstacles=rotary_obstacles,
+        rules={
+            **COMMON,
+            **NO_WINDOWS,
+            "clip_qkv": AllowedValues((None,), "queries, keys and values are not clipped"),
+        },
+        derived=(_OLMOE.keys(),),
+    ),
+}
