@@ -17,6 +17,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.convert.config_json import read_settings
 from megatron3d.model.architecture import architecture_record, changed_fields, may_change
 from megatron3d.model.flops import num_parameters
+from megatron3d.model.layer_kinds import expert_layers
 
 FOLDER = Path(__file__).parents[3] / "configs" / "models"
 GPU_BYTES = 80e9
@@ -47,6 +48,19 @@ STAR = {
     "sliding_window": 4096,
     "norm_epsilon": 1e-5,
 }
+MIXTRAL = {"model_type": "mixtral", "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, **rope(1e6)}
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+}
+V2_LITE |= {"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2}
+V2_LITE["rope_scaling"] = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707}
+V2_LITE["rope_scaling"] |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
+GRANITE = {"model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, **rope(1e4)}
+GRANITE |= {"logits_scaling": 16.0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-2-7b": shape(32, 4096, 11008, 32, 32, 32000)
     | {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **rope(1e4)},
@@ -78,6 +92,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "phi-3-mini": shape(32, 3072, 8192, 32, 32, 32064) | {"model_type": "phi3", "sliding_window": 2047},
     "starcoder2-7b": shape(32, 4608, 18432, 36, 4, 49152) | {**STAR, "tie_word_embeddings": True, **rope(1e6)},
     "starcoder2-15b": shape(40, 6144, 24576, 48, 4, 49152) | {**STAR, "tie_word_embeddings": False, **rope(1e5)},
+    "mixtral-8x7b": shape(32, 4096, 14336, 32, 8, 32000) | {**MIXTRAL, "max_position_embeddings": 32768},
+    "mixtral-8x22b": shape(56, 6144, 16384, 48, 8, 32000) | {**MIXTRAL, "max_position_embeddings": 65536},
+    "qwen3-30b-a3b": shape(48, 2048, 6144, 32, 4, 151936) | {**QWEN3_MOE, "moe_intermediate_size": 768},
+    "qwen3-235b-a22b": shape(94, 4096, 12288, 64, 4, 151936) | {**QWEN3_MOE, "moe_intermediate_size": 1536},
+    "olmoe-1b-7b": shape(16, 2048, 1024, 16, 16, 50304)
+    | {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
+    | {"max_position_embeddings": 4096},
+    "deepseek-v2-lite": shape(27, 2048, 10944, 16, 16, 102400) | {**V2_LITE, "first_k_dense_replace": 1},
+    "granite-3-8b": shape(40, 4096, 12800, 32, 8, 49155) | {**GRANITE, "max_position_embeddings": 4096},
+    "olmo-7b": shape(32, 4096, 11008, 32, 32, 50304)
+    | {"model_type": "olmo", "max_position_embeddings": 2048, **rope(1e4)},
     "nemotron-4-15b": shape(32, 6144, 24576, 48, 8, 256000) | {"model_type": "nemotron", "tie_word_embeddings": False},
     "gpt-neox-20b": {"model_type": "gpt_neox", "hidden_act": "gelu_fast"}
     | {name: size for name, size in shape(44, 6144, 24576, 64, 64, 50432).items() if name != "num_key_value_heads"},
@@ -99,6 +124,25 @@ def test_parameters_are_those_of_the_published_model(name: str) -> None:
     arch = resolve_architecture(ours.model, ours.model.vocab_size or 0)
     assert num_parameters(arch) == sum(param.numel() for param in theirs.parameters())
     assert f"# parameters {num_parameters(arch):,} (vocabulary {arch.vocab_size:,})\n" in path.read_text()
+
+
+# Billions of parameters that compute a token, by their authors; DeepSeek's do not count the embedding.
+ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "olmoe-1b-7b": 1.3}
+ACTIVE["deepseek-v2-lite"] = 2.4
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_are_those_that_the_authors_count(name: str) -> None:
+    path = FOLDER / f"{name}.yaml"
+    ours = read_config(path).config.model
+    arch = resolve_architecture(ours, ours.vocab_size or 0)
+    experts = arch.experts
+    assert experts is not None, f"{name} has experts"
+    unused = len(expert_layers(arch)) * (experts.num_experts - experts.topk)
+    active = num_parameters(arch) - unused * 3 * arch.hidden_size * experts.ffn_hidden_size
+    assert f"# active {active:,} for each token\n" in path.read_text()
+    embedding = arch.vocab_size * arch.hidden_size if name.startswith("deepseek") else 0
+    assert abs((active - embedding) / 1e9 - ACTIVE[name]) < 0.03 * ACTIVE[name]
 
 
 LOADED = [name for name in PUBLISHED if read_config(FOLDER / f"{name}.yaml").config.checkpoint.load]
