@@ -28,7 +28,8 @@ from megatron3d.analysis.planner.plan_report import (
     scaling_table,
 )
 from megatron3d.analysis.planner.row_report import error_table
-from megatron3d.analysis.planner.rows import predict_rows
+from megatron3d.analysis.planner.rows import predict_line, predict_rows
+from megatron3d.analysis.planner.run_rows import row_of_run
 from megatron3d.analysis.planner.search import SPARE, PlanningProblem, PredictedLayout, search
 from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.cli import resolve
@@ -123,9 +124,14 @@ def predict(arguments: argparse.Namespace) -> None:
     """Predict the rows of a file, write them with their predictions, and print the errors by group."""
     if arguments.output is None:
         raise UserError("--output: missing; give the file for the rows with their predictions, such as out.jsonl")
-    if not arguments.predict.is_file():
-        raise UserError(f"--predict {arguments.predict}: no such file; give a file with one JSON object per line")
-    rows = list(predict_rows(arguments.predict))
+    rows: list[dict[str, object]] = []
+    for path in arguments.predict:
+        if not path.exists():
+            raise UserError(f"--predict {path}: no such file; give one JSON object per line, or the folder of a run")
+        if path.is_dir():
+            rows.append(predict_line(json.dumps(row_of_run(path, arguments.cluster)).encode(), 1))
+        else:
+            rows += predict_rows(path)
     write_text(arguments.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print("\n".join([*error_table(rows), f"wrote {arguments.output}"]))
 
@@ -222,7 +228,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-gpus", type=whole(1, 10**5), metavar="N", help="ranks")
     parser.add_argument("--vocab-size", type=whole(1, 10**8), help="where the configuration leaves it to the tokenizer")
     parser.add_argument(
-        "--predict", type=Path, metavar="FILE", help="rows of runs, one JSON object per line; needs --output"
+        "--predict",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="rows of runs, one JSON object per line, or folders of runs; needs --output",
     )
     parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: those of train_iters")
     parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
