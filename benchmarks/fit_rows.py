@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron3d.analysis.cost_model.practices import PROFILES
+from megatron3d.analysis.cost_model.stage_division import divided_as
 from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, simulated_step
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -125,4 +126,4 @@ def config_of(model: Mapping[str, Any], parallel: Mapping[str, Any], train: Mapp
 def step_of(config: Config, cluster: str, gpus: int, practice: str) -> SimulatedStep:
     """Return the simulated step of a run without fitted terms."""
     machine = load_machine(cluster, config.train.precision, gpus, PROFILES[practice])
-    return simulated_step(RunSpec(config, gpus), machine)
+    return simulated_step(divided_as(RunSpec(config, gpus), machine.profile), machine)

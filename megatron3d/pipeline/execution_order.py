@@ -98,7 +98,7 @@ class ExecutionOrder:
         return max(times.ends[last] - times.starts[first] for first, last in self.ends_of_ranks.values())
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def execution_order(schedule: Schedule) -> ExecutionOrder:
     """Return the order of a valid schedule's computations.  Raises Deadlock where no rank can continue.
 

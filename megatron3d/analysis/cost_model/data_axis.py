@@ -84,14 +84,23 @@ def data_axis_time(
         rest = tuple(axis for axis in axes if axis not in shared)
         shards = tuple(axis for axis in shared if axis in axes)  # experts may be distributed over some of them
         pieces, whole = _reduction_calls(shards, rest, count * itemsize, mesh), TimeBreakdown()
+        num_buckets = max(1.0, count * wide / bucket_bytes)
+        num_calls = num_buckets if machine.profile.reduces_buckets else 1.0
         for call in pieces:
-            whole = whole.plus(exposed_time(call.axes, machine.network.seconds(call, mesh)))
+            whole = whole.plus(exposed_time(call.axes, _in_pieces_s(call, num_calls, mesh, machine)))
         sums = sums.plus(whole.scaled(times[0]))
-        tail += whole.total / max(1.0, count * wide / bucket_bytes)
+        tail += whole.total / num_buckets
     total, ranks = sum(counts.values()), mesh.size(shared)
     gather = Traffic("all_gather", shared, total * machine.device.itemsize * (ranks - 1) / ranks)
-    gathers = exposed_time(shared, times[1] * machine.network.seconds(gather, mesh)) if shared else TimeBreakdown()
+    num_calls = max(1.0, total * wide / bucket_bytes) if machine.profile.reduces_buckets else 1.0
+    gather_s = times[1] * _in_pieces_s(gather, num_calls, mesh, machine) if shared else 0.0
+    gathers = exposed_time(shared, gather_s)
     return DataAxisTime(sums, gathers, tail)
+
+
+def _in_pieces_s(call: Traffic, num: float, mesh: Mesh, machine: Machine) -> float:
+    """Return the seconds of a collective whose bytes are sent in `num` collectives."""
+    return num * machine.network.seconds(call._replace(wire_bytes=call.wire_bytes / num), mesh)
 
 
 def _reduction_calls(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> list[Traffic]:

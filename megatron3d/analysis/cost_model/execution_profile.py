@@ -59,6 +59,8 @@ class ExecutionProfile:
         ring_panels: linears move their operands in as many panels as ranks, each overlapping with the GEMM of another.
         validates_later: with a split backward, ranks start their optimizer step without waiting for each other and
             validate the gradient norm later, so that the slowest rank's own time decides (Qi et al. 2023, section 4).
+        fills_stages: pipeline stages are filled with layers one after another (`stage_division.py`), not balanced.
+        reduces_buckets: each bucket of gradients is reduced, and its weights all-gathered, with a latency of its own.
         fitted: terms that are fitted to published runs (`practices.py`).
     """
 
@@ -86,6 +88,8 @@ class ExecutionProfile:
     ring_panels: bool = False
     overlaps_input_grad: bool = True
     validates_later: bool = False
+    fills_stages: bool = False
+    reduces_buckets: bool = False
     fitted: FittedTerms = NEUTRAL
 
     def unfused_scores(self, is_capped: bool) -> MemoryAccesses | None:

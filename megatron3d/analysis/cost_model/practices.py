@@ -95,7 +95,7 @@ LLM_C = ExecutionProfile(
 PYTORCH_FSDP = replace(PYTORCH, name="PyTorch FSDP")
 
 # nanotron (Hugging Face): eager kernels of torch with FlashAttention 2; the distributed optimizer's all-gather and the
-# sends of the pipeline are not overlapped, the gradient reduction is.
+# sends of the pipeline are not overlapped, the gradient reduction is, in the buckets of torch's DDP.
 NANOTRON = replace(
     PYTORCH,
     name="nanotron",
@@ -103,6 +103,8 @@ NANOTRON = replace(
     overlaps_gather=False,
     overlaps_pipeline=False,
     overlaps_input_grad=False,
+    fills_stages=True,
+    reduces_buckets=True,
 )
 
 # Megatron-DeepSpeed: kernels of Megatron-LM of its time, gradients reduced in 16 bits and overlapped.

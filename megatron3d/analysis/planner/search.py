@@ -20,6 +20,7 @@ from megatron3d.analysis.cost_model.breakdown import TimePrediction
 from megatron3d.analysis.cost_model.data_axis import ParamCounts
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine
+from megatron3d.analysis.cost_model.stage_division import divided_as
 from megatron3d.analysis.cost_model.step import as_configured, load_machine, predict_time, simulated_specs
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.libraries import library_bytes
@@ -118,7 +119,7 @@ class PlanningProblem:
     def spec(self, config: Config) -> RunSpec:
         """Return the run of a configuration on these ranks with this vocabulary."""
         model = config.model.model_copy(update={"vocab_size": self.vocab_size})
-        return RunSpec(config.model_copy(update={"model": model}), self.num_ranks)
+        return divided_as(RunSpec(config.model_copy(update={"model": model}), self.num_ranks), self.profile)
 
     def plan(self, layout: LayoutChoice) -> PredictedLayout:
         """Predict a layout in full."""
