@@ -3,8 +3,8 @@
     python benchmarks/fit_cost_model.py --samples FOLDER
 
 FOLDER has `nanotron_h100_sample.csv` (runs of nanotron behind the Ultrascale playbook) and `vtrain_a100_sample.csv`
-(runs of Megatron-LM on one node, published with vTrain); the other rows are the tables of the tests.  Of each fold the
-terms are fitted to the other rows alone.
+(runs of Megatron-LM on one node, published with vTrain); the other rows are the tables of the tests, and
+`llm_foundry.csv` beside this file.  Of each fold the terms are fitted to the other rows alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ START = {"host_layer_us": 1.5, "host_tensor_us": 0.5, "call_us": 0.5}
 # The terms that a practice's rows can tell apart.
 TERMS = {
     "Megatron-LM, 2021": ("memory", "host_layer_us", "host_tensor_us", "call_us", "inner"),
-    "PyTorch FSDP": ("memory", "hidden_tax", "jitter"),
+    "PyTorch FSDP": ("attention", "memory", "hidden_tax", "host_layer_us", "call_us", "outer", "jitter"),
     "nanotron": (
         *("attention", "memory", "hidden_tax", "host_layer_us", "host_tensor_us", "call_us"),
         *("inner", "outer", "fall", "jitter"),

@@ -18,6 +18,21 @@ from tests.unit.analysis.cost_model import held_out
 # Runs of nanotron below this fraction of the peak are left out: their pipeline engine lost most of the time to a defect
 # that no layout explains (two runs of one layout differ by a factor of ten).
 LEAST_MFU = 10.0
+# Throughputs of https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md (Apache 2.0),
+# runs in fp8 left out, and the layers, hidden sizes and heads of its models.
+FOUNDRY = Path(__file__).with_name("llm_foundry.csv")
+FOUNDRY_CLUSTERS = {"a100_80gb": "selene", "a100_40gb": "dgx_a100_40gb", "h100_80gb": "eos"}
+MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
 FSDP_GROUPS = ("fsdp_a100", "fsdp_h100", "olmo3", "tinyllama")
 
 
@@ -40,6 +55,7 @@ def declared_rows(samples: Path) -> Iterator[Run]:
     """Yield all rows that set constants."""
     yield from vtrain_rows(samples / "vtrain_a100_sample.csv")
     yield from fsdp_rows()
+    yield from foundry_rows()
     yield from nanotron_rows(samples / "nanotron_h100_sample.csv")
 
 
@@ -74,6 +90,26 @@ def fsdp_rows() -> Iterator[Run]:
             step = held_out.step_for(row)
             seconds = held_out.step_time(step).step_s * each.predicted / each.published
             yield Run("FSDP", "PyTorch FSDP", (each.name,), seconds, step)
+
+
+def foundry_rows() -> Iterator[Run]:
+    """Yield MosaicML's runs of MPT with PyTorch FSDP on A100 and H100, lengths 512 to 65,536 (`llm_foundry.csv`)."""
+    with FOUNDRY.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            gpus, micro, length = (int(row[key]) for key in ("gpus", "microbatch", "seq_length"))
+            batch, cluster = micro * int(row["accumulation"]) * gpus, FOUNDRY_CLUSTERS[row["gpu"]]
+            layers, hidden, heads = MPT[row["model"]]
+            model = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": length}
+            train = {"micro_batch_size": micro, "global_batch_size": batch, "precision": "bf16", "compile": False}
+            config = config_of(
+                model | {"vocab_size": 50368, "add_bias_linear": False},
+                {"zero_stage": 3 if row["sharding"] == "FULL_SHARD" else 2},
+                train | {"recompute_granularity": "full" if row["recomputes"] == "1" else None},
+            )
+            seconds = batch * length / gpus / float(row["tokens_per_s_per_gpu"])
+            choice = ("foundry", row["model"], length, gpus, row["gpu"])
+            step = step_of(config, cluster, gpus, "PyTorch FSDP")
+            yield Run(f"MPT on {row['gpu'].split('_')[0].upper()}", "PyTorch FSDP", choice, seconds, step)
 
 
 def nanotron_rows(path: Path) -> Iterator[Run]:

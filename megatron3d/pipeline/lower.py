@@ -70,7 +70,7 @@ def count_transfers(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple((senders[rank], receivers[rank]) for rank in range(len(schedule)))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def lower(schedule: Schedule, prefetch: int = 1) -> Schedule:
     """Return the lists that ranks execute: a valid schedule with SEND, RECV and REDUCE_GRAD added.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from megatron3d.errors import UserError
@@ -188,8 +189,13 @@ def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs
     Raises UserError with the numbers and the nearest ones that work.
     """
     UserError.collect(schedule_problems(name, p, m, v))
-    entry = SCHEDULES[name]
-    return entry.generate(p, m, entry.min_virtual if v is None else v, costs)
+    return _generated(name, p, m, SCHEDULES[name].min_virtual if v is None else v, costs)
+
+
+@lru_cache(maxsize=64)
+def _generated(name: str, p: int, m: int, v: int, costs: Costs) -> Schedule:
+    """Return a schedule that exists; a planner asks for the same ones again and again."""
+    return SCHEDULES[name].generate(p, m, v, costs)
 
 
 def load_schedule(path: Path, p: int | None = None, m: int | None = None) -> Schedule:
