@@ -21,12 +21,13 @@ import numpy as np
 from fit_rows import Run, declared_rows
 
 from megatron3d.analysis.cost_model.fitted_terms import FittedTerms
-from megatron3d.analysis.cost_model.practices import FITTED
+from megatron3d.analysis.cost_model.practices import FITTED, ON
 from megatron3d.analysis.cost_model.step import SimulatedStep, step_time
 
 HEADER = "# Written by benchmarks/fit_cost_model.py; docs/validation.md says how well it does.  Do not edit.\n"
 # Scale of each term's search, its prior (the neutral value) and its bounds.
 SCALES = {
+    "products": (0.2, 1.0, 0.7, 1.5),
     "attention": (0.5, 1.0, 0.5, 4.0),
     "memory": (0.3, 1.0, 0.6, 3.0),
     "hidden_tax": (0.3, 0.0, 0.0, 1.0),
@@ -44,6 +45,8 @@ START = {"host_layer_us": 1.5, "host_tensor_us": 0.5, "call_us": 0.5}
 TERMS = {
     "Megatron-LM, 2021": ("memory", "host_layer_us", "host_tensor_us", "call_us", "inner"),
     "PyTorch FSDP": ("attention", "memory", "hidden_tax", "host_layer_us", "call_us", "outer", "jitter"),
+    "PyTorch FSDP on a100": ("products", "attention", "memory", "hidden_tax", "jitter"),
+    "PyTorch FSDP on h100": ("products", "attention", "memory", "hidden_tax", "jitter"),
     "nanotron": (
         *("attention", "memory", "hidden_tax", "host_layer_us", "host_tensor_us", "call_us"),
         *("inner", "outer", "fall", "jitter"),
@@ -184,8 +187,9 @@ def main() -> None:
     arguments = parser.parse_args()
     practices: dict[str, list[Run]] = defaultdict(list)
     for run in declared_rows(arguments.samples):
-        if run.practice in arguments.practices:
-            practices[run.practice].append(run)
+        kind = next((name for name in TERMS if name.startswith(run.practice + ON) and run.is_on(name)), None)
+        for name in {run.practice, kind} & {*arguments.practices}:
+            practices[name or ""].append(run)
     found: dict[str, FittedTerms] = {}
     for line in lines(practices, arguments.folds, found.__setitem__):
         print(line, flush=True)

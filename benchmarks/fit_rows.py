@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron3d.analysis.cost_model.practices import PROFILES
+from megatron3d.analysis.cost_model.practices import ON, PROFILES
 from megatron3d.analysis.cost_model.stage_division import divided_as
 from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, simulated_step
 from megatron3d.config.run_spec import RunSpec
@@ -49,6 +49,10 @@ class Run:
     choice: tuple[object, ...]
     measured_s: float
     step: SimulatedStep
+
+    def is_on(self, name: str) -> bool:
+        """Return whether the accelerator is of the kind in the name of a practice, as in `PyTorch FSDP on a100`."""
+        return Path(self.step.machine.network.cluster.accelerator).stem.startswith(name.partition(ON)[2])
 
 
 def declared_rows(samples: Path) -> Iterator[Run]:

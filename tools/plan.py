@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron3d.analysis.cost_model.execution_profile import OURS
+from megatron3d.analysis.cost_model.hardware import load_cluster
 from megatron3d.analysis.cost_model.practices import practice
 from megatron3d.analysis.planner.fixed_keys import read_fixed
 from megatron3d.analysis.planner.nearby import nearby_table, search_nearby
@@ -71,7 +72,8 @@ def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | N
     vocab_size = arguments.vocab_size or config.model.vocab_size
     if vocab_size is None:
         raise UserError("model.vocab_size: not known before the tokenizer is read; give --vocab-size")
-    chosen = practice(arguments.practice), read_fixed(arguments.fix), arguments.memory_margin / 100
+    accelerator = load_cluster(arguments.cluster).accelerator
+    chosen = practice(arguments.practice, accelerator), read_fixed(arguments.fix), arguments.memory_margin / 100
     return PlanningProblem(config, vocab_size, arguments.cluster, num_ranks or arguments.num_gpus, *chosen)
 
 

@@ -1,6 +1,6 @@
 """Terms of the cost model that no data sheet gives and no kernel count shows: fitted to published runs.
 
-    attention, memory-bound kernels, bytes on links   x factor
+    GEMMs, attention, other kernels, bytes on links   x factor
     host time of a layer                              a floor under its kernels
     collective                                        + time of a call, + time of each step of a ring between nodes
     step                                              x (1 + jitter log2(ranks))
@@ -22,6 +22,7 @@ class FittedTerms(BaseModel):
     """Fitted terms of one practice.
 
     Attributes:
+        products: time of GEMMs that compute, relative to the accelerator's `matmul_fraction`.
         attention: time of fused attention, relative to the accelerator's `attention_fractions`.
         memory: time of memory-bound kernels, relative to counted accesses at the accelerator's bandwidth.
         hidden_tax: slowdown of computation per second of communication that overlaps with it, on top of the
@@ -37,6 +38,7 @@ class FittedTerms(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    products: Factor = 1.0
     attention: Factor = 1.0
     memory: Factor = 1.0
     hidden_tax: AtLeast0 = 0.0

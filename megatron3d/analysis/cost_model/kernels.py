@@ -45,7 +45,7 @@ class DeviceModel:
             for rows, columns, fraction in kernels.tiles
         )
         moved = (m * k + k * n + m * n) * batch * self.itemsize / kernels.bytes_per_s
-        return self.launched(max(compute, moved))
+        return self.launched(max(self.fitted.products * compute, moved))
 
     def memory_bound_s(self, num_bytes: float, kernels: int = 1) -> float:
         """Return the seconds of `kernels` memory-bound kernels that move `num_bytes` in all."""

@@ -22,6 +22,8 @@ from megatron3d.errors import UserError
 from megatron3d.runtime.limits import shorten
 
 FITTED = Path(__file__).with_name("fitted.yaml")
+# Between the names of a practice and of a kind of accelerator.
+ON = " on "
 
 # torch's own kernels, compiled.
 PYTORCH = ExecutionProfile("PyTorch", logit_bytes=44.0, optimizer_bytes=38.0)
@@ -130,11 +132,16 @@ def fitted_terms() -> Mapping[str, FittedTerms]:
         raise UserError(f"{FITTED.name}: {error.errors()[0]['msg']}; run benchmarks/fit_cost_model.py") from error
 
 
-def practice(name: str) -> ExecutionProfile:
-    """Return a framework's execution profile with its fitted terms; case does not matter.  Raises UserError."""
+def practice(name: str, accelerator: str = "") -> ExecutionProfile:
+    """Return a framework's execution profile with its fitted terms; case does not matter.  Raises UserError.
+
+    Where the terms of a framework are fitted for a kind of accelerator, as for `a100`, its file's name starts so.
+    """
     known = {each.lower(): each for each in PROFILES}
     if name.lower() not in known:
         likely = nearest(name.lower(), known)
         raise UserError(f"practice={shorten(name)}: unknown; use {known[likely] if likely else one_of(PROFILES)}")
     profile = PROFILES[known[name.lower()]]
-    return replace(profile, fitted=fitted_terms().get(profile.name, NEUTRAL))
+    kinds = {key.partition(ON)[2]: terms for key, terms in fitted_terms().items() if key.startswith(profile.name + ON)}
+    own = next((terms for kind, terms in kinds.items() if Path(accelerator).stem.startswith(kind)), None)
+    return replace(profile, fitted=own or fitted_terms().get(profile.name, NEUTRAL))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron3d.analysis.cost_model.execution_profile import OURS
+from megatron3d.analysis.cost_model.hardware import load_cluster
 from megatron3d.analysis.cost_model.practices import practice
 from megatron3d.analysis.planner.search import PlanningProblem
 from megatron3d.config.read import read_values
@@ -78,7 +79,7 @@ def predict_row(row: Mapping[str, Any]) -> Row:
     if config.model.vocab_size is None:
         raise UserError("model.vocab_size: missing; a tokenizer is not read for predictions")
     UserError.collect(check(config, num_gpus, config.model.vocab_size))
-    profile = practice(OURS.name if name is None else name)
+    profile = practice(OURS.name if name is None else name, load_cluster(cluster).accelerator)
     problem = PlanningProblem(config, config.model.vocab_size, cluster, num_gpus, profile)
     spec = problem.spec(config)
     seconds, (low, high) = problem.step(spec).step_s, profile.fitted.spread

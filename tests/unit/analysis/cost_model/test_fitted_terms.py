@@ -9,7 +9,7 @@ import pytest
 from megatron3d.analysis.cost_model.breakdown import HOST
 from megatron3d.analysis.cost_model.execution_profile import OURS
 from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
-from megatron3d.analysis.cost_model.practices import PROFILES, ZERO_BUBBLE, fitted_terms, practice
+from megatron3d.analysis.cost_model.practices import ON, ZERO_BUBBLE, fitted_terms, practice
 from megatron3d.analysis.cost_model.step import load_machine, predict_time, step_time
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -28,6 +28,7 @@ def seconds(fitted: FittedTerms, **parallel: object) -> float:
 @pytest.mark.parametrize(
     "term",
     [
+        {"products": 1.2},
         {"attention": 2.0},
         {"memory": 2.0},
         {"hidden_tax": 0.5},
@@ -59,10 +60,18 @@ def test_jitter_grows_with_the_logarithm_of_ranks() -> None:
 
 
 def test_fitted_terms_belong_to_practices() -> None:
-    assert set(fitted_terms()) <= set(PROFILES)
-    for name, terms in fitted_terms().items():
-        assert terms.spread[0] <= 1 <= terms.spread[1] and practice(name).fitted == terms
+    for key, terms in fitted_terms().items():
+        name, _, kind = key.partition(ON)
+        assert terms.spread[0] <= 1 <= terms.spread[1] and practice(name, f"{kind}_part.yaml").fitted == terms
     assert OURS.fitted == NEUTRAL
+
+
+def test_terms_of_a_kind_of_accelerator_hold_for_its_parts() -> None:
+    """Other accelerators have the terms that are fitted to all of them."""
+    on_a100, on_h100 = (practice("PyTorch FSDP", part).fitted for part in ("a100_40gb", "h100_sxm"))
+    everywhere = practice("PyTorch FSDP").fitted
+    assert on_a100 != on_h100 != everywhere == practice("pytorch fsdp", "b200").fitted
+    assert practice("nanotron", "h100_sxm").fitted == practice("nanotron").fitted
 
 
 def test_of_zero_bubble_schedules_the_slowest_rank_decides() -> None:
