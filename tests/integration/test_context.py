@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,67 +14,19 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import Packing
-from megatron3d.parallel.context import CONTEXT_EXCHANGES, DOCUMENTS, LOAD_BALANCERS, ZIGZAG
-from megatron3d.parallel.context_exchange import BOTH
+from megatron3d.parallel.context import CONTEXT_EXCHANGES, DOCUMENTS, LOAD_BALANCERS
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
-from megatron3d.verify.layouts import StepTrace, differences, trace
+from megatron3d.verify.layouts import differences
+from tests.support.context_runs import DATA, EOD, TOLERANCE, VOCAB_SIZE, alone, config_of, exchange_of, run_trace
 from tests.support.turn_ranks import connect, run_turns
 
-EOD, VOCAB_SIZE, SEQ_LENGTH, TOLERANCE = 0, 11, 16, 1e-10
-RESET = {"reset_position_ids": True, "reset_attention_mask": True}
-SMALL = {"num_layers": 2, "hidden_size": 48, "seq_length": SEQ_LENGTH, "make_vocab_size_divisible_by": 1}
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        **SMALL,
-        "family": "gpt2",
-        "num_attention_heads": 8,
-        "hidden_dropout": 0.1,
-        "attention_dropout": 0.1,
-    },
-    "llama": {**SMALL, "family": "llama", "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 40},
-    "uneven groups": {
-        **SMALL,
-        "family": "llama",
-        "num_attention_heads": 24,
-        "num_query_groups": 3,
-        "kv_channels": 8,
-        "qk_layernorm": True,
-        "ffn_hidden_size": 40,
-    },
-}
-DATA: dict[str, dict[str, Any]] = {
-    "documents, positions restart": {**RESET, "eod_mask_loss": True, "goldfish_k": 4, "goldfish_h": 2},
-    "documents, positions go on": {"reset_attention_mask": True, "pad_token_id": 3},
-    "positions restart, attention goes on": {"reset_position_ids": True, "goldfish_k": 5, "goldfish_h": 3},
-}
-
-
-def configure(model: str, data: str | None, parallel: dict[str, Any], **train: Any) -> Config:
-    settings = {"precision": "fp64", "loss_chunk_tokens": 12, "micro_batch_size": 4, "global_batch_size": 8}
-    sections = {"model": MODELS[model], "parallel": parallel, "train": settings | train}
-    if data is not None:
-        sections["data"] = DATA[data]
-    return Config.model_validate({**sections, "optimizer": {"lr": 1e-2, "clip_grad": 0.5}})
-
-
-def run_trace(rank: int, world_size: int, config: Config) -> StepTrace | None:
-    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
-    return trace(spec, connect(spec), num_steps=2)
-
-
-@cache
-def alone(model: str, data: str | None) -> StepTrace:
-    values = run_trace(0, 1, configure(model, data, {}, micro_batch_size=8))
-    assert values is not None
-    return values
-
-
+MODELS = ("gpt2", "llama", "uneven groups")
 SHAPES = {1: (2,), 2: (1, 2), 3: (2, 1, 2)}
 EVERY_FORM = [(mode, form) for mode, entry in MODES.items() for form in entry.forms]
 CASES = [
-    (mode, form, list(MODELS)[place % len(MODELS)], list(DATA)[place // 2 % len(DATA)])
+    (mode, form, MODELS[place % len(MODELS)], list(DATA)[place // 2 % len(DATA)])
     for place, (mode, form) in enumerate(EVERY_FORM)
 ]
 
@@ -85,7 +36,7 @@ def test_documents_in_every_mode(mode: str, form: str, model: str, data: str) ->
     shape = SHAPES[len(MODES[mode].axis_names)]
     tensor = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
     context = 2 if len(shape) == 3 else 4
-    config = configure(model, data, tensor | {"context_parallel_size": context, "zero_stage": len(form) % 4})
+    config = config_of(model, tensor | {"context_parallel_size": context, "zero_stage": len(form) % 4}, data)
     assert check(config, 8, VOCAB_SIZE) == []
     values = run_turns(run_trace, 8, config)[0]
     assert list(differences(alone(model, data), values, TOLERANCE)) == []
@@ -109,8 +60,8 @@ def test_documents_balance_the_work_of_context_ranks(
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_parallel_shape": shape}
     context = 2 if len(shape) == 3 else 4
     parallel |= exchange_of(exchange, DOCUMENTS) | {"context_parallel_size": context, "zero_stage": 1}
-    expected = configure(model, data, {}, micro_batch_size=8)
-    config = configure(model, data, parallel, recompute_granularity="selective")
+    expected = config_of(model, {}, data, micro_batch_size=8)
+    config = config_of(model, parallel, data, recompute_granularity="selective")
     expected, config = (
         each.model_copy(update={"model": each.model.model_copy(update=changes)}) for each in (expected, config)
     )
@@ -124,7 +75,7 @@ def test_documents_balance_the_work_of_context_ranks(
 def test_the_core_of_attention_is_recomputed_with_documents(model: str) -> None:
     data = next(iter(DATA))
     parallel = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 1}
-    config = configure(model, data, parallel, recompute_granularity="selective", micro_batch_size=2)
+    config = config_of(model, parallel, data, recompute_granularity="selective", micro_batch_size=2)
     assert list(differences(alone(model, data), run_turns(run_trace, 4, config)[0], TOLERANCE)) == []
 
 
@@ -145,13 +96,6 @@ def logits(rank: int, world_size: int, config: Config, rows: list[list[int]], pa
 PACKED = [token for document in TEXTS for token in document]
 
 
-def exchange_of(exchange: str, balancer: str = ZIGZAG) -> dict[str, Any]:
-    """Return the keys of four context ranks."""
-    keys: dict[str, Any] = {"context_parallel_size": 4, "cp_comm_type": exchange}
-    keys["context_parallel_load_balancer"] = balancer
-    return keys | ({"hierarchical_context_parallel_sizes": (2, 2)} if exchange == BOTH else {})
-
-
 @pytest.mark.parametrize("balancer", LOAD_BALANCERS)
 @pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
 @pytest.mark.parametrize(("model", "restarts"), [("gpt2", True), ("llama", True), ("llama", False)])
@@ -159,7 +103,7 @@ def test_packed_documents_of_four_ranks_equal_each_document_alone(
     model: str, restarts: bool, exchange: str, balancer: str
 ) -> None:
     """Where positions go on, RoPE turns all queries and keys of a later document alike, which changes no score."""
-    config, one = configure(model, None, exchange_of(exchange, balancer)), configure(model, None, {})
+    config, one = config_of(model, exchange_of(exchange, balancer)), config_of(model, {})
     packing = Packing(EOD, reset_position_ids=restarts, reset_attention_mask=True)
     every = run_turns(logits, 4, config, [PACKED, PACKED[::-1]], packing)
     expected = torch.cat([logits(0, 1, one, [document], Packing())[0] for document in TEXTS])
@@ -188,10 +132,10 @@ def test_losses_of_packed_documents_are_those_of_each_alone(restarts: bool, bala
     packing = Packing(EOD, reset_position_ids=restarts, reset_attention_mask=True, eod_mask_loss=True)
     sizes = {"micro_batch_size": 1}
     alone_rows = [[*document, 3] for document in TEXTS]
-    one = configure("llama", None, {}, **sizes, global_batch_size=len(alone_rows))
+    one = config_of("llama", {}, **sizes, global_batch_size=len(alone_rows))
     plain = replace(packing, reset_attention_mask=False, reset_position_ids=False)
     expected = train_on(0, 1, one, [alone_rows] * 2, plain)
-    packed = configure("llama", None, exchange_of(exchange, balancer), **sizes, global_batch_size=1)
+    packed = config_of("llama", exchange_of(exchange, balancer), **sizes, global_batch_size=1)
     for found in run_turns(train_on, 4, packed, [[[*PACKED, 3]]] * 2, packing):
         assert found == pytest.approx(expected, rel=TOLERANCE)
 
@@ -200,8 +144,8 @@ def test_losses_of_packed_documents_are_those_of_each_alone(restarts: bool, bala
 def test_shorter_sequences_of_a_warm_up(model: str) -> None:
     """A batch of the sequence-length warm-up is cut into chunks of its own length."""
     rows = [[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]]
-    expected = logits(0, 1, configure(model, None, {}), rows, Packing())
-    for found in run_turns(logits, 2, configure(model, None, {"context_parallel_size": 2}), rows, Packing()):
+    expected = logits(0, 1, config_of(model, {}), rows, Packing())
+    for found in run_turns(logits, 2, config_of(model, {"context_parallel_size": 2}), rows, Packing()):
         assert torch.allclose(found, expected, atol=1e-12, rtol=0)
 
 
@@ -214,7 +158,7 @@ def test_a_warm_up_of_the_length_with_scaled_rope(scaling: str, exchange: str) -
     steps = [[PACKED[:9]], [[*PACKED, 3]], [[*PACKED[:8], 3]]]
 
     def scaled(parallel: dict[str, Any]) -> Config:
-        config = configure("llama", None, parallel, micro_batch_size=1, global_batch_size=1)
+        config = config_of("llama", parallel, micro_batch_size=1, global_batch_size=1)
         return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
     assert check(scaled(exchange_of(exchange)), 4, VOCAB_SIZE) == []
