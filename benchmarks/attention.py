@@ -3,11 +3,11 @@
 python benchmarks/attention.py [--output benchmarks/results/attention.json]
 
 `peak`: live bytes of forward and backward beyond q, k and v, measured by the FLOP and memory meter on fake tensors, and
-predicted: output, log-sum-exp, gradients, those of two pairs, and a mask.  `time`: seconds of forward and backward of
+predicted: output, log-sum-exp, gradients, those of a pair, and a mask.  `time`: seconds of forward and backward of
 the whole causal sequence, of eight documents, and of a window, next to torch's kernel under a dense mask of the same
 documents; outputs are compared first.  `forward`: the forward pass in eight documents, next to torch's compiled
 flex_attention.  `resident`: growth of the process's resident memory during forward and backward,
-in a process of its own per row, next to the same prediction, less what is allocated and not yet written.
+in a process of its own per row, next to the same prediction.
 """
 
 from __future__ import annotations
@@ -78,12 +78,7 @@ def predicted_bytes(seq: int, visible: Visible) -> int:
     rows = [(p.queries[1] - p.queries[0], p.keys[1] - p.keys[0], p.kind is Kind.MASKED) for p in pairs]
     longest = max(queries + 2 * keys for queries, keys, _ in rows)
     masks = max(queries * keys * (1 + 4) * is_masked for queries, keys, is_masked in rows)  # bool, and added in fp32
-    return 4 * seq * element + seq * HEADS * 4 + min(len(rows), 2) * longest * element + masks
-
-
-def unwritten_bytes(seq: int, name: str) -> int:
-    """Return the bytes of the gradients of the last document, which are written when those of its pair are there."""
-    return seq // 8 * 3 * HEADS * SIZE * 4 if name == "eight documents" else 0
+    return 4 * seq * element + seq * HEADS * 4 + longest * element + masks
 
 
 CASES: dict[str, Callable[[int], Visible]] = {
@@ -115,7 +110,7 @@ def resident_row(name: str, seq: int) -> Row:
     """Return the growth of resident memory in a process of its own, and the prediction."""
     command = [*RETURNS_MEMORY, sys.executable, __file__, "--resident", name, str(seq)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    measured, predicted = int(done.stdout), predicted_bytes(seq, CASES[name](seq)) - unwritten_bytes(seq, name)
+    measured, predicted = int(done.stdout), predicted_bytes(seq, CASES[name](seq))
     row = {"what": "resident", "case": name, "seq": seq, "bytes": measured, "predicted": predicted}
     return row | {"predicted_over_measured": predicted / measured}
 

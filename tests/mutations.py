@@ -34,6 +34,7 @@ EXCHANGES = (
     "tests/unit/ops/test_context_attention.py",
     "tests/unit/ops/test_attention_pairs.py",
 )
+EXCHANGE_PEAKS = ("tests/unit/analysis/memory_model/test_exchange_peaks.py",)
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
@@ -489,8 +490,8 @@ MUTATIONS = [
     Mutation(
         "keys of two pieces get the gradient of one",
         "ops/packed_attention.py",
-        "total[keys] + part if overlaps else part",
-        "part",
+        "(total[keys].add_ if overlaps else total[keys].copy_)(part)",
+        "total[keys].copy_(part)",
         PAIRS,
     ),
     Mutation(
@@ -603,6 +604,20 @@ MUTATIONS = [
         "ops/position_order.py",
         "zip(whole.split(self._sizes, dim=2), self._places, strict=True)",
         "zip(whole.roll(1, dims=2).split(self._sizes, dim=2), self._places, strict=True)",
+    ),
+    Mutation(
+        "gradients of a part of the heads live while those of the next part are computed",
+        "ops/context_attention.py",
+        "            del dy_part, grads  # before those of the next part are computed\n",
+        "",
+        EXCHANGE_PEAKS,
+    ),
+    Mutation(
+        "gradients of keys that are on their way round a ring are not counted",
+        "analysis/memory_model/exchange_peaks.py",
+        "2 * bool(place)",
+        "0",
+        EXCHANGE_PEAKS,
     ),
     *(
         Mutation(*bug, EXCHANGES)

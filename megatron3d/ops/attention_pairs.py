@@ -241,9 +241,8 @@ class Merged:
         """Add pairs with keys and values `kv` [2, B, G, T, D], in order."""
         for pair in pairs:
             q, (k, v) = rows(self._q, pair.queries, pair), (rows(t, pair.keys, pair) for t in kv)
-            mask = _mask(pair, self._window, q.device)
             kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
-            out, lse = kernel.forward(q, k, v, pair.kind is Kind.CAUSAL, mask)
+            out, lse = kernel.forward(q, k, v, pair.kind is Kind.CAUSAL, _mask(pair, self._window, q.device))
             if self._merged is None and q is self._q:
                 by_position = out.to(self._wide).transpose(1, 2).contiguous()  # as the output projection reads it
                 self._merged = by_position.transpose(1, 2), lse
@@ -292,9 +291,10 @@ class MergedGrads:
         for pair in pairs:
             dy, q, out, lse = (rows(t, pair.queries, pair) for t in (self._dy, self._q, *self._merged))
             k, v = (rows(t, pair.keys, pair) for t in kv)
-            mask, is_causal = _mask(pair, self._window, q.device), pair.kind is Kind.CAUSAL
             kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
-            grads = kernel.backward(dy, q, k, v, (out, lse), is_causal, mask)
+            seen = pair.kind is Kind.CAUSAL, _mask(pair, self._window, q.device)
+            grads = kernel.backward(dy, q, k, v, (out, lse), *seen)
             rows(self.dq, pair.queries, pair).add_(grads.dq)
-            for total, grad in zip(dkv, (grads.dk, grads.dv), strict=True):
-                rows(total, pair.keys, pair).add_(grad)
+            rows(dkv[0], pair.keys, pair).add_(grads.dk)
+            rows(dkv[1], pair.keys, pair).add_(grads.dv)
+            del grads  # before those of the next pair

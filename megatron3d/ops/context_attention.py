@@ -24,10 +24,11 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.attention import AttentionHeads, Drop, WeightDropout, attention_with_dropout
+from megatron3d.ops.attention_pairs import PairKernel
 from megatron3d.ops.attention_softmax import PLAIN_SOFTMAX, Softmax, add_sink, sink_grad
 from megatron3d.ops.capped_attention import capped_kernel
 from megatron3d.ops.context_gather import Gathered, gather_positions
-from megatron3d.ops.context_heads import Exchange, Operands, RingAndHeads
+from megatron3d.ops.context_heads import Exchange, Operands, Result, RingAndHeads
 from megatron3d.ops.dropped_attention import DroppedPairs
 from megatron3d.ops.head_exchange import HeadExchange
 from megatron3d.ops.packed_attention import Visible
@@ -38,6 +39,7 @@ from megatron3d.parallel.context_exchange import (
     GATHER,
     HEADS,
     RING,
+    HeadPart,
     exchange_ring,
     gathered_pairs,
     head_axes,
@@ -208,10 +210,19 @@ class _Attend(torch.autograd.Function):
             found, into = sink_grad(dy_part, y, lse, moves.sinks(part, sink_N)), moves.sinks(part, dsink_N)
             if found is not None and into is not None:
                 into.copy_(found)
-            grads = moves.attend_backward(part, Operands(q, kv), (y, lse), dy_part, ctx.kernel)
-            returning.append(moves.send_grads(part, Operands(grads[0].to(q.dtype), grads[1].to(kv.dtype))))
+            grads = _gradients(moves, part, Operands(q, kv), (y, lse), dy_part, ctx.kernel)
+            returning.append(moves.send_grads(part, grads))
+            del dy_part, grads  # before those of the next part are computed
         dq, dk, dv = moves.join_grads([wait() for wait in returning])
         return dq, dk, dv, dsink_N, None, None, None
+
+
+def _gradients(
+    moves: Exchange, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
+) -> Operands:
+    """Return the gradients of a part's operands in their dtypes; those in fp32 are freed."""
+    dq, dkv = moves.attend_backward(part, operands, result, dy, kernel)
+    return Operands(dq.to(operands.q.dtype), dkv.to(operands.kv.dtype))
 
 
 def _gathered(exchange: str, at: ContextAttention, num_sequences: int) -> Exchange:

@@ -208,5 +208,8 @@ class RingAndHeads:
 
 def _from_blocks(parts: Sequence[Tensor]) -> Tensor:
     """Return [B, N, L, D] of the parts [c, B, n, L, D] of c ranks' heads, the heads of a position together."""
-    blocks = torch.stack([part.transpose(2, 3) for part in parts], dim=3)  # [c, B, L, parts, n, D]
-    return blocks.movedim(0, 2).flatten(2, 4).transpose(1, 2)
+    ranks, batch, heads, length, size = parts[0].shape
+    whole = parts[0].new_empty((batch, length, ranks, len(parts), heads, size))
+    for place, part in enumerate(parts):
+        whole[:, :, :, place] = part.permute(1, 3, 0, 2, 4)
+    return whole.flatten(2, 4).transpose(1, 2)

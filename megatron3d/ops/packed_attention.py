@@ -136,7 +136,8 @@ class ByPairs:
             )
             dq[queries] = grads[0]
             for total, part in zip((dk, dv), grads[1:], strict=True):
-                total[keys] = total[keys] + part if overlaps else part
+                (total[keys].add_ if overlaps else total[keys].copy_)(part)
+            del grads, part  # before those of the next pair are computed
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _pairs(self, q: Tensor, visible: Visible) -> Iterator[tuple[slice, Pair, Tensor | None]]:

@@ -95,16 +95,18 @@ class _Blocks:
     def __init__(self, kv: Tensor, plan: RingPlan, axes: Axes, comm: Comm) -> None:
         self._axes, self._comm = axes, comm
         self._moves = list(plan.moves)
-        self._kv, self._pending = kv, completed(kv)
-        self._start()
+        self._sent: Tensor | None = None  # must live until the wait, and no longer
+        self._pending = completed(kv)
+        self._start(kv)
 
-    def _start(self) -> None:
+    def _start(self, kv: Tensor) -> None:
+        self._sent = None
         if self._moves:
-            out = torch.empty_like(self._kv)
-            self._pending = self._comm.shift(self._kv, out, self._axes, self._moves.pop(0))
+            self._sent, out = kv, torch.empty_like(kv)
+            self._pending = self._comm.shift(kv, out, self._axes, self._moves.pop(0))
 
     def next(self) -> Tensor:
         """Wait for the block of the next step, and start to move it on to the step after it."""
-        self._kv = self._pending.wait()
-        self._start()
-        return self._kv
+        kv = self._pending.wait()
+        self._start(kv)
+        return kv

@@ -1,11 +1,11 @@
-"""Memory that exchanges between context ranks keep for backward, and need beside it."""
+"""Memory that exchanges between context ranks keep for backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
-from megatron3d.parallel.context_exchange import BOTH, GATHER, HEADS, RING, head_axes, key_copies, ring_axes
+from megatron3d.parallel.context_exchange import BOTH, GATHER, HEADS, RING, head_axes, key_copies
 
 
 def kept_by_exchange(local: LocalSizes) -> Mapping[str, int]:
@@ -16,20 +16,6 @@ def kept_by_exchange(local: LocalSizes) -> Mapping[str, int]:
 def keeps_queries(local: LocalSizes) -> bool:
     """Return whether attention keeps the queries of this rank's positions, and not those of some heads."""
     return not head_axes(local.mode.exchange, local.mode.context)
-
-
-def exchange_peak(local: LocalSizes) -> int:
-    """Return the bytes that the backward of an exchange needs besides the gradients of queries, keys and values.
-
-    An all-gather has gradients in fp32, in the model's dtype, and in the order of ranks.  A ring has two
-    blocks of keys and values, two of gradients in fp32 or wider on their way, those of its own block, and a pair's.
-    """
-    if local.mode.exchange == GATHER or not local.mode.context:
-        return local.whole_keys * (local.wide + 2 * local.itemsize)
-    sizes, is_ring = local.exchange, bool(ring_axes(local.mode.exchange, local.mode.context))
-    blocks = (2 * local.itemsize + 3 * local.wide) if is_ring else local.wide
-    queries = round(sizes.queries) * (local.wide + (2 * local.itemsize if not keeps_queries(local) else 0))
-    return _num_keys(local) * blocks + queries
 
 
 def _gathered(local: LocalSizes) -> Mapping[str, int]:

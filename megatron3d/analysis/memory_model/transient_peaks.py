@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron3d.analysis.memory_model.activations import layer_activations, recomputed_activations
-from megatron3d.analysis.memory_model.exchange_memory import exchange_peak
+from megatron3d.analysis.memory_model.exchange_peaks import exchange_peak
 from megatron3d.analysis.memory_model.expert_memory import BACKWARD as EXPERTS_BACKWARD
 from megatron3d.analysis.memory_model.expert_memory import COMBINE, SHARED_ACTIVATION, combination_peak, expert_peaks
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
@@ -103,10 +103,7 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     again = recomputed_activations(local)
     queries = local.num_queries * local.arch.kv_channels
     inside = {site: matmul_backward(local, site) for site in reversed(list(local.matmuls))}
-    inside["attention.core"] = local.inner(3 * queries + 4 * local.keys_width) + sdpa_workspace(local)
-    inside["attention.core"] += exchange_peak(local) + capped_scores(local)
-    if local.window is not None and local.itemsize < local.wide and not local.kernels.on_gpu:
-        inside["attention.core"] += local.inner(2 * local.keys_width) // local.itemsize * local.wide
+    inside["attention.core"] = _attention_backward(local)
     inside["mlp.activation" if local.experts is None else SHARED_ACTIVATION] = local.inner(
         (3 if local.is_gated else 2) * local.ffn
     )
@@ -134,6 +131,20 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
         needed["norm in fp32"] = local.arch.norm_sites[-1], _NORM_COPIES * local.tokens * local.hidden * local.wide
     gone = {at: sum(kept[site] for site in _BACKWARD[:place]) for place, at in enumerate(_BACKWARD)}
     return {name: size + again - gone[at] for name, (at, size) in needed.items()}
+
+
+def _attention_backward(local: LocalSizes) -> int:
+    """Return the bytes of the gradients of attention's output and operands, of qkv, and of what computes them.
+
+    On context ranks the exchange is over when rotary embeddings and qkv's output have their gradients.
+    """
+    projected = local.inner(3 * local.num_queries * local.arch.kv_channels + 4 * local.keys_width)
+    if local.mode.context and not local.drops_whole_keys:
+        return max(projected, exchange_peak(local))
+    narrow_window = local.window is not None and local.itemsize < local.wide and not local.kernels.on_gpu
+    in_fp32 = local.inner(2 * local.keys_width) // local.itemsize * local.wide if narrow_window else 0
+    gathered = local.whole_keys * (local.wide + 2 * local.itemsize)  # with dropout: summed, in order, and by rank
+    return projected + sdpa_workspace(local) + capped_scores(local) + in_fp32 + gathered
 
 
 def capped_scores(local: LocalSizes) -> int:
