@@ -34,6 +34,12 @@ class DataConfig(Section):
     max_epochs: float = Field(4.0, gt=0, description="warn at launch if a corpus is read for more epochs than this")
     reset_position_ids: bool = Field(False, description="restart position ids at each document")
     reset_attention_mask: bool = Field(False, description="attend only within a document")
+    mean_document_length: int | None = Field(
+        None,
+        ge=1,
+        description="with reset_attention_mask: tokens of a document, by which predictions count attention; default: "
+        "documents of the corpus in a run, whole sequences before it is read",
+    )
     eod_mask_loss: bool = Field(False, description="no loss on the token that follows the end of a document")
     pad_token_id: int | None = Field(None, ge=0, description="no loss on this token; default: none")
     goldfish_k: int | None = Field(

@@ -53,13 +53,14 @@ class RunSpec:
         config: the configuration as read.
         world_size: number of ranks.
         vocab_size: tokens of the tokenizer, used where `model.vocab_size` is open; 0: not known yet.
-        rank: global rank of this process.
+        rank: global rank of this process; documents: where further documents begin in typical sequences of the corpus.
     """
 
     config: Config
     world_size: int = 1
     vocab_size: int = 0
     rank: int = 0
+    documents: tuple[tuple[int, ...], ...] | None = None
 
     def on_rank(self, rank: int) -> RunSpec:
         """Return the same run seen from another rank."""

@@ -57,6 +57,7 @@ LARGEST: Mapping[str, int] = {
     "eval_iters": 10**6,
     "rollback_window": 10**6,
     "straggler_steps": 10**6,
+    "mean_document_length": 10**9,
     "stream_lanes": 10_000,
     "stream_shuffle_rows": 10**9,
     "goldfish_h": 10_000,

@@ -68,11 +68,7 @@ class ChunkOrder:
         return torch.cat([by_rank[rank, :, :, rows] for _, rank, rows in self._places], dim=2)
 
     def to_heads(self, whole: Tensor) -> Tensor:
-        of_rank: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
-        parts = whole.split(self._sizes, dim=2)
-        for part, (_, rank, _) in zip(parts, self._places, strict=True):
-            of_rank[rank].append(part)
-        return torch.stack([torch.cat(each, dim=2) for each in of_rank])
+        return self.scattered(whole)
 
     @property
     def _sizes(self) -> list[int]:

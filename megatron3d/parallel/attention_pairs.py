@@ -131,10 +131,14 @@ def own_pairs(rows: Sequence[Segment], window: int | None = None) -> tuple[Pair,
 def num_pair_scores(found: Iterable[Pair], longest: int | None = None) -> int:
     """Return the scores that kernels compute of pairs; those of causal and of masked pairs count all, as in MFU.
 
+    Pairs of some sequences of a batch count once for each of them.
+
     Args:
         longest: most queries that a kernel takes at once; causal pairs of more are computed in pieces.
     """
-    return sum(_num_scores(pair, longest) for pair in found)
+    return sum(
+        _num_scores(pair, longest) * (pair.sequences[1] - pair.sequences[0] if pair.sequences else 1) for pair in found
+    )
 
 
 def _num_scores(pair: Pair, longest: int | None) -> int:

@@ -187,14 +187,17 @@ def scores_computed(
     backward: bool,
     window: int | None = None,
     longest: int | None = None,
+    starts: Starts = None,
 ) -> Fraction:
-    """Return the scores that a rank computes for each sequence and each of its heads, without documents.
+    """Return the scores that a rank computes for each sequence and each of its heads.
+
+    Of sequences whose documents begin at `starts` it is the mean.
 
     Kernels, which take at most `longest` queries at once, are counted whole where they are causal or masked.  Ranks
     that exchange heads have a share of them.
     """
-    if window is not None or longest is not None:
-        return _scores_of_pairs(exchange, order, seq_length, backward, window, longest)
+    if window is not None or longest is not None or starts is not None:
+        return _scores_of_pairs(exchange, order, seq_length, backward, window, longest, starts)
     if exchange == GATHER:  # chunks r and 2 c - 1 - r see r + 1 and 2 c - r chunks of keys
         ranks = order.num_ranks
         return Fraction((2 * ranks + 1) * (seq_length // (2 * ranks)) ** 2)
@@ -206,13 +209,20 @@ def scores_computed(
 
 @lru_cache(maxsize=256)
 def _scores_of_pairs(
-    exchange: str, order: TokenOrder, seq_length: int, backward: bool, window: int | None, longest: int | None
+    exchange: str,
+    order: TokenOrder,
+    seq_length: int,
+    backward: bool,
+    window: int | None,
+    longest: int | None,
+    starts: Starts,
 ) -> Fraction:
-    """Return the scores of the pairs that a window leaves."""
+    """Return the scores of the pairs that a window and documents leave, the mean over the sequences of `starts`."""
+    count = len(starts or ((),))
     if exchange == GATHER:
-        return Fraction(num_pair_scores(gathered_pairs(order, seq_length, None, window), longest))
-    plan = exchange_ring(exchange, order, seq_length, None, window)
+        return Fraction(num_pair_scores(gathered_pairs(order, seq_length, starts, window), longest), count)
+    plan = exchange_ring(exchange, order, seq_length, starts, window)
     own = plan.own_parts if backward else (plan.own,)
     every = (*own, *(step.pairs for step in plan.steps))
     scores = sum(num_pair_scores(each, longest) for each in every)
-    return Fraction(scores, order.mesh.size(head_axes(exchange, order.context)))
+    return Fraction(scores, count * order.mesh.size(head_axes(exchange, order.context)))

@@ -75,9 +75,9 @@ def sequence_pairs(
     return tuple(found)
 
 
-def num_scores(seq_length: int, window: int | None, longest: int | None = None) -> int:
+def num_scores(seq_length: int, window: int | None, longest: int | None = None, starts: Starts = ()) -> int:
     """Return the scores that the pairs of a sequence compute; those of a causal pair count all, as in MFU."""
-    return num_pair_scores(pairs_of_sequence(seq_length, (), window, longest))
+    return num_pair_scores(pairs_of_sequence(seq_length, starts, window, longest))
 
 
 def _neighbours(spans: Sequence[Span]) -> Iterator[list[Span]]:

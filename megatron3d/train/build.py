@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from pydantic import JsonValue
 
@@ -32,7 +33,7 @@ from megatron3d.data.corpus.corpus import Corpus, open_corpus
 from megatron3d.data.corpus.spec import check_token_ids
 from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
-from megatron3d.data.packing import Packing
+from megatron3d.data.packing import Packing, Starts
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
@@ -50,6 +51,8 @@ from megatron3d.train.monitor.startup_report import check_built, describe_connec
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
 
+# Sequences whose documents stand for those of all, in predictions of a run.
+TYPICAL_SEQUENCES = 16
 HUGGING_FACE = SourceFormat(read_hub_index, HubFile, is_foreign=True)
 
 
@@ -102,8 +105,19 @@ def open_data(config: Config, runtime: Runtime, phases: StartupPhases) -> tuple[
     with phases("tokenizer and corpus"):
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         spec = RunSpec(config, runtime.world_size, tokenizer.vocab_size, runtime.rank)
-        corpus = open_corpus(spec.corpus, tokenizer, spec.packing(tokenizer.eod))
-    return spec, tokenizer, corpus
+        packing = spec.packing(tokenizer.eod)
+        corpus = open_corpus(spec.corpus, tokenizer, packing)
+    return replace(spec, documents=first_documents(corpus, packing)), tokenizer, corpus
+
+
+def first_documents(corpus: Corpus, packing: Packing) -> Starts | None:
+    """Return where documents begin in the first sequences that are trained on; None where attention does not ask.
+
+    A stream is not read before training: its sequences come in order, and its place is state.
+    """
+    if not packing.reset_attention_mask or isinstance(corpus.train, StreamedSamples):
+        return None
+    return packing.starts(torch.from_numpy(corpus.train.read(np.arange(TYPICAL_SEQUENCES))))
 
 
 def print_data_plan(spec: RunSpec, corpus: Corpus) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_a_blend_is_planned_logged_and_continued(config: Path, tmp_path: Path) -
     assert whole.code == ExitCode.DONE, whole.err
     assert f"> {config.parent}/corpus: 75 % 96 samples to read" in whole.out
     assert f"> {config.parent}/other: 25 % 32 samples to read" in whole.out
+    assert re.search(r"> documents: [\d,]+ tokens on average in 16 typical sequences; attention multi", whole.out)
     rows = [row for row in read_journal(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" in row]
     assert [row[f"consumed_tokens/{config.parent}/corpus"] for row in rows] == [192.0 * n for n in range(1, 9)]
     parts = blend(config, *in_run(f"{tmp_path}/parts"))

@@ -101,14 +101,17 @@ def step_of(config: Config, world_size: int, rank: int) -> StepSpec:
     return make_step_spec(RunSpec(config, world_size, VOCAB_SIZE, rank))
 
 
-def problems(config: Config, world_size: int, ranks: tuple[int, ...]) -> list[str]:
+Documents = tuple[tuple[int, ...], ...]
+
+
+def problems(config: Config, world_size: int, ranks: tuple[int, ...], documents: Documents | None = None) -> list[str]:
     """Return the differences between a dry run and the closed forms."""
-    spec = RunSpec(config, world_size, VOCAB_SIZE)
+    spec = RunSpec(config, world_size, VOCAB_SIZE, documents=documents)
     lists, found, runs = lower(spec.schedule), list[str](), []
     for rank in ranks:
         run = run_rank(with_few_microbatches(spec).on_rank(rank))
         runs.append(run)
-        dry, step = step_totals(run, lists[run.coord]), step_of(config, world_size, rank)
+        dry, step = step_totals(run, lists[run.coord]), make_step_spec(spec.on_rank(rank))
         expected = step_traffic(step)
         for key in sorted({*dry.calls, *expected.calls}):
             got = dry.calls.get(key, 0), dry.sent.get(key, 0.0)
@@ -194,6 +197,27 @@ def test_context(recompute: str | None, zero_stage: int) -> None:
     train = RECOMPUTATIONS[recompute] if recompute else {}
     config = configure("llama" if zero_stage else "gpt2", parallel, 16, global_batch_size=48, **train)
     assert problems(config, 16, (0, 13)) == []
+
+
+DOCUMENTS = ((3, 7, 40), (), (33, 34, 35, 36, 60), (20,))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "mean_length"), [(None, None), ("all_gather", 13), ("p2p", None), ("a2a", 13), ("a2a+p2p", None)]
+)
+def test_documents(exchange: str | None, mean_length: int | None) -> None:
+    """FLOPs and traffic are those of the documents, of one length or as a corpus has them, in windows too."""
+    parallel: dict[str, Any] = {"tensor_model_parallel_size": 2, "zero_stage": 1}
+    if exchange:
+        parallel |= {"context_parallel_size": 4, "cp_comm_type": exchange}
+        parallel |= {"hierarchical_context_parallel_sizes": (2, 2)} if exchange == BOTH else {}
+    model = {**MODELS["llama"], "num_layers": 2, "seq_length": 64, "window_size": (9, 0), "window_attn_skip_freq": 2}
+    train = {"micro_batch_size": 4, "global_batch_size": 16, "precision": "bf16"}
+    data = {"reset_attention_mask": True, "mean_document_length": mean_length}
+    config = Config.model_validate({"model": model, "parallel": parallel, "train": train, "data": data})
+    world_size = 8 if exchange else 2
+    assert check(config, world_size, VOCAB_SIZE) == []
+    assert problems(config, world_size, (1,), DOCUMENTS) == []
 
 
 @pytest.mark.parametrize("exchange", [None, "p2p"])

@@ -32,6 +32,7 @@ from megatron3d.analysis.cost_model.layer import LayerTimes, Machine
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.analysis.memory_model.step_spec import typical_documents
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import ITEMSIZES
 from megatron3d.model.architecture import Architecture
@@ -114,6 +115,7 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     train, zero_stage = spec.config.train, spec.config.parallel.zero_stage
     sizes = train.micro_batch_size, ITEMSIZES[train.precision]
     local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
+    local = replace(local, documents=typical_documents(spec))
     simulated, shorter = simulated_specs(spec)
     rest = shorter.schedule if shorter else None
     machine = as_configured(machine, spec)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
@@ -49,7 +50,7 @@ class LocalSizes:
     Attributes:
         narrow_wgrad: axes reduce dW in the network's dtype, not in main_grad's.
         masks_documents: attention is masked between documents; `resets_positions`: positions restart at each document.
-        layer: layer of the model that kinds of layers are taken from.
+        layer: layer that kinds of layers are taken from; `documents`: where documents begin in typical sequences.
         expert_load: rows of this rank's experts, in multiples of those of a balanced load.
     """
 
@@ -65,6 +66,7 @@ class LocalSizes:
     resets_positions: bool = False
     layer: int = 0
     narrow_wgrad: bool = False
+    documents: tuple[tuple[int, ...], ...] | None = None
     expert_load: float = 1.0
 
     def part(self, size: int, axes: Axes) -> int:
@@ -131,11 +133,12 @@ class LocalSizes:
         """Most keys that a query of this layer sees."""
         return keys_seen(self.arch, self.layer)
 
-    @property
+    @cached_property
     def seen_share(self) -> float:
-        """Share of the causal half of the scores that this layer's window leaves."""
-        seq, keys = self.arch.seq_length, self.keys_seen
-        return keys * (2 * seq - keys) / seq**2
+        """Share of the causal half of the scores that this layer's window and the documents leave."""
+        seq, every = self.arch.seq_length, self.documents or ((),)
+        lengths = [last - first for starts in every for first, last in pairwise((0, *starts, seq))]
+        return sum(each**2 - max(each - self.keys_seen, 0) ** 2 for each in lengths) / (len(every) * seq**2)
 
     @property
     def rotated_share(self) -> float:
@@ -209,10 +212,12 @@ class LocalSizes:
         if self.drops_whole_keys:
             each = Fraction(self.inner_tokens * arch.seq_length)
         elif not mode.context:
-            each = Fraction(self.sequences * num_scores(arch.seq_length, self.window, self.longest_piece))
+            every = self.documents or ((),)
+            scores = sum(num_scores(arch.seq_length, self.window, self.longest_piece, starts) for starts in every)
+            each = Fraction(self.sequences * scores, len(every))
         else:
             sizes = mode.exchange, self.order, arch.seq_length, backward, self.window, self.longest_piece
-            each = self.sequences * scores_computed(*sizes)
+            each = self.sequences * scores_computed(*sizes, self.documents)
         return int(each * self.num_queries)
 
     @property
@@ -245,9 +250,10 @@ class LocalSizes:
         groups, width = self.num_groups if is_even else self.num_queries, self.inner_tokens * self.arch.kv_channels
         in_parts = not self.drops_whole_keys
         sizes = ExchangeSizes(width * self.num_queries, width * groups, groups, self.itemsize, in_parts=in_parts)
-        if self.window is None or mode.exchange == GATHER or not mode.context:
+        if mode.exchange == GATHER or not mode.context or (self.window is None and self.documents is None):
             return sizes
-        return replace(sizes, steps=len(exchange_ring(mode.exchange, self.order, seq, None, self.window).steps))
+        ring = exchange_ring(mode.exchange, self.order, seq, self.documents, self.window)
+        return replace(sizes, steps=len(ring.steps))
 
     @property
     def whole_keys(self) -> int:

@@ -95,6 +95,19 @@ class StepSpec:
         return len({action.mb for action in self.pipeline.schedule[self.coord]})
 
 
+def typical_documents(spec: RunSpec) -> tuple[tuple[int, ...], ...] | None:
+    """Return the first positions of the documents of typical sequences, by which predictions count attention.
+
+    None: attention sees whole sequences, or nothing is known of their documents.
+    """
+    data, seq = spec.config.data, spec.config.model.seq_length
+    if not data.reset_attention_mask:
+        return None
+    if data.mean_document_length is None:
+        return spec.documents
+    return (tuple(range(data.mean_document_length, seq, data.mean_document_length)),)
+
+
 def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> StepSpec:
     """Return a rank's part of a step of a valid run."""
     config, train = spec.config, spec.config.train
@@ -111,6 +124,7 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         config.data.reset_attention_mask,
         config.data.reset_position_ids,
         narrow_wgrad=train.tp_grad_reduce_in_bf16,
+        documents=typical_documents(spec),
     )
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     first, second = (local.wide if name is None else ITEMSIZES[name] for name in moments)

@@ -31,6 +31,9 @@ def data_problems(facts: Facts) -> Iterator[str]:
     yield from _stream_problems(facts)
     if data.reset_position_ids and facts.arch.position_embedding_type == "none":
         yield f"{facts.named('data.reset_position_ids')}: the model has no positions; use false"
+    if data.mean_document_length is not None and not data.reset_attention_mask:
+        where = facts.named("data.mean_document_length")
+        yield f"{where}: not used without data.reset_attention_mask=true; give that, or leave mean_document_length out"
     if data.goldfish_k is None and data.goldfish_h != type(data).model_fields["goldfish_h"].default:
         yield f"{facts.named('data.goldfish_h')}: not used without data.goldfish_k; give that, or leave goldfish_h out"
 

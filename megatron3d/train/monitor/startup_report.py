@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.analysis.cost_model.forecast import forecast
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.table import memory_table, stage_table
 from megatron3d.checkpoint.param_pieces import ranges_to_write
 from megatron3d.hardware.peaks import Peak, describe_peak
@@ -52,6 +53,16 @@ def startup_report(state: TrainState, peak: Peak | None, settings: Mapping[str, 
     return "\n".join(f"> {line}" for line in _lines(state, peak, settings))
 
 
+def describe_documents(documents: Sequence[Sequence[int]], local: LocalSizes) -> str:
+    """Return the line about the documents by which predictions count attention."""
+    count = sum(len(starts) + 1 for starts in documents)
+    tokens, sequences = len(documents) * local.arch.seq_length / count, "sequence" + "s" * (len(documents) > 1)
+    return (
+        f"documents: {tokens:,.0f} tokens on average in {len(documents)} typical {sequences}; attention multiplies "
+        f"{100 * local.seen_share:.3g} % of the causal pairs"
+    )
+
+
 def _lines(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) -> Iterator[str]:
     spec, flats = state.spec, state.buffers.flat_buffers
     arch, whole = spec.arch, flats[0].params
@@ -70,6 +81,8 @@ def _lines(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) ->
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
     yield f"memory of rank 0 before activations: {sum(parts.values()) / 2**20:,.1f} MiB = {shown}"
     yield f"model FLOPs: {flops_per_token(arch):,} per token, forward and backward"
+    if (documents := job.local.documents) is not None:
+        yield describe_documents(documents, job.local)
     yield from run_facts(state, settings)
     if job.pipeline.num_ranks > 1:
         yield from ("pipeline stages:", *stage_table(job))

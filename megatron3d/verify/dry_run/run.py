@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron3d.analysis.memory_model.step_spec import typical_documents
 from megatron3d.comm.recording import RecordedCall, Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import Microbatch
@@ -88,14 +89,16 @@ def run_rank(spec: RunSpec) -> RankDryRun:
 
 
 def microbatches(spec: RunSpec) -> list[Microbatch]:
-    """Return the microbatches of a step, all tokens being 0, each sequence being one document."""
+    """Return the microbatches of a step, all tokens being 0; in each, documents are as in the typical sequences."""
     train, mesh = spec.config.train, spec.mesh
     arch = spec.arch
     low, high = span(train.micro_batch_size, spec.mode.batch_axes, mesh)
     parallel = spec.parallel_state
     step = train.micro_batch_size * parallel.data_parallel_size
     firsts = range(parallel.data_parallel_rank * train.micro_batch_size, train.global_batch_size, step)
-    starts = ((),) * (high - low) if spec.config.data.reset_attention_mask else None
+    typical = typical_documents(spec) or ((),)
+    documents = tuple(typical[row % len(typical)] for row in range(low, high))
+    starts = documents if spec.config.data.reset_attention_mask else None
     shape = high - low, arch.seq_length + 1
     return [Microbatch(torch.zeros(shape, dtype=torch.int64), first, starts) for first in firsts]
 

@@ -76,6 +76,12 @@ BROKEN = [
         "data.goldfish_h=4: not used without data.goldfish_k; give that, or leave goldfish_h out",
     ),
     (
+        {"data": {"mean_document_length": 512}},
+        1,
+        "data.mean_document_length=512: not used without data.reset_attention_mask=true; give that, or leave "
+        "mean_document_length out",
+    ),
+    (
         {"data": {"reset_position_ids": True}, "model": {"position_embedding_type": "none"}},
         1,
         "data.reset_position_ids=true: the model has no positions; use false",
