@@ -50,8 +50,7 @@ class RunSpec:
     """A configuration on `world_size` ranks, seen from one of them.
 
     Attributes:
-        config: the configuration as read.
-        world_size: number of ranks.
+        config: the configuration as read; world_size: number of ranks.
         vocab_size: tokens of the tokenizer, used where `model.vocab_size` is open; 0: not known yet.
         rank: global rank of this process; documents: where further documents begin in typical sequences of the corpus.
     """
