@@ -151,8 +151,8 @@ MUTATIONS = [
     Mutation(
         "gradients of experts summed over ranks that hold others",
         "model/params.py",
-        "part_axes=self.mode.experts",
-        "part_axes=()",
+        "used, init=std / scale, part_axes=self.mode.experts)",
+        "used, init=std / scale, part_axes=())",
         EXPERTS,
     ),
     Mutation(
@@ -165,8 +165,8 @@ MUTATIONS = [
     Mutation(
         "weights of experts without gradients from other ranks",
         "ops/expert_exchange.py",
-        "gather_rows(routes.weights_MK, axes, comm)",
-        "gather_rows(routes.weights_MK.detach(), axes, comm)",
+        "self._weights_MK = gather_rows(routes.weights_MK, axes, comm)",
+        "self._weights_MK = gather_rows(routes.weights_MK.detach(), axes, comm)",
         EXPERTS,
     ),
     Mutation(
@@ -174,6 +174,48 @@ MUTATIONS = [
         "ops/moved_rows.py",
         "return moved(x, gathering(axes, comm).reversed()) if axes else x",
         "return x.chunk(comm.mesh.size(axes))[comm.mesh.index(axes)] if axes else x",
+        EXPERTS,
+    ),
+    Mutation(
+        "partial outputs of split experts are not summed",
+        "model/experts.py",
+        "y_MH = reduce_rows(sent.combine(self.experts(rows_RH, counts)), *shared_by)",
+        "y_MH = sent.combine(self.experts(rows_RH, counts))[: len(home_MH)]",
+        EXPERTS,
+    ),
+    Mutation(
+        "every rank that splits an expert adds its bias",
+        "model/experts.py",
+        "self.bias if self.adds_bias else 0 * self.bias",
+        "self.bias",
+        EXPERTS,
+    ),
+    Mutation(
+        "experts of another piece of an axis",
+        "parallel/mesh.py",
+        "in reversed(self._pieces_of(name)):",
+        "in self._pieces_of(name):",
+        EXPERTS,
+    ),
+    Mutation(
+        "gradients of experts not summed over the rest of an axis with pieces",
+        "parallel/mesh.py",
+        "gone = set(self.split(taken))",
+        "gone = {piece for axis in taken for piece in self.split((axis.partition('.')[0],))}",
+        EXPERTS,
+    ),
+    Mutation(
+        "the ranks that split an expert hold the same half",
+        "parallel/expert_ranks.py",
+        "if each.end <= cuts[0])",
+        "if each.end < cuts[0])",
+        EXPERTS,
+    ),
+    Mutation(
+        "weights of split experts without gradients from other ranks",
+        "ops/expert_exchange.py",
+        "weights_MK = gather_rows(routes.weights_MK, axes, comm)\n    return",
+        "weights_MK = gather_rows(routes.weights_MK.detach(), axes, comm)\n    return",
         EXPERTS,
     ),
     Mutation(
@@ -228,7 +270,7 @@ MUTATIONS = [
     Mutation(
         "ZeRO over axes that shard experts",
         "zero/flat_buffer.py",
-        "own = sharding.without(spec.axes)",
+        "own = sharding.without(spec.axes, mesh)",
         "own = sharding",
         EXPERTS,
     ),
@@ -256,8 +298,8 @@ MUTATIONS = [
     Mutation(
         "gradients of experts' biases not reduced over data ranks",
         "model/params.py",
-        "((),), used, decay=False, part_axes=self.mode.experts)",
-        "((),), self.mode.home, decay=False, part_axes=self.mode.experts)",
+        "layout[:1], used, decay=False, part_axes=self.mode.experts)",
+        "layout[:1], self.mode.home, decay=False, part_axes=self.mode.experts)",
     ),
     Mutation(
         "ties go to the higher expert",
@@ -554,14 +596,14 @@ MUTATIONS = [
     Mutation(
         "HSDP replicas not summed",
         "zero/grad_reduction.py",
-        "if axis not in axes) if axes else ()",
-        "if axis not in axes and axis != 'replica') if axes else ()",
+        "comm.mesh.without(reduced, axes) if axes else ()",
+        "comm.mesh.without(reduced, (*axes, 'replica')) if axes else ()",
     ),
     Mutation(
         "gradient rule misses an axis",
         "parallel/layout.py",
-        "set(self.token_axes) - self.axes",
-        "set(self.token_axes[:-1]) - self.axes",
+        "mesh.without(self.token_axes, self.axes)",
+        "mesh.without(self.token_axes[:-1], self.axes)",
     ),
     Mutation(
         "context ranks number their tokens in their own order",

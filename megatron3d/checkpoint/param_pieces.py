@@ -60,7 +60,7 @@ def split_among_replicas(held: Iterable[ParamRange], mesh: Mesh, zero_axes: Axes
     groups: dict[Axes, list[ParamRange]] = {}
     for each in held:
         split = each.spec.axes | {"pipeline", *zero_axes}
-        copies = tuple(axis for axis in mesh.names if axis not in split)
+        copies = mesh.without(mesh.names, split)
         groups.setdefault(copies, []).append(_half_of_pipeline_rank(_without_padding(each, mesh), mesh))
     for copies, group in groups.items():
         yield from _part(group, mesh.index(copies), mesh.size(copies), mesh)

@@ -6,8 +6,7 @@
                                                 ->  memory prediction  (analysis/memory_model)
 
 All four read the properties of one `RunSpec`, so that none can differ in what it derives.  Every property is computed
-when it is first read: the rules in config/validate/ read those that are defined for a configuration that breaks other
-rules.  Nothing here imports torch.
+when it is first read: the rules in config/validate/ read those that are defined for a configuration that breaks others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megatron3d.model.groups import communication_axes, pipeline_links
 from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.context import with_context
-from megatron3d.parallel.expert_ranks import with_experts
+from megatron3d.parallel.expert_ranks import stage_axes, with_experts
 from megatron3d.parallel.loss_chunks import GPU_LOSS_CHUNK, LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -138,7 +137,8 @@ class RunSpec:
         parallel = self.config.parallel
         exchange, balancer = parallel.cp_comm_type, parallel.context_parallel_load_balancer
         mode = with_context(self.tensor_mode, parallel.context_axes, exchange, balancer)
-        mode = with_experts(mode, parallel.expert_model_parallel_size, self.sizes.shards)
+        ranks = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+        mode = with_experts(mode, *ranks, stage_axes(mode, self.sizes.shards, self.sizes.replicas))
         return replace(mode, dispatcher=token_dispatcher(self.config))
 
     @cached_property
@@ -166,7 +166,7 @@ class RunSpec:
     @cached_property
     def mesh(self) -> Mesh:
         """The grid of all ranks, seen from this one.  Raises UserError where the sizes do not make the world size."""
-        return self.sizes.mesh(self.mode.axes, self.rank)
+        return self.sizes.mesh(self.mode.axes, self.rank, self.mode.pieces)
 
     @cached_property
     def parallel_state(self) -> ParallelState:

@@ -87,6 +87,9 @@ class ParallelConfig(Section):
     expert_model_parallel_size: int = Field(
         1, ge=1, description="EP: ranks among which the experts of a layer are distributed, whole ones to each"
     )
+    expert_tensor_parallel_size: int = Field(
+        1, ge=1, description="ETP: ranks that split each expert's matrices, neighbours of one another"
+    )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] | None = Field(
         None, description="how tokens reach the ranks of their experts; default: what sends fewer bytes, balanced"
     )

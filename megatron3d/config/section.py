@@ -44,6 +44,7 @@ LARGEST: Mapping[str, int] = {
     "tensor_parallel_shape": MAX_RANKS,
     "context_parallel_size": MAX_RANKS,
     "expert_model_parallel_size": MAX_RANKS,
+    "expert_tensor_parallel_size": MAX_RANKS,
     "hierarchical_context_parallel_sizes": MAX_RANKS,
     "pipeline_model_parallel_size": MAX_RANKS,
     "num_distributed_optimizer_instances": MAX_RANKS,

@@ -38,7 +38,7 @@ def read_run(
     config = read_config(folder.parent / "config.yaml", overrides).config
     if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):
         config = config.model_copy(update={"parallel": ParallelConfig()})
-    parallel = config.parallel.model_copy(update={"expert_model_parallel_size": 1})
+    parallel = config.parallel.model_copy(update={"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1})
     config = config.model_copy(update={"parallel": parallel})
     spec = RunSpec(config, world_size)
     rows = micro_batch_size or spec.tensor_size

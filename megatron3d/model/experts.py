@@ -23,8 +23,9 @@ from megatron3d.model.mlp import MLP
 from megatron3d.model.modules import Build
 from megatron3d.model.recompute_spec import MLP_ACT
 from megatron3d.ops.activations import ACTIVATIONS
-from megatron3d.ops.expert_exchange import DISPATCH, ExpertRanks
+from megatron3d.ops.expert_exchange import DISPATCH, ExpertRanks, gather_tokens
 from megatron3d.ops.grouped_matmul import GroupedMatmul, add_biases
+from megatron3d.ops.moved_rows import reduce_rows
 from megatron3d.ops.recompute import recompute_from_input
 from megatron3d.ops.router import Routes, balance_terms, counts_of_sequences, route, with_loss, z_terms
 from megatron3d.ops.router_spec import SEQUENCE, Balance, Experts
@@ -38,11 +39,16 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
+        copies = [] if self.bias is None else set(build.mode.etensor) - build.specs[f"{name}.bias"].axes
+        # Of the ranks whose partial outputs are summed the first one adds the bias.
+        self.adds_bias = not any(build.comm.mesh.coord(axis) for axis in copies)
         self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads)
 
     def forward(self, x_RK: Tensor, counts: Sequence[int]) -> Tensor:
         y_RN = self.matmul(x_RK, self.weight, counts)
-        return y_RN if self.bias is None else add_biases(y_RN, self.bias, counts)
+        if self.bias is None:
+            return y_RN
+        return add_biases(y_RN, self.bias if self.adds_bias else 0 * self.bias, counts)
 
 
 class ExpertMLP(nn.Module):
@@ -122,6 +128,7 @@ class MoE(nn.Module):
         experts, name = build.arch.experts, f"{layer}.mlp"
         assert experts is not None, f"layer {index} has no experts"
         self.dispatcher = build.mode.dispatcher
+        self.etensor = build.live(build.mode.etensor)
         self.ranks = ExpertRanks(experts.num_experts, build.live(build.mode.experts), build.comm)
         self.relayout = TokenRelayout(build.mode.residual, build.mode.copies, build.comm)
         self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else None
@@ -132,10 +139,11 @@ class MoE(nn.Module):
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         home_MH = self.relayout.to_rows(x_MH)
         routes, once = self.router(home_MH, at), partial(at.once, f"{self.router.name}.rows")
-        sent = DISPATCH[self.dispatcher](home_MH, routes, self.ranks, once)
+        shared_by = self.etensor, self.relayout.comm
+        sent = DISPATCH[self.dispatcher](*gather_tokens(home_MH, routes, *shared_by), self.ranks, once)
         shared_MH = None if self.shared_experts is None else self.shared_experts(x_MH, at)  # while rows are in flight
         rows_RH, counts = sent.rows()
-        y_MH = sent.combine(self.experts(rows_RH, counts))
+        y_MH = reduce_rows(sent.combine(self.experts(rows_RH, counts)), *shared_by)
         if self.shared_gate is not None and shared_MH is not None:
             return self.relayout.from_rows(y_MH + self.shared_gate(home_MH) * self.relayout.to_rows(shared_MH))
         y_MH = self.relayout.from_rows(y_MH)

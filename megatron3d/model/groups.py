@@ -34,17 +34,23 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
         *reduced,
         mesh.zero,
         DATA[:1],
-        *(tuple(axis for axis in axes if axis not in mesh.zero) for axes in reduced),
+        *(mesh.without(axes, mesh.zero) for axes in reduced),
     ]
     if arch.mtp_num_layers:
         there, back = dim_changes(mode.inner, mode.residual, mesh), dim_changes(mode.residual, mode.inner, mesh)
         sets += [change.gathered for change in (*there, *back)]
     sets += [mode.context, *((axis,) for axis in mode.context), (*DATA, *mode.context)] if mode.context else []
     if arch.experts is not None:
-        shards = [
-            tuple(axis for axis in mesh.zero if axis not in spec.axes) for spec in param_specs(arch, mode).values()
+        shards = [mesh.without(mesh.zero, spec.axes) for spec in param_specs(arch, mode).values()]
+        copies = mesh.without((*DATA, *mode.context), (*mode.experts, *mode.etensor))
+        sets += [(axis,) for axis in copies] if mode.pieces else []
+        sets += [
+            mode.experts,
+            mode.etensor,
+            *shards,
+            mode.copies,
+            tuple(axis for axis in mode.home if axis not in mode.batch_axes),
         ]
-        sets += [mode.experts, *shards, mode.copies, tuple(axis for axis in mode.home if axis not in mode.batch_axes)]
     unique = tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
     everything = mesh.nontrivial(mesh.names)
     has_cover = not everything or disjoint_cover(everything, unique)

@@ -159,7 +159,8 @@ class _Table:
             name = f"{path}.router.bias"
             yield name, ParamSpec(_same(name, (experts.num_experts,)), ((),), used, decay=False)
         sizes = linear_sizes(arch.hidden_size, experts.ffn_hidden_size, 1, 1, arch.activation in GATED)
-        for name, scale in ((FC1, 1.0), (FC2, math.sqrt(2 * arch.num_layers))):
+        split = self.mode.etensor
+        for name, scale, layout in ((FC1, 1.0, (split, ())), (FC2, math.sqrt(2 * arch.num_layers), ((), split))):
             size = sizes[name]
             of_experts = {
                 f"{path}.experts.{expert}.{part}": rows
@@ -170,11 +171,11 @@ class _Table:
             linear = f"{path}.experts.{name.rpartition('.')[2]}"
             yield (
                 f"{linear}.weight",
-                ParamSpec(parts, ((), ()), used, init=std / scale, part_axes=self.mode.experts),
+                ParamSpec(parts, layout, used, init=std / scale, part_axes=self.mode.experts),
             )
             if arch.has_mlp_bias:
                 biases = tuple(Part(f"{part}.bias", (rows,), (rows,)) for part, rows in of_experts.items())
-                yield f"{linear}.bias", ParamSpec(biases, ((),), used, decay=False, part_axes=self.mode.experts)
+                yield f"{linear}.bias", ParamSpec(biases, layout[:1], used, decay=False, part_axes=self.mode.experts)
 
     def mtp(self, name: str) -> Named:
         """Yield the parameters of one module of multi-token prediction, without those that it shares."""

@@ -107,6 +107,18 @@ def _exchanged_counts(order: RowOrder, routes: Routes, ranks: ExpertRanks) -> Ro
     return RowCounts(torch.cat((there_CE.sum(1), here_CE.flatten())), even)
 
 
+def gather_tokens(x_MH: Tensor, routes: Routes, axes: Axes, comm: Comm) -> tuple[Tensor, Routes]:
+    """Return the tokens and their routes of all ranks of `axes`, which each hold a shard of the same experts.
+
+    Their outputs are partial sums, to be reduce-scattered over `axes`.
+    """
+    if not axes:
+        return x_MH, routes
+    chosen_MK = comm.all_gather(routes.experts_MK, axes, 0).wait()
+    weights_MK = gather_rows(routes.weights_MK, axes, comm)
+    return gather_rows(x_MH, axes, comm), routes._replace(experts_MK=chosen_MK, weights_MK=weights_MK)
+
+
 Dispatch = Callable[[Tensor, Routes, ExpertRanks, Once], Dispatched]
 # Start to send the tokens [M, H] of this rank to the experts that were chosen for them.
 DISPATCH: Mapping[str, Dispatch] = {ALLGATHER: GatheredTokens, ALLTOALL: ExchangedRows}

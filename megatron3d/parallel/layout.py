@@ -102,7 +102,7 @@ class ParamSpec:
 
     def num_copies(self, mesh: Mesh, shared: Iterable[str]) -> int:
         """Return how many ranks along the axes `shared` hold the same elements."""
-        return mesh.size(axis for axis in shared if axis not in self.axes)
+        return mesh.size(mesh.without(shared, self.axes))
 
     def local_shape(self, mesh: Mesh) -> Shape:
         """Return the shape of the local tensor."""
@@ -112,4 +112,4 @@ class ParamSpec:
     def reduce_axes(self, mesh: Mesh) -> Axes:
         """Return the axes over which the gradient is reduced: those that split the tokens where the parameter is used
         and do not split the parameter.  Tied embeddings are also reduced between their holders."""
-        return mesh.nontrivial(mesh.in_order(set(self.token_axes) - self.axes))
+        return mesh.nontrivial(mesh.in_order(mesh.without(self.token_axes, self.axes)))

@@ -1,6 +1,9 @@
 """The grid of ranks: named axes with sizes, and the arithmetic of coordinates and groups on them.
 
 ranks = arange(world_size).reshape(pipeline, replica, data, *context axes, *tensor axes)   # the last varies fastest
+
+An axis may be split into pieces, which are axes as well: `data` of 8 ranks into `data.0` of 2 and `data.1` of 4.  Only
+the experts of a layer use pieces (parallel/expert_ranks.py), so that their axes need not be those of the dense layers.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from functools import cached_property
 from itertools import combinations, product
 
 Axes = tuple[str, ...]
+Sizes = tuple[tuple[str, int], ...]  # axes with their sizes, the last one varying fastest
 
 # Axes of data parallelism: ZeRO shards over `data`; `replica` is HSDP's replicate axis, of copies of these shards.
 DATA: Axes = ("replica", "data")
@@ -23,23 +27,37 @@ CONTEXT: Axes = ("context", "context_inner")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes and their sizes, seen from the global rank `rank`; the last axis varies fastest."""
+    """Named axes and their sizes, seen from the global rank `rank`; the last axis varies fastest.
 
-    axes: tuple[tuple[str, int], ...]
+    Attributes:
+        pieces: axes that are split, each with the pieces that it is the product of; () for all others.
+    """
+
+    axes: Sizes
     rank: int = 0
+    pieces: tuple[tuple[str, Sizes], ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.sizes) == len(self.axes), f"mesh axes {self.axes} repeat a name"
+        assert len(dict(self.axes)) == len(self.axes), f"mesh axes {self.axes} repeat a name"
         assert 0 <= self.rank < self.world_size, f"rank {self.rank} is outside a world of {self.world_size}"
+        for axis, pieces in self.pieces:
+            made = math.prod(size for _, size in pieces)
+            assert made == dict(self.axes)[axis], f"pieces {pieces} do not make {axis} of {self.axes}"
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Size of each axis by name, in mesh order."""
-        return dict(self.axes)
+        """Size of each axis by name, in mesh order, each followed by its pieces if there are any."""
+        sizes: dict[str, int] = {}
+        for name, size in self.axes:
+            sizes |= {name: size, **dict(self._pieces_of(name))}
+        return sizes
+
+    def _pieces_of(self, axis: str) -> Sizes:
+        return dict(self.pieces).get(axis, ())
 
     @cached_property
     def names(self) -> Axes:
-        """Axis names in mesh order."""
+        """Axis names in mesh order, without pieces."""
         return tuple(name for name, _ in self.axes)
 
     @property
@@ -51,7 +69,10 @@ class Mesh:
     def _strides(self) -> dict[str, int]:
         strides, step = {}, 1
         for name, size in reversed(self.axes):
-            strides[name], step = step, step * size
+            strides[name], inner = step, step
+            for piece, ranks in reversed(self._pieces_of(name)):
+                strides[piece], inner = inner, inner * ranks
+            step *= size
         return strides
 
     def coord(self, axis: str) -> int:
@@ -82,7 +103,25 @@ class Mesh:
     def in_order(self, axes: Iterable[str]) -> Axes:
         """Return `axes` in mesh order, each once."""
         wanted = set(axes)
-        return tuple(name for name in self.names if name in wanted)
+        return tuple(name for name in self.sizes if name in wanted)
+
+    def split(self, axes: Iterable[str]) -> Axes:
+        """Return `axes` with the pieces of each axis that has pieces in place of it."""
+        return tuple(name for axis in axes for name in dict(self._pieces_of(axis) or ((axis, 0),)))
+
+    def joined(self, axes: Axes) -> Axes:
+        """Return `axes` with an axis in place of all its pieces where these follow one another."""
+        for axis, sizes in self.pieces:
+            pieces = tuple(dict(sizes))
+            starts = [at for at in range(len(axes)) if axes[at : at + len(pieces)] == pieces]
+            for at in starts:
+                axes = (*axes[:at], axis, *axes[at + len(pieces) :])
+        return axes
+
+    def without(self, axes: Iterable[str], taken: Iterable[str]) -> Axes:
+        """Return what `taken` leaves of `axes`, in the given order; of an axis, the pieces that are not taken."""
+        gone = set(self.split(taken))
+        return self.joined(tuple(axis for axis in self.split(axes) if axis not in gone))
 
     @property
     def context(self) -> Axes:
@@ -96,7 +135,7 @@ class Mesh:
 
     def at(self, rank: int) -> Mesh:
         """Return the mesh seen from another rank."""
-        return Mesh(self.axes, rank)
+        return Mesh(self.axes, rank, self.pieces)
 
 
 def disjoint_cover(axes: Axes, sets: Iterable[Axes]) -> tuple[Axes, ...]:

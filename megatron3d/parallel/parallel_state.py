@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron3d.errors import UserError
-from megatron3d.parallel.mesh import DATA, Axes, Mesh
+from megatron3d.parallel.mesh import DATA, Axes, Mesh, Sizes
 from megatron3d.parallel.p2p import Link
 
 PIPELINE, REPLICA, SHARD = "pipeline", *DATA
@@ -84,8 +84,8 @@ class ParallelSizes:
             return None
         return "fewer than" if self.world_size < self.model else "not a multiple of"
 
-    def mesh(self, inner_axes: tuple[tuple[str, int], ...], rank: int = 0) -> Mesh:
-        """Return the grid of ranks, seen from `rank`, with the context and tensor axes last.
+    def mesh(self, inner_axes: Sizes, rank: int = 0, pieces: tuple[tuple[str, Sizes], ...] = ()) -> Mesh:
+        """Return the grid of ranks, seen from `rank`, with the context and tensor axes last, and `pieces` of axes.
 
         Raises UserError where the factors do not make the world.
         """
@@ -97,7 +97,8 @@ class ParallelSizes:
                 f"parallel.num_distributed_optimizer_instances={self.replicas}: does not divide the data parallel size "
                 f"{self.data}; use 1"
             )
-        return Mesh(((PIPELINE, self.pipeline), (REPLICA, self.replicas), (SHARD, self.shards), *inner_axes), rank)
+        outer = (PIPELINE, self.pipeline), (REPLICA, self.replicas), (SHARD, self.shards)
+        return Mesh((*outer, *inner_axes), rank, pieces)
 
 
 @dataclass(frozen=True)

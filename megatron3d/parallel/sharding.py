@@ -9,10 +9,10 @@ stage  optimizer state   gradients   parameters
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.mesh import Axes, Mesh
 
 # MiB of a bucket of gradients by default.  On GPUs the time of smaller ones is their ring's latency, which grows with
 # its ranks; Megatron-LM's default is as large (40M parameters, or 1M per data-parallel rank, of 4 bytes each).
@@ -41,9 +41,9 @@ class Sharding:
     grads: bool = False
     params: bool = False
 
-    def without(self, axes: Container[str]) -> Sharding:
+    def without(self, axes: Iterable[str], mesh: Mesh) -> Sharding:
         """Return the sharding over the other axes, of parameters that `axes` shard themselves."""
-        return replace(self, axes=tuple(axis for axis in self.axes if axis not in axes))
+        return replace(self, axes=mesh.without(self.axes, axes))
 
     @staticmethod
     def of_stage(zero_stage: int, axes: Axes) -> Sharding:

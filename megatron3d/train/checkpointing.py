@@ -85,7 +85,7 @@ def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Confi
         loss_scale={name: value.item() for name, value in state.loss_scale.state().items()},
         cursors=_cursors(state),
         config={} if config is None else config.model_dump(mode="json"),
-        mesh=state.model.comm.mesh.sizes,
+        mesh=dict(state.model.comm.mesh.axes),
         versions={"megatron3d": __version__, "torch": str(torch.__version__)},
         model_type=state.model_type,
     ).model_dump()
@@ -139,7 +139,7 @@ def try_load(
     # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
     memory = [values for _, _, values in _flat_memory(state, only)]
     mode, sharded = state.model.mode, buffers.sharding.axes
-    replicas = tuple(axis for axis in (*DATA, *mode.context) if axis not in (*sharded, *mode.experts))
+    replicas = state.model.comm.mesh.without((*DATA, *mode.context), (*sharded, *mode.experts, *mode.etensor))
     source = BoxSource(folder, index, options.source.open_file)
     damage = load_on_all_ranks(source, pieces, memory, comm, replicas)
     if damage:

@@ -36,11 +36,11 @@ def check_replicas(state: TrainState) -> None:
     buffers, comm = state.buffers, state.model.comm
     buffers.settle()
     mode = state.model.mode
-    copies = tuple(axis for axis in (*DATA, *mode.context) if axis not in mode.experts)
-    axes = DATA[:1] if buffers.sharding.params else copies
+    copies = DATA[:1] if buffers.sharding.params else (*DATA, *mode.context)
+    axes = comm.mesh.without(copies, (*mode.experts, *mode.etensor))
     weights = [flat.main if buffers.sharding.params else flat.params for flat in buffers.flat_buffers]
     mine = [digest(values.detach()) for values in weights]
-    place = tuple(comm.mesh.coord(axis) for axis in comm.mesh.names if axis not in axes)
+    place = tuple(comm.mesh.coord(axis) for axis in comm.mesh.without(comm.mesh.names, axes))
     notes = comm.gather_object((place, mine, socket.gethostname()))
     problems = comm.broadcast_object(notes and list(_differing(dict(enumerate(notes)))))
     if problems:

@@ -249,7 +249,7 @@ def make_flat_buffers(
     for stage, each in stage_specs.items():
         for name, spec in each.items():
             unit = unit_of[name] if sharding.params else None
-            own = sharding.without(spec.axes)
+            own = sharding.without(spec.axes, mesh)
             groups.setdefault(BufferKey(_grad_sync(spec, own, mesh), own, stage, unit), []).append(name)
     least = bucket_bytes / torch.promote_types(dtype, torch.float32).itemsize
     runs = [
@@ -270,7 +270,7 @@ def local_numel(spec: ParamSpec, mesh: Mesh) -> int:
 
 
 def _grad_sync(spec: ParamSpec, sharding: Sharding, mesh: Mesh) -> GradSync:
-    shared = tuple(axis for axis in mesh.names if axis not in ("pipeline", *sharding.axes))
+    shared = mesh.without(mesh.names, ("pipeline", *sharding.axes))
     copies = spec.num_copies(mesh, shared) * len(spec.holders)
     link = Link("pipeline", *sorted(spec.holders)) if len(spec.holders) > 1 else None
     return GradSync(spec.reduce_axes(mesh), copies, link)

@@ -14,7 +14,7 @@ class GradReduction:
     def __init__(self, flat: FlatBuffer, comm: Comm, dtype: torch.dtype | None) -> None:
         self._flat, self._comm = flat, comm
         axes, reduced = flat.sharding.axes, flat.sync.reduce_axes
-        self._rest = tuple(axis for axis in reduced if axis not in axes) if axes else ()
+        self._rest = comm.mesh.without(reduced, axes) if axes else ()
         sent = flat.take_grad().to(dtype or flat.main_dtype)
         self._pending = comm.reduce_scatter(sent, axes, dim=0) if axes else comm.all_reduce(sent, reduced)
 

@@ -189,6 +189,12 @@ EXCHANGE = {"moe_token_dispatcher_type": "alltoall"}
         ({**EXCHANGE, "expert_model_parallel_size": 4}, "runs"),
         ({"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}, "full"),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, "core"),
+        ({"expert_model_parallel_size": 2, **EXCHANGE, "zero_stage": 2}, "runs"),
+        ({"expert_tensor_parallel_size": 2, "zero_stage": 3}, "full"),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2},
+            "block",
+        ),
     ],
 )
 def test_experts(parallel: dict[str, Any], recompute: str | None) -> None:

@@ -14,7 +14,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
 from megatron3d.ops import router
 from megatron3d.parallel.expert_exchange import DISPATCHERS
-from megatron3d.parallel.expert_ranks import expert_sizes
+from megatron3d.parallel.expert_ranks import expert_sizes, stage_axes
 from megatron3d.verify.layouts import differences
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, reference, run_trace
 from tests.support.turn_ranks import run_turns
@@ -44,16 +44,58 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         ("data",),
     ),
     "data and tensor": ({"expert_model_parallel_size": 4, **SEQUENCES, "zero_stage": 1}, 4, ("data", "t")),
+    "a piece of data": ({"expert_model_parallel_size": 2, "zero_stage": 3}, 4, ("data.1",)),
+    "a piece of data, and tensor": (
+        {"expert_model_parallel_size": 4, **SEQUENCES, "zero_stage": 2},
+        8,
+        ("data.1", "t"),
+    ),
+    "a piece of tensor": ({"expert_model_parallel_size": 2, "tensor_model_parallel_size": 4}, 4, ("t.1",)),
+    "a piece of context": (
+        {"expert_model_parallel_size": 2, "context_parallel_size": 4, "zero_stage": 1, "cp_comm_type": "p2p"},
+        4,
+        ("context.1",),
+    ),
+    "split over tensor": (
+        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, **SEQUENCES, "zero_stage": 3},
+        8,
+        ("data.1",),
+    ),
+    "split over data": ({"expert_tensor_parallel_size": 2, "zero_stage": 1}, 4, ()),
+    "three pieces of data": (
+        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "zero_stage": 2},
+        8,
+        ("data.1",),
+    ),
+    "over replicas": (
+        {
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 2,
+            "num_distributed_optimizer_instances": 4,
+            "zero_stage": 3,
+        },
+        8,
+        ("replica.1",),
+    ),
     "some tensor axes": ({"expert_model_parallel_size": 4, **CUBE}, 8, ("y", "z")),
 }
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize("name", LAYOUTS)
+# Layouts with pieces of axes, or with experts that are split, meet one dispatcher each, the others both.
+FOLDED = [name for name in LAYOUTS if "split" in name or "piece" in name or "replicas" in name]
+CASES = [
+    *((name, dispatcher) for name in LAYOUTS if name not in FOLDED for dispatcher in DISPATCHERS),
+    *((name, DISPATCHERS[place % 2]) for place, name in enumerate(FOLDED)),
+]
+
+
+@pytest.mark.parametrize("name, dispatcher", CASES)
 def test_distributed_experts_equal_one_process(name: str, dispatcher: str) -> None:
     parallel, num_ranks, axes = LAYOUTS[name]
-    parallel = parallel | {"moe_token_dispatcher_type": dispatcher}
-    train: dict[str, Any] = {"micro_batch_size": 4 if "tensor_parallel_mode" in parallel else 2}
+    if axes:
+        parallel = parallel | {"moe_token_dispatcher_type": dispatcher}
+    rows = 4 if "tensor_parallel_mode" in parallel else 2 if num_ranks < 8 or "sequence_parallel" in parallel else 1
+    train: dict[str, Any] = {"micro_batch_size": rows}
     if name == "data and context":
         train |= {"recompute_granularity": "full", "recompute_num_layers": 2}
     config = configure({**MODELS[MODEL], "num_layers": NUM_LAYERS}, parallel, global_batch_size=BATCH, **train)
@@ -99,7 +141,11 @@ def test_biases_of_distributed_experts(dispatcher: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no such product": ({}, {"expert_model_parallel_size": 3}, "none of their products is 3; use 1 or 2"),
+    "no such product": (
+        {},
+        {"expert_model_parallel_size": 3},
+        "divide no axis of a stage (data 2) into whole pieces; use 1 or 2",
+    ),
     "no experts": ({"num_moe_experts": None}, {"expert_model_parallel_size": 2}, "the model has no experts"),
     "odd experts": ({"num_moe_experts": 9}, {"expert_model_parallel_size": 2}, "2 does not divide"),
     "more chosen than there are": ({"moe_router_topk": 9}, {}, "more than model.num_moe_experts=8; use 1 to 8"),
@@ -127,5 +173,12 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 
 def test_the_sizes_are_products_of_the_last_axes() -> None:
     config = configure(MODELS[MODEL], {"context_parallel_size": 2, "tensor_model_parallel_size": 4}, micro_batch_size=4)
-    sizes = expert_sizes(RunSpec(config, 24).mode, 3)
-    assert sizes == {1: (), 4: ("t",), 8: ("context", "t"), 24: ("data", "context", "t")}
+    sizes = expert_sizes(stage_axes(RunSpec(config, 24).mode, 3))
+    assert sizes == {
+        1: (),
+        2: ("t.1",),
+        4: ("t",),
+        8: ("context", "t"),
+        24: ("data", "context", "t"),
+    }
+    assert set(expert_sizes((("data", 4), ("t", 6)), 2)) == {1, 3, 6, 12}

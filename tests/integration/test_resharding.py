@@ -56,8 +56,8 @@ def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
     return {"pipeline_model_parallel_size": ranks, "pipeline_schedule": schedule}
 
 
-def experts(ranks: int) -> dict[str, Any]:
-    return {"expert_model_parallel_size": ranks}
+def experts(ranks: int, split: int = 1) -> dict[str, Any]:
+    return {"expert_model_parallel_size": ranks, "expert_tensor_parallel_size": split}
 
 
 def context(ranks: int, exchange: str) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def context(ranks: int, exchange: str) -> dict[str, Any]:
 # The last layout is one process; embeddings are tied, so that some pipelines hold them twice.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1d, data 2, experts 4": {**tensor("1d", 2), **experts(4)},
-    "1d with sequences": tensor("1d", 4, form="sequence_parallel"),
-    "2d": tensor("2d", 2, 2),
+    "1d with sequences, experts 2": {**tensor("1d", 4, form="sequence_parallel"), **experts(2)},
+    "2d, experts 2 split over 2": {**tensor("2d", 2, 2), **experts(2, 2)},
     "2.5d": tensor("2.5d", 2, 1, 2),
     "3d, experts 2": {**tensor("3d", 1, 2, 2), **experts(2)},
     "grid, 1f1b": {**tensor("grid", 2, 1, 1), **pipeline(2, "1f1b")},
@@ -76,9 +76,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zb-v, ZeRO 3, experts 2": {**pipeline(2, "zb-v"), "zero_stage": 3, **experts(2)},
     "interleaved, context 2, ZeRO 2": {**pipeline(2, "interleaved"), "context_parallel_size": 2, "zero_stage": 2},
     "context 2, heads exchanged, ZeRO 3": {**tensor("1d", 2), **context(2, "a2a"), "zero_stage": 3},
-    "context 4 in a ring": context(4, "p2p"),
+    "context 4 in a ring, experts split over 2": {**context(4, "p2p"), **experts(1, 2)},
     "context 2 x 2": {**context(4, "a2a+p2p"), "hierarchical_context_parallel_sizes": (2, 2), "zero_stage": 1},
     "ZeRO 1 in groups, experts 2": {"zero_stage": 1, "num_distributed_optimizer_instances": 2, **experts(2)},
+    "ZeRO 2, experts 2 of 4": {"zero_stage": 2, **experts(2)},
+    "ZeRO 3 in groups, experts 2 split over 2": {
+        "zero_stage": 3,
+        "num_distributed_optimizer_instances": 2,
+        **experts(2, 2),
+    },
     "one process": {},
 }
 SPREAD = [name for name in LAYOUTS if name != "one process"]
@@ -200,6 +206,6 @@ def test_the_layouts_use_every_kind_of_axis() -> None:
     assert {config.parallel.tensor_parallel_mode for config in configs} == set(MODES)
     assert {config.parallel.zero_stage for config in configs} == {0, 1, 2, 3}
     assert {config.parallel.pipeline_model_parallel_size for config in configs} == {1, 2, 4}
-    assert {RunSpec(config, NUM_RANKS).mesh.sizes["data"] for config in configs} == {1, 2}
+    assert {RunSpec(config, NUM_RANKS).mesh.sizes["data"] for config in configs} == {1, 2, 4}
     exchanges = {config.parallel.cp_comm_type for config in configs if config.parallel.context_parallel_size > 1}
     assert exchanges == set(CONTEXT_EXCHANGES)

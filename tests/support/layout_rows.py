@@ -2,9 +2,10 @@
 
 The choices are: mode and form, shape, schedule, pipeline, context and data-parallel ranks, exchange between context
 ranks, packed documents, ZeRO stage, HSDP replicas, activation recomputation, overlap, division of the layers, global
-batch, model.  Modes and schedules come from the
-registries, so that a new one is covered as soon as it is registered.  Rows that cover every pair of what keeps state
-between steps train two steps, between which a non-finite gradient skips an update on all ranks; the others train one.
+batch, model.  Modes and schedules come from the registries, so that a new one is covered as soon as it is registered.
+A model with experts also has a folding of them, one that its ranks have, chosen at random.  Rows that cover every pair
+of what keeps state between steps train two steps, between which a non-finite gradient skips an update on all ranks; the
+others train one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.context_exchange import BOTH
+from megatron3d.parallel.expert_ranks import expert_sizes, stage_axes
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.pipeline.validate import write_schedule
@@ -230,6 +232,19 @@ def balancer_keys(row: Row) -> dict[str, Any]:
     return {"context_parallel_load_balancer": "documents"} if is_chosen else {}
 
 
+def folding_keys(row: Row, spec: RunSpec) -> dict[str, Any]:
+    """Return the keys of a folding of experts that a row's ranks have, chosen at random; none for a model without."""
+    if spec.arch.experts is None:
+        return {}
+    num_experts = spec.arch.experts.num_experts
+    axes = stage_axes(spec.mode, spec.sizes.shards, spec.sizes.replicas)
+    splits = [ranks for ranks in (1, 2, 4) if spec.arch.experts.ffn_hidden_size % ranks == 0]
+    found = [(size, ranks) for ranks in splits for size in expert_sizes(axes, ranks) if num_experts % size == 0]
+    found = [each for each in found if each != (1, 1)] or found
+    size, ranks = random.Random(f"folding {row}").choice(found)
+    return {"expert_model_parallel_size": size, "expert_tensor_parallel_size": ranks}
+
+
 def build(row: Row, folder: Path) -> Case:
     """Return the configuration of a row; write the file of its schedule, if it has one, to `folder`."""
     choose = random.Random(str(row))
@@ -251,6 +266,7 @@ def build(row: Row, folder: Path) -> Case:
             parallel["pipeline_schedule_file"] = str(path)
         where = RunSpec(configure(model, parallel, **train), ranks * num_inner).stage_owners
         parallel["pipeline_model_parallel_layout"] = divisions(where, DEPTHS[ranks], choose)[row["layers"]]
+    parallel |= folding_keys(row, RunSpec(configure(model, parallel, **train), ranks * num_inner, VOCAB_SIZE))
     return Case(row["model"], configure(model, parallel, row["documents"], **train), ranks * num_inner)
 
 

@@ -7,6 +7,7 @@ backward    the same collectives in the reverse order
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdown, combine, exposed_time
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
@@ -26,7 +27,7 @@ def expert_flops(local: LocalSizes, experts: Experts) -> int:
     """Return the FLOPs of one pass through the GEMMs of router and experts; shared experts are linears of the layer."""
     matrices, hidden = 3 if local.is_gated else 2, local.arch.hidden_size
     router = local.home_tokens * (experts.num_experts + experts.has_shared_gate)
-    return 2 * hidden * (router + local.expert_rows * matrices * experts.ffn_hidden_size)
+    return 2 * hidden * (router + local.expert_rows * matrices * local.expert_ffn)
 
 
 def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterator[Traffic]:
@@ -47,19 +48,22 @@ def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterat
 def dispatch_sizes(local: LocalSizes, experts: Experts) -> DispatchSizes:
     """Return the sizes of the exchange of tokens with the ranks of their experts."""
     hidden, topk, num_experts = local.arch.hidden_size, experts.topk, experts.num_experts
-    return DispatchSizes(local.home_tokens, hidden, topk, num_experts, local.itemsize, local.wide)
+    return DispatchSizes(local.gathered_tokens, hidden, topk, num_experts, local.itemsize, local.wide)
 
 
 def _exchange(local: LocalSizes, experts: Experts, forwards: int) -> Iterator[Traffic]:
-    """Yield the exchange of tokens with the ranks of their experts."""
-    axes, dispatcher = local.mesh.nontrivial(local.mode.experts), local.mode.dispatcher
-    if not axes:
-        return
-    sizes, ranks = dispatch_sizes(local, experts), local.mesh.size(axes)
-    rows = balanced_exchange(sizes, ranks, local.mesh.index(axes))
-    for number in range(forwards):
-        yield from forward_traffic(dispatcher, axes, sizes, ranks, rows, again=number > 0)
-    yield from backward_traffic(dispatcher, axes, sizes, ranks, rows)
+    """Yield the exchange of tokens with the ranks that split the same experts, and with the ranks of their experts."""
+    mode, sizes = local.mode, dispatch_sizes(local, experts)
+    outer = replace(sizes, tokens=local.home_tokens), mode.etensor, ALLGATHER
+    for each, split, dispatcher in (outer, (sizes, mode.experts, mode.dispatcher)):
+        axes = local.mesh.nontrivial(split)
+        ranks = local.mesh.size(axes)
+        if ranks == 1:
+            continue
+        rows = balanced_exchange(each, ranks, local.mesh.index(axes))
+        for number in range(forwards):
+            yield from forward_traffic(dispatcher, axes, each, ranks, rows, again=number > 0)
+        yield from backward_traffic(dispatcher, axes, each, ranks, rows)
 
 
 def back_to_residual(local: LocalSizes) -> Iterator[Traffic]:
@@ -80,10 +84,14 @@ def not_recomputed(local: LocalSizes) -> list[Traffic]:
     saves_later = local.arch.hidden_dropout > 0 or "mlp_output_norm" in local.arch.norm_sites
     if local.experts is None or saves_later:
         return []
-    axes, rows = local.mesh.nontrivial(local.mode.experts), local.home_tokens * local.arch.hidden_size * local.itemsize
-    is_summed = bool(axes) and local.mode.dispatcher == ALLGATHER and not local.experts.has_shared_gate
-    summed = [_ring("reduce_scatter", axes, rows * local.mesh.size(axes), local)] if is_summed else []
-    return [*summed, *back_to_residual(local)]
+    if local.experts.has_shared_gate:
+        return list(back_to_residual(local))
+    rows, calls = local.gathered_tokens * local.arch.hidden_size * local.itemsize, []
+    if (axes := local.mesh.nontrivial(local.mode.experts)) and local.mode.dispatcher == ALLGATHER:
+        calls.append(_ring("reduce_scatter", axes, rows * local.mesh.size(axes), local))
+    if axes := local.mesh.nontrivial(local.mode.etensor):
+        calls.append(_ring("reduce_scatter", axes, rows, local))
+    return [*calls, *back_to_residual(local)]
 
 
 # Counts of tokens of each sequence are reduced as fp32.
@@ -120,7 +128,7 @@ def times_of_layer(local: LocalSizes, machine: Machine) -> LayerTimes:
 
 def _products(local: LocalSizes, experts: Experts, machine: Machine) -> TimeBreakdown:
     """Return the time of the grouped GEMMs of one pass, and of the router's GEMM."""
-    hidden, ffn, parts = local.arch.hidden_size, experts.ffn_hidden_size, 2 if local.is_gated else 1
+    hidden, ffn, parts = local.arch.hidden_size, local.expert_ffn, 2 if local.is_gated else 1
     count = experts.num_experts // local.mesh.size(local.mode.experts)
     rows = local.expert_rows / count
     seconds = machine.device.gemm_s(rows, parts * ffn, hidden, count) + machine.device.gemm_s(rows, hidden, ffn, count)
@@ -130,7 +138,7 @@ def _products(local: LocalSizes, experts: Experts, machine: Machine) -> TimeBrea
 def _accumulation(local: LocalSizes, experts: Experts, machine: Machine) -> TimeBreakdown:
     """Return the time to add the experts' weight gradients to main_grad, where the GEMMs do not hide it."""
     count = experts.num_experts // local.mesh.size(local.mode.experts)
-    weights = count * local.arch.hidden_size * (3 if local.is_gated else 2) * experts.ffn_hidden_size
+    weights = count * local.arch.hidden_size * (3 if local.is_gated else 2) * local.expert_ffn
     seconds = machine.accumulation_s(weights, _products(local, experts, machine).total)
     return TimeBreakdown({MEMORY: seconds})
 
@@ -138,13 +146,14 @@ def _accumulation(local: LocalSizes, experts: Experts, machine: Machine) -> Time
 def _between(local: LocalSizes, experts: Experts, machine: Machine, backward: bool) -> TimeBreakdown:
     """Return the time of the kernels between the GEMMs, and of the relayout."""
     passes, rows, size = machine.profile.activation, local.expert_rows, machine.device.itemsize
-    inner = rows * experts.ffn_hidden_size * (1.5 if local.is_gated else 1)
+    inner = rows * local.expert_ffn * (1.5 if local.is_gated else 1)
     accesses = inner * (passes.backward if backward else passes.forward)
     seconds = machine.device.memory_bound_s(accesses * size, passes.num_kernels)
     seconds += machine.device.memory_bound_s(_ROW_ACCESSES * rows * local.arch.hidden_size * size, _ROW_ACCESSES)
     both = (expert_traffic(local, experts, forwards) for forwards in (0, 1))
     calls = [list(each) for each in both]
     sent = [sum(machine.network.seconds(call, local.mesh) for call in each) for each in calls]
-    axes = local.mesh.nontrivial({*local.mode.residual[1], *local.mode.copies, *local.mode.experts})
+    mode = local.mode
+    axes = local.mesh.nontrivial({*mode.residual[1], *mode.copies, *mode.experts, *mode.etensor})
     moved = exposed_time(axes, sent[0] if backward else sent[1] - sent[0])
     return TimeBreakdown({MEMORY: seconds}).plus(moved)

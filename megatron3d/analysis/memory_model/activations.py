@@ -110,7 +110,7 @@ def deferred_wgrad_activations(local: LocalSizes) -> int:
     """Return the bytes that a layer keeps from dgrad to its deferred wgrad: X and dY of each matmul, of experts too."""
     kept, experts = linear_operands(local.matmuls, local), local.experts
     if experts is not None:
-        widths = 2 * local.arch.hidden_size + (3 if local.is_gated else 2) * experts.ffn_hidden_size
+        widths = 2 * local.arch.hidden_size + (3 if local.is_gated else 2) * local.expert_ffn
         kept += local.expert_rows * widths * local.itemsize
     return kept
 

@@ -39,7 +39,7 @@ def expert_tensors(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
         yield KeptTensor(ROUTER, "whole rows", home * local.itemsize)
     yield from _choice(local, experts)
     yield KeptTensor(FC1, "rows", rows * hidden * local.itemsize)
-    yield from activation_tensors(local, rows * experts.ffn_hidden_size * local.itemsize, (FC1, FC2))
+    yield from activation_tensors(local, rows * local.expert_ffn * local.itemsize, (FC1, FC2))
     yield KeptTensor(COMBINE, "rows of each slot", combined * local.itemsize)
     if experts.shared_ffn_hidden_size:
         yield from activation_tensors(local, local.inner(local.ffn), (SHARED_FC1, SHARED_FC2))
@@ -50,7 +50,7 @@ def expert_tensors(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
 def _choice(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
     """Yield the choice of experts, the order of rows, and what the losses of the router keep."""
     balance, scores = local.arch.balance, local.home_tokens * experts.num_experts * local.wide
-    slots, ranks = local.home_tokens * experts.topk, local.mesh.size(local.mode.experts)
+    slots, ranks = local.gathered_tokens * experts.topk, local.mesh.size(local.mode.experts)
     yield KeptTensor(ROUTER, "choice", slots * _INDEX)
     if local.mode.dispatcher == ALLGATHER and ranks > 1:
         yield KeptTensor(ROUTER, "weights of all ranks", ranks * slots * local.wide)
@@ -69,10 +69,10 @@ def _choice(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
 
 def expert_peaks(local: LocalSizes, experts: Experts) -> Mapping[str, int]:
     """Return the transient bytes of each site of the backward: gradients of rows, and copies in another order."""
-    row, inner = local.expert_rows * local.arch.hidden_size, local.expert_rows * experts.ffn_hidden_size
+    row, inner = local.expert_rows * local.arch.hidden_size, local.expert_rows * local.expert_ffn
     ranks, parts = local.mesh.size(local.mode.experts), 2 if local.is_gated else 1
-    one = local.arch.hidden_size * parts * experts.ffn_hidden_size * (local.itemsize < local.wide)
-    gathered = local.home_tokens * local.arch.hidden_size * (ranks if _gathers(local) else 0)
+    one = local.arch.hidden_size * parts * local.expert_ffn * (local.itemsize < local.wide)
+    gathered = local.gathered_tokens * local.arch.hidden_size * (ranks if _gathers(local) else local.etensor_ranks > 1)
     return {
         COMBINE: (gathered + 2 * max(row, rows_combined(local, experts) * local.arch.hidden_size)) * local.itemsize,
         FC2: (row + inner + one) * local.itemsize,
@@ -88,7 +88,7 @@ def combination_peak(local: LocalSizes) -> int:
     A forward that is recomputed follows the all-gather of its output's gradient.
     """
     is_exchanged = local.mesh.size(local.mode.experts) > 1 and not _gathers(local)
-    tokens = local.home_tokens * local.mesh.size(local.mode.experts) if _gathers(local) else 0
+    tokens = local.gathered_tokens * local.mesh.size(local.mode.experts) if _gathers(local) else 0
     again = tokens * (local.recompute.granularity == "full")
     rows = again + is_exchanged * local.expert_rows
     return local.residual + _sum_bytes(local) + rows * local.arch.hidden_size * local.itemsize
@@ -102,7 +102,7 @@ def kept_choices(local: LocalSizes, layers: Iterable[int]) -> int:
 
 def rows_combined(local: LocalSizes, experts: Experts) -> int:
     """Return the rows that this rank adds: those of its experts, or those that return to its tokens."""
-    return local.expert_rows if _gathers(local) else local.home_tokens * experts.topk
+    return local.expert_rows if _gathers(local) else local.gathered_tokens * experts.topk
 
 
 def worst_load(local: LocalSizes, experts: Experts) -> float:
@@ -118,7 +118,7 @@ def _gathers(local: LocalSizes) -> bool:
 
 def _sum_bytes(local: LocalSizes) -> int:
     """Return the bytes of the sum of slots, wide and rounded, which `allgather` has for all ranks' tokens."""
-    tokens = local.home_tokens * (local.mesh.size(local.mode.experts) if _gathers(local) else 1)
+    tokens = local.gathered_tokens * (local.mesh.size(local.mode.experts) if _gathers(local) else 1)
     return (
         tokens
         * local.arch.hidden_size

@@ -95,9 +95,24 @@ class LocalSizes:
         return self.part(self.num_tokens, self.mode.home)
 
     @property
+    def etensor_ranks(self) -> int:
+        """Ranks that split each expert, and gather one another's tokens for it."""
+        return self.mesh.size(self.mode.etensor)
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Tokens that this rank sends to experts: its own, and those of the ranks that split the same experts."""
+        return self.home_tokens * self.etensor_ranks
+
+    @property
     def expert_rows(self) -> int:
         """Rows of this rank's experts."""
-        return 0 if self.experts is None else round(self.home_tokens * self.experts.topk * self.expert_load)
+        return 0 if self.experts is None else round(self.gathered_tokens * self.experts.topk * self.expert_load)
+
+    @property
+    def expert_ffn(self) -> int:
+        """Inner features of this rank's shard of an expert."""
+        return 0 if self.experts is None else self.experts.ffn_hidden_size // self.etensor_ranks
 
     @cached_property
     def mtp_matmuls(self) -> Mapping[str, LocalMatmul]:

@@ -121,7 +121,7 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
     groups: dict[tuple[Axes, int, tuple[int, ...], int, str, Axes], list[int]] = {}
     for block, stage, spec in _params(step):
         copies = spec.num_copies(mesh, others)
-        shared = tuple(axis for axis in step.zero_axes if axis not in spec.axes)
+        shared = mesh.without(step.zero_axes, spec.axes)
         key = spec.reduce_axes(mesh), copies, spec.holders, stage, block if is_by_block else "", shared
         groups.setdefault(key, []).append(math.prod(spec.local_shape(mesh)))
     return [

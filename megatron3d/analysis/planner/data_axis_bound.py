@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megatron3d.analysis.cost_model.data_axis import ParamCounts, collectives_per_step, data_axis_time
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.planner.options import PipelineShare
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.model.architecture import Architecture
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes.mode import Mode
 
 
 class DataAxisBound:
@@ -29,3 +33,23 @@ class DataAxisBound:
         sums_s, gathers_s = self._once[key]
         num_sums, num_gathers = collectives_per_step(zero, num)
         return self._machine.device.comm_tax * (num_sums * sums_s + num_gathers * gathers_s)
+
+
+def unfolded(spec: RunSpec) -> tuple[Architecture, Mode]:
+    """Return model and mode of a bound that knows no folding of experts: each rank has as many, as narrow."""
+    arch, parallel = spec.arch, spec.config.parallel
+    if arch.experts is None or not (spec.mode.experts or spec.mode.etensor):
+        return arch, spec.mode
+    count, size = arch.experts.num_experts, arch.experts.ffn_hidden_size
+    experts = replace(
+        arch.experts,
+        num_experts=count // parallel.expert_model_parallel_size,
+        ffn_hidden_size=size // parallel.expert_tensor_parallel_size,
+    )
+    return replace(arch, experts=experts), replace(spec.mode, experts=(), etensor=(), pieces=())
+
+
+def with_few_experts(arch: Architecture) -> Architecture:
+    """Return a model with one narrow expert: the gradients of experts may be reduced over no data-parallel rank."""
+    assert arch.experts is not None, "only experts are folded"
+    return replace(arch, experts=replace(arch.experts, num_experts=1, ffn_hidden_size=1))

@@ -28,7 +28,7 @@ from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.pipeline_ranks import largest_rank_memory
 from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
-from megatron3d.analysis.planner.data_axis_bound import DataAxisBound
+from megatron3d.analysis.planner.data_axis_bound import DataAxisBound, unfolded, with_few_experts
 from megatron3d.analysis.planner.fixed_keys import NOTHING, FixedKeys
 from megatron3d.analysis.planner.layout_bound import Bubbles, LayoutBound, PlainTimes
 from megatron3d.analysis.planner.options import (
@@ -236,11 +236,12 @@ def _bounds_of(
         rejected[_reason(broken[0])] += 1
         return
     spec = problem.spec(LayoutChoice(tensor, context=context).apply_to(config))
-    arch, mode = spec.arch, spec.mode
+    arch, mode = unfolded(spec)
     mesh = Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes))
     held = ParamCounts.of(arch, mode, mesh)
     weights = arch.num_layers * sum(held.layer.values())
-    along_data = DataAxisBound(problem.machine, arch.num_layers, held, mesh)
+    reduced = held if arch == spec.arch else ParamCounts.of(with_few_experts(arch), mode, mesh)
+    along_data = DataAxisBound(problem.machine, arch.num_layers, reduced, mesh)
     batch = config.train.global_batch_size
     rest = problem.num_ranks // (tensor.size * context.size)
     chunk = problem.spec(config).loss_chunk(problem.machine.on_gpu)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, near_divisors
-from megatron3d.parallel.expert_ranks import expert_sizes
+from megatron3d.parallel.expert_ranks import expert_sizes, stage_axes
+from megatron3d.parallel.mesh import Sizes
 
 NUM, TOPK, GROUPS, GROUP_TOPK = (
     f"model.{key}" for key in ("num_moe_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
 )
 SHARED, GATE = "model.moe_shared_expert_intermediate_size", "model.moe_shared_expert_gate"
 LOSS, COEFF = "model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff"
-SIZE, DISPATCHER = "parallel.expert_model_parallel_size", "parallel.moe_token_dispatcher_type"
+SIZE, ETP, DISPATCHER = (
+    f"parallel.{key}"
+    for key in ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type")
+)
 PRE_SOFTMAX, SCORES = "model.moe_router_pre_softmax", "model.moe_router_score_function"
 
 
@@ -69,17 +74,45 @@ def expert_rank_problems(facts: Facts) -> Iterator[str]:
     size, experts, sizes = facts.config.parallel.expert_model_parallel_size, facts.arch.experts, facts.spec.sizes
     if size == 1 and facts.config.parallel.moe_token_dispatcher_type is not None:
         yield f"{facts.named(DISPATCHER)}: no token leaves its rank with {SIZE}=1; leave {DISPATCHER} out"
-    if size == 1 or sizes.mismatch:
+    etensor = facts.config.parallel.expert_tensor_parallel_size
+    if size == etensor == 1 or sizes.mismatch:
         return
     if experts is None:
-        yield f"{facts.named(SIZE)}: the model has no experts; set {NUM}, or use 1"
+        key = ETP if size == 1 else SIZE
+        yield f"{facts.named(key)}: the model has no experts; set {NUM}, or use 1"
         return
-    possible = expert_sizes(facts.spec.mode, sizes.shards)
-    if size not in possible:
-        yield (
-            f"{facts.named(SIZE)}: experts are distributed over the last axes of the mesh (tensor, context, data), and "
-            f"none of their products is {size}; use {one_of(sorted(possible))}"
-        )
-    if experts.num_experts % size:
-        fitting = [each for each in sorted(possible) if experts.num_experts % each == 0]
+    ffn = experts.ffn_hidden_size
+    if ffn % etensor:
+        near = one_of(near_divisors(ffn, etensor))
+        yield f"{facts.named(ETP)}: {etensor} does not divide the experts' inner size {ffn}; use {near}"
+    possible = _sizes_with(facts, etensor)
+    if not possible:
+        fitting = [each for each in range(1, _num_ranks(facts) + 1) if _sizes_with(facts, each) and ffn % each == 0]
+        yield f"{facts.named(ETP)}: {_no_refinement(facts)}; use {one_of(fitting)}"
+    elif size not in possible:
+        yield f"{facts.named(SIZE)}: {_no_refinement(facts)}; use {one_of(possible)}"
+    elif experts.num_experts % size:
+        fitting = [each for each in possible if experts.num_experts % each == 0]
         yield f"{facts.named(SIZE)}: {size} does not divide {NUM}={experts.num_experts}; use {one_of(fitting)}"
+
+
+def _no_refinement(facts: Facts) -> str:
+    """Return why the experts' ranks and the dense axes have no common refinement."""
+    parallel = facts.config.parallel
+    ranks = f"{parallel.expert_tensor_parallel_size} x {parallel.expert_model_parallel_size}"
+    axes = " x ".join(f"{name} {size}" for name, size in _axes(facts) if size > 1) or "1 rank"
+    return f"ETP x EP = {ranks} neighbouring ranks divide no axis of a stage ({axes}) into whole pieces"
+
+
+def _axes(facts: Facts) -> Sizes:
+    sizes = facts.spec.sizes
+    return stage_axes(facts.spec.mode, sizes.shards, sizes.replicas)
+
+
+def _num_ranks(facts: Facts) -> int:
+    return math.prod(size for _, size in _axes(facts))
+
+
+def _sizes_with(facts: Facts, etensor: int) -> list[int]:
+    """Return the expert-parallel sizes that are possible next to an expert tensor parallel size, in ascending order."""
+    return sorted(expert_sizes(_axes(facts), etensor))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron3d.parallel.expert_exchange import ALLGATHER
 from megatron3d.parallel.layout import Layout, layout_axes
 from megatron3d.parallel.matmul_plan import MatmulPlan
-from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.mesh import Axes, Sizes
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Mode:
     split positions inside sequences; they split the tokens of both plans (`parallel/context.py`), and `exchange` is how
     their ranks exchange keys and values (`parallel/context_exchange.py`), `load_balancer` how positions are divided
     among them (`parallel/document_chunks.py`).  `experts` names the axes over which the experts of a layer are
-    distributed (`parallel/expert_ranks.py`), and `dispatcher` is how tokens reach them (`parallel/expert_exchange.py`).
+    distributed, `etensor` those that split each expert, `pieces` the axes that have pieces for them
+    (`parallel/expert_ranks.py`), and `dispatcher` is how tokens reach them (`parallel/expert_exchange.py`).
     """
 
     name: str
@@ -31,6 +32,8 @@ class Mode:
     exchange: str = ""
     load_balancer: str = ""
     experts: Axes = ()
+    etensor: Axes = ()
+    pieces: tuple[tuple[str, Sizes], ...] = ()
     dispatcher: str = ALLGATHER
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ def run_metadata(
             "python": platform.python_version(),
         },
         "world_size": run.runtime.world_size,
-        "mesh": run.comm.mesh.sizes,
+        "mesh": dict(run.comm.mesh.axes),
         "ranks": {name: [rank for rank, at in enumerate(devices) if at == name] for name in dict.fromkeys(devices)},
         "train_iters": run.config.train.train_iters,
         "model": {**asdict(arch), "num_parameters": num_parameters(arch)},

@@ -92,3 +92,26 @@ def test_a_cover_has_every_axis_once_in_the_fewest_sets(sets: list[tuple[str, ..
     ]
     assert found in covers if covers else found == ()
     assert not covers or len(found) == min(map(len, covers))
+
+
+PIECES = (("data", (("data.0", 2), ("data.1", 3))),)
+
+
+def test_pieces_of_an_axis_number_its_ranks() -> None:
+    for rank in range(24):
+        mesh = Mesh((("pipeline", 2), ("data", 6), ("t", 2)), rank, PIECES)
+        assert mesh.ranks(("data.0", "data.1")) == mesh.ranks(("data",))
+        assert (
+            mesh.index(("data.0", "data.1")) == mesh.index(("data",)) == 3 * mesh.coord("data.0") + mesh.coord("data.1")
+        )
+        assert mesh.ranks(("data.1", "t"))[mesh.index(("data.1", "t"))] == rank
+        assert mesh.names == ("pipeline", "data", "t")
+
+
+def test_what_is_taken_of_an_axis_leaves_its_pieces() -> None:
+    mesh = Mesh((("pipeline", 2), ("data", 6), ("t", 2)), 0, PIECES)
+    assert mesh.without(("data", "t"), ("data.1",)) == ("data.0", "t")
+    assert mesh.without(("data", "t"), ("t",)) == ("data",)
+    assert mesh.without(("data.0", "t"), ("data",)) == ("t",)
+    assert mesh.without(("t", "data"), ()) == ("t", "data")
+    assert mesh.in_order(("t", "data.1", "pipeline")) == ("pipeline", "data.1", "t")
