@@ -30,6 +30,7 @@ class ExpertFields:
         score: score function of the router.
         normalizes: whether the weights of chosen experts are divided by their sum; None: they always are, or never.
         is_normalized: whether they can be.
+        has_router_bias: whether the router's logits have a bias, a parameter.
         has_bias: whether experts are chosen by scores and a bias of each, which our router lacks.
         shared: number of shared experts; None: the type has none.
         groups, kept_groups: groups of experts, and how many a token chooses from.
@@ -51,6 +52,7 @@ class ExpertFields:
     lists_dense: bool = False
     is_normalized: bool = True
     has_bias: bool = False
+    has_router_bias: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,6 +73,7 @@ class ExpertFields:
             "moe_router_topk": True,
             "moe_ffn_hidden_size": True,
             "moe_layer_freq": self.first_dense is not None or self.lists_dense,
+            "moe_router_bias": self.has_router_bias,
             "moe_router_pre_softmax": self.score == "softmax" and self.normalizes is not None,
             "moe_shared_expert_intermediate_size": self.shared is not None,
             "moe_router_num_groups": self.groups is not None,
@@ -102,6 +105,7 @@ class ExpertFields:
             "moe_layer_freq": None if all(layers) else shortest_pattern(layers),
             "moe_router_score_function": self.score,
             "moe_router_pre_softmax": False,
+            "moe_router_bias": self.has_router_bias,
             "moe_router_topk_scaling_factor": value(self.scale),
         }
         is_normalized = self.is_normalized and (self.normalizes is None or bool(value(self.normalizes)))
@@ -191,7 +195,12 @@ class ExpertFields:
             (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
             (experts.pre_softmax and not self.can_be_raw, "router_pre_softmax", True, "false"),
             (not (experts.pre_softmax or self.is_normalized), "router_pre_softmax", False, "true"),
-            (experts.has_router_bias, "router_bias", True, "false"),
+            (
+                experts.has_router_bias != self.has_router_bias,
+                "router_bias",
+                experts.has_router_bias,
+                show(self.has_router_bias),
+            ),
             (experts.has_shared_gate, "shared_expert_gate", True, "false"),
             (experts.num_groups is not None and self.groups is None, "router_num_groups", experts.num_groups, "none"),
             (experts.scaling_factor != 1 and not self.scale, "router_topk_scaling_factor", experts.scaling_factor, "1"),

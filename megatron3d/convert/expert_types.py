@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pydantic import JsonValue
+
 from megatron3d.convert.expert_fields import ExpertFields
-from megatron3d.convert.hub_fields import AllowedValues, FieldMapping, ModelType, Windows
+from megatron3d.convert.hub_fields import AllowedValues, DerivedKeys, FieldMapping, HubConfig, ModelType, Windows
 from megatron3d.convert.rotary_fields import (
     ATTENTION_BIAS,
     COMMON,
@@ -13,6 +15,7 @@ from megatron3d.convert.rotary_fields import (
     NO_BIAS,
     NO_WINDOWS,
     ROPE_NORM,
+    every,
     rotary_fields,
     rotary_obstacles,
 )
@@ -31,6 +34,20 @@ _OLMOE = ExpertFields(
     ("intermediate_size", 2048),
     normalizes=("norm_topk_prob", False),
 )
+_GPT_OSS = ExpertFields(
+    ("num_local_experts", 128), ("num_experts_per_tok", 4), ("intermediate_size", 2880), has_router_bias=True
+)
+
+
+def _described_positions(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return a problem where positions are not described: the default of gpt-oss is a scaling of its own."""
+    if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
+        return {}, [
+            "rope_parameters=null: rotary positions of gpt_oss are scaled unless described; add rope_parameters"
+        ]
+    return {}, []
+
+
 EXPERT_TYPES: Mapping[str, ModelType] = {
     "mixtral": ModelType(
         class_name="MixtralForCausalLM",
@@ -48,6 +65,35 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         rules={**COMMON, "router_jitter_noise": AllowedValues((0, 0.0, None), "tokens reach the router as they are")},
         windows=Windows(None),
         derived=(_MIXTRAL.keys(),),
+    ),
+    "gpt_oss": ModelType(
+        class_name="GptOssForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            2880,
+            131072,
+            num_layers=FieldMapping(("num_hidden_layers",), 36),
+            hidden_size=FieldMapping(("hidden_size",), 2880),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 64),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
+            kv_channels=FieldMapping(("head_dim",), 64),
+            vocab_size=FieldMapping(("vocab_size",), 201088),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            rotary_base=FieldMapping(("rope_theta",), 150000.0),
+            add_bias_linear=FieldMapping(("attention_bias",), True),
+        ),
+        activation=("hidden_act", "silu", {"silu": "clamped_swiglu"}),
+        fixed={**ROPE_NORM, "add_mlp_bias": True, "qk_layernorm": False, "softmax_type": "learnable"},
+        obstacles=rotary_obstacles,
+        rules={
+            **COMMON,
+            "swiglu_alpha": AllowedValues((1.702, None), "the gain of the gate is 1.702"),
+            "swiglu_limit": AllowedValues((7.0, 7, None), "gate and up projection are clamped at 7"),
+            "experts_per_token": AllowedValues((4, None), "the field that counts is num_experts_per_tok"),
+            "initial_context_length": AllowedValues((4096, None), "rope_parameters describe positions"),
+        },
+        windows=Windows(128, every(2)),
+        derived=(_GPT_OSS.keys(), DerivedKeys((), (), _described_positions, lambda arch: {})),
     ),
     "qwen3_moe": ModelType(
         class_name="Qwen3MoeForCausalLM",

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # Hugging Face module: our modules whose tensors it concatenates; {n} is the layer.  Marks: * a Conv1D, whose weight is
-# transposed; % rows are those of a first head of each part, then of the second heads, ...; = parts are side by side.
+# transposed; % rows are those of a first head of each part, then of the second heads, ...; = parts are side by side;
+# ~ rows of the parts alternate one by one; ! a parameter, not a module.
 _GPT2 = {
     "transformer.wte": ("embedding",),
     "transformer.wpe": ("embedding.position",),
@@ -85,6 +86,12 @@ _MIXTRAL = {
     f"{LAYER}block_sparse_moe.experts.{{e}}.w3": ("layers.{n}.mlp.experts.{e}.up",),
     f"{LAYER}block_sparse_moe.experts.{{e}}.w2": ("layers.{n}.mlp.experts.{e}.fc2",),
 }
+_GPT_OSS = {
+    f"{LAYER}self_attn.sinks!": ("layers.{n}.attention.sinks",),
+    f"{LAYER}mlp.router": ("layers.{n}.mlp.router",),
+    f"{LAYER}mlp.experts.gate_up_proj*~": tuple(f"layers.{{n}}.mlp.experts.{{e}}.{part}" for part in ("gate", "up")),
+    f"{LAYER}mlp.experts.down_proj*": ("layers.{n}.mlp.experts.{e}.fc2",),
+}
 # Multi-head latent attention, with a latent of queries or without.
 _LATENTS = {
     f"{LAYER}self_attn.k_proj": None,
@@ -146,6 +153,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepseek_v2": _modules(_LATENTS, _ROUTER, _SHARED, _EXPERTS),
     "deepseek_v3": _modules(_LATENTS, _ROUTER, _SHARED, _EXPERTS),
     "mixtral": _modules(_MIXTRAL),
+    "gpt_oss": _modules(_GPT_OSS),
     "qwen3_moe": _modules(_HEAD_NORMS, _ROUTER, _EXPERTS),
     "olmoe": _modules(_HEAD_NORMS, _ROUTER, _EXPERTS),
     "gemma": _LLAMA,

@@ -101,6 +101,18 @@ DECODERS: Mapping[str, Decoder] = {
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
         has_bias=(False, False, False),
     ),
+    "gpt_oss": Decoder(
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "full_every": 2,
+            "attention_bias": True,
+            "num_experts_per_tok": 4,
+        },
+    ),
     "qwen3_moe": Decoder(
         {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}, head_norms="head"
     ),

@@ -27,13 +27,18 @@ def mixture(hf: HubConfig, weights: Weights, x_TH: Tensor, layer: str, activatio
     """Return the sum of the chosen experts' outputs by their weights, and of the shared experts' output."""
     router = first_of(weights, *_routers(layer))
     assert router is not None, f"{layer} has a router"
-    chosen, shares = _choice(hf, F.linear(x_TH, router), first_of(weights, f"{layer}.mlp.gate.e_score_correction_bias"))
+    logits_TE = F.linear(x_TH, router, first_of(weights, f"{layer}.mlp.router.bias"))
+    chosen, shares = _choice(hf, logits_TE, first_of(weights, f"{layer}.mlp.gate.e_score_correction_bias"))
     y_TH = torch.zeros_like(x_TH)
     for expert in chosen.unique().tolist():
         token, slot = torch.nonzero(chosen == expert, as_tuple=True)
-        gate, up, down = _expert(weights, layer, expert)
-        inner = activation(F.linear(x_TH[token], gate)) * F.linear(x_TH[token], up)
-        y_TH.index_add_(0, token, F.linear(inner, down) * shares[token, slot].unsqueeze(1))
+        if first_of(weights, f"{layer}.mlp.experts.gate_up_proj_bias") is None:
+            gate, up, down = _expert(weights, layer, expert)
+            inner = activation(F.linear(x_TH[token], gate)) * F.linear(x_TH[token], up)
+            outputs = F.linear(inner, down)
+        else:
+            outputs = _clamped_expert(weights, f"{layer}.mlp.experts", expert, x_TH[token])
+        y_TH.index_add_(0, token, outputs * shares[token, slot].unsqueeze(1))
     shared = [first_of(weights, f"{layer}.mlp.shared_experts.{part}_proj.weight") for part in ("gate", "up", "down")]
     if shared[0] is None or shared[1] is None or shared[2] is None:
         return y_TH
@@ -53,10 +58,18 @@ def _choice(hf: HubConfig, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Te
         choice = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
     chosen = choice.topk(int(str(hf.get("num_experts_per_tok") or 8))).indices
     shares = scores.gather(-1, chosen)
-    always = {"mixtral": True, "deepseek_v3": True, "glm4_moe": True}.get(str(hf["model_type"]), False)
+    always = {"mixtral": True, "gpt_oss": True, "deepseek_v3": True, "glm4_moe": True}.get(str(hf["model_type"]), False)
     if hf.get("norm_topk_prob", always):
         shares = shares / shares.sum(-1, keepdim=True)
     return chosen, shares * float(str(hf.get("routed_scaling_factor") or 1.0))
+
+
+def _clamped_expert(weights: Weights, name: str, expert: int, x_TH: Tensor) -> Tensor:
+    """Return the output of an expert of gpt-oss (OpenAI 2025), whose gate and up columns alternate."""
+    both = x_TH @ weights(f"{name}.gate_up_proj")[expert] + weights(f"{name}.gate_up_proj_bias")[expert]
+    gate, up = both[:, 0::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
+    inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return inner @ weights(f"{name}.down_proj")[expert] + weights(f"{name}.down_proj_bias")[expert]
 
 
 def _expert(weights: Weights, layer: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,8 +84,8 @@ def _expert(weights: Weights, layer: str, expert: int) -> tuple[Tensor, Tensor, 
     return weights(named[0]), weights(named[1]), weights(named[2])
 
 
-def _routers(layer: str) -> tuple[str, str]:
-    return f"{layer}.mlp.gate.weight", f"{layer}.block_sparse_moe.gate.weight"
+def _routers(layer: str) -> tuple[str, ...]:
+    return f"{layer}.mlp.gate.weight", f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.router.weight"
 
 
 def first_of(weights: Weights, *names: str) -> Tensor | None:

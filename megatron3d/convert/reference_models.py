@@ -40,6 +40,7 @@ def _causal(
     scale: float | None = None,
     window: int | None = None,
     cap: float = 0.0,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q k^T / sqrt D) v over earlier positions, with heads concatenated: [B, S, N * D].
 
@@ -47,6 +48,7 @@ def _causal(
         scale: factor instead of 1 / sqrt D.
         window: positions that a query sees, its own included.
         cap: c, if scores become c tanh(score / c).
+        sinks_N: a logit of each head that joins the denominators of its softmax.
     """
     seq, size = q_BNSD.shape[-2:]
     scores = q_BNSD @ k_BNSD.transpose(-1, -2) * (size**-0.5 if scale is None else scale)
@@ -54,7 +56,10 @@ def _causal(
     unseen = torch.ones(seq, seq, dtype=torch.bool).triu(1)
     if window is not None:
         unseen |= torch.ones(seq, seq, dtype=torch.bool).tril(-window)
-    y_BNSD: Tensor = scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v_BNSD
+    scores = scores.masked_fill(unseen, float("-inf"))
+    if sinks_N is not None:
+        scores = torch.cat((scores, sinks_N.view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+    y_BNSD: Tensor = scores.softmax(-1)[..., :seq] @ v_BNSD
     return y_BNSD.transpose(1, 2).flatten(2)
 
 
@@ -173,7 +178,8 @@ class _Decoding:
             float_of(hf, kind.scale, size) ** -0.5 if kind.scale else float_of(hf, "attention_multiplier", size**-0.5)
         )
         cap = float_of(hf, "attn_logit_softcapping", 0.0)
-        return self.linear(_causal(q, k, v, scale, window if slides else None, cap), f"{name}.o_proj", self.in_output)
+        y = _causal(q, k, v, scale, window if slides else None, cap, first_of(self.weights, f"{name}.sinks"))
+        return self.linear(y, f"{name}.o_proj", self.in_output)
 
     def latent_attention(self, x: Tensor, name: str) -> Tensor:
         """Return latent attention: heads of keys and values from a normalized latent, and one rotated key for all."""

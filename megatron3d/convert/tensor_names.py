@@ -132,7 +132,9 @@ def file_tensors(arch: Architecture, model_type: str, stacks_experts: bool = Fal
     `stacks_experts`: those of all experts of a layer are one tensor, as in transformers' classes and few files.
     """
     logical = logical_shapes(arch)
-    modules = {**MODULES[model_type], **(STACKED_EXPERTS if stacks_experts else {})}
+    named = MODULES[model_type]
+    has_files_apart = any("{e}" in theirs for theirs in named)
+    modules = {**named, **(STACKED_EXPERTS if stacks_experts and has_files_apart else {})}
     found = tuple(_Table(arch, logical).tensors({name: ours for name, ours in modules.items() if ours is not None}))
     held = [part for tensor in found for part, _ in tensor.parts]
     assert sorted(held) == sorted(logical), f"not once: {set(held) ^ set(logical)}"

@@ -48,10 +48,12 @@ HUBS["gpt_neox"] = {name: value for name, value in HUBS["llama"].items() if name
 HUBS["gpt_neox"] |= {"model_type": "gpt_neox", "hidden_size": 64, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 WEIGHTS = {"progress": False, "optimizer": False, "adapts": True}
 PLACES = [
-    (name, "mixtral" if "expert_model_parallel_size" in keys else list(HUBS)[place % 4])
+    (name, ("mixtral", "gpt_oss")[place % 2] if "expert_model_parallel_size" in keys else list(HUBS)[place % 4])
     for place, (name, keys) in enumerate(LAYOUTS.items())
 ]
-HUBS["mixtral"] = {**HUBS["llama"], "model_type": "mixtral", "num_local_experts": 8}
+HUBS["mixtral"] = {**HUBS["llama"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+HUBS["gpt_oss"] = {**HUBS["mixtral"], "model_type": "gpt_oss", "head_dim": 6, "sliding_window": 5}
+HUBS["gpt_oss"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
 
 
 @pytest.fixture(scope="module")

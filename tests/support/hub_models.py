@@ -159,6 +159,14 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {**_ODD, **_LATENT, "num_mtp_layers": 0, "attention_bias": True, "rope_parameters": _DEEP},
     "mixtral": {**_ODD, "head_dim": 10, "sliding_window": 5, "num_local_experts": 5, **_ROPE},
+    "gpt_oss": {
+        **_ODD,
+        "head_dim": 10,
+        "sliding_window": 5,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {name: value for name, value in _DEEP.items() if name != "mscale_all_dim"},
+    },
     "qwen3_moe": {
         **_ODD,
         **_EXPERTS,
@@ -197,6 +205,7 @@ HUB_FAMILIES = {name: {**hub, "model_type": name} for name, hub in HUB_FAMILIES.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_v3": {"first_k_dense_replace": 61},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 4}
 

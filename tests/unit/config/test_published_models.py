@@ -61,6 +61,9 @@ V2_LITE["rope_scaling"] = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_
 V2_LITE["rope_scaling"] |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
 GRANITE = {"model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, **rope(1e4)}
 GRANITE |= {"logits_scaling": 16.0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+GPT_OSS: dict[str, Any] = {"model_type": "gpt_oss", "rope_theta": 150000, "num_experts_per_tok": 4}
+GPT_OSS["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-2-7b": shape(32, 4096, 11008, 32, 32, 32000)
     | {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **rope(1e4)},
@@ -100,6 +103,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
     | {"max_position_embeddings": 4096},
     "deepseek-v2-lite": shape(27, 2048, 10944, 16, 16, 102400) | {**V2_LITE, "first_k_dense_replace": 1},
+    "gpt-oss-20b": shape(24, 2880, 2880, 64, 8, 201088) | {**GPT_OSS, "num_local_experts": 32},
+    "gpt-oss-120b": shape(36, 2880, 2880, 64, 8, 201088) | {**GPT_OSS, "num_local_experts": 128},
     "granite-3-8b": shape(40, 4096, 12800, 32, 8, 49155) | {**GRANITE, "max_position_embeddings": 4096},
     "olmo-7b": shape(32, 4096, 11008, 32, 32, 50304)
     | {"model_type": "olmo", "max_position_embeddings": 2048, **rope(1e4)},
@@ -126,9 +131,9 @@ def test_parameters_are_those_of_the_published_model(name: str) -> None:
     assert f"# parameters {num_parameters(arch):,} (vocabulary {arch.vocab_size:,})\n" in path.read_text()
 
 
-# Billions of parameters that compute a token, by their authors; DeepSeek's do not count the embedding.
+# Billions of parameters that compute a token, by their authors, some of whom do not count the embedding.
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "olmoe-1b-7b": 1.3}
-ACTIVE["deepseek-v2-lite"] = 2.4
+ACTIVE |= {"deepseek-v2-lite": 2.4, "gpt-oss-20b": 3.6, "gpt-oss-120b": 5.1}
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -139,9 +144,10 @@ def test_active_parameters_are_those_that_the_authors_count(name: str) -> None:
     experts = arch.experts
     assert experts is not None, f"{name} has experts"
     unused = len(expert_layers(arch)) * (experts.num_experts - experts.topk)
-    active = num_parameters(arch) - unused * 3 * arch.hidden_size * experts.ffn_hidden_size
+    biases = (2 * experts.ffn_hidden_size + arch.hidden_size) * arch.has_mlp_bias
+    active = num_parameters(arch) - unused * (3 * arch.hidden_size * experts.ffn_hidden_size + biases)
     assert f"# active {active:,} for each token\n" in path.read_text()
-    embedding = arch.vocab_size * arch.hidden_size if name.startswith("deepseek") else 0
+    embedding = arch.vocab_size * arch.hidden_size if name.startswith(("deepseek", "gpt-oss")) else 0
     assert abs((active - embedding) / 1e9 - ACTIVE[name]) < 0.03 * ACTIVE[name]
 
 

@@ -92,7 +92,7 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     before = write_settings(arch, model_type)
     of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq", "rope_local_base_freq"}
     unused = {"padded_vocab_size", "balance", "window_pattern", "seq_length", "mtp_loss_scaling_factor"}
-    unused |= {"ffn_hidden_size"} if model_type in ("mixtral", "olmoe") else set()  # no layer has an MLP
+    unused |= {"ffn_hidden_size"} if model_type in ("mixtral", "olmoe", "gpt_oss") else set()  # no layer has an MLP
     for name in set(other) - unused - (of_rope if model_type == "gpt2" else set()):
         if other[name] == getattr(arch, name):
             continue
@@ -109,7 +109,7 @@ FOLLOWS = {
     "add_bias_linear": "add_mlp_bias",
     "hidden_size": "embedding_scale",
     "num_attention_heads": "num_query_groups",
-    "experts": "moe_router_pre_softmax",
+    "experts": "moe_router_",
     "num_layers": "moe_layer_freq",
 }
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
