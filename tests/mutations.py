@@ -38,6 +38,7 @@ EXCHANGE_PEAKS = ("tests/unit/analysis/memory_model/test_exchange_peaks.py",)
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
+ROUTER_STATE = ("tests/unit/model/test_router_state.py",)
 ROUTER = ("tests/unit/ops/test_router.py",)
 GPT_OSS = ("tests/unit/model/test_peers.py", "-k", "gpt_oss")
 SOFTMAX = ("tests/unit/ops/test_attention_softmax.py",)
@@ -300,6 +301,62 @@ MUTATIONS = [
         "model/params.py",
         "layout[:1], used, decay=False, part_axes=self.mode.experts)",
         "layout[:1], self.mode.home, decay=False, part_axes=self.mode.experts)",
+    ),
+    Mutation(
+        "choices counted again in the recomputation",
+        "ops/router.py",
+        "    chosen_MK = once(choose)\n",
+        "    chosen_MK = once(choose)\n    if counted is not None:\n        counted(chosen_MK, scores_ME.detach())\n",
+        ROUTER_STATE,
+    ),
+    Mutation(
+        "choices of the last microbatch alone",
+        "model/router_state.py",
+        "row[:num_experts] += ",
+        "row[:num_experts] = ",
+        ROUTER_STATE,
+    ),
+    Mutation(
+        "choices of one rank",
+        "model/router_state.py",
+        "total = comm.all_reduce(mine, comm.mesh.names).wait()",
+        "total = mine",
+        ROUTER_STATE,
+    ),
+    Mutation(
+        "a bias away from an even load",
+        "model/router_state.py",
+        "(total_L1 - mine_LE * mine_LE.shape[1])",
+        "(mine_LE * mine_LE.shape[1] - total_L1)",
+        ROUTER_STATE,
+    ),
+    Mutation(
+        "a skipped step moves the bias",
+        "model/router_state.py",
+        "self._balance.bias_update_rate * done *",
+        "self._balance.bias_update_rate *",
+        ROUTER_STATE,
+    ),
+    Mutation(
+        "a skipped step leaves its load",
+        "model/router_state.py",
+        "torch.where(done > 0, now_LE, load_LE)",
+        "now_LE",
+        ROUTER_STATE,
+    ),
+    Mutation(
+        "the bias of the choice in the weights",
+        "ops/router.py",
+        "return Routes(chosen_MK, _weights(logits_ME, scores_ME, chosen_MK, experts), scores_ME)",
+        "return Routes(chosen_MK, _weights(logits_ME, choice_ME, chosen_MK, experts), scores_ME)",
+        ROUTER,
+    ),
+    Mutation(
+        "a global load of another number of experts",
+        "model/router_state.py",
+        "(mine_LE * self._experts.topk / total_L1)",
+        "(mine_LE / total_L1)",
+        ROUTER_STATE,
     ),
     Mutation(
         "ties go to the higher expert",

@@ -14,7 +14,7 @@ from megatron3d.ops.router_spec import Balance, Experts
 from megatron3d.parallel.expert_exchange import ALLGATHER, fewest_bytes
 
 T = TypeVar("T")
-DEFAULT_TOPK = 2
+DEFAULT_TOPK, DEFAULT_BIAS_UPDATE_RATE = 2, 1e-3
 
 
 def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: int = 1) -> Architecture:
@@ -118,6 +118,7 @@ def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:
         group_topk=model.moe_router_group_topk,
         scaling_factor=_or_default(model.moe_router_topk_scaling_factor, 1.0),
         has_router_bias=model.moe_router_bias,
+        has_expert_bias=model.moe_router_enable_expert_bias,
     )
 
 
@@ -134,7 +135,9 @@ def token_dispatcher(config: Config) -> str:
 
 def _balance(model: ModelConfig) -> Balance | None:
     """Return the terms of the loss that balance the experts' load; None where there is none."""
-    balance = Balance(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.moe_z_loss_coeff)
+    rate = _or_default(model.moe_router_bias_update_rate, DEFAULT_BIAS_UPDATE_RATE)
+    rate = rate if model.moe_router_enable_expert_bias else 0.0
+    balance = Balance(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.moe_z_loss_coeff, rate)
     return None if balance == Balance() else balance
 
 

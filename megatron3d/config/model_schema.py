@@ -179,10 +179,18 @@ class ModelConfig(Section):
     moe_router_topk_scaling_factor: float | None = Field(
         None, gt=0, description="factor of the chosen experts' weights; default: 1"
     )
-    moe_router_load_balancing_type: Literal["none", "seq_aux_loss"] = Field(
+    moe_router_load_balancing_type: Literal["none", "seq_aux_loss", "global_aux_loss"] = Field(
         "none",
-        description="loss that balances the experts' load: of each sequence, or none; losses of a microbatch would "
-        "depend on the layout",
+        description="loss that balances the experts' load: of each sequence, or of the global batch with the load of "
+        "the step before; losses of a microbatch would depend on the layout",
+    )
+    moe_router_enable_expert_bias: bool = Field(
+        False,
+        description="balance without a loss: a bias of each expert, in the choice alone, moves towards an even load at "
+        "each step",
+    )
+    moe_router_bias_update_rate: float | None = Field(
+        None, ge=0, description="with moe_router_enable_expert_bias: how far it moves; default: 0.001"
     )
     moe_aux_loss_coeff: float = Field(0.0, ge=0, description="factor of the loss of moe_router_load_balancing_type")
     moe_z_loss_coeff: float = Field(0.0, ge=0, description="factor of the router's z-loss; 0: none")

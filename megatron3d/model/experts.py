@@ -28,7 +28,7 @@ from megatron3d.ops.grouped_matmul import GroupedMatmul, add_biases
 from megatron3d.ops.moved_rows import reduce_rows
 from megatron3d.ops.recompute import recompute_from_input
 from megatron3d.ops.router import Routes, balance_terms, counts_of_sequences, route, with_loss, z_terms
-from megatron3d.ops.router_spec import SEQUENCE, Balance, Experts
+from megatron3d.ops.router_spec import GLOBAL, SEQUENCE, Balance, Experts
 from megatron3d.ops.token_relayout import TokenRelayout
 
 
@@ -79,13 +79,20 @@ class Router(nn.Module):
         batch = build.mode.batch_axes
         self.sequence_axes = build.live(tuple(axis for axis in self.home if axis not in batch))
         self.weight, self.bias = build.param(f"{name}.weight"), build.optional(f"{name}.bias")
+        assert build.routers is not None, "a model with experts has the state of its routers"
+        self.state = build.routers
+        self.state.add(name)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Routes:
         wide = torch.promote_types(x_MH.dtype, torch.float32)
         logits_ME = F.linear(x_MH.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
-        routes = route(logits_ME, self.experts, once=partial(at.once, f"{self.name}.choice"))
-        if at.target is None or not torch.is_grad_enabled():
+        is_training = at.target is not None and torch.is_grad_enabled()
+        counted = partial(self.state.count, self.name) if is_training else None
+        expert_bias_E, once = self.state.row(self.name, "expert_bias"), partial(at.once, f"{self.name}.choice")
+        routes = route(logits_ME, self.experts, expert_bias_E, once, counted)
+        if not is_training:
             return routes
+        assert at.target is not None, "only a pass that ends in the loss has losses of routers"
         losses = self._losses(logits_ME, routes, at)
         factors = losses.new_tensor((self.balance.coeff, self.balance.z_coeff))
         loss = (losses * factors).sum()
@@ -95,7 +102,8 @@ class Router(nn.Module):
         """Return [2]: this rank's part of the balance loss and of the z-loss, means over the global batch."""
         assert at.target is not None, "only a pass that ends in the loss has losses of routers"
         zero = logits_ME.new_zeros(())
-        balance = self._sequence_terms(routes, at).sum() if self.balance.loss == SEQUENCE else zero
+        terms = {SEQUENCE: self._sequence_terms, GLOBAL: self._global_terms}.get(self.balance.loss)
+        balance = zero if terms is None else terms(routes, at).sum()
         z = z_terms(logits_ME).sum() if self.balance.z_coeff else zero
         return torch.stack((balance, z)) / at.target.all_tokens
 
@@ -107,6 +115,12 @@ class Router(nn.Module):
             counts_BE = self.comm.all_reduce(counts_BE, self.sequence_axes).wait()
         load_BE = (counts_BE / at.seq_length).to(routes.scores_ME.dtype)
         return balance_terms(routes.scores_ME, load_BE[sequence_M], self.experts.topk)
+
+    def _global_terms(self, routes: Routes, _: Pass) -> Tensor:
+        """Return each token's term of the balance loss of the global batch, with the load of the step before."""
+        load_E = self.state.row(self.name, "load")
+        assert load_E is not None, "the state of routers is allocated before the first pass"
+        return balance_terms(routes.scores_ME, load_E.to(routes.scores_ME.dtype), self.experts.topk)
 
 
 class SharedGate(nn.Module):

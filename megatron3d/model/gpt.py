@@ -24,6 +24,7 @@ from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.model.mtp import PredictionModule, inputs_ahead, keep_hidden
 from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
+from megatron3d.model.router_state import RouterState
 from megatron3d.model.stages import Stage, StageAssignment
 from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.kv_cache import CacheView, KVCache
@@ -50,6 +51,7 @@ class GPT(nn.Module):
 
     Attributes:
         stage_specs: for each of this rank's stages, the layout of its parameters by their path in the module tree.
+        routers: state of the routers, without memory: its `allocate` is to be called before the first pass.
     """
 
     def __init__(
@@ -79,8 +81,19 @@ class GPT(nn.Module):
         self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
         hooks = self.main_grads, self.wgrads
         compiled = CompiledLinears(self.main_grads) if compiles else None
+        self.routers = RouterState(arch)
         build = Build(
-            arch, mode, comm, self.specs, *hooks, recompute, overlap, norm_kernels, compiled, context_exchange
+            arch,
+            mode,
+            comm,
+            self.specs,
+            *hooks,
+            recompute,
+            overlap,
+            norm_kernels,
+            compiled,
+            context_exchange,
+            self.routers,
         )
         self.recompute, self.offload = recompute, ActivationOffload()
         if EMBEDDING in self.specs:

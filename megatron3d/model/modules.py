@@ -16,6 +16,7 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.linears import linear_size
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
+from megatron3d.model.router_state import RouterState
 from megatron3d.ops.async_matmul import AsyncMatmul
 from megatron3d.ops.compiled_matmul import CompiledLinears
 from megatron3d.ops.dropout import dropout, keep_mask
@@ -42,6 +43,7 @@ class Build:
         wgrads: defers weight gradients, or overlaps their reductions; None: linears compute them in backward.
         compiled: operators of linears inside compiled graphs; None: layers are not compiled.
         context_exchange: exchange of keys and values between context ranks.
+        routers: state of routers; None: there are none.
     """
 
     arch: Architecture
@@ -55,6 +57,7 @@ class Build:
     norm_kernels: NormKernels = TORCH_NORMS
     compiled: CompiledLinears | None = None
     context_exchange: str = CONTEXT_EXCHANGES[0]
+    routers: RouterState | None = None
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """Return the plan without axes of size 1."""

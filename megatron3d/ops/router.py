@@ -38,15 +38,24 @@ def route(
     experts: Experts,
     bias_E: Tensor | None = None,
     once: Callable[[Callable[[], Tensor]], Tensor] = lambda choose: choose(),
+    counted: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Routes:
     """Return the chosen experts of each token; `bias_E` is added to the scores for the choice alone.
 
     Args:
         once: calls what chooses, or returns the choice that it has made before.
+        counted: called with a new choice and the scores.
     """
     scores_ME = _SCORES[experts.score_function](logits_ME)
     choice_ME = scores_ME.detach() if bias_E is None else scores_ME.detach() + bias_E
-    chosen_MK = once(lambda: top_experts(_in_best_groups(choice_ME, experts), experts.topk))
+
+    def choose() -> Tensor:
+        chosen_MK = top_experts(_in_best_groups(choice_ME, experts), experts.topk)
+        if counted is not None:
+            counted(chosen_MK, scores_ME.detach())
+        return chosen_MK
+
+    chosen_MK = once(choose)
     return Routes(chosen_MK, _weights(logits_ME, scores_ME, chosen_MK, experts), scores_ME)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-SEQUENCE = "seq_aux_loss"
+SEQUENCE, GLOBAL = "seq_aux_loss", "global_aux_loss"
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Experts:
         num_groups, group_topk: experts are in groups, of which only the best are chosen from; None: no groups.
         scaling_factor: factor of the weights of the chosen experts.
         has_router_bias: the router's logits have a bias, a parameter.
+        has_expert_bias: the choice has a bias, which is no parameter: it moves towards an even load at each step.
     """
 
     num_experts: int
@@ -37,18 +38,21 @@ class Experts:
     group_topk: int | None = None
     scaling_factor: float = 1.0
     has_router_bias: bool = False
+    has_expert_bias: bool = False
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Terms of the loss that balance the experts' load, which no checkpoint depends on.
+    """What balances the experts' load in training, which no parameter depends on.
 
     Attributes:
-        loss: `SEQUENCE` or "none".
+        loss: `SEQUENCE`, `GLOBAL` or "none".
         coeff: factor of that loss.
         z_coeff: factor of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
+        bias_update_rate: step of the choice's bias.
     """
 
     loss: str = "none"
     coeff: float = 0.0
     z_coeff: float = 0.0
+    bias_update_rate: float = 0.0

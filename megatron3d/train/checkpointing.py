@@ -29,6 +29,7 @@ from megatron3d.model.architecture import (
     is_longer_table,
     may_change,
 )
+from megatron3d.model.router_state import is_first
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
@@ -137,7 +138,9 @@ def try_load(
     run_on_all_ranks(comm, lambda: metas.append(_check_compatible(folder, index, state, identity, options)))
     buffers.settle()
     # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
+    tables = state.model.routers.tables()
     memory = [values for _, _, values in _flat_memory(state, only)]
+    memory += [values for table, values in tables.items() if only in (None, _ROUTERS[table])]
     mode, sharded = state.model.mode, buffers.sharding.axes
     replicas = state.model.comm.mesh.without((*DATA, *mode.context), (*sharded, *mode.experts, *mode.etensor))
     source = BoxSource(folder, index, options.source.open_file)
@@ -217,6 +220,19 @@ def _pieces(
             if copy is not None:
                 start, values = low, copy(values[low - start : high - start])
             yield from param_pieces(prefix, spec, values, mesh, start)
+    if copy is None or is_first(mesh):
+        yield from _router_pieces(state, copy or _uncopied, only)
+
+
+# Prefixes of the names of routers' tables: the bias of the choice belongs to the model, the load to its training.
+_ROUTERS = {"expert_bias": "model", "load": "optimizer"}
+
+
+def _router_pieces(state: TrainState, copy: Callable[[Tensor], Tensor], only: str | None) -> Iterator[store.Piece]:
+    for name, table, values in state.model.routers.rows():
+        if only in (None, _ROUTERS[table]):
+            shape = tuple(values.shape)
+            yield store.Piece(f"{_ROUTERS[table]}.{name}.{table}", shape, ((0, shape[0]),), copy(values))
 
 
 def _flat_memory(state: TrainState, only: str | None = None) -> Iterator[tuple[str, FlatBuffer, Tensor]]:

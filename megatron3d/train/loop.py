@@ -51,7 +51,8 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
         stop_requested = stop.requested is not None or limits.is_time_up or consume_stop_file(run)
         with oom_report(job):
             settings, observer = run.step_settings(batch), monitor.begin_step()
-            result = train_step(state, microbatches, lr, settings, stop_requested, observer, hold_update)
+            is_logged = is_due(state.iteration + 1, run.config.logging.log_interval)
+            result = train_step(state, microbatches, lr, settings, stop_requested, observer, hold_update, is_logged)
         monitor.end_step(result, lr, batch)
         collector.after_step(state.iteration)
 

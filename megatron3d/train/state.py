@@ -83,6 +83,7 @@ def build_state(
         compiles,
         config.parallel.cp_comm_type,
     )
+    model.routers.allocate(device)
     loss_scale = LossScale(config.train, device)
     buffers = Buffers(
         model,

@@ -12,6 +12,7 @@ from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import PLAIN, Packing
 from megatron3d.metrics.timers import BATCH, GRADS, SCHEDULE, UPDATE
 from megatron3d.model.gpt import GPT
+from megatron3d.model.router_state import RouterCounts
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.engine import Observer, no_observer
@@ -38,6 +39,7 @@ class StepResult:
         skipped: 1.0 if a gradient was not finite and nothing was updated, else 0.0.
         stop_requests: number of ranks that were asked to stop before this step.
         mtp_losses: mean of each module of multi-token prediction over its own tokens [modules].
+        routers: what routers counted; None where they did not.
     """
 
     loss: Tensor
@@ -45,6 +47,7 @@ class StepResult:
     skipped: Tensor
     stop_requests: Tensor
     mtp_losses: Tensor
+    routers: RouterCounts | None = None
 
 
 def train_step(
@@ -55,11 +58,13 @@ def train_step(
     stop_requested: bool = False,
     observer: Observer = no_observer,
     before_update: Callable[[], None] = lambda: None,
+    watches_routers: bool = False,
 ) -> StepResult:
     """Run forward and backward over the microbatches, reduce the gradients, clip and update; advance the state.
 
     Args:
         before_update: called before the first change of weights and moments is enqueued.
+        watches_routers: routers count, also where nothing in the step needs it.
     """
     model, buffers = state.model, state.buffers
     packing, scale = settings.packing, state.loss_scale
@@ -81,6 +86,7 @@ def train_step(
         for batch in microbatches
     ]
     buffers.begin_step(len(passes))
+    model.routers.begin_step(watches_routers)
     with observer(SCHEDULE):
         local_losses = state.executor.train(passes, buffers.check_stage, observer) / loss_copies(model)
     with observer(GRADS):
@@ -88,13 +94,16 @@ def train_step(
         square = buffers.square_norm()
         local = torch.cat((local_losses, torch.stack((square, torch.full_like(square, stop_requested)))))
         loss, *mtp_losses, square, stop_requests = model.comm.all_reduce(local, model.comm.mesh.names).wait()
+        counts = model.routers.reduce(model.comm)
     grad_norm = scale.unscale(square.sqrt())
     before_update()
     with observer(UPDATE):
         skipped = state.optimizer.step(grad_norm, lr)
+        model.routers.update(counts, skipped)
     state.iteration += 1
     state.consumed_samples += settings.num_samples
-    return StepResult(loss, grad_norm, skipped, stop_requests, torch.stack(mtp_losses) if mtp_losses else local[:0])
+    ahead = torch.stack(mtp_losses) if mtp_losses else local[:0]
+    return StepResult(loss, grad_norm, skipped, stop_requests, ahead, counts)
 
 
 def valid_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: StepSettings) -> list[int | Tensor]:

@@ -15,6 +15,7 @@ from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import Packing
+from megatron3d.model.router_state import is_first
 from megatron3d.optim.lr_schedule import learning_rate
 from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
@@ -56,8 +57,8 @@ def trace(
     after_step: Callable[[TrainState], None] = lambda _: None,
     device: torch.device = CPU,
 ) -> StepTrace | None:
-    """Return, on rank 0, loss and gradient norm of each step, gradients, parameters and validation loss; None
-    elsewhere.
+    """Return, on rank 0, loss, gradient norm, gradients and state of routers of each step, parameters and validation
+    loss; None elsewhere.
 
     Args:
         spec: its sections `model`, `parallel`, `train` and `optimizer` are used, on random tokens, and the options of
@@ -83,6 +84,7 @@ def trace(
             f"loss {depth} further of step {step}": each for depth, each in enumerate(result.mtp_losses, start=1)
         }
         values |= _logical(state, "grad", f"of step {step}", comm)
+        values |= _router_values(state, f"of step {step}", comm)
         after_step(state)
     values |= _logical(state, "main", "at the end", comm)
     loss, *mtp_losses = evaluate(state.executor, [loader.step(state.consumed_samples)], settings)
@@ -105,6 +107,13 @@ def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, 
         target = whole.setdefault(f"{name} {when}", torch.full(shape, torch.nan, dtype=torch.float64))
         target[tuple(slice(low, high) for low, high in box)] = torch.from_numpy(values)
     return whole
+
+
+def _router_values(state: TrainState, when: str, comm: Comm) -> dict[str, Tensor]:
+    """Return, on rank 0, the biases and loads of all routers, those of the first rank of each pipeline rank."""
+    rows = state.model.routers.rows() if is_first(comm.mesh) else ()
+    gathered = comm.gather_object([(f"{table}.{name} {when}", row.tolist()) for name, table, row in rows]) or []
+    return {name: torch.tensor(row, dtype=torch.float64) for rows in gathered for name, row in rows}
 
 
 def differences(reference: StepTrace, other: StepTrace, tolerance: float) -> Iterator[str]:

@@ -155,6 +155,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "softmax before sigmoid": ({"moe_router_pre_softmax": True}, {}, "not used with model.moe_router_score_function"),
     "a gate of nothing": ({"moe_shared_expert_intermediate_size": None}, {}, "there are no shared experts to gate"),
     "a factor of nothing": ({"moe_router_load_balancing_type": "none"}, {}, "not used with model.moe_router_load"),
+    "a rate of nothing": (
+        {"moe_router_enable_expert_bias": False},
+        {},
+        "not used without model.moe_router_enable_expert_bias=true",
+    ),
     "a dispatcher of one rank": (
         {},
         {"moe_token_dispatcher_type": "alltoall"},

@@ -43,6 +43,10 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "num_moe_experts": 4,
         "moe_layer_freq": 2,
         "moe_ffn_hidden_size": 16,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 0.3,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
     },
     "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1},
 }
@@ -149,7 +153,7 @@ def read(rank: int, world_size: int, config: Config, root: Path) -> dict[str, li
     return found
 
 
-KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+KINDS = ("model", "optimizer", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
 
 def kind_of(name: str) -> str:

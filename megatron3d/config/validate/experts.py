@@ -19,6 +19,7 @@ SIZE, ETP, DISPATCHER = (
     f"parallel.{key}"
     for key in ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type")
 )
+BIAS, RATE = "model.moe_router_enable_expert_bias", "model.moe_router_bias_update_rate"
 PRE_SOFTMAX, SCORES = "model.moe_router_pre_softmax", "model.moe_router_score_function"
 
 
@@ -38,6 +39,8 @@ def expert_problems(facts: Facts) -> Iterator[str]:
         yield f"{facts.named(GATE)}: there are no shared experts to gate; set {SHARED}, or use false"
     if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
         yield f"{facts.named(COEFF)}: not used with {LOSS}=none; use seq_aux_loss, or leave it out"
+    if model.moe_router_bias_update_rate is not None and not experts.has_expert_bias:
+        yield f"{facts.named(RATE)}: not used without {BIAS}=true; set it, or leave {RATE} out"
     if 1 not in (experts.layers or (1,)):
         yield f"{facts.named('model.moe_layer_freq')}: no layer has experts; leave {NUM} out"
     yield from _group_problems(facts)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -138,12 +139,23 @@ class Monitor:
             )
             tables = self._ranks.tables(ranks)
             shown = {name: {str(key): rounded(one) for key, one in table.items()} for name, table in tables.items()}
-            run.metrics.step(record, {**run.consumed_tokens(record.consumed_samples), **shown})
+            consumed = run.consumed_tokens(record.consumed_samples)
+            run.metrics.step(record, {**consumed, **self._routers(result), **shown})
             self._report_stragglers(own_ms)
             if batch_fraction == 1:
                 self._prediction.add(step_s, self._num_steps, tables[TIMERS])
         self._skipped.zero_()
         self.restart()
+
+    def _routers(self, result: StepResult) -> dict[str, Any]:
+        """Return what the routers of each layer counted in this step, by the layer's path."""
+        model = self._run.state.model
+        experts = model.arch.experts
+        if result.routers is None or experts is None:
+            return {}
+        rows = result.routers.rows(experts.topk, experts.has_expert_bias)
+        names = (name.removesuffix(".mlp.router") for name in model.routers.names)
+        return {"experts": dict(zip(names, rows, strict=True))}
 
     def _throughput(self, step_s: float) -> Throughput:
         """Return the throughput of a step; an estimated peak that it exceeds is corrected first, and reported."""
