@@ -44,7 +44,7 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "dev": [*TESTS, "ruff", "mypy", "types-PyYAML", "transformers", TRITON, "wandb", *DATA, *DOCS],
+        "dev": [*TESTS, "ruff", "mypy", "types-PyYAML", "transformers>=5", TRITON, "wandb", *DATA, *DOCS],
         "data": DATA,
         "docs": DOCS,
         "wandb": ["wandb"],

@@ -31,7 +31,7 @@ class ExpertFields:
         normalizes: whether the weights of chosen experts are divided by their sum; None: they always are, or never.
         is_normalized: whether they can be.
         has_router_bias: whether the router's logits have a bias, a parameter.
-        has_bias: whether experts are chosen by scores and a bias of each, which our router lacks.
+        has_bias: whether experts are chosen by scores and a bias of each, which is not converted.
         shared: number of shared experts; None: the type has none.
         groups, kept_groups: groups of experts, and how many a token chooses from.
         scale: factor of the weights.
@@ -201,6 +201,7 @@ class ExpertFields:
                 experts.has_router_bias,
                 show(self.has_router_bias),
             ),
+            (experts.has_expert_bias, "router_enable_expert_bias", True, "false"),
             (experts.has_shared_gate, "shared_expert_gate", True, "false"),
             (experts.num_groups is not None and self.groups is None, "router_num_groups", experts.num_groups, "none"),
             (experts.scaling_factor != 1 and not self.scale, "router_topk_scaling_factor", experts.scaling_factor, "1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,14 @@ NOT_WRITTEN: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "shared experts": ("deepseek_v2", "olmoe", {}, "moe_shared_expert_intermediate_size=20: this model type has none"),
     "other shares": ("olmoe", "mixtral", {}, "moe_router_pre_softmax=true: this model type has false"),
 }
+
+
+def test_a_bias_for_the_choice_is_never_dropped() -> None:
+    arch = resolve_architecture(read_settings(HUB_FAMILIES["mixtral"]), 37)
+    assert arch.experts is not None
+    biased = replace(arch, experts=replace(arch.experts, has_expert_bias=True))
+    with pytest.raises(UserError, match="moe_router_enable_expert_bias=true: this model type has false"):
+        write_settings(biased, "mixtral")
 
 
 @pytest.mark.parametrize("name", NOT_WRITTEN)
