@@ -169,13 +169,6 @@ def test_recomputation(recompute: str, mode: str) -> None:
     assert problems(config, 8, (5,)) == []
 
 
-def test_zero_3_gathers_layers_that_are_recomputed_together_three_times() -> None:
-    parallel = {"tensor_parallel_mode": "2d", "tensor_parallel_form": "weight_stationary", "zero_stage": 3}
-    parallel["tensor_model_parallel_size"] = 4
-    config = configure("llama", parallel, 8, global_batch_size=48, **RECOMPUTATIONS["runs"])
-    assert problems(config, 8, (5,)) == []
-
-
 EXCHANGE = {"moe_token_dispatcher_type": "alltoall"}
 
 

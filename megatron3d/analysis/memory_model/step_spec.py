@@ -46,14 +46,9 @@ class StepSpec:
         return replace(self, local=replace(self.local, mesh=self.local.mesh.at(rank)))
 
     def unit_gathers(self, name: str) -> int:
-        """Return how often a microbatch all-gathers an FSDP unit: forward and backward, or each use of a matrix.
-
-        Layers that are recomputed together are gathered for it as well, and again when backward reaches each.
-        """
+        """Return how often a microbatch all-gathers an FSDP unit: forward and backward, or each use of a matrix."""
         if name not in ("embedding", "head"):
-            runs = (run for stage in self.stages for run in self.local.recompute.runs(stage.layers))
-            long = (run.layers for run in runs if run.is_recomputed and len(run.layers) > 1)
-            return 2 + any(name == f"layers.{layer}" for layers in long for layer in layers)
+            return 2
         arch = self.local.arch
         first, last = (any(getattr(stage, end) for stage in self.stages) for end in ("has_embedding", "has_head"))
         heads, embeddings = last * (1 + arch.mtp_num_layers), first + last * arch.mtp_num_layers
