@@ -772,8 +772,10 @@ MUTATIONS = [
             (
                 "heads received in the order of ranks, not of positions",
                 "ops/position_order.py",
-                "return torch.stack([torch.cat(each, dim=2) for each in of_rank])",
-                "return torch.stack([torch.cat(each[::-1], dim=2) for each in of_rank])",
+                "def of_heads(self, by_rank: Tensor) -> Tensor:\n        return torch.cat([by_rank[rank, :, :, rows]"
+                " for _, rank, rows in self._places], dim=2)",
+                "def of_heads(self, by_rank: Tensor) -> Tensor:\n        return torch.cat([by_rank[rank, :, :, rows]"
+                " for _, rank, rows in self._places[::-1]], dim=2)",
             ),
             (
                 "copies of key heads follow one another in the wrong order",
@@ -948,8 +950,8 @@ MUTATIONS = [
     Mutation(
         "heads come back in another order than they went",
         "ops/context_heads.py",
-        "dim=3)  # [c, B, L, parts, n, D]\n    return blocks.movedim(0, 2)",
-        "dim=3)  # [c, B, L, parts, n, D]\n    return blocks.movedim(0, 3)",
+        "whole[:, :, :, place] = part.permute(1, 3, 0, 2, 4)\n    return whole.flatten(2, 4)",
+        "whole[:, :, :, place] = part.permute(1, 3, 0, 2, 4)\n    return whole.transpose(2, 3).flatten(2, 4)",
         EXCHANGES,
     ),
     Mutation(
