@@ -80,12 +80,17 @@ def peer_outputs(settings: Mapping[str, Any], tokens_BT: Tensor) -> tuple[Mappin
         )
         for param in model.parameters():
             param.data.normal_(std=0.3)
+        biases = {name: each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")}
+        for bias in biases.values():  # multiples of 1/8, which fp32 holds
+            bias.copy_(torch.randint(-4, 5, bias.shape) / 8)
         logits = model(tokens_BT[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
         loss.backward()
     params = dict(model.named_parameters())
     gradients = {name: param.grad for name, param in params.items() if param.grad is not None}
-    return {name: param.data for name, param in params.items()}, Outputs(logits.detach(), loss.detach(), gradients)
+    return biases | {name: param.data for name, param in params.items()}, Outputs(
+        logits.detach(), loss.detach(), gradients
+    )
 
 
 def our_outputs(
@@ -102,6 +107,9 @@ def our_outputs(
     for name, param in model.named_parameters():
         values = [_padded(weights[their_name(part.name, names)], part) for part in model.specs[name].parts]
         param.data.copy_(torch.cat(values))
+    model.routers.allocate(torch.device("cpu"))
+    for router, table, row in model.routers.rows():
+        row.copy_(weights[their_name(f"{router}.{table}", names)])
     stage = assignment.stages[0]
     loss = model(stage, None, model.begin(tokens_BT, tokens_BT[:, 1:].numel()))
     loss.backward()

@@ -87,6 +87,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 20,
             "moe_router_score_function": "sigmoid",
             "moe_router_num_groups": 3,
+            "moe_router_enable_expert_bias": True,
             "moe_router_group_topk": 1,
             "moe_router_topk_scaling_factor": 1.5,
         },
@@ -114,7 +115,8 @@ def names(shared: str) -> Mapping[str, str]:
     """Return the names of a layer's modules, with those of shared experts at `shared`."""
     ours, theirs = "layers.{n}.mlp.", "model.layers.{n}.mlp."
     kinds = {"gate": "gate_proj", "up": "up_proj", "fc2": "down_proj"}
-    found = {f"{ours}router": f"{theirs}gate", f"{ours}shared_gate": f"{theirs}shared_expert_gate"}
+    found = {f"{ours}router.expert_bias": f"{theirs}gate.e_score_correction_bias"}
+    found |= {f"{ours}router": f"{theirs}gate", f"{ours}shared_gate": f"{theirs}shared_expert_gate"}
     for kind, module in kinds.items():
         found |= {f"{ours}experts.{e}.{kind}": f"{theirs}experts.{e}.{module}" for e in range(NUM_EXPERTS)}
         found[f"{ours}shared_experts.{kind}"] = f"{theirs}{shared}.{module}"
