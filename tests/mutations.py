@@ -64,6 +64,34 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "the LM head of nanotron weighs nothing",
+        "analysis/cost_model/stage_division.py",
+        "arch.num_layers * layer + arch.padded_vocab_size * hidden",
+        "arch.num_layers * layer",
+        ("tests/unit/analysis/cost_model/test_stage_division.py",),
+    ),
+    Mutation(
+        "buckets share one latency",
+        "analysis/cost_model/data_axis.py",
+        "return num * machine.network.seconds(call._replace(wire_bytes=call.wire_bytes / num), mesh)",
+        "return machine.network.seconds(call, mesh)",
+        ("tests/unit/analysis/cost_model/test_data_axis.py",),
+    ),
+    Mutation(
+        "terms of the first kind of accelerator for all",
+        "analysis/cost_model/practices.py",
+        "if Path(accelerator).stem.startswith(kind)",
+        "if kind",
+        ("tests/unit/analysis/cost_model/test_fitted_terms.py",),
+    ),
+    Mutation(
+        "the first step of a run counts as a measured one",
+        "analysis/planner/run_rows.py",
+        '"elapsed_ms" in row][1:]',
+        '"elapsed_ms" in row]',
+        ("tests/unit/analysis/planner/test_run_rows.py",),
+    ),
+    Mutation(
         "results reach other pipeline ranks at once in predictions",
         "pipeline/execution_order.py",
         "(arrives := ends[waits_for] + hop) > start",
