@@ -234,13 +234,6 @@ MUTATIONS = [
         EXPERTS,
     ),
     Mutation(
-        "the ranks that split an expert hold the same half",
-        "parallel/expert_ranks.py",
-        "if each.end <= cuts[0])",
-        "if each.end < cuts[0])",
-        EXPERTS,
-    ),
-    Mutation(
         "weights of split experts without gradients from other ranks",
         "ops/expert_exchange.py",
         "weights_MK = gather_rows(routes.weights_MK, axes, comm)\n    return",
