@@ -47,6 +47,7 @@ LATENT = ("tests/unit/model/test_latent_attention.py",)
 LATENT_LAYOUTS = ("tests/integration/test_latent_equality.py",)
 LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
 FLOPS = ("tests/unit/model/test_flops.py",)
+DRAFTS = ("tests/unit/inference/test_speculation.py", "-k", "caches or distribution")
 
 CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
 RINGS = ("tests/unit/inference/test_sampling.py",)
@@ -148,6 +149,48 @@ MUTATIONS = [
         "return _own(whole, row_axes(plan), 0, comm).contiguous()",
         "return whole.chunk(comm.mesh.size(row_axes(plan)), 0)[0].contiguous()",
         LATENT_LAYOUTS,
+    ),
+    Mutation(
+        "rejected drafts are replaced by draws from the whole distribution",
+        "inference/speculation.py",
+        "rest_V = (p_V - draft.q_V).clamp(min=0)",
+        "rest_V = p_V",
+        DRAFTS,
+    ),
+    Mutation(
+        "caches of modules keep rejected drafts",
+        "inference/speculation.py",
+        "num_shared(seen, tokens) - self.num_drafts, 0)",
+        "num_shared(seen, tokens), 0)",
+        DRAFTS,
+    ),
+    Mutation(
+        "positions that no module has read count as read",
+        "inference/speculation.py",
+        "known[row][: ends[row] + self.num_drafts]",
+        "known[row][:]",
+        DRAFTS,
+    ),
+    Mutation(
+        "modules draft from hidden states of other positions",
+        "ops/kv_cache.py",
+        "kept[rows, positions_BS.clamp(max=kept.shape[1] - 1), 0]",
+        "kept[rows, (positions_BS + 1).clamp(max=kept.shape[1] - 1), 0]",
+        DRAFTS,
+    ),
+    Mutation(
+        "predictions keep what is projected up again",
+        "analysis/memory_model/latent_activations.py",
+        "if not local.recompute.recomputes(MLA_UP_PROJ):",
+        "if local.recompute.modules:",
+        ("tests/unit/analysis/memory_model/test_activations.py", "-k", "latent"),
+    ),
+    Mutation(
+        "predictions project latents up once",
+        "analysis/cost_model/latent_times.py",
+        "((Q_UP, KV_UP) if is_recomputed else ())",
+        "((KV_UP,) if is_recomputed else ())",
+        ("tests/integration/test_dry_run.py", "-k", "latent_attention"),
     ),
     Mutation(
         "the cache of latents keeps the rotary key without its position",

@@ -200,8 +200,11 @@ class TrainConfig(Section):
         None,
         description="activation recomputation (checkpointing): modules of each layer, or full layers; default: none",
     )
-    recompute_modules: tuple[Literal["core_attn", "mlp_act"], ...] | None = Field(
-        None, strict=False, min_length=1, description="modules to recompute, with selective; default: core_attn"
+    recompute_modules: tuple[Literal["core_attn", "mlp_act", "mla_up_proj"], ...] | None = Field(
+        None,
+        strict=False,
+        min_length=1,
+        description="modules to recompute, with selective; mla_up_proj goes with core_attn; default: core_attn",
     )
     recompute_method: Literal["uniform", "block"] | None = Field(
         None, description="with full: all layers in groups, or the first layers of each stage; default: uniform"

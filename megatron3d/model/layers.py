@@ -19,7 +19,7 @@ from megatron3d.model.linears import DOWN, KV_UP, PROJ, Q_UP, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.mlp import MLP
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
-from megatron3d.model.recompute_spec import CORE_ATTN
+from megatron3d.model.recompute_spec import CORE_ATTN, MLA_UP_PROJ
 from megatron3d.ops.attention import AttentionHeads, attention
 from megatron3d.ops.attention_softmax import VANILLA, Softmax
 from megatron3d.ops.cached_context_attention import cached_context_attention
@@ -149,19 +149,27 @@ class LatentAttention(Attention):
         self.plan, self.comm = build.plan(build.mode.expand), build.comm
         self.sizes = arch.qk_head_dim, arch.qk_pos_emb_head_dim, arch.v_head_dim
         self.scale = arch.query_scale * arch.kv_channels**-0.5
+        self.recomputes_up = build.recompute.recomputes(MLA_UP_PROJ)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         *q_MR, c_MR, k_MP = self.down(x_MH).split(self.widths, dim=1)
         c_MR = self.kv_norm(c_MR.contiguous())
-        q_MF = self.q_up(x_MH if self.q_norm is None else self.q_norm(q_MR[0].contiguous()))
+        x_MR = x_MH if self.q_norm is None else self.q_norm(q_MR[0].contiguous())
         if at.cached and not self.context:
-            values_MF = self.attend_latents(q_MF, c_MR, k_MP, at, at.cached)
+            values_MF = self.attend_latents(self.q_up(x_MR), c_MR, k_MP, at, at.cached)
+        elif self.recomputes_up and not at.cached:
+            k_MP = whole_features(k_MP, self.plan, self.comm)
+            values_MF = recomputed(self.project_up, x_MR, c_MR, k_MP, at, KeptResult())
         else:
-            inputs = q_MF, self.kv_up(c_MR), whole_features(k_MP, self.plan, self.comm), at
+            inputs = self.q_up(x_MR), self.kv_up(c_MR), whole_features(k_MP, self.plan, self.comm), at
             again = partial(recomputed, self.attend_up, *inputs, KeptResult())
             values_MF = again() if self.recomputes_core else self.attend_up(*inputs)
         y_MH: Tensor = self.proj(values_MF)
         return y_MH
+
+    def project_up(self, x_MR: Tensor, c_MR: Tensor, k_MP: Tensor, at: Pass, kept: KeptResult) -> Tensor:
+        """Return attention's output [M, F] from what queries are projected of, the latent, and the rotary key."""
+        return self.attend_up(self.q_up(x_MR), self.kv_up(c_MR), k_MP, at, kept)
 
     def attend_up(self, q_MF: Tensor, kv_MF: Tensor, k_MP: Tensor, at: Pass, kept: KeptResult | None = None) -> Tensor:
         """Return attention's output [M, F]; keys and values are projected up, and shorter heads padded with zeros."""

@@ -1,7 +1,7 @@
 """Activation recomputation as Megatron defines it (Korthikanti et al. 2022, arXiv:2205.05198).
 
 selective   some modules of every layer: "core_attn" from the output of qkv to the input of proj, "mlp_act" from the
-            output of fc1 to the input of fc2
+            output of fc1 to the input of fc2; with "core_attn", "mla_up_proj" from the latents of attention on
 full        whole layers, of which only the input is saved: all of a stage in runs of `num_layers` ("uniform"), or
             the first `num_layers` of each stage one by one ("block"); "uniform" includes multi-token prediction
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 GRANULARITIES = ("none", "selective", "full")
-CORE_ATTN, MLP_ACT = MODULES = ("core_attn", "mlp_act")
+CORE_ATTN, MLP_ACT, MLA_UP_PROJ = MODULES = ("core_attn", "mlp_act", "mla_up_proj")
 UNIFORM, BLOCK = METHODS = ("uniform", "block")
 
 

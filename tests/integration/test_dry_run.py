@@ -138,8 +138,9 @@ def test_latent_attention(place: int) -> None:
     """Check the latents' plan and norms, and the rotary key, where axes split tokens, features, or copy them."""
     mode, form = EVERY_FORM[place]
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_form": form, "tensor_model_parallel_size": 8}
-    recompute = [{}, *RECOMPUTATIONS.values()][place % 5]
-    config = configure("latent", parallel | {"zero_stage": place % 3}, 16, global_batch_size=48, **recompute)
+    recompute = FROM_LATENTS if place in (3, 7) else [{}, *RECOMPUTATIONS.values()][place % 5]
+    keys = parallel | {"tp_keep_gathered_weights": place == 7}
+    config = configure("latent", keys | {"zero_stage": place % 3}, 16, global_batch_size=48, **recompute)
     assert problems(config, 16, (11,)) == []
 
 
@@ -152,6 +153,7 @@ def test_latents_with_experts_and_modules_ahead(mode: str, recompute: str) -> No
     assert problems(config, 32, (0, 21)) == []
 
 
+FROM_LATENTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]}
 RECOMPUTATIONS = {
     "core": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full"},

@@ -27,7 +27,7 @@ from megatron3d.analysis.cost_model.concat_copies import ConcatCopies, concat_co
 from megatron3d.analysis.cost_model.execution_profile import TWO_COPIES, ExecutionProfile, MemoryAccesses
 from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_excess
 from megatron3d.analysis.cost_model.kernels import DeviceModel
-from megatron3d.analysis.cost_model.latent_times import latent_times
+from megatron3d.analysis.cost_model.latent_times import latent_times, times_from_latents
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.linears import mtp_linears
@@ -283,18 +283,18 @@ def _recomputation(
 ) -> Iterator[TimeBreakdown]:
     """Yield the times of recomputation in backward; weights are not prefetched for it."""
     if local.recompute.granularity == "full":
-        ahead = local.overlap.weight_gather
-        yield forward.plus(*(over.exposed(each.sent.gather_w) for each in planned.values() if ahead))
+        exposed = planned.values() if local.overlap.weight_gather else ()
+        yield forward.plus(*(over.exposed(each.sent.gather_w) for each in exposed))
     yield from selective_recomputation(local, machine)
 
 
 def selective_recomputation(local: LocalSizes, machine: Machine) -> Iterator[TimeBreakdown]:
     """Yield the times of modules that are recomputed in a layer's backward."""
-    recompute, profile = local.recompute, machine.profile
+    recompute, accesses = local.recompute, machine.profile.activation.forward * machine.device.itemsize
     if recompute.recomputes(CORE_ATTN):
         yield TimeBreakdown() if local.keeps_result else _attention(local, machine, backward=False)
         yield _exchange(local, machine, backward=False, again=local.keeps_result)
+    yield from times_from_latents(local, machine.device, machine.network)
     if recompute.recomputes(MLP_ACT):
         elements = local.inner_tokens * local.ffn * (1.5 if local.is_gated else 1)
-        num_bytes = elements * profile.activation.forward * machine.device.itemsize
-        yield TimeBreakdown({MEMORY: machine.device.memory_bound_s(num_bytes)})
+        yield TimeBreakdown({MEMORY: machine.device.memory_bound_s(elements * accesses)})

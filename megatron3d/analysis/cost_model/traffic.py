@@ -8,10 +8,11 @@ A dry run of the step is compared with it, call by call and byte by byte.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.analysis.cost_model.expert_layer import expert_flops, expert_traffic, not_recomputed
+from megatron3d.analysis.cost_model.latent_times import linears_from_latents, traffic_from_latents
 from megatron3d.analysis.memory_model.ahead_memory import num_ahead
 from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.analysis.memory_model.rank import flat_buffer_sizes
@@ -129,6 +130,7 @@ def _linears(local: LocalSizes, matmuls: Mapping[str, LocalMatmul], forwards: in
 
 def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
     yield from _linears(local, local.matmuls, forwards)
+    yield from traffic_from_latents(local)
     for _ in local.arch.norm_sites:
         yield from _norm(local, forwards)
     repeats = forwards + local.recompute.recomputes(CORE_ATTN)
@@ -186,15 +188,10 @@ def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
                 yield count, call
 
 
-def _each_layer(local: LocalSizes, layers: Iterable[int]) -> list[LocalSizes]:
-    """Return the sizes of each layer, ordered by kind."""
-    return [each for each, count in local.by_kind(layers) for _ in range(count)]
-
-
 def _stage_linears(local: LocalSizes, stage: Stage) -> list[tuple[Flows, Flows]]:
     """Return the collectives of all linears of a stage, as `_linear_flows` does."""
     ahead = num_ahead(local, stage)
-    layers = [*_each_layer(local, stage.layers), *ahead * [local.layer_ahead]]
+    layers = [each for each, count in local.by_kind(stage.layers) for _ in range(count)] + ahead * [local.layer_ahead]
     found = [flow for each in layers for flow in _linear_flows(each, each.matmuls)]
     return found + ahead * _linear_flows(local, local.mtp_matmuls)
 
@@ -288,11 +285,12 @@ def step_flops(step: StepSpec) -> int:
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
     """Return the FLOPs of one layer on this rank for one microbatch."""
     products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
+    projections = sum(_gemm_flops(local, *matmul[:4]) for matmul in linears_from_latents(local))
     recomputes_core = not again and local.recompute.recomputes(CORE_ATTN) and not local.keeps_result
     scores = (1 + again + recomputes_core) * local.scores(backward=False) + 2 * local.scores(backward=True)
     if local.experts is not None:
         products += expert_flops(local, local.experts)
-    return (3 + again) * products + 4 * scores * local.arch.kv_channels
+    return (3 + again) * products + projections + 4 * scores * local.arch.kv_channels
 
 
 def _gemm_flops(local: LocalSizes, plan: MatmulPlan, m: int, n: int, k: int) -> int:

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor
 from megatron3d.model.linears import DOWN, KV_UP, Q_UP
+from megatron3d.model.recompute_spec import MLA_UP_PROJ
 
 
 def latent_projections(local: LocalSizes) -> Iterator[KeptTensor]:
-    """Yield the inputs of the attention core, which are kept where it is recomputed."""
-    yield KeptTensor(Q_UP, "output", local.inner(local.num_queries * local.arch.key_size))
-    yield _kv_up_output(local)
+    """Yield the inputs of the attention core, which are kept where it is recomputed; or of the up projections."""
+    if not local.recompute.recomputes(MLA_UP_PROJ):
+        yield KeptTensor(Q_UP, "output", local.inner(local.num_queries * local.arch.key_size))
+        yield _kv_up_output(local)
     yield KeptTensor(DOWN, "rotary key", local.inner(local.arch.qk_pos_emb_head_dim))
 
 

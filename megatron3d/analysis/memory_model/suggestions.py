@@ -16,7 +16,7 @@ from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.config.validate.tensor_parallel import feature_dimensions
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.flops import flops_per_token
-from megatron3d.model.recompute_spec import CORE_ATTN, MODULES, NO_RECOMPUTE, Recompute
+from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Recompute
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.actions import ActionKind, stage_to_rank
@@ -77,10 +77,10 @@ def _recomputations(step: StepSpec) -> Candidates:
     whole = flops_per_token(arch)
     forward = arch.num_layers * layer_flops(arch)[ActionKind.F] / whole
     core = arch.num_layers * 4 * arch.num_attention_heads * arch.kv_channels * arch.seq_length / whole
-    both = f"selective train.recompute_modules=[{','.join(MODULES)}]"
+    both = f"selective train.recompute_modules=[{CORE_ATTN},{MLP_ACT}]"
     steps = (
         ("selective", core, Recompute("selective", frozenset({CORE_ATTN}), offloads=now.offloads)),
-        (both, core + _ELEMENTWISE, Recompute("selective", frozenset(MODULES), offloads=now.offloads)),
+        (both, core + _ELEMENTWISE, Recompute("selective", frozenset({CORE_ATTN, MLP_ACT}), offloads=now.offloads)),
         ("full", forward, Recompute("full", offloads=now.offloads)),
     )
     undone = " train.recompute_method=null train.recompute_num_layers=null" if now.granularity == "full" else ""

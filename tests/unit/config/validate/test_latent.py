@@ -12,9 +12,11 @@ from megatron3d.config.validate.rules import check
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_pos_emb_head_dim": 8}
 
 
-def problems(model: dict[str, Any], parallel: dict[str, Any] | None = None, world_size: int = 1) -> list[str]:
+def problems(
+    model: dict[str, Any], parallel: dict[str, Any] | None = None, world_size: int = 1, **keys: Any
+) -> list[str]:
     given = {"family": "llama", "hidden_size": 66, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 64}
-    train = {"micro_batch_size": 8, "global_batch_size": 8}
+    train = {"micro_batch_size": 8, "global_batch_size": 8, **keys}
     return check(
         Config.model_validate({"model": given | model, "parallel": parallel or {}, "train": train}), world_size
     )
@@ -57,3 +59,16 @@ def test_axes_divide_the_latents(key: str) -> None:
     assert f"does not divide model.{key}=18" in problem
     sequence_parallel = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
     assert problems({**LATENT, "hidden_size": 64, key: 18}, sequence_parallel, 4) == [], "1-D shards no latent"
+
+
+def test_up_projections_are_recomputed_with_latent_attention_only() -> None:
+    def found(model: dict[str, Any], *modules: str) -> list[str]:
+        return problems(model, recompute_granularity="selective", recompute_modules=modules)
+
+    plain = {"hidden_size": 64}
+    assert found(LATENT, "core_attn", "mla_up_proj") == []
+    (alone,) = found(LATENT, "mla_up_proj", "mlp_act")
+    assert "together with the attention after it; use [core_attn,mla_up_proj,mlp_act]" in alone
+    for modules, use in ((("mla_up_proj",), "null"), (("mlp_act", "mla_up_proj"), "[mlp_act]")):
+        (problem,) = found(plain, *modules)
+        assert problem.endswith(f"is a part of latent attention only; use {use}")
