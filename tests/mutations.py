@@ -209,8 +209,8 @@ MUTATIONS = [
     Mutation(
         "losses of a router ahead divided by its own labels",
         "model/gpt.py",
-        "if self.recompute.recomputes_ahead else at\n",
-        "if self.recompute.recomputes_ahead else there\n",
+        "if is_recomputed else at)\n",
+        "if is_recomputed else there)\n",
         AHEAD,
     ),
     Mutation(

@@ -82,27 +82,14 @@ class GPT(nn.Module):
         hooks = self.main_grads, self.wgrads
         compiled = CompiledLinears(self.main_grads) if compiles else None
         self.routers = RouterState(arch)
-        build = Build(
-            arch,
-            mode,
-            comm,
-            self.specs,
-            *hooks,
-            recompute,
-            overlap,
-            norm_kernels,
-            compiled,
-            context_exchange,
-            self.routers,
-        )
+        given = self.specs, *hooks, recompute, overlap, norm_kernels, compiled, context_exchange, self.routers
+        build = Build(arch, mode, comm, *given)
         self.recompute, self.offload = recompute, ActivationOffload()
         if EMBEDDING in self.specs:
             self.embedding = Embedding("embedding", build)
         if self.stages[0].has_embedding:
             self.embedding_dropout = HiddenDropout("embedding", build)
-        self.layers = nn.ModuleDict(
-            {str(index): Layer(index, build) for stage in self.stages for index in stage.layers}
-        )
+        self.layers = nn.ModuleDict({str(n): Layer(n, build) for stage in self.stages for n in stage.layers})
         if self.stages[-1].has_head:
             self.final_norm = Norm("final_norm", mode.residual[1], build)
             self.head = LossHead("head", loss_chunk, build)
@@ -305,9 +292,8 @@ class GPT(nn.Module):
         for (index, module), ahead in zip(self.modules_ahead, at.ahead, strict=True):
             there = replace(at, tokens_BL=ahead.tokens_BL, target=ahead.target)
             embedded_MH = module.embedding(there, self.embedding_weight)
-            compute = partial(recomputed, module) if self.recompute.recomputes_ahead else module
-            x_MH = compute(
-                x_MH, embedded_MH, replace(at, kept=KeptResults()) if self.recompute.recomputes_ahead else at
-            )
+            is_recomputed = self.recompute.recomputes_ahead
+            compute = partial(recomputed, module) if is_recomputed else module
+            x_MH = compute(x_MH, embedded_MH, replace(at, kept=KeptResults()) if is_recomputed else at)
             self._call_activation_hook(f"mtp.{index}", x_MH)
             yield module.head(x_MH, self.head_weight, there)
