@@ -43,6 +43,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "num_moe_experts": 4,
         "moe_layer_freq": 2,
         "moe_ffn_hidden_size": 16,
+        "mtp_num_layers": 1,
         "moe_router_load_balancing_type": "global_aux_loss",
         "moe_aux_loss_coeff": 0.3,
         "moe_router_enable_expert_bias": True,
