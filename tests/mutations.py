@@ -367,13 +367,6 @@ MUTATIONS = [
         "layout[:1], self.mode.home, decay=False, part_axes=self.mode.experts)",
     ),
     Mutation(
-        "choices counted again in the recomputation",
-        "ops/router.py",
-        "    chosen_MK = once(choose)\n",
-        "    chosen_MK = once(choose)\n    if counted is not None:\n        counted(chosen_MK, scores_ME.detach())\n",
-        ROUTER_STATE,
-    ),
-    Mutation(
         "choices of the last microbatch alone",
         "model/router_state.py",
         "row[:num_experts] += ",
