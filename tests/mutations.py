@@ -267,7 +267,7 @@ MUTATIONS = [
         "parallel/mesh.py",
         "in reversed(self._pieces_of(name)):",
         "in self._pieces_of(name):",
-        EXPERTS,
+        ("tests/unit/parallel/test_mesh.py",),
     ),
     Mutation(
         "gradients of experts not summed over the rest of an axis with pieces",

@@ -134,6 +134,7 @@ PEERS = tuple(
         "gpu_sections",
         "groups",
         "live",
+        "moe",
         "overlaps",
         "pipeline",
         "tensor_parallel",

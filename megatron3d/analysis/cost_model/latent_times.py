@@ -9,7 +9,8 @@ from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdow
 from megatron3d.analysis.cost_model.execution_profile import MemoryAccesses
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.network import Network
-from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.analysis.memory_model.local_matmul import LocalMatmul
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.model.linears import KV_UP, Q_UP
 from megatron3d.model.recompute_spec import MLA_UP_PROJ
 from megatron3d.parallel.async_plan import in_rounds

@@ -29,7 +29,8 @@ from megatron3d.analysis.cost_model.gemm_rounds import RoundsExcess, rounds_exce
 from megatron3d.analysis.cost_model.kernels import DeviceModel
 from megatron3d.analysis.cost_model.latent_times import latent_times, times_from_latents
 from megatron3d.analysis.cost_model.network import Network
-from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.analysis.memory_model.local_matmul import LocalMatmul
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.model.linears import mtp_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
@@ -263,8 +264,7 @@ def _exchange(local: LocalSizes, machine: Machine, backward: bool, again: bool =
 
 def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
     """Return the time of fused attention over what queries see, or of its unfused GEMMs and elementwise kernels."""
-    arch, seq = local.arch, local.arch.seq_length
-    device, rows = machine.device, local.positions
+    arch, device, rows, seq = local.arch, machine.device, local.positions, local.arch.seq_length
     heads = local.sequences * local.num_queries
     if (scores := machine.profile.unfused_scores(arch.attention_softcap is not None)) is None:
         flops = 4 * heads * rows * seq * arch.kv_channels / 2 * local.seen_share

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from megatron3d.analysis.cost_model.expert_layer import expert_flops, expert_traffic, not_recomputed
 from megatron3d.analysis.cost_model.latent_times import linears_from_latents, traffic_from_latents
 from megatron3d.analysis.memory_model.ahead_memory import num_ahead
-from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.analysis.memory_model.local_matmul import LocalMatmul
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.rank import flat_buffer_sizes
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.analysis.memory_model.transient_peaks import chunk_rows

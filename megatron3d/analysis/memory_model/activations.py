@@ -13,17 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megatron3d.analysis.memory_model.exchange_memory import keeps_queries, kept_by_exchange
-from megatron3d.analysis.memory_model.expert_memory import expert_tensors, kept_choices
+from megatron3d.analysis.memory_model.expert_memory import INDEX, expert_tensors, kept_choices
 from megatron3d.analysis.memory_model.latent_activations import latent_path, latent_projections, uncut_output
-from megatron3d.analysis.memory_model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.analysis.memory_model.local_matmul import LocalMatmul
+from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.layer_kinds import layer_counts, rotaries
 from megatron3d.model.linears import DOWN, FC1, KV_UP, PROJ, Q_UP, QKV
 from megatron3d.model.recompute_spec import CORE_ATTN, NO_RECOMPUTE, LayerRun
 from megatron3d.parallel.context_exchange import GATHER
 from megatron3d.parallel.sequence_pairs import DROPOUT_ROWS
-
-_INDEX = 8
 
 
 def total_bytes(items: tuple[KeptTensor, ...]) -> int:
@@ -73,11 +72,11 @@ def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     """Return what the embedding keeps: the indices of its rows, and its dropout mask."""
     plan = local.mode.embed.on(local.mesh)
     read = local.part(local.num_tokens, plan.m)
-    items = [KeptTensor("embedding", "rows", read * (_INDEX + 1 if plan.k else _INDEX))]
+    items = [KeptTensor("embedding", "rows", read * (INDEX + 1 if plan.k else INDEX))]
     if (
         local.arch.position_embedding_type == "learned_absolute" and not local.resets_positions
     ):  # otherwise it is a view of a kept tensor
-        items.append(KeptTensor("embedding", "positions", local.tokens * _INDEX))
+        items.append(KeptTensor("embedding", "positions", local.tokens * INDEX))
     return (*items, *dropout_mask(local, "embedding_dropout"))
 
 
@@ -248,7 +247,7 @@ def _projection_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptT
     if name != "q" and not local.heads.are_even:
         is_gathered = bool(local.mode.context) and local.mode.exchange == GATHER
         if not is_gathered or (name == "k" and local.drops_whole_keys):  # both are indexed together, or again
-            yield KeptTensor(site, f"head of each {name}", local.num_queries * _INDEX)
+            yield KeptTensor(site, f"head of each {name}", local.num_queries * INDEX)
         here = KeptTensor(site, f"{name} for each head", local.inner(local.num_queries * width))
     yield here
 

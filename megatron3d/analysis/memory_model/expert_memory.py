@@ -16,7 +16,8 @@ from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
 from megatron3d.ops.router_spec import SEQUENCE, Experts
 from megatron3d.parallel.expert_exchange import ALLGATHER
 
-_INDEX = 8
+# Bytes of an index.
+INDEX = 8
 ROUTER, FC1, ACTIVATION, FC2, COMBINE = (
     f"mlp.{name}" for name in ("router", "experts.fc1", "experts.activation", "experts.fc2", "experts.combine")
 )
@@ -51,13 +52,13 @@ def _choice(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
     """Yield the choice of experts, the order of rows, and what the losses of the router keep."""
     balance, scores = local.arch.balance, local.home_tokens * experts.num_experts * local.wide
     slots, ranks = local.gathered_tokens * experts.topk, local.mesh.size(local.mode.experts)
-    yield KeptTensor(ROUTER, "choice", slots * _INDEX)
+    yield KeptTensor(ROUTER, "choice", slots * INDEX)
     if local.mode.dispatcher == ALLGATHER and ranks > 1:
         yield KeptTensor(ROUTER, "weights of all ranks", ranks * slots * local.wide)
-        yield KeptTensor(ROUTER, "order of rows", 2 * local.expert_rows * _INDEX)
+        yield KeptTensor(ROUTER, "order of rows", 2 * local.expert_rows * INDEX)
     else:
         reordered = ranks > 1 and experts.num_experts > ranks
-        yield KeptTensor(ROUTER, "order of rows", 2 * slots * _INDEX + 2 * reordered * local.expert_rows * _INDEX)
+        yield KeptTensor(ROUTER, "order of rows", 2 * slots * INDEX + 2 * reordered * local.expert_rows * INDEX)
     yield KeptTensor(ROUTER, "weights", slots * local.wide)
     if experts.score_function != "softmax" or experts.pre_softmax:
         yield KeptTensor(ROUTER, "scores", scores)
@@ -97,7 +98,7 @@ def combination_peak(local: LocalSizes) -> int:
 def kept_choices(local: LocalSizes, layers: Iterable[int]) -> int:
     """Return the bytes of the choices of experts that recomputed layers keep."""
     kinds = ((each, count) for each, count in local.by_kind(layers) if each.experts is not None)
-    return sum(count * each.home_tokens * each.experts.topk * _INDEX for each, count in kinds if each.experts)
+    return sum(count * each.home_tokens * each.experts.topk * INDEX for each, count in kinds if each.experts)
 
 
 def rows_combined(local: LocalSizes, experts: Experts) -> int:

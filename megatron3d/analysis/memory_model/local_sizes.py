@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
+from megatron3d.analysis.memory_model.local_matmul import LocalMatmul
 from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.layer_kinds import AttentionKind, attention_kind, has_experts, keys_seen, layer_counts
 from megatron3d.model.linears import LinearSize, linears_of_layer, mtp_linears
@@ -20,27 +20,10 @@ from megatron3d.parallel.attention_pairs import LONGEST
 from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.context_exchange import GATHER, ExchangeSizes, exchange_ring, scores_computed
 from megatron3d.parallel.layout import span
-from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.sequence_pairs import DROPOUT_PIECE, DROPOUT_ROWS, num_scores
 from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
-
-
-class LocalMatmul(NamedTuple):
-    """Matmul of one linear: plan, global sizes m, n, k, and the elements of X, W and Y that this rank stores.
-
-    `whole_w` are the elements of W after its all-gather.
-    """
-
-    plan: MatmulPlan
-    m: int
-    n: int
-    k: int
-    x: int
-    w: int
-    y: int
-    whole_w: int
 
 
 @dataclass(frozen=True)
