@@ -131,11 +131,16 @@ def test_recomputation_repeats_no_choice(dispatcher: str, monkeypatch: pytest.Mo
     assert [line for other in traces[1:] for line in differences(traces[0], other, 0.0)] == []
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_biases_of_distributed_experts(dispatcher: str) -> None:
-    parallel = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": dispatcher, "zero_stage": 2}
+BIASED: tuple[dict[str, Any], ...] = (
+    *({"expert_model_parallel_size": 2, "moe_token_dispatcher_type": each} for each in DISPATCHERS),
+    {"expert_tensor_parallel_size": 2},
+)
+
+
+@pytest.mark.parametrize("folding", BIASED, ids=(*DISPATCHERS, "split"))
+def test_biases_of_distributed_experts(folding: dict[str, Any]) -> None:
     sizes = {"micro_batch_size": 2, "global_batch_size": 4}
-    config = configure({**MODELS[GPT_OSS], "num_layers": NUM_LAYERS}, parallel, **sizes)
+    config = configure({**MODELS[GPT_OSS], "num_layers": NUM_LAYERS}, folding | {"zero_stage": 2}, **sizes)
     got = run_turns(run_trace, 2, config, 2)[0]
     assert list(differences(reference(GPT_OSS, NUM_LAYERS, 4), got, TOLERANCE)) == []
 
