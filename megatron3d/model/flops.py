@@ -48,7 +48,7 @@ def _expert_parameters(arch: Architecture) -> int:
         return 0
     matrices = 3 if arch.activation in GATED else 2
     ffn = experts.num_experts * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-    biases = (matrices - 1) * ffn + (experts.num_experts + bool(experts.shared_ffn_hidden_size)) * h
+    biases = experts.num_experts * ((matrices - 1) * experts.ffn_hidden_size + h)  # shared experts have none
     router_bias = experts.num_experts * experts.has_router_bias
     return (
         h * (experts.num_experts + matrices * ffn + experts.has_shared_gate) + biases * arch.has_mlp_bias + router_bias

@@ -74,6 +74,10 @@ def architectures(draw: st.DrawFn) -> Architecture:
             **{key: draw(st.integers(1, 9)) for key in ("kv_lora_rank", "qk_head_dim", "v_head_dim")},
             "qk_pos_emb_head_dim": 2 * draw(st.integers(1, 3)),
         }
+    if draw(st.booleans()):
+        fields |= {"num_moe_experts": 4, "moe_router_topk": 1, "moe_ffn_hidden_size": draw(st.integers(1, 9))}
+        fields |= {"moe_layer_freq": draw(st.sampled_from([1, (0, 1), (1, 0)]))}
+        fields |= {"moe_shared_expert_intermediate_size": draw(st.integers(1, 9))}
     fields |= {name: draw(st.sampled_from([None, *values])) for name, values in optional.items()}  # type: ignore[misc]
     return resolve_architecture(ModelConfig(**fields), vocab_size=draw(st.integers(1, 60)), vocab_multiple=4)
 
