@@ -829,10 +829,8 @@ MUTATIONS = [
             (
                 "heads received in the order of ranks, not of positions",
                 "ops/position_order.py",
-                "def of_heads(self, by_rank: Tensor) -> Tensor:\n        return torch.cat([by_rank[rank, :, :, rows]"
-                " for _, rank, rows in self._places], dim=2)",
-                "def of_heads(self, by_rank: Tensor) -> Tensor:\n        return torch.cat([by_rank[rank, :, :, rows]"
-                " for _, rank, rows in self._places[::-1]], dim=2)",
+                "for _, rank, rows in self._places], dim=2)",
+                "for _, rank, rows in self._places[::-1]], dim=2)",
             ),
             (
                 "copies of key heads follow one another in the wrong order",
@@ -867,8 +865,8 @@ MUTATIONS = [
             (
                 "parts of key/value heads are put together in the wrong order",
                 "ops/context_gather.py",
-                "dk, dv = (torch.cat([part[place] for part in parts], dim=2) for place in (1, 2))",
-                "dk, dv = (torch.cat([part[place] for part in parts[::-1]], dim=2) for place in (1, 2))",
+                "by_position([part[place] for part in parts]) for place in range(3)",
+                "by_position([part[place] for part in parts[:: 1 if place == 0 else -1]]) for place in range(3)",
             ),
         )
     ),
@@ -973,8 +971,8 @@ MUTATIONS = [
             (
                 "gradients of gathered keys return to another rank",
                 "ops/position_order.py",
-                "whole.movedim(0, 2)[self._sequence_B1, self.place_CBL]",
-                "whole.movedim(0, 2)[self._sequence_B1, self.place_CBL.flip(0)]",
+                "whole.transpose(1, 2)[self._sequence_B1, self.place_CBL]",
+                "whole.transpose(1, 2)[self._sequence_B1, self.place_CBL.flip(0)]",
             ),
             (
                 "documents divided by zigzag in the ring only",

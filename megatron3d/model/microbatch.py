@@ -130,8 +130,8 @@ class Pass:
             return unsplit
         if self.held is not None:
             assert self.order.num_groups == 1, "logits of documents are put in order by ranks that read all of them"
-            by_rank = x_MF.unflatten(0, (num_ranks, 1, -1, self.local_length))
-            return self.held.among(0, num_ranks).gathered(by_rank)[0]
+            by_rank = x_MF.unflatten(0, (num_ranks, -1, 1, self.local_length))
+            return self.held.among(0, num_ranks).gathered(by_rank).squeeze(1)
         held = [span for rank in range(num_ranks) for span in self.order.chunks(size, rank)]
         in_order = sorted(range(len(held)), key=lambda index: held[index])
         groups = x_MF.unflatten(0, (self.order.num_groups, num_ranks, -1, len(held) // num_ranks, size // len(held)))

@@ -32,10 +32,11 @@ def cached_context_attention(
 ) -> Tensor:
     """Return causal attention of this rank's new tokens, [M, N * D], after extending the cache of a layer by them."""
     order = at.order
-    q_BNWD = gather_positions(q_BLND.unsqueeze(0), order.context, at.all_positions, at.comm)[0].transpose(1, 2)
-    kv = gather_positions(torch.stack((k_BLGD, v_BLGD)), order.context, at.all_positions, at.comm)
+    q_BNWD = gather_positions(q_BLND, order.context, at.all_positions, at.comm)
+    kv = gather_positions(torch.cat((k_BLGD, v_BLGD), dim=2), order.context, at.all_positions, at.comm)
+    k_BWGD, v_BWGD = (t.transpose(1, 2) for t in kv.chunk(2, dim=1))
     rank, ranks = at.comm.mesh.index(order.context), order.num_ranks
-    k, v, mask_BWT = cached.extend(site, kv[0], kv[1], at.visible.window, rank, ranks)
+    k, v, mask_BWT = cached.extend(site, k_BWGD, v_BWGD, at.visible.window, rank, ranks)
     k_BGTD, v_BGTD = k.transpose(1, 2), v.transpose(1, 2)
     if not at.heads.are_even:
         k_BGTD, v_BGTD = (t[:, at.heads.group_of_query] for t in (k_BGTD, v_BGTD))
@@ -51,9 +52,9 @@ def _merged(parts: Tensor, at: ContextAttention) -> tuple[Tensor, Tensor]:
 
     The last of E features is the log-sum-exp.
     """
-    by_rank = at.all_positions.scattered(parts.transpose(1, 2).unsqueeze(0))
+    by_rank = at.all_positions.scattered(parts)
     axes = at.comm.mesh.nontrivial(at.order.context)
-    received = at.comm.all_to_all(by_rank, axes).wait().squeeze(1).transpose(2, 3)  # [C, B, N, L, E]
+    received = at.comm.all_to_all(by_rank, axes).wait()  # [C, B, N, L, E]
     out, lse = received[..., :-1], received[..., -1]
     total = lse.logsumexp(0)
     return (out * (lse - total).exp().unsqueeze(-1)).sum(0), total

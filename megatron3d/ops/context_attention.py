@@ -145,8 +145,8 @@ def _by_token(y_BNLD: Tensor) -> Tensor:
 
 def _with_dropout(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAttention, drop: Drop) -> Tensor:
     """Gather keys and values, and attend with dropout of the weights."""
-    kv = torch.stack((k_BLGD, v_BLGD))
-    kv = gather_positions(kv, at.order.context, at.all_positions, at.comm).transpose(2, 3)
+    both = gather_positions(torch.cat((k_BLGD, v_BLGD), dim=2), at.order.context, at.all_positions, at.comm)
+    kv = both.unflatten(1, (2, -1)).transpose(0, 1)
     if not at.heads.are_even:
         kv = kv[:, :, at.heads.group_of_query]
     if at.held is None:

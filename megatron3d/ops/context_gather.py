@@ -50,13 +50,13 @@ class Gathered:
         self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
     ) -> Callable[[], tuple[Operands, Result | None]]:
         groups, queries = slice(*part.groups), slice(*part.queries)
-        kv = torch.stack((k_BLGD[:, :, groups], v_BLGD[:, :, groups]))
+        kv = torch.cat([t[:, :, groups].transpose(1, 2) for t in (k_BLGD, v_BLGD)], dim=1)
         pending = self._comm.all_gather(kv.unsqueeze(0), self._axes, dim=0)
         done = None if result is None else (result[0][:, queries], result[1][:, queries])
 
         def finish() -> tuple[Operands, Result | None]:
             whole = self._order.gathered(pending.wait())
-            return Operands(q_BNLD[:, queries], whole.transpose(2, 3)), done
+            return Operands(q_BNLD[:, queries], whole.unflatten(1, (2, -1)).transpose(0, 1)), done
 
         return finish
 
@@ -104,35 +104,33 @@ class Gathered:
         return grads.dq, dkv
 
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
-        by_rank, dq = self._order.scattered(grads.kv.transpose(2, 3)), grads.q
+        by_rank, dq = self._order.scattered(grads.kv.transpose(0, 1).flatten(1, 2)), grads.q
         pending = self._comm.reduce_scatter(by_rank, self._axes, dim=0)
 
         def finish() -> Grads:  # which must not keep the gradients of whole sequences
-            dk, dv = pending.wait().squeeze(0)
+            dk, dv = pending.wait().squeeze(0).chunk(2, dim=1)
             return dq, dk, dv
 
         return finish
 
     def join_grads(self, parts: Sequence[Grads]) -> Grads:
-        if len(parts) == 1:
-            return parts[0]
-        dk, dv = (torch.cat([part[place] for part in parts], dim=2) for place in (1, 2))
-        return by_position([dq for dq, _, _ in parts]), dk, dv
+        dq, dk, dv = (by_position([part[place] for part in parts]) for place in range(3))
+        return dq, dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def gather_positions(kv: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:
-    """All-gather [2, B, L, G, D] over the context ranks to [2, B, S, G, D] in the order of positions."""
-    whole: Tensor = _GatherPositions.apply(kv, comm.mesh.nontrivial(axes), order, comm)
+def gather_positions(x_BLND: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:
+    """All-gather [B, L, N, D] over the context ranks to [B, N, S, D] in the order of positions."""
+    whole: Tensor = _GatherPositions.apply(x_BLND, comm.mesh.nontrivial(axes), order, comm)
     return whole
 
 
 class _GatherPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kv: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:
+    def forward(ctx: Any, x_BLND: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:
         ctx.order, ctx.axes, ctx.comm = order, axes, comm
-        return order.gathered(comm.all_gather(kv.unsqueeze(0), axes, dim=0).wait())
+        return order.gathered(comm.all_gather(x_BLND.transpose(1, 2).unsqueeze(0), axes, dim=0).wait())
 
     @staticmethod
-    def backward(ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        by_rank = ctx.order.scattered(dkv)
-        return ctx.comm.reduce_scatter(by_rank, ctx.axes, dim=0).wait().squeeze(0), None, None, None
+    def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+        dx = ctx.comm.reduce_scatter(ctx.order.scattered(dy_BNSD), ctx.axes, dim=0).wait().squeeze(0)
+        return dx.transpose(1, 2), None, None, None

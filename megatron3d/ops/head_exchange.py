@@ -38,10 +38,10 @@ class HeadExchange:
         """Exchange blocks of several tensors at once for this rank's heads at all positions, [B, N / c, S, D] each."""
         sizes = [each.shape[2] for each in tensors]
         pending = self._comm.all_to_all(torch.cat(tensors, dim=2), self._axes)
-        return lambda: [self._order.of_heads(each) for each in pending.wait().split(sizes, dim=2)]
+        return lambda: [self._order.gathered(each) for each in pending.wait().split(sizes, dim=2)]
 
     def own_positions(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Exchange [B, N / c, S, D] of several tensors at once for all heads at this rank's positions, in blocks."""
         sizes = [each.shape[1] for each in tensors]
-        pending = self._comm.all_to_all(self._order.to_heads(torch.cat(tensors, dim=1)), self._axes)
+        pending = self._comm.all_to_all(self._order.scattered(torch.cat(tensors, dim=1)), self._axes)
         return lambda: list(pending.wait().split(sizes, dim=2))

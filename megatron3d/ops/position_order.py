@@ -4,7 +4,7 @@
 
 Sequences that are all divided alike are cut and concatenated; where each is divided by its own documents, indices say
 which row of which rank holds a position.
-Letters: C ranks, B sequences, L positions of a rank, S positions of all C, N and G heads, D features of a head.
+Letters: C ranks, B sequences, L positions of a rank, S positions of all C, N heads, D features of a head.
 """
 
 from __future__ import annotations
@@ -23,21 +23,13 @@ from megatron3d.parallel.document_chunks import Chunks
 
 
 class PositionOrder(Protocol):
-    """Order of the positions of some ranks, for tensors of gathered keys and of exchanged heads."""
+    """Order of the positions of some ranks, for tensors of heads."""
 
     def gathered(self, by_rank: Tensor) -> Tensor:
-        """Return [2, B, S, G, D] from [C, 2, B, L, G, D]."""
-        ...
-
-    def scattered(self, whole: Tensor) -> Tensor:
-        """Return [C, 2, B, L, G, D] from [2, B, S, G, D]."""
-        ...
-
-    def of_heads(self, by_rank: Tensor) -> Tensor:
         """Return [B, N, S, D] from [C, B, N, L, D]."""
         ...
 
-    def to_heads(self, whole: Tensor) -> Tensor:
+    def scattered(self, whole: Tensor) -> Tensor:
         """Return [C, B, N, L, D] from [B, N, S, D]."""
         ...
 
@@ -64,12 +56,6 @@ class ChunkOrder:
             by_rank[rank, :, :, rows] = part
         return by_rank
 
-    def of_heads(self, by_rank: Tensor) -> Tensor:
-        return torch.cat([by_rank[rank, :, :, rows] for _, rank, rows in self._places], dim=2)
-
-    def to_heads(self, whole: Tensor) -> Tensor:
-        return self.scattered(whole)
-
     @property
     def _sizes(self) -> list[int]:
         return [high - low for (low, high), _, _ in self._places]
@@ -93,15 +79,9 @@ class IndexedOrder:
         return torch.arange(len(self.rank_BS), device=self.rank_BS.device).unsqueeze(1)
 
     def gathered(self, by_rank: Tensor) -> Tensor:
-        return by_rank[self.rank_BS, :, self._sequence_B1, self.row_BS].movedim(2, 0)
-
-    def scattered(self, whole: Tensor) -> Tensor:
-        return whole.movedim(0, 2)[self._sequence_B1, self.place_CBL].movedim(3, 1).contiguous()
-
-    def of_heads(self, by_rank: Tensor) -> Tensor:
         return by_rank[self.rank_BS, self._sequence_B1, :, self.row_BS].transpose(1, 2)
 
-    def to_heads(self, whole: Tensor) -> Tensor:
+    def scattered(self, whole: Tensor) -> Tensor:
         return whole.transpose(1, 2)[self._sequence_B1, self.place_CBL].transpose(2, 3).contiguous()
 
 
