@@ -51,8 +51,8 @@ PACKINGS: Mapping[str, Packing] = {
 }
 
 
-def make(model: Mapping[str, Any] = MODEL, **parallel: Any) -> TrainState:
-    train = {"precision": "fp64", "micro_batch_size": 2, "global_batch_size": 4, "loss_chunk_tokens": 5}
+def make(model: Mapping[str, Any] = MODEL, num_rows: int = 4, **parallel: Any) -> TrainState:
+    train = {"precision": "fp64", "micro_batch_size": 2, "global_batch_size": num_rows, "loss_chunk_tokens": 5}
     spec = RunSpec(Config.model_validate({"model": dict(model), "train": train, "parallel": parallel}), 1, VOCAB)
     return build_state(spec, connect(spec), torch.device("cpu"))
 
@@ -200,7 +200,7 @@ def test_the_router_of_a_module_counts_as_that_of_a_layer() -> None:
     found = []
     for factor, copies in ((1e-9, 1), (1e-8, 1), (1e-9, 2)):
         keys = {"moe_aux_loss_coeff": 0.5, "mtp_loss_scaling_factor": factor}
-        state = make({**MODEL, **EXPERTS, **keys})
+        state = make({**MODEL, **EXPERTS, **keys}, 4 * copies)
         rows = copies * [each.tokens for each in batch(PLAIN)]
         state.buffers.begin_step(len(rows))
         passes = [
