@@ -37,7 +37,8 @@ from megatron3d.runtime.arguments import real, whole
 VOCAB_SIZE = 61
 HEAD_SIZE = 8
 # Keys of the model that choose kinds of layers over depth.
-PATTERNS = ("window_attn_skip_freq", "no_rope_freq")
+PATTERNS = ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq")
+EXPERT_WIDTHS = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 MAX_RANKS = 16
 
 
@@ -118,7 +119,7 @@ def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     mesh, mode = spec.mesh, spec.mode
     is_file = spec.has_schedule_file
     sizes = {name: size if is_file and name == "pipeline" else min(size, 2) for name, size in mesh.axes}
-    parallel = shrink_parallel(config.parallel, sizes)
+    parallel = shrink_parallel(config.parallel, sizes).model_copy(update=_expert_ranks(spec, sizes))
     shrunk = spec.with_config(config.model_copy(update={"parallel": parallel}))
     model = shrink_model(config.model, shrunk, mesh.size(mode.inner[1]))
     sequences = math.prod(sizes[axis] for axis in mode.sequence_axes)
@@ -158,6 +159,15 @@ def shrink_parallel(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Paral
     )
 
 
+def _expert_ranks(spec: RunSpec, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return how many ranks distribute and split experts: all of each axis on which they do, or on a piece of it."""
+    whole, split = ({axis.split(".")[0] for axis in axes} for axes in (spec.mode.experts, spec.mode.etensor))
+    return {
+        "expert_model_parallel_size": math.prod(sizes[axis] for axis in whole),
+        "expert_tensor_parallel_size": math.prod(sizes[axis] for axis in split - whole),
+    }
+
+
 def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelConfig:
     """Return a model of this kind with a layer more than stages; grouped-query attention stays uneven if it was."""
     unit, num_stages = shrunk.tensor_size, len(shrunk.stage_owners)
@@ -175,6 +185,7 @@ def shrink_model(model: ModelConfig, shrunk: RunSpec, head_ranks: int) -> ModelC
             "ffn_hidden_size": 5 * unit,
             "num_attention_heads": shared * (unit if groups == heads else 2 * unit),
             **_head_sizes(model, unit, shared * small_groups if groups == heads else small_groups),
+            **{name: getattr(model, name) and 10 * unit for name in EXPERT_WIDTHS},
             "seq_length": seq_length,
             "max_position_embeddings": seq_length,
             "window_size": model.window_size and (max(1, seq_length // 4), 0),

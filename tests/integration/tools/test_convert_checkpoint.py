@@ -72,7 +72,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     "no config.json": (lambda hub: (hub / "config.json").unlink(), "config.json: cannot be read"),
     "config.json of text": (lambda hub: (hub / "config.json").write_text("{"), "config.json: is not JSON"),
     "config.json of a list": (lambda hub: (hub / "config.json").write_text("[]"), "config.json: is not a JSON object"),
-    "another model": (edit("config.json", model_type="mixtral"), 'model_type="mixtral": megatron3d has the models'),
+    "another model": (edit("config.json", model_type="falcon"), 'model_type="falcon": megatron3d has the models'),
     "another size": (edit("config.json", intermediate_size=21), "mlp.gate_proj.weight is [20, 24], and [21, 24] in"),
     "a missing file": (
         lambda hub: sorted(hub.glob("model-*.safetensors"))[0].unlink(),
