@@ -211,13 +211,21 @@ DOCUMENTS = ((3, 7, 40), (), (33, 34, 35, 36, 60), (20,))
 
 
 @pytest.mark.parametrize(
-    ("exchange", "mean_length"), [(None, None), ("all_gather", 13), ("p2p", None), ("a2a", 13), ("a2a+p2p", None)]
+    ("exchange", "mean_length", "balancer"),
+    [
+        (None, None, "zigzag"),
+        ("all_gather", 13, "documents"),
+        ("p2p", None, "zigzag"),
+        ("p2p", None, "documents"),
+        ("a2a", 13, "zigzag"),
+        ("a2a+p2p", None, "documents"),
+    ],
 )
-def test_documents(exchange: str | None, mean_length: int | None) -> None:
+def test_documents(exchange: str | None, mean_length: int | None, balancer: str) -> None:
     """FLOPs and traffic are those of the documents, of one length or as a corpus has them, in windows too."""
     parallel: dict[str, Any] = {"tensor_model_parallel_size": 2, "zero_stage": 1}
     if exchange:
-        parallel |= {"context_parallel_size": 4, "cp_comm_type": exchange}
+        parallel |= {"context_parallel_size": 4, "cp_comm_type": exchange, "context_parallel_load_balancer": balancer}
         parallel |= {"hierarchical_context_parallel_sizes": (2, 2)} if exchange == BOTH else {}
     model = {**MODELS["llama"], "num_layers": 2, "seq_length": 64, "window_size": (9, 0), "window_attn_skip_freq": 2}
     train = {"micro_batch_size": 4, "global_batch_size": 16, "precision": "bf16"}

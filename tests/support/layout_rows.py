@@ -99,14 +99,6 @@ def has_ranks_of_exchange(ranks: int, exchange: str) -> bool:
     return exchange == CONTEXT_EXCHANGES[0] or ranks > (2 if exchange == BOTH else 1)
 
 
-def has_weights_of_exchange(exchange: str, model: str) -> bool:
-    """Return whether an exchange takes a model: all but the default have no dropout of attention weights.
-
-    The heads of every model here divide by the tensor and the context ranks together.
-    """
-    return exchange == CONTEXT_EXCHANGES[0] or not MODELS[model].get("attention_dropout")
-
-
 def has_stage_per_layer(ranks: int, schedule: tuple[str | None, int | None]) -> bool:
     """Return whether every stage of a schedule gets a layer."""
     num_stages = ranks + 2 if schedule[0] == FROM_FILE else ranks * (schedule[1] or 1)
@@ -131,7 +123,6 @@ RULES = [
     ),
     Rule(("data ranks", "context ranks", "ZeRO"), lambda data, context, stage: data * context > 1 or stage == 0),
     Rule(("context ranks", "exchange"), has_ranks_of_exchange),
-    Rule(("exchange", "model"), has_weights_of_exchange),
     Rule(("data ranks", "replicas"), lambda data, replicas: data % replicas == 0),
     Rule(("form", "shape", "overlap"), has_overlap),
     Rule(("form", "shape", "pipeline ranks", "data ranks", "batch"), has_batch),
@@ -182,8 +173,7 @@ def packed_contexts() -> Iterator[Row]:
     models = [model for model in MODELS if model not in SIMILAR_ATTENTION]
     for exchange, (place, model), documents in product(CONTEXT_EXCHANGES, enumerate(models), packed):
         ranks = 4 if exchange == BOTH or (place + packed.index(documents)) % 2 else 2
-        if has_weights_of_exchange(exchange, model):
-            yield {"context ranks": ranks, "exchange": exchange, "model": model, "documents": documents}
+        yield {"context ranks": ranks, "exchange": exchange, "model": model, "documents": documents}
 
 
 TABLE = Table(FACTORS, RULES, aspects, cost)

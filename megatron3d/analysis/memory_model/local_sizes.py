@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.local_matmul import LocalMatmul
+from megatron3d.model import layer_kinds
 from megatron3d.model.architecture import GATED, Architecture
 from megatron3d.model.layer_kinds import AttentionKind, attention_kind, has_experts, keys_seen, layer_counts
 from megatron3d.model.linears import LinearSize, linears_of_layer, mtp_linears
@@ -228,7 +229,7 @@ class LocalSizes:
     @property
     def order(self) -> TokenOrder:
         """Which positions of its sequences this rank holds."""
-        return TokenOrder(self.mode.batch_axes, self.mode.context, self.mesh)
+        return TokenOrder.of_mode(self.mode, self.mesh, layer_kinds.widest_window(self.arch))
 
     @property
     def keeps_result(self) -> bool:
