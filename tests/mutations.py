@@ -746,8 +746,8 @@ MUTATIONS = [
     Mutation(
         "queries see the keys of their own chunks only",
         "parallel/context_exchange.py",
-        "pairs(segments(held[rank], documents, window), segments(every, documents, window), window)",
-        "pairs(segments(held[rank], documents, window), segments(held[rank], documents, window), window)",
+        "others = [segment for segment in every if segment.first not in first]",
+        "others = [segment for segment in every if segment.first in first]",
     ),
     Mutation(
         "attention dropout by position on the context rank",

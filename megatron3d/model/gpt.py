@@ -19,7 +19,7 @@ from megatron3d.model.architecture import Architecture
 from megatron3d.model.ends import Embedding, LossHead
 from megatron3d.model.layer_kinds import rotaries, widest_window
 from megatron3d.model.layers import Layer
-from megatron3d.model.microbatch import Pass, Target, cut_positions
+from megatron3d.model.microbatch import Pass, Target
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.model.mtp import PredictionModule, inputs_ahead, keep_hidden
 from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
@@ -31,7 +31,7 @@ from megatron3d.ops.kv_cache import CacheView, KVCache
 from megatron3d.ops.main_grad import MainGrads
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
 from megatron3d.ops.offload import ActivationOffload
-from megatron3d.ops.position_order import held_positions
+from megatron3d.ops.position_order import cut_positions, held_positions
 from megatron3d.ops.recompute import KeptResults, recomputed
 from megatron3d.ops.rotary import RotaryTables, rotary_tables
 from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order

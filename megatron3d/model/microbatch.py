@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,19 +12,13 @@ from torch import Tensor
 from megatron3d.data.packing import Documents
 from megatron3d.ops.kv_cache import CacheView
 from megatron3d.ops.packed_attention import Visible
-from megatron3d.ops.position_order import HeldPositions
+from megatron3d.ops.position_order import HeldPositions, cut_positions
 from megatron3d.ops.recompute import KeptResults
 from megatron3d.ops.rotary import RotaryTables
-from megatron3d.parallel.context import Span, TokenOrder
+from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.mesh import Axes
 
 T = TypeVar("T")
-
-
-def cut_positions(x: Tensor, chunks: Sequence[Span], dim: int) -> Tensor:
-    """Return the chunks of dim `dim`, concatenated; `x` itself where they are all of it."""
-    parts = [x.narrow(dim, low, high - low) for low, high in chunks]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @dataclass(frozen=True)

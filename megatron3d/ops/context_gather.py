@@ -16,9 +16,8 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.attention_pairs import Merged, MergedGrads, PairKernel
 from megatron3d.ops.context_heads import Grads, Operands, Result, by_position
-from megatron3d.ops.position_order import PositionOrder
-from megatron3d.parallel.attention_pairs import Pair
-from megatron3d.parallel.context_exchange import HeadPart, head_parts, num_parts
+from megatron3d.ops.position_order import PositionOrder, add_positions, cut_positions
+from megatron3d.parallel.context_exchange import GatheredPairs, HeadPart, head_parts, num_parts
 from megatron3d.parallel.mesh import Axes
 
 
@@ -37,7 +36,7 @@ class Gathered:
         axes: Axes,
         order: PositionOrder,
         group_of_query: Sequence[int],
-        seen: tuple[Pair, ...],
+        seen: GatheredPairs,
         window: int | None,
         comm: Comm,
     ) -> None:
@@ -61,8 +60,10 @@ class Gathered:
         return finish
 
     def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
-        merged = Merged(operands.q, self._window, kernel)
-        merged.add(self._for_queries(part, operands.kv), self._seen)
+        merged, kv = Merged(operands.q, self._window, kernel), self._for_queries(part, operands.kv)
+        if self._seen.own:
+            merged.add(cut_positions(kv, self._seen.chunks, dim=3), self._seen.own)
+        merged.add(kv, self._seen.others)
         return merged.result()
 
     def _uneven(self, part: HeadPart) -> list[int] | None:
@@ -96,7 +97,13 @@ class Gathered:
     ) -> Result:
         grads, kv = MergedGrads(dy, operands.q, result, self._window, kernel), self._for_queries(part, operands.kv)
         dkv = torch.zeros_like(kv, dtype=grads.dq.dtype)
-        grads.add(kv, dkv, self._seen)
+        if self._seen.own:
+            kv_own = cut_positions(kv, self._seen.chunks, dim=3)
+            dkv_own = torch.zeros_like(kv_own, dtype=dkv.dtype)
+            grads.add(kv_own, dkv_own, self._seen.own)
+            add_positions(dkv, self._seen.chunks, 3, dkv_own)
+            del kv_own, dkv_own  # before those of other ranks
+        grads.add(kv, dkv, self._seen.others)
         heads = self._uneven(part)
         if heads is not None:
             index = torch.tensor(heads, device=dkv.device)

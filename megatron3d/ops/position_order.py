@@ -22,6 +22,19 @@ from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.document_chunks import Chunks
 
 
+def cut_positions(x: Tensor, chunks: Sequence[Span], dim: int) -> Tensor:
+    """Return the chunks of dim `dim`, concatenated; `x` itself where they are all of it."""
+    parts = [x.narrow(dim, low, high - low) for low, high in chunks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def add_positions(x: Tensor, chunks: Sequence[Span], dim: int, added: Tensor) -> None:
+    """Add to the chunks of dim `dim` what `cut_positions` would return of them."""
+    sizes = [high - low for low, high in chunks]
+    for (low, _), part in zip(chunks, added.split(sizes, dim), strict=True):
+        x.narrow(dim, low, part.shape[dim]).add_(part)
+
+
 class PositionOrder(Protocol):
     """Order of the positions of some ranks, for tensors of heads."""
 

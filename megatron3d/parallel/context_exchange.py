@@ -30,7 +30,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron3d.parallel.attention_pairs import Pair, Span, num_pair_scores, pairs, segments
+from megatron3d.parallel.attention_pairs import Pair, Span, num_pair_scores, own_pairs, pairs, segments
 from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.context_ring import RingPlan, Starts, plan_of_sequences, sequence_chunks
 from megatron3d.parallel.document_chunks import Chunks, joined
@@ -163,21 +163,46 @@ def exchange_ring(
     return plan_of_sequences(held, order.mesh.index(ring_axes(exchange, order.context)), window)
 
 
+class GatheredPairs(NamedTuple):
+    """Pairs of a rank's queries with the keys of all ranks, which are gathered in the order of positions.
+
+    Attributes:
+        own: pairs with the rank's own keys, in the order of its rows: kernels are faster with many queries at once.
+        others: pairs with the keys of other ranks, in the order of positions.
+        chunks: positions of the rank's own keys; none, where each sequence is divided by its own documents: then
+            `others` has all pairs.
+    """
+
+    own: tuple[Pair, ...]
+    others: tuple[Pair, ...]
+    chunks: tuple[Span, ...]
+
+
 @lru_cache(maxsize=64)
 def gathered_pairs(
     order: TokenOrder, seq_length: int, starts: Starts = None, window: int | None = None
-) -> tuple[Pair, ...]:
-    """Return the pairs of this rank's queries with the keys of all ranks, gathered in the order of positions."""
-    rank = order.mesh.index(order.context)
+) -> GatheredPairs:
+    """Return the pairs of this rank's queries with the keys of all ranks."""
+    rank, is_alike = order.mesh.index(order.context), not (order.by_documents and any(starts or ()))
 
-    def seen(documents: tuple[int, ...]) -> tuple[Pair, ...]:
+    def seen(documents: tuple[int, ...]) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
         held = order.held(seq_length, documents)
-        every = sorted(chunk for chunks in held for chunk in chunks)
-        return pairs(segments(held[rank], documents, window), segments(every, documents, window), window)
+        every = segments(sorted(chunk for chunks in held for chunk in chunks), documents, window)
+        mine = segments(held[rank], documents, window)
+        if not is_alike:
+            return (), pairs(mine, every, window)
+        first = {segment.first for segment in mine}
+        others = [segment for segment in every if segment.first not in first]
+        return own_pairs(mine, window), pairs(mine, others, window)
 
+    chunks = joined(order.chunks(seq_length)) if is_alike else ()
     if starts is None:
-        return seen(())
-    return tuple(pair._replace(sequences=(row, row + 1)) for row, each in enumerate(starts) for pair in seen(each))
+        return GatheredPairs(*seen(()), chunks)
+    own, others = list[Pair](), list[Pair]()
+    for row, each in enumerate(starts):
+        for found, some in zip((own, others), seen(each), strict=True):
+            found += [pair._replace(sequences=(row, row + 1)) for pair in some]
+    return GatheredPairs(tuple(own), tuple(others), chunks)
 
 
 def scores_computed(
@@ -198,12 +223,10 @@ def scores_computed(
     """
     if window is not None or longest is not None or starts is not None:
         return _scores_of_pairs(exchange, order, seq_length, backward, window, longest, starts)
-    if exchange == GATHER:  # chunks r and 2 c - 1 - r see r + 1 and 2 c - r chunks of keys
-        ranks = order.num_ranks
-        return Fraction((2 * ranks + 1) * (seq_length // (2 * ranks)) ** 2)
-    # Of 2 o chunks over a ring of o ranks, forward computes a rank's own two as one causal pair, backward each alone.
-    ranks, shared = (order.mesh.size(axes(exchange, order.context)) for axes in (ring_axes, head_axes))
-    chunks = 2 * ranks + (1 if backward else 2)
+    # Of 2 o chunks over o ranks, a rank's own two are computed as one causal pair, but in a ring's backward each alone.
+    over = order.context if exchange == GATHER else ring_axes(exchange, order.context)
+    ranks, shared = (order.mesh.size(axes) for axes in (over, head_axes(exchange, order.context)))
+    chunks = 2 * ranks + (1 if backward and exchange != GATHER else 2)
     return Fraction(chunks * (seq_length // 2 // ranks) ** 2, shared)
 
 
@@ -220,7 +243,8 @@ def _scores_of_pairs(
     """Return the scores of the pairs that a window and documents leave, the mean over the sequences of `starts`."""
     count = len(starts or ((),))
     if exchange == GATHER:
-        return Fraction(num_pair_scores(gathered_pairs(order, seq_length, starts, window), longest), count)
+        found = gathered_pairs(order, seq_length, starts, window)
+        return Fraction(num_pair_scores((*found.own, *found.others), longest), count)
     plan = exchange_ring(exchange, order, seq_length, starts, window)
     own = plan.own_parts if backward else (plan.own,)
     every = (*own, *(step.pairs for step in plan.steps))

@@ -73,8 +73,11 @@ def _gathered(local: LocalSizes, starts: Starts) -> int:
     e, w, q, kv = local.itemsize, local.wide, part.q(local), ranks * part.kv(local)
     copied = 0 if apart is part else ranks * apart.kv(local)
     pairs = gathered_pairs(local.order, local.arch.seq_length, starts, local.window)
+    own = apart.kv(local) * (w + e * (len(pairs.chunks) > 1)) if pairs.own else 0
     moments = [
-        w * (q + (copied or kv)) + e * copied + _largest(local, pairs, apart),
+        w * (q + (copied or kv))
+        + e * copied
+        + max(own + _largest(local, pairs.own, apart), _largest(local, pairs.others, apart)),
         w * (q + kv + copied) + e * copied,
         (w + _narrow(local)) * (q + kv),
         e * (q + 2 * kv + kv // ranks),
