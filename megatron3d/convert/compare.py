@@ -26,6 +26,7 @@ from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
 from megatron3d.model.params import EMBEDDING, HEAD
+from megatron3d.model.router_state import EXPERT_BIAS
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Mesh
@@ -97,6 +98,12 @@ def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, token
             piece
             for name, param in model.named_parameters()
             for piece in param_pieces("model", model.specs[name], param.data.fill_(0.0), comm.mesh)
+        ]
+        model.routers.allocate(torch.device("cpu"))
+        pieces += [
+            Piece(f"model.{name}.{table}", tuple(bias_E.shape), ((0, len(bias_E)),), bias_E)
+            for name, table, bias_E in model.routers.rows()
+            if table == EXPERT_BIAS
         ]
         store.load(checkpoint, [part for piece in pieces for part in _rows_of_vocabulary(piece, arch, rows_V)])
         for param in model.parameters():

@@ -200,10 +200,10 @@ def _pieces(table: Sequence[FileTensor], weights: HubWeights, dtype: torch.dtype
 
     def values(tensor: FileTensor, rows: RowRange) -> Tensor:
         found = rows_of(weights.tensor(tensor.name), rows)
-        return found if dtype is None else found.to(dtype)
+        return found if dtype is None else found.to(tensor.dtype(dtype))
 
     for tensor in table:
-        stored = dtype or weights.stored(tensor.name).dtype
+        stored = tensor.dtype(dtype) if dtype else weights.stored(tensor.name).dtype
         for rows in tensor.row_ranges():
             described = torch.empty(box_shape(rows.box), dtype=stored, device="meta")
             yield Piece(f"model.{rows.name}", rows.shape, rows.box, described, partial(values, tensor, rows))
@@ -221,7 +221,7 @@ def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -
 
 
 def _read(checkpoint: Path, run: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    values = [torch.zeros(tensor.shape, dtype=dtype) for tensor in run]
+    values = [torch.zeros(tensor.shape, dtype=tensor.dtype(dtype)) for tensor in run]
     pieces = [
         Piece(f"model.{rows.name}", rows.shape, rows.box, rows_of(whole, rows))
         for tensor, whole in zip(run, values, strict=True)
@@ -242,7 +242,7 @@ def read_architecture(checkpoint: Path) -> Architecture:
 
 def _stored_dtype(checkpoint: Path, table: Sequence[FileTensor]) -> torch.dtype:
     tensors = read_index(checkpoint).tensors
-    names = {f"model.{name}" for tensor in table for name, _ in tensor.parts}
+    names = {f"model.{name}" for tensor in table for name, _ in tensor.parts if not tensor.is_state}
     found = sorted({tensors[name].dtype for name in names if name in tensors})
     known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     if len(found) == 1 and found[0] in known:

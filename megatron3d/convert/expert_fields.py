@@ -31,7 +31,7 @@ class ExpertFields:
         normalizes: whether the weights of chosen experts are divided by their sum; None: they always are, or never.
         is_normalized: whether they can be.
         has_router_bias: whether the router's logits have a bias, a parameter.
-        has_bias: whether experts are chosen by scores and a bias of each, which is not converted.
+        has_bias: whether experts are chosen by scores and a bias of each.
         shared: number of shared experts; None: the type has none.
         groups, kept_groups: groups of experts, and how many a token chooses from.
         scale: factor of the weights.
@@ -74,13 +74,14 @@ class ExpertFields:
             "moe_ffn_hidden_size": True,
             "moe_layer_freq": self.first_dense is not None or self.lists_dense,
             "moe_router_bias": self.has_router_bias,
+            "moe_router_enable_expert_bias": self.has_bias,
             "moe_router_pre_softmax": self.score == "softmax" and self.normalizes is not None,
             "moe_shared_expert_intermediate_size": self.shared is not None,
             "moe_router_num_groups": self.groups is not None,
             "moe_router_group_topk": self.groups is not None,
             "moe_router_topk_scaling_factor": self.scale is not None,
         }
-        shown = () if self.has_bias else tuple(key for key, has in given.items() if has)
+        shown = tuple(key for key, has in given.items() if has)
         return DerivedKeys(self.names, ("experts",), self.read, self.write, self.obstacles, shown)
 
     def read(self, settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
@@ -93,11 +94,6 @@ class ExpertFields:
         layers, problems = self._layers(settings, value(self.first_dense))
         if problems or not any(layers):
             return {}, problems
-        if self.has_bias:
-            return {}, [
-                f"{self.num_experts[0]}={show(value(self.num_experts))}: routers with a bias for the choice of experts "
-                "(e_score_correction_bias) are not converted; only layers without experts are"
-            ]
         ours: dict[str, JsonValue] = {
             "num_moe_experts": value(self.num_experts),
             "moe_router_topk": value(self.topk),
@@ -106,6 +102,7 @@ class ExpertFields:
             "moe_router_score_function": self.score,
             "moe_router_pre_softmax": False,
             "moe_router_bias": self.has_router_bias,
+            "moe_router_enable_expert_bias": self.has_bias,
             "moe_router_topk_scaling_factor": value(self.scale),
         }
         is_normalized = self.is_normalized and (self.normalizes is None or bool(value(self.normalizes)))
@@ -185,8 +182,6 @@ class ExpertFields:
             yield f"moe_layer_freq={show(experts.layers)}: only the first layers of this model type can have an MLP"
         if self.first_dense is None and not self.lists_dense and not all(has):
             yield f"moe_layer_freq={show(experts.layers)}: every layer of this model type has experts"
-        if self.has_bias:
-            yield f"num_moe_experts={experts.num_experts}: routers of this model type have a bias for the choice"
         yield from self._router_obstacles(experts)
 
     def _router_obstacles(self, experts: Experts) -> Iterator[str]:
@@ -201,7 +196,12 @@ class ExpertFields:
                 experts.has_router_bias,
                 show(self.has_router_bias),
             ),
-            (experts.has_expert_bias, "router_enable_expert_bias", True, "false"),
+            (
+                experts.has_expert_bias != self.has_bias,
+                "router_enable_expert_bias",
+                experts.has_expert_bias,
+                show(self.has_bias),
+            ),
             (experts.has_shared_gate, "shared_expert_gate", True, "false"),
             (experts.num_groups is not None and self.groups is None, "router_num_groups", experts.num_groups, "none"),
             (experts.scaling_factor != 1 and not self.scale, "router_topk_scaling_factor", experts.scaling_factor, "1"),

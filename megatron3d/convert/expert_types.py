@@ -34,6 +34,19 @@ _OLMOE = ExpertFields(
     ("intermediate_size", 2048),
     normalizes=("norm_topk_prob", False),
 )
+_GLM = ExpertFields(
+    ("n_routed_experts", 128),
+    ("num_experts_per_tok", 8),
+    ("moe_intermediate_size", 1408),
+    score="sigmoid",
+    has_bias=True,
+    shared=("n_shared_experts", 1),
+    normalizes=("norm_topk_prob", True),
+    groups=("n_group", 1),
+    kept_groups=("topk_group", 1),
+    scale=("routed_scaling_factor", 1.0),
+    first_dense=("first_k_dense_replace", 1),
+)
 _GPT_OSS = ExpertFields(
     ("num_local_experts", 128), ("num_experts_per_tok", 4), ("intermediate_size", 2880), has_router_bias=True
 )
@@ -114,6 +127,29 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         windows=Windows(4096, has_switch=True),
         aliases={"num_local_experts": "num_experts"},
         derived=(_QWEN3.keys(),),
+    ),
+    "glm4_moe": ModelType(
+        class_name="Glm4MoeForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            10944,
+            131072,
+            num_layers=FieldMapping(("num_hidden_layers",), 46),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 96),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
+            vocab_size=FieldMapping(("vocab_size",), 151552),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            rotary_percent=FieldMapping(("partial_rotary_factor",), 0.5),
+            qk_layernorm=FieldMapping(("use_qk_norm",), False),
+            add_qkv_bias=FieldMapping(("attention_bias",), False, write=lambda arch: arch.has_qkv_bias),
+            mtp_num_layers=FieldMapping(("num_mtp_layers",), 1),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_bias_linear": False, "add_mlp_bias": False},
+        obstacles=rotary_obstacles,
+        rules={**COMMON, **NO_WINDOWS},
+        aliases={"num_nextn_predict_layers": "num_mtp_layers", "num_local_experts": "n_routed_experts"},
+        derived=(_GLM.keys(),),
     ),
     "olmoe": ModelType(
         class_name="OlmoeForCausalLM",

@@ -99,8 +99,8 @@ class HubWeights:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes that occur."""
-        return frozenset(tensor.dtype for tensor in self._stored.values())
+        """The dtypes of the weights."""
+        return frozenset(self.stored(tensor.name).dtype for tensor in self.table if not tensor.is_state)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as stored, mapped from the file."""

@@ -76,6 +76,7 @@ _EXPERTS = {
     f"{LAYER}mlp.experts.{{e}}.{theirs}": (f"layers.{{n}}.mlp.experts.{{e}}.{ours}",) for theirs, ours in _PARTS.items()
 }
 _ROUTER = {f"{LAYER}mlp.gate": ("layers.{n}.mlp.router",)}
+_CHOICE_BIAS = {f"{LAYER}mlp.gate.e_score_correction_bias!": ("layers.{n}.mlp.router.expert_bias",)}
 _SHARED = {
     f"{LAYER}mlp.shared_experts.{theirs}": (f"layers.{{n}}.mlp.shared_experts.{ours}",)
     for theirs, ours in _PARTS.items()
@@ -151,7 +152,8 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "nemotron": _modules(_NO_GATE),
     "gpt_neox": _NEOX,
     "deepseek_v2": _modules(_LATENTS, _ROUTER, _SHARED, _EXPERTS),
-    "deepseek_v3": _modules(_LATENTS, _ROUTER, _SHARED, _EXPERTS),
+    "deepseek_v3": _modules(_LATENTS, _ROUTER, _CHOICE_BIAS, _SHARED, _EXPERTS),
+    "glm4_moe": _modules(_HEAD_NORMS, _ROUTER, _CHOICE_BIAS, _SHARED, _EXPERTS),
     "mixtral": _modules(_MIXTRAL),
     "gpt_oss": _modules(_GPT_OSS),
     "qwen3_moe": _modules(_HEAD_NORMS, _ROUTER, _EXPERTS),

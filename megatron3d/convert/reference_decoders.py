@@ -116,6 +116,11 @@ DECODERS: Mapping[str, Decoder] = {
     "qwen3_moe": Decoder(
         {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}, head_norms="head"
     ),
+    "glm4_moe": Decoder(
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False},
+        head_norms="head",
+        has_bias=("attention_bias", False, False),
+    ),
     "olmoe": Decoder({"rms_norm_eps": 1e-5}, head_norms="projection"),
     "gemma": Decoder(
         {"head_dim": 256, "tie_word_embeddings": True, **_GELU, "num_key_value_heads": 16},

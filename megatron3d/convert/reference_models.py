@@ -167,7 +167,7 @@ class _Decoding:
         if kind.head_norms == "projection":
             parts[:2] = (self.norm(part, f"{name}.{norm}_norm") for part, norm in zip(parts, "qk", strict=False))
         q, k, v = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
-        if kind.head_norms == "head":
+        if kind.head_norms == "head" and hf.get("use_qk_norm", True):
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         window = int_of(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
         slides = bool(window) and _is_sliding(hf, layer)

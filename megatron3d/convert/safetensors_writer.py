@@ -32,8 +32,8 @@ class SafetensorsFile:
 
 
 def num_bytes(tensor: FileTensor, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a tensor's values."""
-    return torch.Size(tensor.shape).numel() * dtype.itemsize
+    """Return the size in bytes of a tensor's values, in a file whose weights have a dtype."""
+    return torch.Size(tensor.shape).numel() * tensor.dtype(dtype).itemsize
 
 
 def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> tuple[SafetensorsFile, ...]:
@@ -69,13 +69,15 @@ def _write(path: Path, tensors: Sequence[FileTensor], dtype: torch.dtype, values
     end = 0
     for tensor in tensors:
         begin, end = end, end + num_bytes(tensor, dtype)
-        header[tensor.name] = {"dtype": _CODES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        code = _CODES[tensor.dtype(dtype)]
+        header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             value = next(values).contiguous()
-            assert (tuple(value.shape), value.dtype) == (tensor.shape, dtype), f"{tensor.name} is {value.shape}"
+            described = tensor.shape, tensor.dtype(dtype)
+            assert (tuple(value.shape), value.dtype) == described, f"{tensor.name} is {value.shape}"
             file.write(value.view(-1).view(torch.uint8).numpy().data)
     fsync(path)

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.convert.module_names import LAYER, MODULES, MTP_MODULES, STACKED_EXPERTS
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs
+from megatron3d.model.router_state import EXPERT_BIAS, router_names
 from megatron3d.parallel.layout import Box, Shape
 from megatron3d.parallel.modes import MODES, build_mode
 
@@ -104,6 +107,15 @@ class FileTensor:
         return any(name in (EMBEDDING, HEAD) for name, _ in self.parts)
 
     @property
+    def is_state(self) -> bool:
+        """Whether it is state of a router, not a parameter: the bias of its choice."""
+        return any(name.endswith(f".{EXPERT_BIAS}") for name, _ in self.parts)
+
+    def dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the dtype in a file whose weights have the dtype `weights`: state is in fp32, as training has it."""
+        return torch.float32 if self.is_state else weights
+
+    @property
     def joined_shape(self) -> Shape:
         """Shape before transposition, without the dim over experts."""
         if not self.parts:
@@ -121,9 +133,15 @@ class FileTensor:
 
 
 def logical_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Return the shape of every logical tensor of the model, in the order of the forward pass."""
+    """Return the shape of every logical tensor of the model, in the order of the forward pass.
+
+    Biases of routers' choice come last.
+    """
     mode = build_mode(next(iter(MODES)), None, (1,))
-    return {part.name: part.shape for spec in param_specs(arch, mode).values() for part in spec.parts}
+    shapes = {part.name: part.shape for spec in param_specs(arch, mode).values() for part in spec.parts}
+    if arch.experts is None or not arch.experts.has_expert_bias:
+        return shapes
+    return shapes | {f"{name}.{EXPERT_BIAS}": (arch.experts.num_experts,) for name in router_names(arch)}
 
 
 def file_tensors(arch: Architecture, model_type: str, stacks_experts: bool = False) -> tuple[FileTensor, ...]:

@@ -24,6 +24,9 @@ from megatron3d.ops.router import counts_of
 from megatron3d.ops.router_spec import GLOBAL, Balance
 from megatron3d.parallel.mesh import Mesh
 
+EXPERT_BIAS, LOAD = "expert_bias", "load"
+"""Names of the tables."""
+
 
 def router_names(arch: Architecture) -> list[str]:
     """Return the path of every router of the model, in the order of the forward pass."""
@@ -87,9 +90,9 @@ class RouterState:
         shape = len(self._held), self._experts.num_experts
         self._counts = torch.zeros(len(self.names), self._experts.num_experts + 3, dtype=torch.float64, device=device)
         if self._experts.has_expert_bias:
-            self._tables["expert_bias"] = torch.zeros(shape, device=device)
+            self._tables[EXPERT_BIAS] = torch.zeros(shape, device=device)
         if self._balance.loss == GLOBAL:
-            self._tables["load"] = torch.full(shape, self._experts.topk / shape[1], device=device)
+            self._tables[LOAD] = torch.full(shape, self._experts.topk / shape[1], device=device)
 
     def tables(self) -> Mapping[str, Tensor]:
         """Return each table [L, E] in fp32: `expert_bias`, `load`, where there are some."""
@@ -127,7 +130,7 @@ class RouterState:
             return None
         self._is_counting = False
         mine = self._counts.clone()
-        if (bias_LE := self.tables().get("expert_bias")) is not None and is_first(comm.mesh):
+        if (bias_LE := self.tables().get(EXPERT_BIAS)) is not None and is_first(comm.mesh):
             held = [self.names.index(name) for name in self._held]
             mine[held, -2:] = torch.stack((bias_LE.amin(-1), bias_LE.amax(-1)), -1).to(mine.dtype)
         total = comm.all_reduce(mine, comm.mesh.names).wait()
@@ -140,8 +143,8 @@ class RouterState:
         held = [self.names.index(name) for name in self._held]
         mine_LE, done = counts.choices_LE[held], 1 - skipped
         total_L1 = mine_LE.sum(-1, keepdim=True)
-        if (bias_LE := self._tables.get("expert_bias")) is not None:
+        if (bias_LE := self._tables.get(EXPERT_BIAS)) is not None:
             bias_LE += self._balance.bias_update_rate * done * (total_L1 - mine_LE * mine_LE.shape[1]).sign().float()
-        if (load_LE := self._tables.get("load")) is not None and self._experts is not None:
+        if (load_LE := self._tables.get(LOAD)) is not None and self._experts is not None:
             now_LE = (mine_LE * self._experts.topk / total_L1).to(load_LE.dtype)
             load_LE.copy_(torch.where(done > 0, now_LE, load_LE))

@@ -29,7 +29,7 @@ from megatron3d.model.architecture import (
     is_longer_table,
     may_change,
 )
-from megatron3d.model.router_state import is_first
+from megatron3d.model.router_state import EXPERT_BIAS, LOAD, is_first
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
@@ -225,7 +225,7 @@ def _pieces(
 
 
 # Prefixes of the names of routers' tables: the bias of the choice belongs to the model, the load to its training.
-_ROUTERS = {"expert_bias": "model", "load": "optimizer"}
+_ROUTERS = {EXPERT_BIAS: "model", LOAD: "optimizer"}
 
 
 def _router_pieces(state: TrainState, copy: Callable[[Tensor], Tensor], only: str | None) -> Iterator[store.Piece]:

@@ -48,11 +48,19 @@ HUBS["gpt_neox"] = {name: value for name, value in HUBS["llama"].items() if name
 HUBS["gpt_neox"] |= {"model_type": "gpt_neox", "hidden_size": 64, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 WEIGHTS = {"progress": False, "optimizer": False, "adapts": True}
 PLACES = [
-    (name, ("mixtral", "gpt_oss")[place % 2] if "expert_model_parallel_size" in keys else list(HUBS)[place % 4])
+    (
+        name,
+        ("mixtral", "gpt_oss", "glm4_moe")[place % 3]
+        if "expert_model_parallel_size" in keys
+        else list(HUBS)[place % 4],
+    )
     for place, (name, keys) in enumerate(LAYOUTS.items())
 ]
 HUBS["mixtral"] = {**HUBS["llama"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 HUBS["gpt_oss"] = {**HUBS["mixtral"], "model_type": "gpt_oss", "head_dim": 6, "sliding_window": 5}
+HUBS["glm4_moe"] = {**HUBS["llama"], "model_type": "glm4_moe", "pad_token_id": None, "head_dim": 8, "num_mtp_layers": 0}
+HUBS["glm4_moe"] |= {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+HUBS["glm4_moe"] |= {"moe_intermediate_size": 16}
 HUBS["gpt_oss"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
 
 

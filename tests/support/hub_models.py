@@ -100,6 +100,8 @@ _DEEP = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4
 _DEEP |= {"original_max_position_embeddings": 8, "attention_factor": 0.9, "mscale_all_dim": 1.1}
 _LATENT = {"num_key_value_heads": 6, "q_lora_rank": 8, "kv_lora_rank": 6, "first_k_dense_replace": 5}
 _LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "rms_norm_eps": 1e-6}
+_GROUPS = {"first_k_dense_replace": 2, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 4}
+_GROUPS |= {"moe_intermediate_size": 10, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3}
 # A small model of each type with odd sizes and every switch of the type on.
 HUB_FAMILIES: dict[str, dict[str, Any]] = {
@@ -157,7 +159,23 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         **_ROPE,
     },
-    "deepseek_v3": {**_ODD, **_LATENT, "num_mtp_layers": 0, "attention_bias": True, "rope_parameters": _DEEP},
+    "deepseek_v3": {
+        **_ODD,
+        **_LATENT,
+        **_GROUPS,
+        "num_mtp_layers": 0,
+        "attention_bias": True,
+        "rope_parameters": _DEEP,
+    },
+    "glm4_moe": {
+        **_ODD,
+        **_GROUPS,
+        "head_dim": 10,
+        "num_mtp_layers": 0,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        **_PARTIAL,
+    },
     "mixtral": {**_ODD, "head_dim": 10, "sliding_window": 5, "num_local_experts": 5, **_ROPE},
     "gpt_oss": {
         **_ODD,
@@ -218,6 +236,9 @@ def write_hub(folder: Path, settings: dict[str, Any], seed: int = 0, max_shard_s
     model = transformers.AutoModelForCausalLM.from_config(config)
     for param in model.parameters():
         param.data.normal_(std=0.4)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder

@@ -61,7 +61,7 @@ def with_module(hub: Path) -> dict[str, Tensor]:
     torch.manual_seed(1)
     tensors = load_file(hub / "model.safetensors")
     last = {name: value for name, value in tensors.items() if name.startswith("model.layers.4.")}
-    module = {name.replace(".4.", ".5."): torch.randn_like(value) for name, value in last.items()}
+    module = {name.replace("layers.4.", "layers.5."): torch.randn_like(value) for name, value in last.items()}
     sizes = {"enorm": (18,), "hnorm": (18,), "eh_proj": (18, 36), "shared_head.norm": (18,)}
     module |= {f"model.layers.5.{name}.weight": torch.randn(size) for name, size in sizes.items()}
     copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
@@ -89,6 +89,30 @@ def test_modules_of_multi_token_prediction_come_back(tmp_path: Path) -> None:
     save_file(tensors, hub / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"model.layers.5.embed_tokens.weight differs from model.embed_tokens.weight"):
         from_hub(ConversionRequest(hub, tmp_path / "other", **PLAIN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_bias_of_the_choice_stays_in_fp32(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Next to weights in bf16, as DeepSeek publishes them, and where a conversion rounds to it."""
+    hub = write_hub(tmp_path / "hub", HUB_FAMILIES["glm4_moe"])
+    path, bias = hub / "model.safetensors", "e_score_correction_bias"
+    tensors = load_file(path)
+    if dtype is None:
+        tensors = {name: value if bias in name else value.bfloat16() for name, value in tensors.items()}
+        save_file(tensors, path, {"format": "pt"})
+    from_hub(ConversionRequest(hub, tmp_path / "run", dtype, **PLAIN))
+    assert "precision: bf16" in (tmp_path / "run" / "config.yaml").read_text()
+    ours = stored(tmp_path / "run", 0)
+    for layer in (2, 3, 4):
+        row = ours[f"model.layers.{layer}.mlp.router.expert_bias"]
+        assert row.dtype == torch.float32 and torch.equal(row, tensors[f"model.layers.{layer}.mlp.gate.{bias}"])
+        assert ours[f"model.layers.{layer}.mlp.router.weight"].dtype == torch.bfloat16
+    to_hub(ConversionRequest(tmp_path / "run", tmp_path / "back", **PLAIN))
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(back[name], value.to(back[name].dtype)) for name, value in tensors.items())
+    assert {value.dtype for name, value in back.items() if bias in name} == {torch.float32}
+    assert {value.dtype for name, value in back.items() if bias not in name} == {torch.bfloat16}
 
 
 def test_modules_that_files_lack_are_left_out(tmp_path: Path) -> None:
@@ -119,7 +143,7 @@ def test_two_names_of_a_field_must_agree() -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads of keys apart": ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has 6"),
     "another epsilon": ("deepseek_v3", {"rms_norm_eps": 1e-5}, "norms of latents have this epsilon"),
-    "a bias for the choice": ("deepseek_v3", {"first_k_dense_replace": 1}, "e_score_correction_bias"),
+    "weights that are not divided by their sum": ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
     "groups by their best": ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "scores of groups are sums"),
     "noise": ("mixtral", {"router_jitter_noise": 0.1}, "tokens reach the router as they are"),
     "no step": ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
