@@ -113,7 +113,7 @@ class Router(nn.Module):
         counts_BE = counts_of_sequences(routes.experts_MK, self.experts.num_experts, sequence_M, len(at.tokens_BL))
         if self.sequence_axes:
             counts_BE = self.comm.all_reduce(counts_BE, self.sequence_axes).wait()
-        load_BE = (counts_BE / at.seq_length).to(routes.scores_ME.dtype)
+        load_BE = counts_BE.to(routes.scores_ME.dtype) / at.seq_length
         return balance_terms(routes.scores_ME, load_BE[sequence_M], self.experts.topk)
 
     def _global_terms(self, routes: Routes, _: Pass) -> Tensor:

@@ -1,0 +1,110 @@
+"""Fact: routers give the numbers of one process with every balance option and every load, in float64.
+
+Loss, gradient norm, gradients, parameters, biases and loads of two steps agree between accumulations of 1, 2 and 4
+microbatches, foldings and dispatchers; also where scores tie, experts have no token, or one has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron3d.config.validate.rules import check
+from megatron3d.ops import router
+from megatron3d.verify.layouts import differences
+from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
+from tests.support.turn_ranks import run_turns
+
+BATCH = 4
+MODEL = {**MODELS["experts, shared experts, losses of routers"], "num_layers": 2, "mtp_num_layers": 0}
+NONE = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.0,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias_update_rate": None,
+}
+BALANCES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
+    "global batch": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5},
+    "z-loss": {"moe_z_loss_coeff": 0.3},
+    "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
+}
+EP = "expert_model_parallel_size"
+DISPATCHER = "moe_token_dispatcher_type"
+SEQUENCES = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+# Ranks, sequences of a microbatch, keys of the layout.
+LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (1, 2, {}),
+    (1, 1, {}),
+    (2, 1, {EP: 2, DISPATCHER: "alltoall", "zero_stage": 3}),
+    (2, 2, {EP: 2, DISPATCHER: "allgather", **SEQUENCES}),
+    (2, 1, {"expert_tensor_parallel_size": 2, "context_parallel_size": 2}),
+)
+
+
+def check_layouts(model: dict[str, Any]) -> None:
+    """Compare every layout with one process and one microbatch."""
+    keys = MODEL | model
+    wanted = run_trace(0, 1, settings(keys, BATCH, {}), 2)
+    assert wanted is not None
+    for num_ranks, rows, parallel in LAYOUTS:
+        config = settings(keys, rows, parallel)
+        assert check(config, num_ranks, VOCAB_SIZE) == []
+        got = run_turns(run_trace, num_ranks, config, 2)[0]
+        assert list(differences(wanted, got, TOLERANCE)) == [], (num_ranks, rows, parallel)
+
+
+def settings(keys: dict[str, Any], rows: int, parallel: dict[str, Any]) -> Any:
+    return configure(keys, parallel, micro_batch_size=rows, global_batch_size=BATCH)
+
+
+@pytest.mark.parametrize("name", BALANCES)
+def test_accumulation_and_layout_leave_each_balance(name: str) -> None:
+    check_layouts(NONE | BALANCES[name])
+
+
+def rounded(logits_ME: Tensor) -> Tensor:
+    """Return sigmoids in tenths, of which many tie, with the gradients of sigmoids."""
+    scores_ME = logits_ME.sigmoid()
+    return scores_ME + ((scores_ME * 10).round() / 10 - scores_ME).detach()
+
+
+def equal(logits_ME: Tensor) -> Tensor:
+    """Return scores that are all equal, so that the first experts get every token and the others none."""
+    scores_ME = logits_ME.sigmoid()
+    return scores_ME - scores_ME.detach() + 0.5
+
+
+ONE = {"moe_router_topk": 1, "moe_router_num_groups": None, "moe_router_group_topk": None}
+LOADS: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
+    "ties": (rounded, {}),
+    "experts without tokens": (equal, {"moe_router_load_balancing_type": "global_aux_loss"}),
+    "all tokens to one expert": (equal, ONE),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_every_load_gives_the_numbers_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, model = LOADS[name]
+    monkeypatch.setitem(router._SCORES, "sigmoid", scores)
+    chosen = list[Tensor]()
+    original = router.top_experts
+
+    def top_experts(choice_ME: Tensor, count: int) -> Tensor:
+        chosen.append(original(choice_ME, count))
+        return chosen[-1]
+
+    monkeypatch.setattr(router, "top_experts", top_experts)
+    # The bias of the choice would end the ties after the first step.
+    bias = {"moe_router_enable_expert_bias": False, "moe_router_bias_update_rate": None}
+    check_layouts(bias | model)
+    if scores is equal:
+        topk = model.get("moe_router_topk", MODEL["moe_router_topk"])
+        mine = [each for each in chosen if each.shape[1] == topk]
+        assert mine and all(torch.equal(each, torch.arange(topk).expand_as(each)) for each in mine)
