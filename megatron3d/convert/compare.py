@@ -25,8 +25,8 @@ from megatron3d.convert.hub_fields import HubConfig
 from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
 from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
+from megatron3d.model.layer_kinds import EXPERT_BIAS
 from megatron3d.model.params import EMBEDDING, HEAD
-from megatron3d.model.router_state import EXPERT_BIAS
 from megatron3d.model.stages import Stage, StageAssignment, make_stages
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Mesh

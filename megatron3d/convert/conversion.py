@@ -32,7 +32,7 @@ from megatron3d.convert.hub_fields import HubConfig
 from megatron3d.convert.hub_index import weights_meta
 from megatron3d.convert.hub_weights import DTYPES, HubWeights, refuse_code, rows_of, without_absent_modules
 from megatron3d.convert.output_files import output_folder, read_json, source_file, write_json
-from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
+from megatron3d.convert.safetensors_writer import divide, dtype_of, num_bytes, write_shards
 from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors
 from megatron3d.convert.tokenizer import GENERATION, export_tokenizer, id_value, import_tokenizer, keep_token_ids
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
@@ -200,10 +200,10 @@ def _pieces(table: Sequence[FileTensor], weights: HubWeights, dtype: torch.dtype
 
     def values(tensor: FileTensor, rows: RowRange) -> Tensor:
         found = rows_of(weights.tensor(tensor.name), rows)
-        return found if dtype is None else found.to(tensor.dtype(dtype))
+        return found if dtype is None else found.to(dtype_of(tensor, dtype))
 
     for tensor in table:
-        stored = tensor.dtype(dtype) if dtype else weights.stored(tensor.name).dtype
+        stored = dtype_of(tensor, dtype) if dtype else weights.stored(tensor.name).dtype
         for rows in tensor.row_ranges():
             described = torch.empty(box_shape(rows.box), dtype=stored, device="meta")
             yield Piece(f"model.{rows.name}", rows.shape, rows.box, described, partial(values, tensor, rows))
@@ -221,7 +221,7 @@ def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -
 
 
 def _read(checkpoint: Path, run: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    values = [torch.zeros(tensor.shape, dtype=tensor.dtype(dtype)) for tensor in run]
+    values = [torch.zeros(tensor.shape, dtype=dtype_of(tensor, dtype)) for tensor in run]
     pieces = [
         Piece(f"model.{rows.name}", rows.shape, rows.box, rows_of(whole, rows))
         for tensor, whole in zip(run, values, strict=True)

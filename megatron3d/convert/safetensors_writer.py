@@ -31,9 +31,14 @@ class SafetensorsFile:
     tensors: tuple[FileTensor, ...]
 
 
+def dtype_of(tensor: FileTensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor in a file whose weights have a dtype: state stays in fp32, as training has it."""
+    return torch.float32 if tensor.is_state else dtype
+
+
 def num_bytes(tensor: FileTensor, dtype: torch.dtype) -> int:
     """Return the size in bytes of a tensor's values, in a file whose weights have a dtype."""
-    return torch.Size(tensor.shape).numel() * tensor.dtype(dtype).itemsize
+    return torch.Size(tensor.shape).numel() * dtype_of(tensor, dtype).itemsize
 
 
 def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> tuple[SafetensorsFile, ...]:
@@ -69,7 +74,7 @@ def _write(path: Path, tensors: Sequence[FileTensor], dtype: torch.dtype, values
     end = 0
     for tensor in tensors:
         begin, end = end, end + num_bytes(tensor, dtype)
-        code = _CODES[tensor.dtype(dtype)]
+        code = _CODES[dtype_of(tensor, dtype)]
         header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -77,7 +82,7 @@ def _write(path: Path, tensors: Sequence[FileTensor], dtype: torch.dtype, values
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             value = next(values).contiguous()
-            described = tensor.shape, tensor.dtype(dtype)
+            described = tensor.shape, dtype_of(tensor, dtype)
             assert (tuple(value.shape), value.dtype) == described, f"{tensor.name} is {value.shape}"
             file.write(value.view(-1).view(torch.uint8).numpy().data)
     fsync(path)

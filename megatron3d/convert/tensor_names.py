@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.convert.module_names import LAYER, MODULES, MTP_MODULES, STACKED_EXPERTS
 from megatron3d.model.architecture import Architecture
+from megatron3d.model.layer_kinds import EXPERT_BIAS, router_names
 from megatron3d.model.params import EMBEDDING, HEAD, param_specs
-from megatron3d.model.router_state import EXPERT_BIAS, router_names
 from megatron3d.parallel.layout import Box, Shape
 from megatron3d.parallel.modes import MODES, build_mode
 
@@ -110,10 +108,6 @@ class FileTensor:
     def is_state(self) -> bool:
         """Whether it is state of a router, not a parameter: the bias of its choice."""
         return any(name.endswith(f".{EXPERT_BIAS}") for name, _ in self.parts)
-
-    def dtype(self, weights: torch.dtype) -> torch.dtype:
-        """Return the dtype in a file whose weights have the dtype `weights`: state is in fp32, as training has it."""
-        return torch.float32 if self.is_state else weights
 
     @property
     def joined_shape(self) -> Shape:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from megatron3d.model.architecture import Architecture
 from megatron3d.ops.rotary_spec import Rotary
 
+# State of each router between steps by its name in checkpoints: the bias of its choice, the load of the step before.
+EXPERT_BIAS, LOAD = "expert_bias", "load"
+
 
 @dataclass(frozen=True)
 class AttentionKind:
@@ -52,6 +55,14 @@ def has_experts(arch: Architecture, layer: int) -> bool:
 def expert_layers(arch: Architecture) -> tuple[int, ...]:
     """Return the layers that have a mixture of experts."""
     return tuple(layer for layer in range(arch.num_layers) if has_experts(arch, layer))
+
+
+def router_names(arch: Architecture) -> list[str]:
+    """Return the path of every router of the model, in the order of the forward pass."""
+    layers = [f"layers.{layer}" for layer in expert_layers(arch)]
+    if arch.num_layers and has_experts(arch, arch.num_layers - 1):
+        layers += [f"mtp.{depth}.layer" for depth in range(arch.mtp_num_layers)]
+    return [f"{layer}.mlp.router" for layer in layers]
 
 
 def pattern_length(arch: Architecture) -> int:

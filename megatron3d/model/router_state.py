@@ -19,21 +19,10 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.layer_kinds import expert_layers, has_experts
+from megatron3d.model.layer_kinds import EXPERT_BIAS, LOAD, router_names
 from megatron3d.ops.router import counts_of
 from megatron3d.ops.router_spec import GLOBAL, Balance
 from megatron3d.parallel.mesh import Mesh
-
-EXPERT_BIAS, LOAD = "expert_bias", "load"
-"""Names of the tables."""
-
-
-def router_names(arch: Architecture) -> list[str]:
-    """Return the path of every router of the model, in the order of the forward pass."""
-    layers = [f"layers.{layer}" for layer in expert_layers(arch)]
-    if arch.num_layers and has_experts(arch, arch.num_layers - 1):
-        layers += [f"mtp.{depth}.layer" for depth in range(arch.mtp_num_layers)]
-    return [f"{layer}.mlp.router" for layer in layers]
 
 
 def is_first(mesh: Mesh) -> bool:

@@ -29,7 +29,8 @@ from megatron3d.model.architecture import (
     is_longer_table,
     may_change,
 )
-from megatron3d.model.router_state import EXPERT_BIAS, LOAD, is_first
+from megatron3d.model.layer_kinds import EXPERT_BIAS, LOAD
+from megatron3d.model.router_state import is_first
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
