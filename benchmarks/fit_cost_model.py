@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 
 import numpy as np
+from fit_memory import TERMS as MEMORY_TERMS
+from fit_memory import fit_memory
 from fit_rows import Run, declared_rows
 
 from megatron3d.analysis.cost_model.fitted_terms import FittedTerms
-from megatron3d.analysis.cost_model.practices import FITTED, ON
+from megatron3d.analysis.cost_model.practices import FITTED, ON, fitted_terms
 from megatron3d.analysis.cost_model.step import SimulatedStep, step_time
 
 HEADER = "# Written by benchmarks/fit_cost_model.py; docs/validation.md says how well it does.  Do not edit.\n"
@@ -184,7 +186,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=FITTED, metavar="FILE", help="default: the package's own")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--practices", nargs="+", choices=list(TERMS), default=list(TERMS))
+    parser.add_argument("--only-memory", action="store_true", help="keep the terms of time that the package has")
     arguments = parser.parse_args()
+    found = dict(fitted_terms()) if arguments.only_memory else times_of(arguments)
+    if "nanotron" in found:
+        terms, told = fit_memory(arguments.samples / "nanotron_h100_sample.csv", arguments.folds)
+        found["nanotron"] = found["nanotron"].model_copy(update=terms)
+        print(told)
+    text = HEADER + "".join(written(name, terms) for name, terms in sorted(found.items()))
+    arguments.output.write_text(text, encoding="utf-8")
+
+
+def times_of(arguments: argparse.Namespace) -> dict[str, FittedTerms]:
+    """Return the fitted terms of time by practice, and print the table."""
     practices: dict[str, list[Run]] = defaultdict(list)
     for run in declared_rows(arguments.samples):
         kind = next((name for name in TERMS if name.startswith(run.practice + ON) and run.is_on(name)), None)
@@ -193,12 +207,15 @@ def main() -> None:
     found: dict[str, FittedTerms] = {}
     for line in lines(practices, arguments.folds, found.__setitem__):
         print(line, flush=True)
-    written = HEADER
-    for name, terms in sorted(found.items()):
-        fields = terms.model_dump(include={*TERMS[name], "spread"})
-        shown = ", ".join(f"{key}: {list(value) if key == 'spread' else value}" for key, value in fields.items())
-        written += f"{name if ',' not in name else repr(name)}: {{{shown}}}\n"
-    arguments.output.write_text(written, encoding="utf-8")
+    return found
+
+
+def written(name: str, terms: FittedTerms) -> str:
+    """Return the line of a practice in the file."""
+    memory = (*MEMORY_TERMS, "memory_spread") if terms.activation_memory > 1 else ()
+    values = {key: getattr(terms, key) for key in (*TERMS[name], "spread", *memory)}
+    shown = ", ".join(f"{key}: {list(value) if isinstance(value, tuple) else value}" for key, value in values.items())
+    return f"{name if ',' not in name else repr(name)}: {{{shown}}}\n"
 
 
 if __name__ == "__main__":

@@ -93,6 +93,20 @@ MUTATIONS = [
         ("tests/unit/analysis/planner/test_run_rows.py",),
     ),
     Mutation(
+        "every pipeline rank has logits in predictions",
+        "analysis/memory_model/reserved.py",
+        "return _logits(step.local) if any(stage.has_head for stage in step.stages) else 0",
+        "return _logits(step.local)",
+        ("tests/unit/analysis/memory_model/test_reserved.py",),
+    ),
+    Mutation(
+        "predictions of other frameworks leave out what their allocators hold",
+        "analysis/memory_model/pipeline_ranks.py",
+        "reserved_memory(each, terms)",
+        "reserved_memory(each, NEUTRAL)",
+        ("tests/unit/analysis/memory_model/test_reserved.py",),
+    ),
+    Mutation(
         "results reach other pipeline ranks at once in predictions",
         "pipeline/execution_order.py",
         "(arrives := ends[waits_for] + hop) > start",

@@ -4,6 +4,7 @@
     host time of a layer                              a floor under its kernels
     collective                                        + time of a call, + time of each step of a ring between nodes
     step                                              x (1 + jitter log2(ranks))
+    memory of state, of activations                   x factor, + bytes of the logits of a whole microbatch
 
 Neutral values leave a prediction as it is without them.
 """
@@ -16,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Factor = Annotated[float, Field(ge=0.2, le=20)]
 AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
+# An allocator never holds less than the tensors.
+AtLeast1 = Annotated[float, Field(ge=1, le=20)]
 
 
 class FittedTerms(BaseModel):
@@ -33,7 +36,11 @@ class FittedTerms(BaseModel):
         inner, outer: time of a collective's bytes inside a node and between nodes, relative to the cluster's links.
         fall: exponent with which `outer` grows with the nodes of a group.
         jitter: part of a step that is lost for each doubling of ranks.
+        state_memory: bytes reserved for weights, gradients, optimizer state and buffers, relative to those tensors.
+        activation_memory: bytes reserved for activations and transient tensors, relative to those tensors.
+        logit_memory: bytes reserved for each logit of a whole microbatch, where the loss takes no chunks.
         spread: 10th and 90th percentile of measured over predicted step times in the held-out folds.
+        memory_spread: the same of reserved over predicted bytes of memory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -49,7 +56,11 @@ class FittedTerms(BaseModel):
     outer: Factor = 1.0
     fall: Annotated[float, Field(ge=0, le=3)] = 0.0
     jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
+    state_memory: AtLeast1 = 1.0
+    activation_memory: AtLeast1 = 1.0
+    logit_memory: AtLeast0 = 0.0
     spread: tuple[Factor, Factor] = (0.8, 1.25)
+    memory_spread: tuple[Factor, Factor] = (0.8, 1.25)
 
 
 NEUTRAL = FittedTerms()

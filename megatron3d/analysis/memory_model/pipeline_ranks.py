@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron3d.analysis.memory_model.rank import RankMemory, rank_memory
+from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
+from megatron3d.analysis.memory_model.rank import RankMemory
+from megatron3d.analysis.memory_model.reserved import reserved_memory
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 
 # Pipelines of at most this number of ranks are looked at in full.
 FEW = 8
 
 
-def largest_rank_memory(step: StepSpec) -> RankMemory:
-    """Return the memory of the pipeline rank that needs most."""
-    return max((rank_memory(step.on_pipeline_rank(coord)) for coord in candidates(step)), key=lambda each: each.total)
+def largest_rank_memory(step: StepSpec, terms: FittedTerms = NEUTRAL) -> RankMemory:
+    """Return the memory of the pipeline rank that needs most, as a practice with these terms reserves it."""
+    ranks = (step.on_pipeline_rank(coord) for coord in candidates(step))
+    return max((reserved_memory(each, terms) for each in ranks), key=lambda each: each.total)
 
 
 def candidates(step: StepSpec) -> Sequence[int]:

@@ -63,7 +63,9 @@ def predict_row(row: Mapping[str, Any]) -> Row:
     """Return the prediction of a row.
 
     `step_s` with its 10th and 90th percentile in seconds, `tokens_per_s_per_gpu`, `mfu`, `memory_bytes_per_rank` of the
-    rank that needs most, whether that `fits`, and `refused`, which is None.  Raises UserError if the row has a problem.
+    rank that needs most with the same percentiles, whether that `fits`, and `refused`, which is None.
+
+    Raises UserError if the row has a problem.
     """
     num_gpus = _number(row, "num_gpus", int, 1, MAX_RANKS)
     values, cluster, name = (row.get(key) for key in ("config", "cluster", "practice"))
@@ -84,7 +86,8 @@ def predict_row(row: Mapping[str, Any]) -> Row:
     spec = problem.spec(config)
     seconds, (low, high) = problem.step(spec).step_s, profile.fitted.spread
     tokens_per_s = config.train.global_batch_size * config.model.seq_length / seconds / num_gpus
-    memory_bytes = problem.memory(spec).total + problem.library_bytes(spec)
+    memory, libraries, (least, most) = problem.memory(spec), problem.library_bytes(spec), profile.fitted.memory_spread
+    memory_bytes = memory.total + libraries
     return {
         "step_s": seconds,
         "step_s_p10": low * seconds,
@@ -92,6 +95,8 @@ def predict_row(row: Mapping[str, Any]) -> Row:
         "tokens_per_s_per_gpu": tokens_per_s,
         "mfu": tokens_per_s * flops_per_token(spec.arch) / problem.machine.device.peak,
         "memory_bytes_per_rank": memory_bytes,
+        "memory_bytes_p10": memory.total * least + libraries,
+        "memory_bytes_p90": memory.total * most + libraries,
         "fits": memory_bytes <= problem.memory_bytes,
         "refused": None,
     }

@@ -137,7 +137,7 @@ class PlanningProblem:
     def memory(self, spec: RunSpec) -> RankMemory:
         """Predict the memory of the rank that needs most."""
         simulated, _ = simulated_specs(spec)
-        return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]))
+        return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.profile.fitted)
 
     def library_bytes(self, spec: RunSpec) -> int:
         """Predict what libraries hold outside torch's allocator, on the pipeline rank with most links."""

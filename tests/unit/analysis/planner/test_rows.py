@@ -40,6 +40,7 @@ def test_a_row_comes_back_with_its_prediction() -> None:
     assert 0 < row["step_s_p10"] <= row["step_s"] <= row["step_s_p90"]
     assert row["tokens_per_s_per_gpu"] == pytest.approx(8 * 1024 / row["step_s"] / 4)
     assert 0 < row["mfu"] < 1 and row["memory_bytes_per_rank"] > 2**30
+    assert row["memory_bytes_p10"] < row["memory_bytes_per_rank"] < row["memory_bytes_p90"]
 
 
 def test_a_practice_has_its_name_in_any_case() -> None:
