@@ -32,6 +32,7 @@ from megatron3d.pipeline.simulate import simulate_durations
 from megatron3d.pipeline.spec import stage_flops
 from megatron3d.train.monitor.prediction_check import parts_of
 from megatron3d.viz.curves import Rows, draw, read_run
+from megatron3d.viz.expert_load import draw_load
 
 RECENT, MAX_SPANS = 50, 4000
 MAX_BAD_STEPS = 20
@@ -88,6 +89,7 @@ def report(folder: Path, refresh_s: int | None = None) -> str:
         "num_bad": len(bad),
         "events": _events(rows, bad),
         "curves": figure_svg(draw({name: rows})),
+        "expert_load": None if (load := draw_load(steps)) is None else figure_svg(load),
         "phases": [cells for cells, _ in phases.values()],
         "prediction": _prediction(start.get("step_s", {}), steps, {name: s for name, (_, s) in phases.items()}),
         "configuration": _configuration(folder / "config.yaml"),
