@@ -38,6 +38,8 @@ EXCHANGE_PEAKS = ("tests/unit/analysis/memory_model/test_exchange_peaks.py",)
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
+EXPERT_EXCHANGE = ("tests/unit/ops/test_expert_exchange.py",)
+ROUTER_PROOFS = ("tests/integration/test_router_proofs.py", "-k", "sequences")
 ROUTER_STATE = ("tests/unit/model/test_router_state.py",)
 ROUTER = ("tests/unit/ops/test_router.py",)
 GPT_OSS = ("tests/unit/model/test_peers.py", "-k", "gpt_oss")
@@ -246,21 +248,21 @@ MUTATIONS = [
         "ops/expert_exchange.py",
         "chosen_MK - ranks.rank * ranks.num_local",
         "chosen_MK",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "weights of experts without gradients from other ranks",
         "ops/expert_exchange.py",
         "self._weights_MK = gather_rows(routes.weights_MK, axes, comm)",
         "self._weights_MK = gather_rows(routes.weights_MK.detach(), axes, comm)",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "outputs of experts are not summed",
         "ops/moved_rows.py",
         "return moved(x, gathering(axes, comm).reversed()) if axes else x",
         "return x.chunk(comm.mesh.size(axes))[comm.mesh.index(axes)] if axes else x",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "partial outputs of split experts are not summed",
@@ -302,35 +304,35 @@ MUTATIONS = [
         "ops/expert_exchange.py",
         "exchanging(sent, arrived, ranks.axes, ranks.comm)",
         "exchanging(sent, sent, ranks.axes, ranks.comm)",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "rows of experts in the order of the ranks that sent them",
         "ops/expert_exchange.py",
         "return self._by_expert(self._rows()), self._counts",
         "return self._rows(), self._counts",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "outputs return in the order of experts, not of ranks",
         "ops/expert_exchange.py",
         "moved(self._by_rank(y_RH), self._move.reversed())",
         "moved(y_RH, self._move.reversed())",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "weights at home without gradients",
         "ops/expert_exchange.py",
         "RowOrder(routes.experts_MK, ranks.num_experts), routes.weights_MK\n",
         "RowOrder(routes.experts_MK, ranks.num_experts), routes.weights_MK.detach()\n",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "gradients of rows in the order of experts",
         "ops/expert_rows.py",
         "dy_RH.index_select(0, inverse_R)",
         "dy_RH",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "counts of a sequence from one rank",
@@ -358,7 +360,7 @@ MUTATIONS = [
         "ops/expert_rows.py",
         "rows_RH *= weights_MK.flatten().index_select(0, order_R)",
         "rows_RH *= weights_MK.flatten()[: len(order_R)]",
-        EXPERTS,
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "an expert without rows keeps the last gradient",
@@ -442,6 +444,69 @@ MUTATIONS = [
         "grouped.topk(max(experts.topk // experts.group_topk, 1), dim=-1).values.sum(-1)",
         "grouped.sum(-1)",
         ROUTER,
+    ),
+    Mutation(
+        "counts of all sequences together",
+        "ops/router.py",
+        "(sequence_M.unsqueeze(1) * num_experts + chosen_MK)",
+        "(0 * sequence_M.unsqueeze(1) + chosen_MK)",
+        ROUTER,
+    ),
+    Mutation(
+        "a scaling factor that is not applied",
+        "ops/router.py",
+        "else weights_MK * experts.scaling_factor",
+        "else weights_MK",
+        ROUTER,
+    ),
+    Mutation(
+        "a z-loss without its square",
+        "ops/router.py",
+        "torch.logsumexp(logits_ME, dim=-1).square()",
+        "torch.logsumexp(logits_ME, dim=-1)",
+        ROUTER,
+    ),
+    Mutation(
+        "a balance loss that grows with the experts of a token",
+        "ops/router.py",
+        "(scores_ME.shape[1] / topk)",
+        "scores_ME.shape[1]",
+        ROUTER,
+    ),
+    Mutation(
+        "slots in the order of scores",
+        "ops/router.py",
+        "return best_MK.sort(dim=-1).values",
+        "return best_MK",
+        ROUTER,
+    ),
+    Mutation(
+        "entropy of scores that do not add up to one",
+        "model/router_state.py",
+        "scores_ME / scores_ME.sum(-1, keepdim=True)",
+        "scores_ME",
+        ROUTER_STATE,
+    ),
+    Mutation(
+        "a choice that recomputation makes again",
+        "ops/router.py",
+        "chosen_MK = once(choose)",
+        "chosen_MK = choose()",
+        EXPERTS,
+    ),
+    Mutation(
+        "a sequence's load over this rank's positions",
+        "model/experts.py",
+        "/ at.seq_length",
+        "/ at.local_length",
+        ROUTER_PROOFS,
+    ),
+    Mutation(
+        "an expert's load over steps that share a column of the report",
+        "viz/expert_load.py",
+        "return max((float(each[LOAD]) for each in found), default=math.nan)",
+        "return min((float(each[LOAD]) for each in found), default=math.nan)",
+        ("tests/unit/viz/test_expert_load.py",),
     ),
     Mutation(
         "a fused tensor's rows read from its start",
