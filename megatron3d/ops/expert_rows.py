@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -194,5 +195,4 @@ def add_slots(y_RH: Tensor, rows: RowOrder, weights_MK: Tensor, counts: Sequence
 
 def ranges(counts: Sequence[int]) -> list[slice]:
     """Return consecutive ranges of these lengths."""
-    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
-    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
