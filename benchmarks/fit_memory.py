@@ -55,7 +55,8 @@ def fitted(rows: Vector) -> Vector:
     """Return the terms with the least Huber loss of relative errors, none below its least value."""
     parts, free = rows[:, :3] / rows[:, 3:], np.ones(3, bool)
     while True:
-        found, weights = LEAST.copy(), np.ones(len(rows))
+        found: Vector = LEAST.copy()
+        weights = np.ones(len(rows))
         for _ in range(ROUNDS):
             rest = 1 - parts[:, ~free] @ LEAST[~free]
             found[free] = np.linalg.lstsq(parts[:, free] * weights[:, None], rest * weights, rcond=None)[0]
