@@ -104,8 +104,8 @@ MUTATIONS = [
     Mutation(
         "predictions of other frameworks leave out what their allocators hold",
         "analysis/memory_model/pipeline_ranks.py",
-        "reserved_memory(each, terms)",
-        "reserved_memory(each, NEUTRAL)",
+        "reserved_memory(step.on_pipeline_rank(coord), terms)",
+        "reserved_memory(step.on_pipeline_rank(coord), NEUTRAL)",
         ("tests/unit/analysis/memory_model/test_reserved.py",),
     ),
     Mutation(

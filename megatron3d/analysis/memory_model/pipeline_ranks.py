@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
@@ -15,8 +16,20 @@ FEW = 8
 
 def largest_rank_memory(step: StepSpec, terms: FittedTerms = NEUTRAL) -> RankMemory:
     """Return the memory of the pipeline rank that needs most, as a practice with these terms reserves it."""
-    ranks = (step.on_pipeline_rank(coord) for coord in candidates(step))
-    return max((reserved_memory(each, terms) for each in ranks), key=lambda each: each.total)
+    found = fitting_rank_memory(step, math.inf, terms)
+    assert found is not None, "every memory fits into infinite memory"
+    return found
+
+
+def fitting_rank_memory(step: StepSpec, most: float, terms: FittedTerms = NEUTRAL) -> RankMemory | None:
+    """Return the memory of the pipeline rank that needs most, or None as soon as one is found that needs more bytes
+    than `most`: the others are not looked at."""
+    found: list[RankMemory] = []
+    for coord in candidates(step):
+        found.append(reserved_memory(step.on_pipeline_rank(coord), terms))
+        if found[-1].total > most:
+            return None
+    return max(found, key=lambda each: each.total)
 
 
 def candidates(step: StepSpec) -> Sequence[int]:

@@ -119,11 +119,15 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
     others = tuple(axis for axis in mesh.names if axis != "pipeline")
     least = math.inf if is_by_block else step.bucket_bytes / step.local.wide
     groups: dict[tuple[Axes, int, tuple[int, ...], int, str, Axes], list[int]] = {}
+    alike: dict[object, tuple[Axes, int, Axes, int]] = {}  # most layers differ in names alone
     for block, stage, spec in _params(step):
-        copies = spec.num_copies(mesh, others)
-        shared = mesh.without(step.zero_axes, spec.axes)
-        key = spec.reduce_axes(mesh), copies, spec.holders, stage, block if is_by_block else "", shared
-        groups.setdefault(key, []).append(math.prod(spec.local_shape(mesh)))
+        kind = spec.layout, spec.part_axes, spec.token_axes, tuple(part.padded_shape for part in spec.parts)
+        if kind not in alike:
+            shared, size = mesh.without(step.zero_axes, spec.axes), math.prod(spec.local_shape(mesh))
+            alike[kind] = spec.reduce_axes(mesh), spec.num_copies(mesh, others), shared, size
+        reduced, copies, shared, size = alike[kind]
+        key = reduced, copies, spec.holders, stage, block if is_by_block else "", shared
+        groups.setdefault(key, []).append(size)
     return [
         FlatBufferSize(size, key[0], key[2], key[4], key[5], mesh.size(key[5]))
         for key, sizes in groups.items()
@@ -206,13 +210,13 @@ def buffers(step: StepSpec) -> dict[str, int]:
     local = step.local
     token_bytes = (1 + local.arch.mtp_num_layers) * _TOKEN_BYTES + _DOCUMENT_BYTES * local.resets_positions
     blocks = Counter[str]()
-    for block, _, spec in _params(step):
+    for block, _, spec in _params(step) if step.shards(3) else ():
         blocks[block] += math.prod(spec.local_shape(local.mesh))
     return {
         "tokens": step.num_microbatches * local.sequences_read * local.arch.seq_length * token_bytes,
         "rotary tables": total_bytes(rotary_tables(local)),
         "gathered weights": gathered_weights(step),
-        "whole blocks": _largest(2, blocks.values()) * local.itemsize if step.shards(3) else 0,
+        "whole blocks": _largest(2, blocks.values()) * local.itemsize,
         "GEMM workspace": local.kernels.gemm_workspace + symmetric_bytes(local),
         "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and local.kernels.is_host else 0,
     }

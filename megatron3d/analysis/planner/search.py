@@ -25,7 +25,7 @@ from megatron3d.analysis.cost_model.step import as_configured, load_machine, pre
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.libraries import library_bytes
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
-from megatron3d.analysis.memory_model.pipeline_ranks import largest_rank_memory
+from megatron3d.analysis.memory_model.pipeline_ranks import fitting_rank_memory, largest_rank_memory
 from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.analysis.planner.data_axis_bound import DataAxisBound, unfolded, with_few_experts
@@ -139,6 +139,11 @@ class PlanningProblem:
         simulated, _ = simulated_specs(spec)
         return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.profile.fitted)
 
+    def fitting_memory(self, spec: RunSpec) -> RankMemory | None:
+        """Predict the memory of the rank that needs most; None if a rank needs more than it may use."""
+        simulated, _ = simulated_specs(spec)
+        return fitting_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.memory_bytes, self.profile.fitted)
+
     def library_bytes(self, spec: RunSpec) -> int:
         """Predict what libraries hold outside torch's allocator, on the pipeline rank with most links."""
         ranks = spec.mesh.ranks(("pipeline",))
@@ -194,11 +199,12 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
         if step.step_s >= worst:
             tried += 1
             continue
-        plan = PredictedLayout(layout, config, step, problem.memory(spec), problem.library_bytes(spec))
-        if plan.total_bytes > problem.memory_bytes:
+        memory = problem.fitting_memory(spec)
+        if memory is None or memory.total + (libraries := problem.library_bytes(spec)) > problem.memory_bytes:
             rejected["needs more memory than a rank has"] += 1
             continue
         tried += 1
+        plan = PredictedLayout(layout, config, step, memory, libraries)
         plans = sorted([*plans, plan], key=lambda each: each.step.step_s)[:count]
     if not plans:
         reasons = "; ".join(f"{reason} ({number} layouts)" for reason, number in rejected.most_common(3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
-from megatron3d.analysis.memory_model.pipeline_ranks import candidates, largest_rank_memory
+from megatron3d.analysis.memory_model.pipeline_ranks import candidates, fitting_rank_memory, largest_rank_memory
 from megatron3d.analysis.memory_model.rank import rank_memory
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.config.run_spec import RunSpec
@@ -23,3 +23,5 @@ def test_uneven_pipelines(schedule: str) -> None:
     totals = [rank_memory(step.on_pipeline_rank(coord)).total for coord in range(12)]
     assert largest_rank_memory(step).total == max(totals) > max(totals[0], totals[-1])
     assert len(candidates(step)) < 12
+    assert fitting_rank_memory(step, max(totals)) == largest_rank_memory(step)
+    assert fitting_rank_memory(step, max(totals) - 1) is None
