@@ -85,6 +85,7 @@ def _gather(params: UnitParameters, unit: FsdpUnit, prefetched: Sequence[FsdpUni
 
 def _hook_forward(params: UnitParameters, at: UnitNeighbours, in_backward_now: set[str]) -> None:
     path = at.unit.path
+    used_next = {path, *(unit.path for unit in at.after)}
 
     def before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
         is_recomputed = path in in_backward_now
@@ -92,7 +93,8 @@ def _hook_forward(params: UnitParameters, at: UnitNeighbours, in_backward_now: s
         _gather(params, at.unit, [] if is_recomputed else [*at.after, *backward])
 
     def after_forward(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-        if path not in in_backward_now:  # in a recomputation backward uses the unit next, so it stays
+        # In a recomputation backward uses this unit next, or the one after it, which has prefetched this one: it stays.
+        if in_backward_now.isdisjoint(used_next):
             params.reshard(path)
 
     at.unit.module.register_forward_pre_hook(before_forward)

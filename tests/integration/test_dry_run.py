@@ -171,6 +171,11 @@ def test_recomputation(recompute: str, mode: str) -> None:
     assert problems(config, 8, (5,)) == []
 
 
+def test_zero_3_gathers_layers_that_are_recomputed_in_pairs_twice() -> None:
+    config = configure("llama", {"zero_stage": 3}, 2, global_batch_size=32, **RECOMPUTATIONS["runs"])
+    assert problems(config, 2, (1,)) == []
+
+
 EXCHANGE = {"moe_token_dispatcher_type": "alltoall"}
 
 

@@ -117,6 +117,21 @@ def test_a_recomputed_forward_gathers_nothing_more() -> None:
     assert whole_bytes(buffers) == []
 
 
+def test_units_that_are_recomputed_in_pairs_are_gathered_once_in_backward() -> None:
+    """The first of a pair stays from its recomputation to its backward; it is prefetched in the meantime anyway."""
+    model, buffers, comm = uneven_chain(4)
+    fill_main(buffers, 2.0)
+    loss = recomputed(
+        lambda x: run(model[2:], x), recomputed(lambda x: run(model[:2], x), torch.ones(()).requires_grad_())
+    )
+    comm.events.clear()
+    buffers.begin_step(1)
+    with Most(buffers) as most:
+        loss.backward()
+    assert [e for e in shown(comm.events) if e.startswith("begin")] == [f"begin gather {i}" for i in (3, 2, 1, 0)]
+    assert most.count == 2 and whole_bytes(buffers) == []
+
+
 def test_recomputed_units_are_all_resharded_at_the_end() -> None:
     model, buffers, _ = uneven_chain(4)
     fill_main(buffers, 2.0)
