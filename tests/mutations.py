@@ -785,6 +785,13 @@ MUTATIONS = [
         "min(max(self._num_decayed - self.shard.start, 0), part)",
         "min(self._num_decayed, part)",
     ),
+    Mutation(
+        "ZeRO 3 frees a recomputed layer that backward uses next",
+        "zero/hooks.py",
+        "if in_backward_now.isdisjoint(used_next):",
+        "if path not in in_backward_now:",
+        ("tests/unit/zero/test_hooks.py",),
+    ),
     Mutation("ZeRO 2 keeps the last microbatch only", "zero/flat_buffer.py", "elif self.num_reduced:", "elif False:"),
     Mutation(
         "HSDP replicas not summed",

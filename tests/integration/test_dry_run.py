@@ -171,8 +171,10 @@ def test_recomputation(recompute: str, mode: str) -> None:
     assert problems(config, 8, (5,)) == []
 
 
-def test_zero_3_gathers_layers_that_are_recomputed_in_pairs_twice() -> None:
-    config = configure("llama", {"zero_stage": 3}, 2, global_batch_size=32, **RECOMPUTATIONS["runs"])
+@pytest.mark.parametrize("together", [2, 4])
+def test_zero_3_gathers_all_but_the_last_two_layers_recomputed_together_again(together: int) -> None:
+    recompute = {"recompute_granularity": "full", "recompute_num_layers": together}
+    config = configure("llama", {"zero_stage": 3}, 2, global_batch_size=32, **recompute)
     assert problems(config, 2, (1,)) == []
 
 

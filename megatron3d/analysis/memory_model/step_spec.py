@@ -46,9 +46,15 @@ class StepSpec:
         return replace(self, local=replace(self.local, mesh=self.local.mesh.at(rank)))
 
     def unit_gathers(self, name: str) -> int:
-        """Return how often a microbatch all-gathers an FSDP unit: forward and backward, or each use of a matrix."""
+        """Return how often a microbatch all-gathers an FSDP unit: forward and backward, or each use of a matrix.
+
+        Of layers that are recomputed together, all but the last two are freed in between: few are whole at once.
+        """
         if name not in ("embedding", "head"):
-            return 2
+            runs = [
+                run for stage in self.stages for run in self.local.recompute.runs(stage.layers) if run.is_recomputed
+            ]
+            return 2 + any(name == f"layers.{layer}" for run in runs for layer in run.layers[:-2])
         arch = self.local.arch
         first, last = (any(getattr(stage, end) for stage in self.stages) for end in ("has_embedding", "has_head"))
         heads, embeddings = last * (1 + arch.mtp_num_layers), first + last * arch.mtp_num_layers
