@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,6 +16,8 @@ from torch import Tensor
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.model_schema import ModelConfig
+from megatron3d.convert.hub_weights import rows_of
+from megatron3d.convert.tensor_names import FileTensor
 from megatron3d.model.gpt import GPT
 from megatron3d.model.stages import StageAssignment, make_stages
 from megatron3d.parallel.layout import Part
@@ -94,9 +96,16 @@ def peer_outputs(settings: Mapping[str, Any], tokens_BT: Tensor) -> tuple[Mappin
 
 
 def our_outputs(
-    keys: Mapping[str, Any], weights: Mapping[str, Tensor], tokens_BT: Tensor, names: Mapping[str, str] = LLAMA_NAMES
+    keys: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    tokens_BT: Tensor,
+    names: Mapping[str, str] = LLAMA_NAMES,
+    num_ahead: Sequence[int] = (),
 ) -> Outputs:
-    """Return what our model computes with the weights of a class of transformers."""
+    """Return what our model computes with the weights of a class of transformers.
+
+    `num_ahead`: labels of each module of multi-token prediction, whose losses follow that of the model.
+    """
     model_section = ModelConfig.model_validate(keys)
     assert model_section.vocab_size is not None, "a comparison names its vocabulary"
     arch = resolve_architecture(model_section, model_section.vocab_size)
@@ -111,8 +120,8 @@ def our_outputs(
     for router, table, row in model.routers.rows():
         row.copy_(weights[their_name(f"{router}.{table}", names)])
     stage = assignment.stages[0]
-    loss = model(stage, None, model.begin(tokens_BT, tokens_BT[:, 1:].numel()))
-    loss.backward()
+    loss = model(stage, None, model.begin(tokens_BT, tokens_BT[:, 1:].numel(), num_ahead=num_ahead))
+    loss.sum().backward()
     gradients = {}
     for name, param in model.named_parameters():
         assert param.grad is not None, f"{name} has no gradient"
@@ -122,6 +131,23 @@ def our_outputs(
     with torch.no_grad():
         logits = model(stage, None, model.begin_sampling(tokens_BT[:, :-1]))
     return Outputs(logits, loss.detach(), gradients)
+
+
+class Unchanged(dict[str, str]):
+    """Names that are those of our model."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+def as_ours(theirs: Mapping[str, Tensor], table: tuple[FileTensor, ...]) -> dict[str, Tensor]:
+    """Return the logical tensors in the tensors of a class of transformers."""
+    found: dict[str, Tensor] = {}
+    for tensor in table:
+        for rows in tensor.row_ranges():
+            values = rows_of(theirs[tensor.name], rows)
+            found[rows.name] = torch.cat((found[rows.name], values)) if rows.name in found else values
+    return found
 
 
 def their_name(name: str, names: Mapping[str, str]) -> str:

@@ -17,13 +17,13 @@ from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.convert.config_json import read_settings, write_settings
 from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
 from megatron3d.convert.family_table import family_table
-from megatron3d.convert.hub_weights import STACKED, rows_of
+from megatron3d.convert.hub_weights import STACKED
 from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.convert.reference_models import REFERENCE_LOGITS
-from megatron3d.convert.tensor_names import FileTensor, file_tensors
+from megatron3d.convert.tensor_names import file_tensors
 from megatron3d.errors import UserError
 from tests.support.hub_models import DEFAULTS, GPT2, HUB_FAMILIES, write_hub
-from tests.support.peers import Outputs, check_equal, our_outputs, peer_outputs
+from tests.support.peers import Outputs, Unchanged, as_ours, check_equal, our_outputs, peer_outputs
 from tests.support.tiny_run import ROOT
 
 # The small models of some types as the first files of these types describe them.
@@ -42,26 +42,9 @@ OLDER = {
 TOKENS = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
-class Unchanged(dict[str, str]):
-    """Names that are those of our model."""
-
-    def __missing__(self, name: str) -> str:
-        return name
-
-
 def config_json(hub: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings as transformers writes them."""
     return {**transformers.AutoConfig.for_model(**hub).to_dict(), "architectures": None}
-
-
-def as_ours(theirs: Mapping[str, Tensor], table: tuple[FileTensor, ...]) -> dict[str, Tensor]:
-    """Return the logical tensors in the tensors of a class of transformers."""
-    found: dict[str, Tensor] = {}
-    for tensor in table:
-        for rows in tensor.row_ranges():
-            values = rows_of(theirs[tensor.name], rows)
-            found[rows.name] = torch.cat((found[rows.name], values)) if rows.name in found else values
-    return found
 
 
 def in_files(tensors: Mapping[str, Tensor], model_type: str) -> Mapping[str, Tensor]:
