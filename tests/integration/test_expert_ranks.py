@@ -151,6 +151,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"expert_model_parallel_size": 3},
         "divide no axis of a stage (data 2) into whole pieces; use 1 or 2",
     ),
+    "no product with these experts": (
+        {},
+        {"expert_tensor_parallel_size": 4, "expert_model_parallel_size": 2},
+        "parallel.expert_tensor_parallel_size=4: ETP x EP = 4 x 2 neighbouring ranks divide no axis of a stage (data 2) "
+        "into whole pieces; use 1",
+    ),
     "no experts": ({"num_moe_experts": None}, {"expert_model_parallel_size": 2}, "the model has no experts"),
     "odd experts": ({"num_moe_experts": 9}, {"expert_model_parallel_size": 2}, "2 does not divide"),
     "more chosen than there are": ({"moe_router_topk": 9}, {}, "more than model.num_moe_experts=8; use 1 to 8"),

@@ -88,9 +88,11 @@ def expert_rank_problems(facts: Facts) -> Iterator[str]:
     if ffn % etensor:
         near = one_of(near_divisors(ffn, etensor))
         yield f"{facts.named(ETP)}: {etensor} does not divide the experts' inner size {ffn}; use {near}"
+        return
     possible = _sizes_with(facts, etensor)
     if not possible:
-        fitting = [each for each in range(1, _num_ranks(facts) + 1) if _sizes_with(facts, each) and ffn % each == 0]
+        beside = {each: _sizes_with(facts, each) for each in range(1, _num_ranks(facts) + 1) if ffn % each == 0}
+        fitting = [each for each in beside if size in beside[each]] or [each for each in beside if beside[each]]
         yield f"{facts.named(ETP)}: {_no_refinement(facts)}; use {one_of(fitting)}"
     elif size not in possible:
         yield f"{facts.named(SIZE)}: {_no_refinement(facts)}; use {one_of(possible)}"
