@@ -154,8 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no product with these experts": (
         {},
         {"expert_tensor_parallel_size": 4, "expert_model_parallel_size": 2},
-        "parallel.expert_tensor_parallel_size=4: ETP x EP = 4 x 2 neighbouring ranks divide no axis of a stage (data 2) "
-        "into whole pieces; use 1",
+        "ETP x EP = 4 x 2 neighbouring ranks divide no axis of a stage (data 2) into whole pieces; use 1",
     ),
     "no experts": ({"num_moe_experts": None}, {"expert_model_parallel_size": 2}, "the model has no experts"),
     "odd experts": ({"num_moe_experts": 9}, {"expert_model_parallel_size": 2}, "2 does not divide"),
