@@ -40,6 +40,7 @@ CONTEXT_PAIRS = ("tests/unit/parallel/test_attention_pairs.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
 EXPERT_EXCHANGE = ("tests/unit/ops/test_expert_exchange.py",)
 ROUTER_PROOFS = ("tests/integration/test_router_proofs.py", "-k", "sequences")
+CAPACITY = ("tests/unit/ops/test_expert_capacity.py",)
 ROUTER_STATE = ("tests/unit/model/test_router_state.py",)
 ROUTER = ("tests/unit/ops/test_router.py",)
 GPT_OSS = ("tests/unit/model/test_peers.py", "-k", "gpt_oss")
@@ -486,6 +487,41 @@ MUTATIONS = [
         "scores_ME / scores_ME.sum(-1, keepdim=True)",
         "scores_ME",
         ROUTER_STATE,
+    ),
+    Mutation(
+        "equal weights in the order in which ranks hold their tokens",
+        "ops/expert_capacity.py",
+        "place_C.view(len(row_N), -1)[row_N.argsort()].flatten()",
+        "place_C",
+        CAPACITY,
+    ),
+    Mutation(
+        "capacity of a rank's own positions",
+        "ops/expert_capacity.py",
+        "    if axes:\n",
+        "    if not axes:\n",
+        CAPACITY,
+    ),
+    Mutation(
+        "capacity of all sequences together",
+        "ops/expert_capacity.py",
+        "(row_N // seq_length).unsqueeze(1) * num_experts",
+        "0 * row_N.unsqueeze(1)",
+        CAPACITY,
+    ),
+    Mutation(
+        "an expert keeps the smallest weights",
+        "ops/expert_capacity.py",
+        "argsort(descending=True, stable=True)",
+        "argsort(stable=True)",
+        CAPACITY,
+    ),
+    Mutation(
+        "choices above capacity that go to the last expert",
+        "model/experts.py",
+        "where(kept_MK, self.experts.num_experts)",
+        "where(kept_MK, self.experts.num_experts - 1)",
+        ("tests/integration/test_router_proofs.py", "-k", "dropped"),
     ),
     Mutation(
         "a choice that recomputation makes again",

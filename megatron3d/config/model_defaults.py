@@ -134,10 +134,16 @@ def token_dispatcher(config: Config) -> str:
 
 
 def _balance(model: ModelConfig) -> Balance | None:
-    """Return the terms of the loss that balance the experts' load; None where there is none."""
+    """Return what balances the experts' load in training; None where nothing does."""
     rate = _or_default(model.moe_router_bias_update_rate, DEFAULT_BIAS_UPDATE_RATE)
     rate = rate if model.moe_router_enable_expert_bias else 0.0
-    balance = Balance(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.moe_z_loss_coeff, rate)
+    balance = Balance(
+        model.moe_router_load_balancing_type,
+        model.moe_aux_loss_coeff,
+        model.moe_z_loss_coeff,
+        rate,
+        model.moe_expert_capacity_factor,
+    )
     return None if balance == Balance() else balance
 
 

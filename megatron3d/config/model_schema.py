@@ -192,6 +192,12 @@ class ModelConfig(Section):
     moe_router_bias_update_rate: float | None = Field(
         None, ge=0, description="with moe_router_enable_expert_bias: how far it moves; default: 0.001"
     )
+    moe_expert_capacity_factor: float | None = Field(
+        None,
+        ge=1,
+        description="in training, the most tokens of a sequence that an expert takes, in multiples of an even load; "
+        "others of its tokens are dropped by it; default: none are",
+    )
     moe_aux_loss_coeff: float = Field(0.0, ge=0, description="factor of the loss of moe_router_load_balancing_type")
     moe_z_loss_coeff: float = Field(0.0, ge=0, description="factor of the router's z-loss; 0: none")
     mtp_num_layers: int = Field(

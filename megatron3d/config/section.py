@@ -26,6 +26,7 @@ LARGEST: Mapping[str, int] = {
     "moe_shared_expert_intermediate_size": 10**7,
     "moe_router_num_groups": 10**5,
     "moe_router_group_topk": 10**5,
+    "moe_expert_capacity_factor": 10**5,
     "num_attention_heads": 10**5,
     "num_query_groups": 10**5,
     "kv_channels": 10**5,

@@ -44,6 +44,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.moe_ffn_hidden_size": ("moe_intermediate_size",),
     "model.moe_shared_expert_intermediate_size": ("shared_expert_intermediate_size",),
     "model.moe_router_topk_scaling_factor": ("routed_scaling_factor",),
+    "model.moe_expert_capacity_factor": ("capacity_factor", "moe_capacity_factor", "expert_capacity"),
     "model.moe_router_num_groups": ("n_group",),
     "model.moe_router_group_topk": ("topk_group",),
     "model.no_rope_freq": ("no_rope_layer_interval", "no_rope_layers"),

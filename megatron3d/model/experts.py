@@ -23,12 +23,13 @@ from megatron3d.model.mlp import MLP
 from megatron3d.model.modules import Build
 from megatron3d.model.recompute_spec import MLP_ACT
 from megatron3d.ops.activations import ACTIVATIONS
+from megatron3d.ops.expert_capacity import choices_kept
 from megatron3d.ops.expert_exchange import DISPATCH, ExpertRanks, gather_tokens
 from megatron3d.ops.grouped_matmul import GroupedMatmul, add_biases
 from megatron3d.ops.moved_rows import reduce_rows
 from megatron3d.ops.recompute import recompute_from_input
 from megatron3d.ops.router import Routes, balance_terms, counts_of_sequences, route, with_loss, z_terms
-from megatron3d.ops.router_spec import GLOBAL, SEQUENCE, Balance, Experts
+from megatron3d.ops.router_spec import GLOBAL, SEQUENCE, Balance, Experts, capacity_of
 from megatron3d.ops.token_relayout import TokenRelayout
 
 
@@ -96,7 +97,23 @@ class Router(nn.Module):
         losses = self._losses(logits_ME, routes, at)
         factors = losses.new_tensor((self.balance.coeff, self.balance.z_coeff))
         loss = (losses * factors).sum()
-        return routes._replace(weights_MK=with_loss(routes.weights_MK, loss, at.target.scale))
+        taken = self._within_capacity(routes, at)
+        return taken._replace(weights_MK=with_loss(taken.weights_MK, loss, at.target.scale))
+
+    def _within_capacity(self, routes: Routes, at: Pass) -> Routes:
+        """Return the routes, where choices above an expert's capacity are the index after the last expert."""
+        if self.balance.capacity_factor is None:
+            return routes
+        capacity = capacity_of(self.balance.capacity_factor, at.seq_length, self.experts)
+
+        def choose() -> Tensor:
+            rows_M = at.token_rows(self.home, routes.experts_MK.device)
+            kept_MK = choices_kept(routes, rows_M, at.seq_length, capacity, self.sequence_axes, self.comm)
+            self.state.count_dropped(self.name, kept_MK)
+            return kept_MK
+
+        kept_MK = at.once(f"{self.name}.kept", choose)
+        return routes._replace(experts_MK=routes.experts_MK.where(kept_MK, self.experts.num_experts))
 
     def _losses(self, logits_ME: Tensor, routes: Routes, at: Pass) -> Tensor:
         """Return [2]: this rank's part of the balance loss and of the z-loss, means over the global batch."""

@@ -24,6 +24,9 @@ from megatron3d.ops.router import counts_of
 from megatron3d.ops.router_spec import GLOBAL, Balance
 from megatron3d.parallel.mesh import Mesh
 
+# Columns of the counts besides those of the experts: entropy, dropped choices, least and largest bias.
+_BESIDES = 4
+
 
 def is_first(mesh: Mesh) -> bool:
     """Return whether this rank is the first of those that hold the same state of routers, its pipeline rank's."""
@@ -36,18 +39,24 @@ class RouterCounts(NamedTuple):
     Attributes:
         choices_LE: tokens that chose each expert, dropped ones included.
         entropy_L: sum over tokens of the entropy, in nats, of their scores, once these are divided by their sum.
+        dropped_L: choices that a capacity of experts dropped.
         bias_L2: least and largest bias of the choice in this step.
     """
 
     choices_LE: Tensor
     entropy_L: Tensor
+    dropped_L: Tensor
     bias_L2: Tensor
 
     def rows(self, topk: int, has_bias: bool) -> list[dict[str, float]]:
-        """Return for each router its largest load over the mean, its mean entropy, and the range of its bias."""
+        """Return for each router its largest load, mean entropy, share of choices dropped, and range of its bias."""
         total_L = self.choices_LE.sum(-1)
         largest_L = self.choices_LE.amax(-1) * self.choices_LE.shape[1] / total_L
-        columns = {"max_load": largest_L.tolist(), "entropy": (self.entropy_L * topk / total_L).tolist()}
+        columns = {
+            "max_load": largest_L.tolist(),
+            "entropy": (self.entropy_L * topk / total_L).tolist(),
+            "dropped": (self.dropped_L / total_L).tolist(),
+        }
         if has_bias:
             columns |= dict(zip(("bias_min", "bias_max"), self.bias_L2.T.tolist(), strict=True))
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -77,7 +86,9 @@ class RouterState:
         if self._experts is None:
             return
         shape = len(self._held), self._experts.num_experts
-        self._counts = torch.zeros(len(self.names), self._experts.num_experts + 3, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(
+            len(self.names), self._experts.num_experts + _BESIDES, dtype=torch.float64, device=device
+        )
         if self._experts.has_expert_bias:
             self._tables[EXPERT_BIAS] = torch.zeros(shape, device=device)
         if self._balance.loss == GLOBAL:
@@ -111,7 +122,12 @@ class RouterState:
         row, num_experts = self._counts[self.names.index(name)], scores_ME.shape[1]
         row[:num_experts] += counts_of(chosen_MK.flatten().sort().values, num_experts)
         if self._is_watching:
-            row[-3] += torch.special.entr(scores_ME / scores_ME.sum(-1, keepdim=True)).sum()
+            row[-4] += torch.special.entr(scores_ME / scores_ME.sum(-1, keepdim=True)).sum()
+
+    def count_dropped(self, name: str, kept_MK: Tensor) -> None:
+        """Count the choices of a microbatch's tokens on this rank that no expert takes."""
+        if self._is_counting and self._counts is not None:
+            self._counts[self.names.index(name), -3] += (~kept_MK).sum()
 
     def reduce(self, comm: Comm) -> RouterCounts | None:
         """End the step's counting and return the counts of all ranks; None where nothing was counted."""
@@ -123,7 +139,7 @@ class RouterState:
             held = [self.names.index(name) for name in self._held]
             mine[held, -2:] = torch.stack((bias_LE.amin(-1), bias_LE.amax(-1)), -1).to(mine.dtype)
         total = comm.all_reduce(mine, comm.mesh.names).wait()
-        return RouterCounts(total[:, :-3], total[:, -3], total[:, -2:])
+        return RouterCounts(total[:, :-_BESIDES], total[:, -4], total[:, -3], total[:, -2:])
 
     def update(self, counts: RouterCounts | None, skipped: Tensor) -> None:
         """Move biases towards an even load, and keep the load; where a step is skipped (1.0) both stay."""

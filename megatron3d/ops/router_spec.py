@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -41,6 +42,11 @@ class Experts:
     has_expert_bias: bool = False
 
 
+def capacity_of(factor: float, seq_length: int, experts: Experts) -> int:
+    """Return the most tokens that an expert takes of one sequence: `factor` times those of an even load, rounded up."""
+    return math.ceil(factor * seq_length * experts.topk / experts.num_experts)
+
+
 @dataclass(frozen=True)
 class Balance:
     """What balances the experts' load in training, which no parameter depends on.
@@ -50,9 +56,12 @@ class Balance:
         coeff: factor of that loss.
         z_coeff: factor of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
         bias_update_rate: step of the choice's bias.
+        capacity_factor: most tokens of a sequence that an expert takes, in multiples of an even load; None: all that
+            choose it.
     """
 
     loss: str = "none"
     coeff: float = 0.0
     z_coeff: float = 0.0
     bias_update_rate: float = 0.0
+    capacity_factor: float | None = None

@@ -63,6 +63,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 24,
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": 0.1,
+        "moe_expert_capacity_factor": 3.0,  # of 8 experts for 3 choices: none is dropped
     },
     "latent": {
         "family": "llama",

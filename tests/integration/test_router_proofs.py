@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron3d.config.validate.rules import check
+from megatron3d.model.experts import Router
+from megatron3d.model.microbatch import Pass
 from megatron3d.ops import router
+from megatron3d.ops.router import Routes
 from megatron3d.verify.layouts import differences
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
 from tests.support.turn_ranks import run_turns
@@ -27,6 +30,7 @@ NONE = {
     "moe_z_loss_coeff": 0.0,
     "moe_router_enable_expert_bias": False,
     "moe_router_bias_update_rate": None,
+    "moe_expert_capacity_factor": None,
 }
 BALANCES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -34,6 +38,7 @@ BALANCES: dict[str, dict[str, Any]] = {
     "global batch": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5},
     "z-loss": {"moe_z_loss_coeff": 0.3},
     "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
+    "capacity": {"moe_expert_capacity_factor": 1.0},
 }
 EP = "expert_model_parallel_size"
 DISPATCHER = "moe_token_dispatcher_type"
@@ -86,6 +91,7 @@ LOADS: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
     "ties": (rounded, {}),
     "experts without tokens": (equal, {"moe_router_load_balancing_type": "global_aux_loss"}),
     "all tokens to one expert": (equal, ONE),
+    "all tokens to one expert, which takes some": (equal, ONE | {"moe_expert_capacity_factor": 1.5}),
 }
 
 
@@ -108,3 +114,21 @@ def test_every_load_gives_the_numbers_of_one_process(name: str, monkeypatch: pyt
         topk = model.get("moe_router_topk", MODEL["moe_router_topk"])
         mine = [each for each in chosen if each.shape[1] == topk]
         assert mine and all(torch.equal(each, torch.arange(topk).expand_as(each)) for each in mine)
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_dropped_choices_add_nothing(dispatcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step equals one in which experts compute the dropped choices too, with weights of 0."""
+    config = settings(MODEL | {"moe_expert_capacity_factor": 1.0}, 2, {EP: 2, DISPATCHER: dispatcher})
+    got = run_turns(run_trace, 2, config, 2)[0]
+    within, shares = Router._within_capacity, list[float]()
+
+    def without_weight(self: Router, routes: Routes, at: Pass) -> Routes:
+        taken_MK = within(self, routes, at).experts_MK < self.experts.num_experts
+        shares.append(taken_MK.double().mean().item())
+        return routes._replace(weights_MK=routes.weights_MK * taken_MK)
+
+    monkeypatch.setattr(Router, "_within_capacity", without_weight)
+    wanted = run_turns(run_trace, 2, config, 2)[0]
+    assert max(shares) < 1
+    assert list(differences(wanted, got, TOLERANCE)) == []

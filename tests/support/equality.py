@@ -98,6 +98,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "moe_z_loss_coeff": 0.3,
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.05,
+        "moe_expert_capacity_factor": 1.2,
         "hidden_dropout": 0.1,
         "mtp_num_layers": 1,
     },

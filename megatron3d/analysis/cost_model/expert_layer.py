@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdown, combine, exposed_time
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
+from megatron3d.analysis.memory_model.expert_memory import INDEX
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.ops.router_spec import SEQUENCE, Experts
 from megatron3d.parallel.expert_exchange import (
@@ -43,6 +44,10 @@ def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterat
     if axes and local.arch.balance is not None and local.arch.balance.loss == SEQUENCE:
         counts = 2 * local.sequences_read * experts.num_experts * _COUNT_BYTES
         yield from forwards * [_ring("all_reduce", axes, counts, local)]
+    if axes and forwards and local.arch.balance is not None and local.arch.balance.capacity_factor is not None:
+        ranks, slots = mesh.size(axes), local.home_tokens * experts.topk
+        for each in (slots * INDEX, slots * local.wide, local.home_tokens * INDEX):
+            yield _ring("all_gather", axes, ranks * each, local)
 
 
 def dispatch_sizes(local: LocalSizes, experts: Experts) -> DispatchSizes:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
-from megatron3d.ops.router_spec import SEQUENCE, Experts
+from megatron3d.ops.router_spec import SEQUENCE, Experts, capacity_of
 from megatron3d.parallel.expert_exchange import ALLGATHER
 
 # Bytes of an index.
@@ -98,7 +98,9 @@ def combination_peak(local: LocalSizes) -> int:
 def kept_choices(local: LocalSizes, layers: Iterable[int]) -> int:
     """Return the bytes of the choices of experts that recomputed layers keep."""
     kinds = ((each, count) for each, count in local.by_kind(layers) if each.experts is not None)
-    return sum(count * each.home_tokens * each.experts.topk * INDEX for each, count in kinds if each.experts)
+    has_capacity = local.arch.balance is not None and local.arch.balance.capacity_factor is not None
+    choice = INDEX + has_capacity  # and whether its expert takes it
+    return sum(count * each.home_tokens * each.experts.topk * choice for each, count in kinds if each.experts)
 
 
 def rows_combined(local: LocalSizes, experts: Experts) -> int:
@@ -107,9 +109,19 @@ def rows_combined(local: LocalSizes, experts: Experts) -> int:
 
 
 def worst_load(local: LocalSizes, experts: Experts) -> float:
-    """Return the largest load of a rank: each token of its group chooses as many of its experts as it can."""
-    ranks = local.mesh.size(local.mode.experts)
-    return ranks * min(experts.topk, experts.num_experts // ranks) / experts.topk
+    """Return the largest load of a rank: each token of its group chooses as many of its experts as it can.
+
+    With a capacity its experts take no more than that of each sequence which the group has tokens of.
+    """
+    ranks, balance = local.mesh.size(local.mode.experts), local.arch.balance
+    num_local = experts.num_experts // ranks
+    worst = ranks * min(experts.topk, num_local) / experts.topk
+    if balance is None or balance.capacity_factor is None:
+        return worst
+    group = {*local.mode.experts, *local.mode.etensor, *local.mode.batch_axes}
+    parts = local.mesh.size(local.mesh.nontrivial(axis for axis in local.mode.home if axis not in group))
+    taken = num_local * capacity_of(balance.capacity_factor, local.arch.seq_length, experts)
+    return min(worst, ranks * parts * taken / (local.arch.seq_length * experts.topk))
 
 
 def _gathers(local: LocalSizes) -> bool:

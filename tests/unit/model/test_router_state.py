@@ -72,7 +72,8 @@ def test_a_bias_rises_where_the_load_is_below_the_mean() -> None:
     torch.testing.assert_close(bias, 0.05 * torch.tensor([-1.0, -1, 0, 0, 1, 1, 1, 1]))
     torch.testing.assert_close(load, 3 / 8 * torch.tensor([4.0, 2, 1, 1, 0, 0, 0, 0]))
     row, *_ = counts.rows(2, has_bias=True)
-    assert row == pytest.approx({"max_load": 4.0, "entropy": math.log(EXPERTS), "bias_min": 0.0, "bias_max": 0.0})
+    even = {"max_load": 4.0, "entropy": math.log(EXPERTS), "dropped": 0.0, "bias_min": 0.0, "bias_max": 0.0}
+    assert row == pytest.approx(even)
     before = bias.clone(), load.clone()
     row, *_ = step(routers, [[6, 7]], skipped=1.0).rows(2, has_bias=True)
     assert torch.equal(bias, before[0]) and torch.equal(load, before[1]), "a skipped step leaves both"
@@ -82,6 +83,15 @@ def test_a_bias_rises_where_the_load_is_below_the_mean() -> None:
 def test_all_tokens_may_go_to_one_expert() -> None:
     row, *_ = step(state(), 5 * [[7]]).rows(1, has_bias=False)
     assert row["max_load"] == EXPERTS
+
+
+def test_dropped_choices_are_a_share_of_all() -> None:
+    routers = state()
+    routers.begin_step(is_watched=True)
+    routers.count(NAME, torch.tensor([[0, 1], [0, 2]]), torch.ones(2, EXPERTS))
+    routers.count_dropped(NAME, torch.tensor([[True, True], [False, True]]))
+    counts = routers.reduce(ProcessComm(Mesh((("pipeline", 1), ("replica", 1), ("data", 1))), ()))
+    assert counts is not None and counts.rows(2, has_bias=False)[0]["dropped"] == 0.25
 
 
 def test_nothing_is_counted_outside_of_a_step() -> None:
