@@ -20,7 +20,7 @@ from megatron3d.analysis.cost_model.hardware import load_cluster
 from megatron3d.analysis.cost_model.practices import practice
 from megatron3d.analysis.planner.fixed_keys import read_fixed
 from megatron3d.analysis.planner.nearby import nearby_table, search_nearby
-from megatron3d.analysis.planner.options import ContextChoice, LayoutChoice, TensorChoice
+from megatron3d.analysis.planner.options import ContextChoice, ExpertChoice, LayoutChoice, TensorChoice
 from megatron3d.analysis.planner.plan_report import (
     compare_plans,
     explain_plan,
@@ -28,10 +28,11 @@ from megatron3d.analysis.planner.plan_report import (
     result_table,
     scaling_table,
 )
+from megatron3d.analysis.planner.problem import SPARE, PlanningProblem, PredictedLayout
 from megatron3d.analysis.planner.row_report import error_table
 from megatron3d.analysis.planner.rows import predict_line, predict_rows
 from megatron3d.analysis.planner.run_rows import row_of_run
-from megatron3d.analysis.planner.search import SPARE, PlanningProblem, PredictedLayout, search
+from megatron3d.analysis.planner.search import search
 from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.cli import resolve
 from megatron3d.config.read import Resolved, read_config
@@ -64,6 +65,7 @@ def layout_of(config: Config) -> LayoutChoice:
         ContextChoice(
             parallel.context_parallel_size, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes or ()
         ),
+        ExpertChoice(parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size),
     )
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.analysis.planner.search import PlanningProblem, search
+from megatron3d.analysis.planner.problem import PlanningProblem
+from megatron3d.analysis.planner.search import search
 from megatron3d.config.cli import parse_args
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config

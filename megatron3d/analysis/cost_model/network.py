@@ -55,12 +55,12 @@ class Network:
         return self._shared(latency_s, bytes_s, min(2 / mesh.world_size, 1.0))
 
     @cached_property
-    def _known_members(self) -> dict[tuple[object, Axes], list[int]]:
+    def _known_members(self) -> dict[tuple[object, object, Axes], list[int]]:
         return {}
 
     def _members(self, mesh: Mesh, axes: Axes) -> list[int]:
         """Return `members_by_level`, which the search of a planner asks for a hundred thousand times."""
-        key = mesh.axes, axes
+        key = mesh.axes, mesh.pieces, axes
         if key not in self._known_members:
             self._known_members[key] = members_by_level(self.cluster, mesh, axes)
         return self._known_members[key]

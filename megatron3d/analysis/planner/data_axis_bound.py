@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from megatron3d.analysis.cost_model.data_axis import ParamCounts, collectives_per_step, data_axis_time
 from megatron3d.analysis.cost_model.layer import Machine
-from megatron3d.analysis.planner.options import PipelineShare
-from megatron3d.config.run_spec import RunSpec
+from megatron3d.analysis.planner.options import ExpertChoice, PipelineShare
 from megatron3d.model.architecture import Architecture
+from megatron3d.parallel.expert_ranks import fold, stage_axes, with_experts
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes.mode import Mode
 
@@ -35,18 +35,17 @@ class DataAxisBound:
         return self._machine.device.comm_tax * (num_sums * sums_s + num_gathers * gathers_s)
 
 
-def unfolded(spec: RunSpec) -> tuple[Architecture, Mode]:
-    """Return model and mode of a bound that knows no folding of experts: each rank has as many, as narrow."""
-    arch, parallel = spec.arch, spec.config.parallel
-    if arch.experts is None or not (spec.mode.experts or spec.mode.etensor):
-        return arch, spec.mode
-    count, size = arch.experts.num_experts, arch.experts.ffn_hidden_size
-    experts = replace(
-        arch.experts,
-        num_experts=count // parallel.expert_model_parallel_size,
-        ffn_hidden_size=size // parallel.expert_tensor_parallel_size,
-    )
-    return replace(arch, experts=experts), replace(spec.mode, experts=(), etensor=(), pieces=())
+def fewest_ranks(mode: Mode, experts: ExpertChoice) -> tuple[Mode, Mesh] | None:
+    """Return mode and mesh of the fewest data-parallel ranks that experts are distributed over; None if none have them.
+
+    The ranks of an expert group are neighbours, so that its exchanges take as long with more data-parallel ranks.
+    """
+    inner = math.prod(size for _, size in mode.axes)
+    axes = stage_axes(mode, math.lcm(inner, experts.size * experts.split) // inner)
+    if fold(axes, experts.size, experts.split) is None:
+        return None
+    folded = with_experts(mode, experts.size, experts.split, axes)
+    return folded, Mesh((("pipeline", 1), *axes), 0, folded.pieces)
 
 
 def with_few_experts(arch: Architecture) -> Architecture:

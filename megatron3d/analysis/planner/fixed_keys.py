@@ -17,6 +17,8 @@ VALUES: Mapping[str, Callable[[LayoutChoice], object]] = {
     "parallel.tensor_model_parallel_size": lambda layout: layout.tensor.size,
     "parallel.context_parallel_size": lambda layout: layout.context.size,
     "parallel.cp_comm_type": lambda layout: layout.context.exchange,
+    "parallel.expert_model_parallel_size": lambda layout: layout.experts.size,
+    "parallel.expert_tensor_parallel_size": lambda layout: layout.experts.split,
     "parallel.pipeline_model_parallel_size": lambda layout: layout.pipeline,
     "parallel.pipeline_schedule": lambda layout: layout.schedule,
     "parallel.virtual_pipeline_model_parallel_size": lambda layout: layout.virtual,

@@ -12,7 +12,8 @@ from megatron3d.analysis.memory_model.table import align_columns
 from megatron3d.analysis.planner.fixed_keys import FixedKeys
 from megatron3d.analysis.planner.options import divisors
 from megatron3d.analysis.planner.plan_report import MATTERS
-from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, search
+from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
+from megatron3d.analysis.planner.search import search
 from megatron3d.errors import UserError
 
 # Numbers are nearby up to this relative distance; at most MOST are tried on each side.

@@ -18,6 +18,8 @@ from megatron3d.pipeline.schedules import SCHEDULES
 # Larger tensor-parallel and pipeline sizes never pay off on the clusters that we know.
 MAX_TENSOR, MAX_PIPELINE = 64, 64
 MAX_MICRO_BATCH, MAX_VIRTUAL = 16, 12
+# More ranks of an expert lie outside a node.
+MAX_SPLIT = 8
 RECOMPUTATIONS = (None, "selective", "full")
 # With fewer positions per context rank, data-parallel ranks are as good in memory and communicate less.
 MIN_POSITIONS = 8192
@@ -59,6 +61,20 @@ WHOLE = ContextChoice()
 
 
 @dataclass(frozen=True, order=True)
+class ExpertChoice:
+    """Ranks that the experts of a layer are distributed over, and ranks that split each expert."""
+
+    size: int = 1
+    split: int = 1
+
+    def __str__(self) -> str:
+        return f"EP {self.size}" + f" ETP {self.split}" * (self.split > 1)
+
+
+TOGETHER = ExpertChoice()
+
+
+@dataclass(frozen=True, order=True)
 class LayoutChoice:
     """Layout of a run, and the other choices that the planner makes."""
 
@@ -70,6 +86,7 @@ class LayoutChoice:
     micro_batch_size: int = 1
     recompute: str | None = None
     context: ContextChoice = WHOLE
+    experts: ExpertChoice = TOGETHER
 
     def apply_to(self, config: Config) -> Config:
         """Return a configuration with these choices; nothing is validated."""
@@ -82,6 +99,9 @@ class LayoutChoice:
             "context_parallel_size": self.context.size,
             "cp_comm_type": self.context.exchange,
             "hierarchical_context_parallel_sizes": self.context.hierarchy or None,
+            "expert_model_parallel_size": self.experts.size,
+            "expert_tensor_parallel_size": self.experts.split,
+            "moe_token_dispatcher_type": config.parallel.moe_token_dispatcher_type if self.experts.size > 1 else None,
             "pipeline_model_parallel_size": self.pipeline,
             "pipeline_schedule": self.schedule,
             "pipeline_schedule_file": None,
@@ -103,11 +123,12 @@ class LayoutChoice:
         pipeline = f"PP {self.pipeline} {self.schedule}{virtual}" if self.pipeline > 1 else "no PP"
         again = f", recompute {self.recompute}" if self.recompute else ""
         context = f", {self.context}" if self.context.size > 1 else ""
+        context += f", {self.experts}" if self.experts != TOGETHER else ""
         return f"{self.tensor}{context}, {pipeline}, ZeRO {self.zero_stage}, microbatch {self.micro_batch_size}{again}"
 
 
 # Fields of a LayoutChoice, in order.
-LayoutFields = tuple[TensorChoice, int, str, int, int, int, str | None, ContextChoice]
+LayoutFields = tuple[TensorChoice, int, str, int, int, int, str | None, ContextChoice, ExpertChoice]
 
 
 class PipelineShare(NamedTuple):
@@ -162,6 +183,18 @@ def context_choices(num_ranks: int, arch: Architecture, tensor: TensorChoice, no
         inner = max(_powers(1, min(node // tensor.size, size // 2)), default=1)
         if inner > 1 and heads % inner == 0:
             yield ContextChoice(size, BOTH, (inner, size // inner))
+
+
+def expert_choices(arch: Architecture, num_tensor: int, num_ranks: int) -> Iterator[ExpertChoice]:
+    """Yield how experts may be distributed over `num_ranks` ranks: whole ones, or split over the tensor ranks."""
+    yield TOGETHER
+    if arch.experts is None:
+        return
+    for split in sorted({1, num_tensor}):
+        if split > MAX_SPLIT or arch.experts.ffn_hidden_size % split:
+            continue
+        sizes = (size for size in divisors(arch.experts.num_experts) if num_ranks % (size * split) == 0)
+        yield from (choice for size in sizes if (choice := ExpertChoice(size, split)) != TOGETHER)
 
 
 def signature(mode: Mode) -> object:

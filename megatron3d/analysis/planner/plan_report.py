@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.analysis.cost_model.breakdown import is_exposed
 from megatron3d.analysis.memory_model.table import align_columns
-from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, SearchResult
+from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
+from megatron3d.analysis.planner.search import SearchResult
 
 DAY_S = 86400.0
 # Step times that differ less are within the prediction's error.

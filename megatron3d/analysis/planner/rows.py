@@ -16,7 +16,7 @@ from typing import Any
 from megatron3d.analysis.cost_model.execution_profile import OURS
 from megatron3d.analysis.cost_model.hardware import load_cluster
 from megatron3d.analysis.cost_model.practices import practice
-from megatron3d.analysis.planner.search import PlanningProblem
+from megatron3d.analysis.planner.problem import PlanningProblem
 from megatron3d.config.read import read_values
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice
-from megatron3d.analysis.planner.search import PlanningProblem
+from megatron3d.analysis.planner.problem import PlanningProblem
 from megatron3d.config.schema import Config
 from megatron3d.parallel.modes import MODES
 

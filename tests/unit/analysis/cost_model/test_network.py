@@ -74,3 +74,12 @@ def test_a_transfer_between_nodes_is_never_faster(num_bytes: float, factor: int)
 
 def test_groups_of_one_rank_send_nothing() -> None:
     assert Network(load_cluster("selene")).seconds(Traffic("all_reduce", ("group",), 0.0), mesh(4, 1)) == 0
+
+
+def test_pieces_of_one_name_and_other_sizes_are_other_groups() -> None:
+    """Layouts of experts split the data axis into pieces that differ in nothing but their sizes."""
+    network, call = Network(load_cluster("perlmutter")), Traffic("all_gather", ("data.0",), 1e9)
+    pieces = ((("data.0", 2), ("data.1", 8)), (("data.0", 8), ("data.1", 2)))
+    meshes = [Mesh((("data", 16),), 0, (("data", sizes),)) for sizes in pieces]
+    alone = [Network(load_cluster("perlmutter")).seconds(call, mesh) for mesh in meshes]
+    assert [network.seconds(call, mesh) for mesh in meshes] == alone and alone[0] != alone[1]

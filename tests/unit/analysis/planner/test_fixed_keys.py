@@ -8,7 +8,8 @@ import pytest
 
 from megatron3d.analysis.planner.fixed_keys import VALUES, read_fixed
 from megatron3d.analysis.planner.options import LayoutChoice, TensorChoice, pipelines
-from megatron3d.analysis.planner.search import PlanningProblem, search
+from megatron3d.analysis.planner.problem import PlanningProblem
+from megatron3d.analysis.planner.search import search
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 

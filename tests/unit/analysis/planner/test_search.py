@@ -14,6 +14,7 @@ import pytest
 from megatron3d.analysis.cost_model.step import simulated_step, step_time
 from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.planner import search as searching
+from megatron3d.analysis.planner.bounds import layout_bounds
 from megatron3d.analysis.planner.fixed_keys import FixedKeys
 from megatron3d.analysis.planner.nearby import nearby_problems, nearby_table, search_nearby
 from megatron3d.analysis.planner.options import (
@@ -25,7 +26,8 @@ from megatron3d.analysis.planner.options import (
     tensor_choices,
 )
 from megatron3d.analysis.planner.plan_report import places
-from megatron3d.analysis.planner.search import PlanningProblem, PredictedLayout, SearchResult, search
+from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
+from megatron3d.analysis.planner.search import SearchResult, search
 from megatron3d.config.cli import resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -56,7 +58,7 @@ def test_the_best_is_the_best_of_all() -> None:
     """Every bound is a lower bound, and no layout that fits is faster than the first."""
     here, rejected = problem(4), Counter[str]()
     best = search(here, 1).plans[0].step.step_s
-    bounds = list(searching._bounds(here, rejected))
+    bounds = list(layout_bounds(here, rejected))
     for bound in bounds[:: max(1, len(bounds) // 60)]:
         if not check(bound.layout.apply_to(here.config), 4, 8192):
             seconds = here.plan(bound.layout).step.step_s
@@ -74,7 +76,7 @@ def test_bounds_are_lower_with_compiled_kernels_and_large_heads() -> None:
     for compiles in (False, True):
         train = {"global_batch_size": 32, "precision": "bf16", "compile": compiles}
         here = PlanningProblem(Config.model_validate({"model": model, "train": train}), 131072, "perlmutter", 4)
-        bounds = {bound.layout: bound.seconds for bound in searching._bounds(here, Counter[str](), ["1d"])}
+        bounds = {bound.layout: bound.seconds for bound in layout_bounds(here, Counter[str](), ["1d"])}
         for layout, tightness in ((LayoutChoice(alone, zero_stage=1), 0.9), (LayoutChoice(alone, 4), 0.7)):
             seconds = here.plan(layout).step.step_s
             assert tightness * seconds <= bounds[layout] <= seconds
@@ -147,7 +149,7 @@ def test_long_sequences_are_split_over_context_ranks() -> None:
     whole, split = (here.plan(LayoutChoice(alone, zero_stage=1, context=ContextChoice(size))) for size in (1, 8))
     assert "CP 8 all_gather" in str(split.layout) and check(split.config, 8, 8192) == []
     assert split.memory.categories["activations"] < 0.25 * whole.memory.categories["activations"]
-    bounds = {bound.layout.context for bound in searching._bounds(here, Counter[str](), ["1d"])}
+    bounds = {bound.layout.context for bound in layout_bounds(here, Counter[str](), ["1d"])}
     assert {each.exchange for each in bounds if each.size == 8} == {*CONTEXT_EXCHANGES}
     assert ContextChoice(8, "a2a+p2p", (4, 2)) in bounds  # heads move within a node of 4
 
