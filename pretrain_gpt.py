@@ -11,6 +11,7 @@ import megatron3d.runtime.interrupt  # noqa: F401
 import sys
 
 from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.runtime import process
 from megatron3d.runtime.console import outlive_readers
 from megatron3d.runtime.exit_codes import ExitCode
@@ -23,12 +24,21 @@ def main() -> int:
     arguments = parse_args(sys.argv[1:])
     env = process.launcher_env()
     if arguments.check:
-        return run_check(arguments, env.world_size)
+        return run_check(arguments, env.world_size, memory_at_worst)
     if arguments.dry_run:
         from megatron3d.verify.dry_run.program import run_dry
 
         return run_dry(arguments, env.world_size)
     return pretrain(arguments, env.world_size)
+
+
+def memory_at_worst(spec: RunSpec) -> list[str]:
+    """Return the memory of a run whose experts get unequal numbers of tokens, as text; none where all ranks get all."""
+    from megatron3d.analysis.memory_model.kernel_memory import KERNELS
+    from megatron3d.analysis.memory_model.step_spec import make_step_spec
+    from megatron3d.analysis.memory_model.table import worst_load_lines
+
+    return worst_load_lines(make_step_spec(spec, KERNELS["gpu"])) if spec.arch.vocab_size else []
 
 
 def pretrain(arguments: Arguments, world_size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,8 +106,15 @@ def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: 
     return Resolved(reading.config, reading.origins)
 
 
-def run_check(arguments: Arguments, environ_world_size: int | None = None) -> int:
-    """Print the resolved configuration and its arithmetic, or every problem on stderr; return the exit code, 0 or 2."""
+def run_check(
+    arguments: Arguments,
+    environ_world_size: int | None = None,
+    forecasts: Callable[[RunSpec], Iterable[str]] = lambda _: (),
+) -> int:
+    """Print the resolved configuration and its arithmetic, or every problem on stderr; return the exit code, 0 or 2.
+
+    `forecasts` returns what else is known of a valid run, as lines.
+    """
     world_size, elsewhere = arguments.world_size or environ_world_size or 1, arguments.world_size is not None
     try:
         resolved = resolve(arguments.config, arguments.overrides, world_size, elsewhere)
@@ -118,7 +125,8 @@ def run_check(arguments: Arguments, environ_world_size: int | None = None) -> in
     print(render(resolved))
     print(batch_arithmetic(RunSpec(resolved.config, world_size)))
     print(parameter_line(resolved.config))
-    for line in slow_shapes(RunSpec(resolved.config, world_size)):
+    spec = RunSpec(resolved.config, world_size)
+    for line in (*slow_shapes(spec), *forecasts(spec)):
         print(line)
     for problem in check_files(resolved.config, world_size, resolved.origins) if elsewhere else ():
         print(f"on this machine: {problem}")

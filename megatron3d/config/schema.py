@@ -93,6 +93,12 @@ class ParallelConfig(Section):
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] | None = Field(
         None, description="how tokens reach the ranks of their experts; default: what sends fewer bytes, balanced"
     )
+    expert_load_imbalance: float = Field(
+        1.0,
+        ge=1,
+        description="what predictions of time and memory assume: rows of the busiest rank of an expert group, in "
+        "multiples of an even load",
+    )
     pipeline_model_parallel_size: int = Field(1, ge=1)
     pipeline_schedule: ScheduleName = "1f1b"
     virtual_pipeline_model_parallel_size: int | None = Field(

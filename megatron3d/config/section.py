@@ -46,6 +46,7 @@ LARGEST: Mapping[str, int] = {
     "context_parallel_size": MAX_RANKS,
     "expert_model_parallel_size": MAX_RANKS,
     "expert_tensor_parallel_size": MAX_RANKS,
+    "expert_load_imbalance": MAX_RANKS,
     "hierarchical_context_parallel_sizes": MAX_RANKS,
     "pipeline_model_parallel_size": MAX_RANKS,
     "num_distributed_optimizer_instances": MAX_RANKS,

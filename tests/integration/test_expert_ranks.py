@@ -157,6 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "ETP x EP = 4 x 2 neighbouring ranks divide no axis of a stage (data 2) into whole pieces; use 1",
     ),
     "no experts": ({"num_moe_experts": None}, {"expert_model_parallel_size": 2}, "the model has no experts"),
+    "a load of no experts": ({"num_moe_experts": None}, {"expert_load_imbalance": 1.5}, "the model has no experts"),
     "odd experts": ({"num_moe_experts": 9}, {"expert_model_parallel_size": 2}, "2 does not divide"),
     "more chosen than there are": ({"moe_router_topk": 9}, {}, "more than model.num_moe_experts=8; use 1 to 8"),
     "one half of groups": ({"moe_router_group_topk": None}, {}, "not used without model.moe_router_group_topk"),

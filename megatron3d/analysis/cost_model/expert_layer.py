@@ -109,6 +109,12 @@ def _ring(collective: str, axes: tuple[str, ...], num_bytes: float, local: Local
     return Traffic(collective, axes, num_bytes * (ranks - 1) / ranks)
 
 
+def _of_busiest(call: Traffic, local: LocalSizes) -> Traffic:
+    """Return a collective with the bytes of the busiest rank, which `alltoall` waits for."""
+    is_exchange = call.axes == local.mesh.nontrivial(local.mode.experts) and local.mode.dispatcher != ALLGATHER
+    return call._replace(wire_bytes=call.wire_bytes * local.expert_load) if is_exchange else call
+
+
 # Accesses of rows [R, H]: they are copied to the order of experts and back, weighted, and their slots added.
 _ROW_ACCESSES = 7
 
@@ -156,7 +162,7 @@ def _between(local: LocalSizes, experts: Experts, machine: Machine, backward: bo
     seconds = machine.device.memory_bound_s(accesses * size, passes.num_kernels)
     seconds += machine.device.memory_bound_s(_ROW_ACCESSES * rows * local.arch.hidden_size * size, _ROW_ACCESSES)
     both = (expert_traffic(local, experts, forwards) for forwards in (0, 1))
-    calls = [list(each) for each in both]
+    calls = [[_of_busiest(call, local) for call in each] for each in both]
     sent = [sum(machine.network.seconds(call, local.mesh) for call in each) for each in calls]
     mode = local.mode
     axes = local.mesh.nontrivial({*mode.residual[1], *mode.copies, *mode.experts, *mode.etensor})

@@ -30,6 +30,7 @@ from megatron3d.analysis.cost_model.host_floor import host_floor
 from megatron3d.analysis.cost_model.kernels import device_model
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine
 from megatron3d.analysis.cost_model.network import Network
+from megatron3d.analysis.memory_model.expert_memory import expected_load
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import typical_documents
@@ -116,6 +117,7 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     sizes = train.micro_batch_size, ITEMSIZES[train.precision]
     local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
     local = replace(local, documents=typical_documents(spec))
+    local = replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
     simulated, shorter = simulated_specs(spec)
     rest = shorter.schedule if shorter else None
     machine = as_configured(machine, spec)

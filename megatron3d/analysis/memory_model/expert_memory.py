@@ -124,6 +124,11 @@ def worst_load(local: LocalSizes, experts: Experts) -> float:
     return min(worst, ranks * parts * taken / (local.arch.seq_length * experts.topk))
 
 
+def expected_load(local: LocalSizes, imbalance: float) -> float:
+    """Return the load of the busiest rank that predictions assume: `imbalance`, or the largest that there can be."""
+    return 1.0 if local.arch.experts is None else min(imbalance, worst_load(local, local.arch.experts))
+
+
 def _gathers(local: LocalSizes) -> bool:
     """Return whether a rank has the tokens of all ranks of its expert group."""
     return local.mode.dispatcher == ALLGATHER and local.mesh.size(local.mode.experts) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron3d.analysis.memory_model.expert_memory import expected_load
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.config.run_spec import RunSpec
@@ -132,6 +133,7 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         narrow_wgrad=train.tp_grad_reduce_in_bf16,
         documents=typical_documents(spec),
     )
+    local = replace(local, expert_load=expected_load(local, config.parallel.expert_load_imbalance))
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     first, second = (local.wide if name is None else ITEMSIZES[name] for name in moments)
     return StepSpec(

@@ -136,10 +136,17 @@ def worst_load_lines(step: StepSpec) -> list[str]:
     if experts is None or ranks == 1:
         return []
     load = worst_load(step.local, experts)
-    worst = replace(step, local=replace(step.local, expert_load=load))
-    total = max(rank_memory(worst.on_pipeline_rank(coord)).total for coord in range(step.pipeline.num_ranks))
-    name, size = unit_for(total, BYTES)
-    return [f"experts: at worst one rank has {load:.3g} times the balanced rows, and needs {total / size:,.1f} {name}"]
+    worst, even = (_largest(replace(step, local=replace(step.local, expert_load=each))) for each in (load, 1.0))
+    name, size = unit_for(worst, BYTES)
+    return [
+        f"experts: at worst one rank has {load:.3g} times the balanced rows, and needs {worst / size:,.1f} {name} "
+        f"in place of {even / size:,.1f}"
+    ]
+
+
+def _largest(step: StepSpec) -> int:
+    """Return the bytes of the pipeline rank that needs most."""
+    return max(rank_memory(step.on_pipeline_rank(coord)).total for coord in range(step.pipeline.num_ranks))
 
 
 def largest_peak(memory: RankMemory) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.data_axis import ParamCounts
+from megatron3d.analysis.memory_model.expert_memory import expected_load
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.planner.data_axis_bound import DataAxisBound, fewest_ranks, with_few_experts
@@ -110,6 +111,7 @@ def _bounds_with(
         if size % mesh.size(mode.batch_axes):
             continue
         local = LocalSizes(arch, mode, mesh, size, problem.itemsize, kernels=KERNELS["gpu"])
+        local = replace(local, expert_load=expected_load(local, problem.config.parallel.expert_load_imbalance))
         plain = PlainTimes.of(local, problem.machine, chunk)
         for granularity in RECOMPUTATIONS:
             here = replace(local, recompute=Recompute(granularity or "none"))

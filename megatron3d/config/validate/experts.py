@@ -19,6 +19,7 @@ SIZE, ETP, DISPATCHER = (
     f"parallel.{key}"
     for key in ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type")
 )
+LOAD = "parallel.expert_load_imbalance"
 BIAS, RATE = "model.moe_router_enable_expert_bias", "model.moe_router_bias_update_rate"
 PRE_SOFTMAX, SCORES = "model.moe_router_pre_softmax", "model.moe_router_score_function"
 
@@ -78,6 +79,8 @@ def expert_rank_problems(facts: Facts) -> Iterator[str]:
     if size == 1 and facts.config.parallel.moe_token_dispatcher_type is not None:
         yield f"{facts.named(DISPATCHER)}: no token leaves its rank with {SIZE}=1; leave {DISPATCHER} out"
     etensor = facts.config.parallel.expert_tensor_parallel_size
+    if experts is None and facts.config.parallel.expert_load_imbalance != 1:
+        yield f"{facts.named(LOAD)}: the model has no experts; set {NUM}, or leave {LOAD} out"
     if size == etensor == 1 or sizes.mismatch:
         return
     if experts is None:

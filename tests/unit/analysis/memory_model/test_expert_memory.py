@@ -7,6 +7,7 @@ One rank of an expert group runs, whose other ranks do what it does; choices are
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,15 @@ import torch
 from live import Live
 from torch import Tensor
 
+from megatron3d.analysis.cost_model.execution_profile import OURS
+from megatron3d.analysis.cost_model.step import load_machine, predict_time
 from megatron3d.analysis.memory_model.expert_memory import worst_load
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.rank import RankMemory, predict_memory, rank_memory
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.analysis.memory_model.table import worst_load_lines
 from megatron3d.comm.loopback import LoopbackComm
+from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
@@ -30,6 +34,7 @@ from megatron3d.parallel.expert_exchange import DISPATCHERS
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
+from pretrain_gpt import memory_at_worst
 
 CPU, VOCAB_SIZE, RANKS = torch.device("cpu"), 61, 4
 MODEL = {
@@ -124,3 +129,27 @@ def test_all_tokens_on_one_rank_need_the_predicted_memory(
     assert worst_load_lines(step)[0].startswith(
         f"experts: at worst one rank has {times} times the balanced rows, and needs"
     )
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_an_expected_imbalance_needs_memory_and_time(dispatcher: str) -> None:
+    """The busiest rank has the configured multiple of balanced rows, and at most those of the worst load."""
+    folding = {"expert_model_parallel_size": RANKS, "moe_token_dispatcher_type": dispatcher}
+    machine, found = load_machine("perlmutter", "bf16", RANKS, OURS), []
+    large = {"hidden_size": 1024, "moe_ffn_hidden_size": 4096, "seq_length": 1024}
+    for imbalance in (1.0, 1.5, 100.0):
+        config = configure(large, folding | {"expert_load_imbalance": imbalance}, precision="bf16")
+        step = make_step_spec(spec := RunSpec(config, RANKS, VOCAB_SIZE, 1))
+        found.append((step.local.expert_load, rank_memory(step).total, predict_time(spec, machine).step_s))
+    (one, least, fastest), (busy, more, slower), (worst, most, slowest) = found
+    assert (one, busy, worst) == (1.0, 1.5, RANKS)
+    assert least < more < most and fastest < slower < slowest
+    alone = RunSpec(configure({}, {"expert_load_imbalance": 2.0}), RANKS, VOCAB_SIZE, 1)
+    assert make_step_spec(alone).local.expert_load == 1.0, "every rank has all experts"
+
+
+def test_the_check_of_a_configuration_says_what_the_worst_load_needs() -> None:
+    config = read_config(Path("configs/models/mixtral-8x7b.yaml"), []).config
+    (line,) = memory_at_worst(RunSpec(config, 32, 32000))
+    assert line.startswith("experts: at worst one rank has 4 times the balanced rows, and needs")
+    assert memory_at_worst(RunSpec(read_config(Path("configs/llama-8b.yaml"), []).config, 8, 32000)) == []
