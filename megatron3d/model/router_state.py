@@ -33,6 +33,17 @@ def is_first(mesh: Mesh) -> bool:
     return not any(mesh.coord(axis) for axis in mesh.names if axis != "pipeline")
 
 
+def counts_shape(arch: Architecture) -> tuple[int, int]:
+    """Return the shape of what all routers of a model count in a step, in fp64."""
+    return len(router_names(arch)), (arch.experts.num_experts + _BESIDES if arch.experts else 0)
+
+
+def counts_each_step(arch: Architecture) -> bool:
+    """Return whether routers count in every step, since the next one needs it, and not only where they are watched."""
+    has_bias = arch.experts is not None and arch.experts.has_expert_bias
+    return has_bias or (arch.balance or Balance()).loss == GLOBAL
+
+
 class RouterCounts(NamedTuple):
     """What all routers counted in a step, over all ranks, in fp64.
 
@@ -71,6 +82,7 @@ class RouterState:
 
     def __init__(self, arch: Architecture) -> None:
         self.names, self._experts, self._balance = router_names(arch), arch.experts, arch.balance or Balance()
+        self._counts_shape, self._counts_each_step = counts_shape(arch), counts_each_step(arch)
         self._held: list[str] = []
         self._tables: dict[str, Tensor] = {}
         self._counts: Tensor | None = None
@@ -86,9 +98,7 @@ class RouterState:
         if self._experts is None:
             return
         shape = len(self._held), self._experts.num_experts
-        self._counts = torch.zeros(
-            len(self.names), self._experts.num_experts + _BESIDES, dtype=torch.float64, device=device
-        )
+        self._counts = torch.zeros(self._counts_shape, dtype=torch.float64, device=device)
         if self._experts.has_expert_bias:
             self._tables[EXPERT_BIAS] = torch.zeros(shape, device=device)
         if self._balance.loss == GLOBAL:
@@ -111,7 +121,7 @@ class RouterState:
     def begin_step(self, is_watched: bool) -> None:
         """Count from now on, where a table needs it or the step is watched, and then entropies as well."""
         self._is_watching = is_watched
-        self._is_counting = self._counts is not None and (is_watched or bool(self._tables))
+        self._is_counting = self._counts is not None and (is_watched or self._counts_each_step)
         if self._is_counting and self._counts is not None:
             self._counts.zero_()
 

@@ -105,15 +105,21 @@ def step_of(config: Config, world_size: int, rank: int) -> StepSpec:
 Documents = tuple[tuple[int, ...], ...]
 
 
-def problems(config: Config, world_size: int, ranks: tuple[int, ...], documents: Documents | None = None) -> list[str]:
+def problems(
+    config: Config,
+    world_size: int,
+    ranks: tuple[int, ...],
+    documents: Documents | None = None,
+    is_logged: bool = False,
+) -> list[str]:
     """Return the differences between a dry run and the closed forms."""
     spec = RunSpec(config, world_size, VOCAB_SIZE, documents=documents)
     lists, found, runs = lower(spec.schedule), list[str](), []
     for rank in ranks:
-        run = run_rank(with_few_microbatches(spec).on_rank(rank))
+        run = run_rank(with_few_microbatches(spec).on_rank(rank), is_logged)
         runs.append(run)
         dry, step = step_totals(run, lists[run.coord]), make_step_spec(spec.on_rank(rank))
-        expected = step_traffic(step)
+        expected = step_traffic(step, is_logged)
         for key in sorted({*dry.calls, *expected.calls}):
             got = dry.calls.get(key, 0), dry.sent.get(key, 0.0)
             want = expected.calls.get(key, 0), expected.sent.get(key, 0.0)
@@ -204,6 +210,23 @@ def test_experts(parallel: dict[str, Any], recompute: str | None) -> None:
     """Check the relayout to whole rows, counts of sequences, and the GEMMs of balanced experts."""
     config = configure("experts", parallel, 4, global_batch_size=32, **RECOMPUTATIONS.get(recompute or "", {}))
     assert problems(config, 4, (0, 3)) == []
+
+
+COUNTING: dict[str, tuple[dict[str, Any], bool]] = {
+    "bias": ({"moe_router_enable_expert_bias": True, "mtp_num_layers": 1}, False),
+    "load of the step before": ({"moe_router_load_balancing_type": "global_aux_loss"}, False),
+    "metrics": ({}, True),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_counts_of_routers(name: str) -> None:
+    """All ranks sum what every router counted: where the next step needs it, and where metrics do."""
+    model, is_logged = COUNTING[name]
+    parallel = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    train = {"micro_batch_size": 8, "global_batch_size": 32, "precision": "bf16", "loss_chunk_tokens": 12}
+    given = {"model": {**MODELS["experts"], **model}, "parallel": parallel, "train": train}
+    assert problems(Config.model_validate(given), 4, (0, 3), is_logged=is_logged) == []
 
 
 @pytest.mark.parametrize(("recompute", "zero_stage"), [(None, 0), ("core", 1), ("full", 3)])

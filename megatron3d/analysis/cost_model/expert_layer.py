@@ -13,6 +13,7 @@ from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdow
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
 from megatron3d.analysis.memory_model.expert_memory import INDEX
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
+from megatron3d.model.router_state import counts_each_step, counts_shape
 from megatron3d.ops.router_spec import SEQUENCE, Experts
 from megatron3d.parallel.expert_exchange import (
     ALLGATHER,
@@ -48,6 +49,14 @@ def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterat
         ranks, slots = mesh.size(axes), local.home_tokens * experts.topk
         for each in (slots * INDEX, slots * local.wide, local.home_tokens * INDEX):
             yield _ring("all_gather", axes, ranks * each, local)
+
+
+def counts_of_routers(local: LocalSizes, is_logged: bool) -> list[Traffic]:
+    """Return the all-reduce of what all routers counted in a step, which the metrics of a logged step need as well."""
+    rows, columns = counts_shape(local.arch)
+    if not rows or not (is_logged or counts_each_step(local.arch)):
+        return []
+    return [_ring("all_reduce", local.mesh.nontrivial(local.mesh.names), 2 * 8 * rows * columns, local)]
 
 
 def dispatch_sizes(local: LocalSizes, experts: Experts) -> DispatchSizes:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron3d.analysis.cost_model.expert_layer import expert_flops, expert_traffic, not_recomputed
+from megatron3d.analysis.cost_model.expert_layer import counts_of_routers, expert_flops, expert_traffic, not_recomputed
 from megatron3d.analysis.cost_model.latent_times import linears_from_latents, traffic_from_latents
 from megatron3d.analysis.memory_model.ahead_memory import num_ahead
 from megatron3d.analysis.memory_model.local_matmul import LocalMatmul
@@ -41,10 +41,10 @@ class StepTraffic:
     sent: dict[tuple[str, Axes], float]
 
 
-def step_traffic(step: StepSpec) -> StepTraffic:
-    """Return the traffic of the rank that the step's mesh is seen from."""
+def step_traffic(step: StepSpec, is_logged: bool = False) -> StepTraffic:
+    """Return the traffic of the rank that the step's mesh is seen from; logged steps also have metrics of routers."""
     found = StepTraffic(Counter(), {})
-    for count, call in _step_calls(step):
+    for count, call in _step_calls(step, is_logged):
         if count:
             key = call.collective, call.axes
             found.calls[key] += count
@@ -52,7 +52,7 @@ def step_traffic(step: StepSpec) -> StepTraffic:
     return found
 
 
-def _step_calls(step: StepSpec) -> CountedTraffic:
+def _step_calls(step: StepSpec, is_logged: bool) -> CountedTraffic:
     for stage in step.stages:
         for call in _stage(step, stage):
             yield step.num_microbatches, call
@@ -73,9 +73,9 @@ def _step_calls(step: StepSpec) -> CountedTraffic:
     for call in joined:
         yield receives, call
     yield from _data(step)
-    everyone = local.mesh.nontrivial(local.mesh.names)
-    if everyone:
+    if everyone := local.mesh.nontrivial(local.mesh.names):
         yield 1, _all_reduce(everyone, (3 + local.arch.mtp_num_layers) * local.wide, local)
+        yield from ((1, call) for call in counts_of_routers(local, is_logged))
 
 
 def kept_weight_gathers(step: StepSpec, stage: Stage) -> int:

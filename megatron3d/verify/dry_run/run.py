@@ -80,12 +80,12 @@ def with_few_microbatches(spec: RunSpec) -> RunSpec:
     return few
 
 
-def run_rank(spec: RunSpec) -> RankDryRun:
-    """Return one dry step of the rank `spec.rank`."""
+def run_rank(spec: RunSpec, is_logged: bool = False) -> RankDryRun:
+    """Return one dry step of the rank `spec.rank`; a logged one also counts what routers choose."""
     with fake_world(spec.rank, spec.world_size) if spec.world_size > 1 else contextlib.nullcontext(), FakeTensorMode():
         recorder = Recorder(connect(spec))
         state = build_state(spec, recorder, torch.device("cpu"), has_values=False)
-        return measure_step(state, recorder, microbatches(spec))
+        return measure_step(state, recorder, microbatches(spec), is_logged)
 
 
 def microbatches(spec: RunSpec) -> list[Microbatch]:
@@ -103,7 +103,9 @@ def microbatches(spec: RunSpec) -> list[Microbatch]:
     return [Microbatch(torch.zeros(shape, dtype=torch.int64), first, starts) for first in firsts]
 
 
-def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbatch]) -> RankDryRun:
+def measure_step(
+    state: TrainState, recorder: Recorder, batch: Sequence[Microbatch], is_logged: bool = False
+) -> RankDryRun:
     """Run one step of a built state, with or without values, and count."""
     kinds = tensors_by_kind(state)
     shared = state.buffers.sharding.params
@@ -120,7 +122,7 @@ def measure_step(state: TrainState, recorder: Recorder, batch: Sequence[Microbat
     num_tokens, packing = train.global_batch_size * state.model.arch.seq_length, state.spec.packing(0)
     settings = StepSettings(train.seed, num_tokens, train.global_batch_size, packing)
     with meter:
-        train_step(state, batch, 1e-4, settings, observer=notes.observe)
+        train_step(state, batch, 1e-4, settings, observer=notes.observe, watches_routers=is_logged)
     notes.close(None)
     run.peak_update, run.entries = run.actions[-1][1].peak, recorder.entries
     return run
