@@ -117,6 +117,13 @@ MUTATIONS = [
         ("tests/unit/pipeline/test_simulate.py",),
     ),
     Mutation(
+        "layouts of a group are looked at before better ones of the next group",
+        "analysis/planner/bounds.py",
+        "opened[0][0] < groups[place].seconds",
+        "opened[0][0] < 1.1 * groups[place].seconds",
+        ("tests/unit/analysis/planner/test_search.py",),
+    ),
+    Mutation(
         "bounds of layouts that count a forward twice",
         "analysis/planner/layout_bound.py",
         "is_full * times.forward.total",

@@ -1,10 +1,15 @@
-"""Lower bounds of the step times of all layouts that the planner can choose."""
+"""Lower bounds of the step times of all layouts that the planner can choose, in their order.
+
+A bubble takes a simulation.  Layouts that differ in their schedule alone are a group with a bound for any schedule, and
+get bounds of their own when that of the group is the lowest left.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from megatron3d.analysis.cost_model.data_axis import ParamCounts
@@ -17,8 +22,10 @@ from megatron3d.analysis.planner.options import (
     RECOMPUTATIONS,
     TOGETHER,
     ContextChoice,
+    ExpertChoice,
     LayoutChoice,
     LayoutFields,
+    PipelineShape,
     PipelineShare,
     TensorChoice,
     context_choices,
@@ -50,25 +57,63 @@ class LowerBound(NamedTuple):
         return LayoutChoice(*self.fields)
 
 
+class LayoutGroup(NamedTuple):
+    """Layouts that differ in their schedule alone: a bound for any of them, and how each gets its own.
+
+    Attributes:
+        shapes: ranks, schedule and stages per rank of each pipeline.
+        others: the fields of a layout behind those.
+    """
+
+    seconds: float
+    cost: LayoutBound
+    share: PipelineShare
+    waits_s: float
+    tensor: TensorChoice
+    shapes: Sequence[PipelineShape]
+    others: tuple[int, int, str | None, ContextChoice, ExpertChoice]
+
+    def bounds(self, bubbles: Bubbles) -> Iterator[LowerBound]:
+        """Yield the bound of each layout."""
+        for shape in self.shapes:
+            seconds = self.cost.least_s(self.share, bubbles.of(self.share, *shape[1:])) + self.waits_s
+            yield LowerBound(seconds, (self.tensor, *shape, *self.others))
+
+
+# Of the bound of a group: bubbles of 0 may be less than that by rounding.
+_ROUNDING = 1 - 1e-9
+
+
+def in_order(groups: Sequence[LayoutGroup]) -> Iterator[LowerBound]:
+    """Yield the bounds of all layouts from the lowest; those of equal bounds in the order of their groups."""
+    bubbles, opened = Bubbles(), list[tuple[float, int, int, LowerBound]]()
+    for place in sorted(range(len(groups)), key=lambda place: groups[place].seconds):
+        while opened and opened[0][0] < groups[place].seconds:
+            yield heappop(opened)[-1]
+        for index, bound in enumerate(groups[place].bounds(bubbles)):
+            heappush(opened, (bound.seconds, place, index, bound))
+    while opened:
+        yield heappop(opened)[-1]
+
+
 def reason_of(problem: str) -> str:
     """Return a message up to its colon without numbers, which many layouts have in common."""
     return problem.partition("=")[0] + ": " + problem.partition(": ")[2].partition(";")[0]
 
 
-def layout_bounds(
+def layout_groups(
     problem: PlanningProblem, rejected: Counter[str], modes: Sequence[str] = tuple(MODES)
-) -> Iterator[LowerBound]:
-    """Yield the bounds of all layouts of these modes but those that cannot run or fit, which `rejected` counts."""
-    bubbles: Bubbles = {}
+) -> Iterator[LayoutGroup]:
+    """Yield all layouts of these modes but those that cannot run or fit, which `rejected` counts."""
     arch, node = problem.spec(problem.config).arch, problem.machine.network.cluster.levels[0].ranks
     for tensor in tensor_choices(problem.num_ranks, modes):
         for context in context_choices(problem.num_ranks // tensor.size, arch, tensor, node):
-            yield from _bounds_of(problem, tensor, context, bubbles, rejected)
+            yield from _groups_of(problem, tensor, context, rejected)
 
 
-def _bounds_of(
-    problem: PlanningProblem, tensor: TensorChoice, context: ContextChoice, bubbles: Bubbles, rejected: Counter[str]
-) -> Iterator[LowerBound]:
+def _groups_of(
+    problem: PlanningProblem, tensor: TensorChoice, context: ContextChoice, rejected: Counter[str]
+) -> Iterator[LayoutGroup]:
     config = problem.config
     broken = check(
         LayoutChoice(tensor, micro_batch_size=64, context=context).apply_to(_with_batch(config, problem, tensor)),
@@ -80,13 +125,13 @@ def _bounds_of(
     spec = problem.spec(LayoutChoice(tensor, context=context).apply_to(config))
     for experts in expert_choices(spec.arch, tensor.size, problem.num_ranks):
         chosen = LayoutChoice(tensor, context=context, experts=experts)
-        yield from _bounds_with(problem, spec, chosen, bubbles, rejected)
+        yield from _groups_with(problem, spec, chosen, rejected)
 
 
-def _bounds_with(
-    problem: PlanningProblem, spec: RunSpec, chosen: LayoutChoice, bubbles: Bubbles, rejected: Counter[str]
-) -> Iterator[LowerBound]:
-    """Yield the bounds of layouts with the tensor, context and expert ranks of one; `spec` has the first two."""
+def _groups_with(
+    problem: PlanningProblem, spec: RunSpec, chosen: LayoutChoice, rejected: Counter[str]
+) -> Iterator[LayoutGroup]:
+    """Yield the layouts with the tensor, context and expert ranks of one; `spec` has the first two."""
     tensor, context, experts = chosen.tensor, chosen.context, chosen.experts
     dispatcher = token_dispatcher(chosen.apply_to(problem.config))
     if (folded := fewest_ranks(replace(spec.mode, dispatcher=dispatcher), experts)) is None:
@@ -122,16 +167,18 @@ def _bounds_with(
                     continue
                 for zero in range(4) if rest // ranks * context.size > 1 else (0,):
                     share = PipelineShare(ranks, rest // ranks, num, zero)
-                    given = ((tensor, *shape, zero, size, granularity, context, experts) for shape in alike)
-                    allowed = [each for each in given if problem.fixed.allow(each)]
+                    others = zero, size, granularity, context, experts
+                    allowed = [shape for shape in alike if problem.fixed.allow((tensor, *shape, *others))]
                     if len(allowed) < len(alike):
                         rejected["not as --fix says"] += len(alike) - len(allowed)
-                    if allowed and cost.least_bytes(share) > problem.memory_bytes:
+                    if not allowed:
+                        continue
+                    if cost.least_bytes(share) > problem.memory_bytes:
                         rejected["needs more memory than a rank has"] += len(allowed)
                         continue
                     waits_s = along_data.least_s(share)
-                    for each in allowed:
-                        yield LowerBound(cost.least_s(share, each[2], each[3], bubbles) + waits_s, each)
+                    seconds = (cost.least_s(share) + waits_s) * _ROUNDING
+                    yield LayoutGroup(seconds, cost, share, waits_s, tensor, allowed, others)
 
 
 def _with_batch(config: Config, problem: PlanningProblem, tensor: TensorChoice) -> Config:

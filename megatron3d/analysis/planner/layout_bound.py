@@ -18,8 +18,20 @@ from megatron3d.pipeline.action_costs import UNIT_COSTS
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import simulate
 
-# By pipeline ranks, schedule, virtual stages and microbatches: as a part of a microbatch's time on a rank.
-Bubbles = dict[tuple[int, str, int, int], float]
+
+class Bubbles:
+    """Bubbles of schedules of equal stages, as parts of a microbatch's time on a rank."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str, int, int], float] = {}
+
+    def of(self, share: PipelineShare, schedule: str, virtual: int) -> float:
+        """Return the bubble of a schedule, simulated with few microbatches."""
+        ranks, few = share.pipeline, min(share.num_microbatches, 2 * share.pipeline)
+        if (key := (ranks, schedule, virtual, few)) not in self._found:
+            built = build_schedule(schedule, ranks, few, virtual)
+            self._found[key] = simulate(built).makespan / UNIT_COSTS.total - few if ranks > 1 else 0.0
+        return self._found[key]
 
 
 class PlainTimes(NamedTuple):
@@ -53,27 +65,30 @@ class LayoutBound:
         self._activations = local.residual if is_full else least
         self._again = recomputed_activations(local) if is_full else 0
 
-    def least_s(self, share: PipelineShare, schedule: str, virtual: int, bubbles: Bubbles) -> float:
+    def least_s(self, share: PipelineShare, bubble: float = 0.0) -> float:
         """Return the seconds of a step with free communication over data and pipeline.
 
         It is at least that of equal stages without a head, and the work of the busiest rank for all microbatches.
+
+        Args:
+            bubble: that of the schedule; 0 for a bound of any schedule.
         """
         ranks, num = share.pipeline, share.num_microbatches
-        few = min(num, 2 * ranks)
-        if (key := (ranks, schedule, virtual, few)) not in bubbles:
-            built = build_schedule(schedule, ranks, few, virtual)
-            bubbles[key] = simulate(built).makespan / UNIT_COSTS.total - few if ranks > 1 else 0.0
-        return max((num + bubbles[key]) * self._layers_s / ranks, num * self._busiest_s(ranks))
+        return max((num + bubble) * self._layers_s / ranks, num * self._busiest_s(ranks))
 
     def _busiest_s(self, ranks: int) -> float:
         """Return the least seconds of a microbatch on the busiest rank, where each rank holds whole layers."""
         if ranks not in self._busiest:
             num_layers, layer_s = self._work.arch.num_layers, self._least_layer_s
-            # A number of layers with the head, and the largest part of the others.
-            self._busiest[ranks] = min(
-                max(mine * layer_s + self._head_s, math.ceil((num_layers - mine) / max(ranks - 1, 1)) * layer_s)
-                for mine in (range(num_layers + 1) if ranks > 1 else (num_layers,))
-            )
+            least_s = math.inf
+            for mine in range(num_layers + 1) if ranks > 1 else (num_layers,):
+                # A number of layers with the head, which grows, and the largest part of the others, which falls.
+                with_head_s = mine * layer_s + self._head_s
+                others_s = math.ceil((num_layers - mine) / max(ranks - 1, 1)) * layer_s
+                least_s = min(least_s, max(with_head_s, others_s))
+                if with_head_s >= others_s:
+                    break
+            self._busiest[ranks] = least_s
         return self._busiest[ranks]
 
     def least_bytes(self, share: PipelineShare) -> float:

@@ -127,7 +127,8 @@ class LayoutChoice:
         return f"{self.tensor}{context}, {pipeline}, ZeRO {self.zero_stage}, microbatch {self.micro_batch_size}{again}"
 
 
-# Fields of a LayoutChoice, in order.
+# Ranks, schedule and stages per rank; and all fields of a LayoutChoice, in order.
+PipelineShape = tuple[int, str, int]
 LayoutFields = tuple[TensorChoice, int, str, int, int, int, str | None, ContextChoice, ExpertChoice]
 
 
@@ -223,7 +224,7 @@ def _shapes(size: int, num_axes: int) -> Iterator[Shape]:
         yield from ((side, *rest) for rest in _shapes(size // side, num_axes - 1))
 
 
-def pipelines(num_ranks: int, num_layers: int) -> Iterator[tuple[int, str, int]]:
+def pipelines(num_ranks: int, num_layers: int) -> Iterator[PipelineShape]:
     """Yield each pipeline as its number of ranks, schedule, and stages per rank."""
     for ranks in divisors(num_ranks):
         if ranks > min(MAX_PIPELINE, num_layers):

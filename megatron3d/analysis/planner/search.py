@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron3d.analysis.planner.bounds import layout_bounds, reason_of
+from megatron3d.analysis.planner.bounds import in_order, layout_groups, reason_of
 from megatron3d.analysis.planner.options import (
     LayoutChoice,
     TensorChoice,
@@ -48,10 +48,10 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
     rejected: Counter[str] = Counter()
     wanted = dict(problem.fixed.values).get("parallel.tensor_parallel_mode")
     modes = [mode for mode in modes if wanted in (None, mode)]
-    bounds = sorted(layout_bounds(problem, rejected, modes), key=lambda bound: bound.seconds)
+    groups = list(layout_groups(problem, rejected, modes))
     plans: list[PredictedLayout] = []
     tried = 0
-    for bound in bounds:
+    for bound in in_order(groups):
         worst = plans[count - 1].step.step_s if len(plans) == count else math.inf
         if tried >= MOST or bound.seconds > worst:
             break
@@ -78,4 +78,4 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
             f"--num-gpus {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
             f"train.global_batch_size or a smaller model ({reasons})"
         )
-    return SearchResult(plans, len(bounds) + rejected.total(), rejected)
+    return SearchResult(plans, sum(len(group.shapes) for group in groups) + rejected.total(), rejected)

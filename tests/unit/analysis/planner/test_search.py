@@ -14,8 +14,9 @@ import pytest
 from megatron3d.analysis.cost_model.step import simulated_step, step_time
 from megatron3d.analysis.memory_model.rank import RankMemory
 from megatron3d.analysis.planner import search as searching
-from megatron3d.analysis.planner.bounds import layout_bounds
+from megatron3d.analysis.planner.bounds import in_order, layout_groups
 from megatron3d.analysis.planner.fixed_keys import FixedKeys
+from megatron3d.analysis.planner.layout_bound import Bubbles
 from megatron3d.analysis.planner.nearby import nearby_problems, nearby_table, search_nearby
 from megatron3d.analysis.planner.options import (
     ContextChoice,
@@ -58,12 +59,20 @@ def test_the_best_is_the_best_of_all() -> None:
     """Every bound is a lower bound, and no layout that fits is faster than the first."""
     here, rejected = problem(4), Counter[str]()
     best = search(here, 1).plans[0].step.step_s
-    bounds = list(layout_bounds(here, rejected))
+    bounds = list(in_order(list(layout_groups(here, rejected))))
     for bound in bounds[:: max(1, len(bounds) // 60)]:
         if not check(bound.layout.apply_to(here.config), 4, 8192):
             seconds = here.plan(bound.layout).step.step_s
             assert bound.seconds <= 1.02 * seconds, bound.layout
             assert seconds >= best
+
+
+def test_bounds_come_in_order() -> None:
+    """Groups are opened late: the order is that of all bounds, sorted, and equal ones stay in the order of groups."""
+    groups, bubbles = list(layout_groups(problem(), Counter[str]())), Bubbles()
+    every = [bound for group in groups for bound in group.bounds(bubbles)]
+    assert len({bound.seconds for bound in every}) < len(every), "no ties"
+    assert list(in_order(groups)) == sorted(every, key=lambda bound: bound.seconds)
 
 
 def test_bounds_are_lower_with_compiled_kernels_and_large_heads() -> None:
@@ -76,7 +85,7 @@ def test_bounds_are_lower_with_compiled_kernels_and_large_heads() -> None:
     for compiles in (False, True):
         train = {"global_batch_size": 32, "precision": "bf16", "compile": compiles}
         here = PlanningProblem(Config.model_validate({"model": model, "train": train}), 131072, "perlmutter", 4)
-        bounds = {bound.layout: bound.seconds for bound in layout_bounds(here, Counter[str](), ["1d"])}
+        bounds = {bound.layout: bound.seconds for bound in in_order(list(layout_groups(here, Counter[str](), ["1d"])))}
         for layout, tightness in ((LayoutChoice(alone, zero_stage=1), 0.9), (LayoutChoice(alone, 4), 0.7)):
             seconds = here.plan(layout).step.step_s
             assert tightness * seconds <= bounds[layout] <= seconds
@@ -149,7 +158,7 @@ def test_long_sequences_are_split_over_context_ranks() -> None:
     whole, split = (here.plan(LayoutChoice(alone, zero_stage=1, context=ContextChoice(size))) for size in (1, 8))
     assert "CP 8 all_gather" in str(split.layout) and check(split.config, 8, 8192) == []
     assert split.memory.categories["activations"] < 0.25 * whole.memory.categories["activations"]
-    bounds = {bound.layout.context for bound in layout_bounds(here, Counter[str](), ["1d"])}
+    bounds = {bound.layout.context for bound in in_order(list(layout_groups(here, Counter[str](), ["1d"])))}
     assert {each.exchange for each in bounds if each.size == 8} == {*CONTEXT_EXCHANGES}
     assert ContextChoice(8, "a2a+p2p", (4, 2)) in bounds  # heads move within a node of 4
 
