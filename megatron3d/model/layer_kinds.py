@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 from megatron3d.model.architecture import Architecture
 from megatron3d.ops.rotary_spec import Rotary
+from megatron3d.ops.router_spec import GLOBAL, Balance
 
 # State of each router between steps by its name in checkpoints: the bias of its choice, the load of the step before.
 EXPERT_BIAS, LOAD = "expert_bias", "load"
+# Columns of a router's counts besides those of the experts: entropy, dropped choices, least and largest bias.
+COUNTS_BESIDES = 4
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,17 @@ def router_names(arch: Architecture) -> list[str]:
     if arch.num_layers and has_experts(arch, arch.num_layers - 1):
         layers += [f"mtp.{depth}.layer" for depth in range(arch.mtp_num_layers)]
     return [f"{layer}.mlp.router" for layer in layers]
+
+
+def counts_shape(arch: Architecture) -> tuple[int, int]:
+    """Return the shape of what all routers of a model count in a step, in fp64."""
+    return len(router_names(arch)), (arch.experts.num_experts + COUNTS_BESIDES if arch.experts else 0)
+
+
+def counts_each_step(arch: Architecture) -> bool:
+    """Return whether routers count in every step, since the next one needs it, and not only where they are watched."""
+    has_bias = arch.experts is not None and arch.experts.has_expert_bias
+    return has_bias or (arch.balance or Balance()).loss == GLOBAL
 
 
 def pattern_length(arch: Architecture) -> int:

@@ -19,29 +19,22 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.model.architecture import Architecture
-from megatron3d.model.layer_kinds import EXPERT_BIAS, LOAD, router_names
+from megatron3d.model.layer_kinds import (
+    COUNTS_BESIDES,
+    EXPERT_BIAS,
+    LOAD,
+    counts_each_step,
+    counts_shape,
+    router_names,
+)
 from megatron3d.ops.router import counts_of
 from megatron3d.ops.router_spec import GLOBAL, Balance
 from megatron3d.parallel.mesh import Mesh
-
-# Columns of the counts besides those of the experts: entropy, dropped choices, least and largest bias.
-_BESIDES = 4
 
 
 def is_first(mesh: Mesh) -> bool:
     """Return whether this rank is the first of those that hold the same state of routers, its pipeline rank's."""
     return not any(mesh.coord(axis) for axis in mesh.names if axis != "pipeline")
-
-
-def counts_shape(arch: Architecture) -> tuple[int, int]:
-    """Return the shape of what all routers of a model count in a step, in fp64."""
-    return len(router_names(arch)), (arch.experts.num_experts + _BESIDES if arch.experts else 0)
-
-
-def counts_each_step(arch: Architecture) -> bool:
-    """Return whether routers count in every step, since the next one needs it, and not only where they are watched."""
-    has_bias = arch.experts is not None and arch.experts.has_expert_bias
-    return has_bias or (arch.balance or Balance()).loss == GLOBAL
 
 
 class RouterCounts(NamedTuple):
@@ -149,7 +142,7 @@ class RouterState:
             held = [self.names.index(name) for name in self._held]
             mine[held, -2:] = torch.stack((bias_LE.amin(-1), bias_LE.amax(-1)), -1).to(mine.dtype)
         total = comm.all_reduce(mine, comm.mesh.names).wait()
-        return RouterCounts(total[:, :-_BESIDES], total[:, -4], total[:, -3], total[:, -2:])
+        return RouterCounts(total[:, :-COUNTS_BESIDES], total[:, -4], total[:, -3], total[:, -2:])
 
     def update(self, counts: RouterCounts | None, skipped: Tensor) -> None:
         """Move biases towards an even load, and keep the load; where a step is skipped (1.0) both stay."""

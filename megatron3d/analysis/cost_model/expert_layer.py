@@ -13,7 +13,7 @@ from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdow
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
 from megatron3d.analysis.memory_model.expert_memory import INDEX
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
-from megatron3d.model.router_state import counts_each_step, counts_shape
+from megatron3d.model.layer_kinds import counts_each_step, counts_shape
 from megatron3d.ops.router_spec import SEQUENCE, Experts
 from megatron3d.parallel.expert_exchange import (
     ALLGATHER,
