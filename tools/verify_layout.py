@@ -4,8 +4,10 @@
 The model and the axes are made small, every axis above 1 staying above 1; a schedule from a file keeps its ranks and
 microbatches, and layers are divided among stages again.  Some steps are trained in float64 on one
 process and on the requested layout over gloo on this machine; losses, gradient norms, gradients and parameters are
-compared, and the first tensor that differs is named.  With `--device gpu` all ranks share this machine's GPUs, one is
-enough; the process that they are compared with computes on the CPU.  Exit code 0: equal, 1: different, 2: wrong input.
+compared, and the first tensor that differs is named.  With experts, the tokens of the first step that
+choose other experts in the configured precision are counted.  With `--device gpu` all ranks share this machine's GPUs,
+one is enough; the process that they are compared with computes on the CPU.  Exit code 0: equal, 1: different, 2: wrong
+input.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     UserError.collect((*check(small, num_ranks), *too_large(small, num_ranks)))
     print(f"asked:    {batch_arithmetic(RunSpec(config, world_size))}", flush=True)
     print(f"verified: {batch_arithmetic(RunSpec(small, num_ranks))}", flush=True)
-    found = process.launch(
-        num_ranks, compare, small.model_dump_json(), args.steps, args.tolerance, args.device, args.lag_ms / 1e3
-    )
+    options = args.steps, args.tolerance, args.device, args.lag_ms / 1e3, config.train.precision
+    found, flipped = process.launch(num_ranks, compare, small.model_dump_json(), *options)
+    for line in flipped:
+        print(f"{config.train.precision} on one process: {line} than in float64")
     for line in found[:10]:
         print(f"DIFFERENT {line}")
     if not found:
@@ -216,13 +219,18 @@ def _head_sizes(model: ModelConfig, unit: int, groups: int) -> dict[str, int | N
     }
 
 
-def compare(config_json: str, steps: int, tolerance: float, device: str = "cpu", lag_s: float = 0.0) -> list[str]:
-    """Run this rank of the layout, and on rank 0 also the single-process reference; return the differences."""
+def compare(
+    config_json: str, steps: int, tolerance: float, device: str = "cpu", lag_s: float = 0.0, precision: str = "fp64"
+) -> tuple[list[str], list[str]]:
+    """Run this rank of the layout, and on rank 0 also the single-process reference; return the differences.
+
+    With experts and another precision, also return how many tokens choose other experts in it.
+    """
     from megatron3d.comm.host_comm import HostComm
     from megatron3d.comm.interface import Comm
     from megatron3d.comm.lagging_comm import LaggingComm
     from megatron3d.train.state import connect
-    from megatron3d.verify.layouts import differences, trace
+    from megatron3d.verify.layouts import differences, flips, trace
 
     config, on_cpu = Config.model_validate_json(config_json), device == "cpu"
     with process.start(on_cpu=on_cpu, shares_gpus=not on_cpu) as here:
@@ -234,12 +242,18 @@ def compare(config_json: str, steps: int, tolerance: float, device: str = "cpu",
             comm = HostComm(comm)
         got = trace(spec, comm, steps, device=here.device)
     if got is None:
-        return []
+        return [], []
     whole_batch = config.train.model_copy(update={"micro_batch_size": config.train.global_batch_size})
     alone = config.model_copy(update={"parallel": ParallelConfig(), "train": whole_batch})
-    reference = trace(RunSpec(alone, 1, VOCAB_SIZE), connect(RunSpec(alone, 1, VOCAB_SIZE)), steps)
+    reference = trace(whole := RunSpec(alone, 1, VOCAB_SIZE), connect(whole), steps)
     assert reference is not None, "one process is rank 0"
-    return list(differences(reference, got, tolerance))
+    found = list(differences(reference, got, tolerance))
+    if config.model.num_moe_experts is None or precision == "fp64":
+        return found, []
+    rounded = alone.model_copy(update={"train": whole_batch.model_copy(update={"precision": precision})})
+    other = trace(whole := RunSpec(rounded, 1, VOCAB_SIZE), connect(whole), 1)
+    assert other is not None, "one process is rank 0"
+    return found, list(flips(reference, other))
 
 
 if __name__ == "__main__":

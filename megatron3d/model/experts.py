@@ -88,7 +88,7 @@ class Router(nn.Module):
         wide = torch.promote_types(x_MH.dtype, torch.float32)
         logits_ME = F.linear(x_MH.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
         is_training = at.target is not None and torch.is_grad_enabled()
-        counted = partial(self.state.count, self.name) if is_training else None
+        counted = partial(self._count, at) if is_training else None
         expert_bias_E, once = self.state.row(self.name, "expert_bias"), partial(at.once, f"{self.name}.choice")
         routes = route(logits_ME, self.experts, expert_bias_E, once, counted)
         if not is_training:
@@ -114,6 +114,12 @@ class Router(nn.Module):
 
         kept_MK = at.once(f"{self.name}.kept", choose)
         return routes._replace(experts_MK=routes.experts_MK.where(kept_MK, self.experts.num_experts))
+
+    def _count(self, at: Pass, chosen_MK: Tensor, scores_ME: Tensor) -> None:
+        """Count a microbatch's choices, and keep them where they are wanted."""
+        self.state.count(self.name, chosen_MK, scores_ME)
+        if self.state.choices is not None:
+            self.state.choices.append((self.name, at.token_rows(self.home, chosen_MK.device), chosen_MK))
 
     def _losses(self, logits_ME: Tensor, routes: Routes, at: Pass) -> Tensor:
         """Return [2]: this rank's part of the balance loss and of the z-loss, means over the global batch."""

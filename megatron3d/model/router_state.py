@@ -71,6 +71,8 @@ class RouterState:
 
     Attributes:
         names: routers of the whole model, one row of the counts each.
+        choices: each router's name, the places of tokens in the global batch, and their experts, where a caller wants
+            them; None: they are not kept.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -80,6 +82,7 @@ class RouterState:
         self._tables: dict[str, Tensor] = {}
         self._counts: Tensor | None = None
         self._is_counting = self._is_watching = False
+        self.choices: list[tuple[str, Tensor, Tensor]] | None = None
 
     def add(self, name: str) -> None:
         """Add a router of this pipeline rank."""

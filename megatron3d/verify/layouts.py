@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ from megatron3d.train.step import StepSettings, train_step
 
 CPU = torch.device("cpu")
 StepTrace = Mapping[str, Tensor]
+# Kind of the values that are experts of tokens.
+CHOICES = "choices"
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def trace(
     after_step: Callable[[TrainState], None] = lambda _: None,
     device: torch.device = CPU,
 ) -> StepTrace | None:
-    """Return, on rank 0, loss, gradient norm, gradients and state of routers of each step, parameters and validation
-    loss; None elsewhere.
+    """Return, on rank 0, choices of experts, loss, gradient norm, gradients and state of routers of each step,
+    parameters and validation loss; None elsewhere.
 
     Args:
         spec: its sections `model`, `parallel`, `train` and `optimizer` are used, on random tokens, and the options of
@@ -76,9 +78,11 @@ def trace(
     assert len(loader.step(0)) == spec.num_microbatches, "the loader disagrees with the batch arithmetic"
     settings = StepSettings(train.seed, num_tokens, train.global_batch_size, packing)
     values: dict[str, Tensor] = {}
+    routers = state.model.routers
     for step in range(1, num_steps + 1):
-        batch = loader.step(state.consumed_samples)
+        batch, routers.choices = loader.step(state.consumed_samples), []
         result = train_step(state, batch, learning_rate(config.optimizer, step, train.train_iters), settings)
+        values |= _choices(routers.choices, f"of step {step}", comm)
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
         values |= {
             f"loss {depth} further of step {step}": each for depth, each in enumerate(result.mtp_losses, start=1)
@@ -116,6 +120,32 @@ def _router_values(state: TrainState, when: str, comm: Comm) -> dict[str, Tensor
     return {name: torch.tensor(row, dtype=torch.float64) for rows in gathered for name, row in rows}
 
 
+def _choices(kept: Sequence[tuple[str, Tensor, Tensor]], when: str, comm: Comm) -> dict[str, Tensor]:
+    """Return, on rank 0, the experts of every token of the global batch [tokens, K] by router."""
+    gathered = comm.gather_object([(name, rows_M.tolist(), chosen_MK.tolist()) for name, rows_M, chosen_MK in kept])
+    by_router: dict[str, dict[int, list[int]]] = {}
+    for name, rows, chosen in (each for rank in gathered or [] for each in rank):
+        by_router.setdefault(name, {}).update(zip(rows, chosen, strict=True))
+    return {
+        f"{CHOICES}.{name} {when}": torch.tensor([experts for _, experts in sorted(of_tokens.items())])
+        for name, of_tokens in sorted(by_router.items())
+    }
+
+
+def flips(reference: StepTrace, other: StepTrace) -> Iterator[str]:
+    """Yield for each router in the first step how many tokens choose other experts than in the reference."""
+    for name in (name for name in reference if name.startswith(f"{CHOICES}.") and name.endswith(" of step 1")):
+        router = name.removeprefix(f"{CHOICES}.").partition(" ")[0]
+        yield f"{router}: {_flipped(reference[name], other[name])} of {len(other[name])} tokens choose other experts"
+
+
+def _flipped(expected_MK: Tensor, got_MK: Tensor) -> int:
+    """Return the number of tokens whose experts differ."""
+    if expected_MK.shape != got_MK.shape:
+        return len(expected_MK)
+    return int((expected_MK != got_MK).any(-1).sum())
+
+
 def differences(reference: StepTrace, other: StepTrace, tolerance: float) -> Iterator[str]:
     """Yield what differs by more than `tolerance`, in the order of the computation.
 
@@ -129,6 +159,10 @@ def differences(reference: StepTrace, other: StepTrace, tolerance: float) -> Ite
         floors[_kind(name)] = max(floors.get(_kind(name), 0.0), 1e-3 * expected.abs().max().item())
     for name in (name for name in reference if name in other):
         expected, got = reference[name], other[name]
+        if name.startswith(f"{CHOICES}."):
+            if count := _flipped(expected, got):
+                yield f"{name}: {count} of {len(expected)} tokens choose other experts than in one process"
+            continue
         size = max(expected.abs().max().item(), floors[_kind(name)])
         error = (expected - got).abs().max().item() / (size or 1.0)  # 0 where no label counts
         if not error <= tolerance:

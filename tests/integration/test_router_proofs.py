@@ -18,7 +18,7 @@ from megatron3d.model.experts import Router
 from megatron3d.model.microbatch import Pass
 from megatron3d.ops import router
 from megatron3d.ops.router import Routes
-from megatron3d.verify.layouts import differences
+from megatron3d.verify.layouts import differences, flips
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
 from tests.support.turn_ranks import run_turns
 
@@ -72,6 +72,22 @@ def settings(keys: dict[str, Any], rows: int, parallel: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", BALANCES)
 def test_accumulation_and_layout_leave_each_balance(name: str) -> None:
     check_layouts(NONE | BALANCES[name])
+
+
+def test_another_choice_is_named() -> None:
+    wanted = run_trace(0, 1, settings(MODEL, BATCH, {}), 1)
+    assert wanted is not None
+    name = "choices.layers.1.mlp.router of step 1"
+    tokens = BATCH * MODEL["seq_length"]
+    assert wanted[name].shape == (tokens, MODEL["moe_router_topk"])
+    other = wanted[name].clone()
+    other[5, 0], other[9] = -1, -1
+    assert list(differences(wanted, {**wanted, name: other}, TOLERANCE)) == [
+        f"{name}: 2 of {tokens} tokens choose other experts than in one process"
+    ]
+    assert list(flips(wanted, {**wanted, name: other})) == [
+        f"layers.1.mlp.router: 2 of {tokens} tokens choose other experts"
+    ]
 
 
 def rounded(logits_ME: Tensor) -> Tensor:

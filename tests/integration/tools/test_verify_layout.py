@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,20 @@ def test_a_correct_pipeline_equals_one_process(tmp_path: Path) -> None:
     assert "EQUAL: 1 steps in float64 on 2 ranks" in out
 
 
-def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float, *rest: Any) -> list[str]:
+def test_tokens_that_choose_other_experts_are_counted() -> None:
+    """Experts in bf16 choose as in float64 but for near ties; a layout in float64 chooses as one process does."""
+    typed = ["--world-size", "2", "--steps", "1", "parallel.pipeline_model_parallel_size=1"]
+    typed += ["parallel.expert_model_parallel_size=2", "model.num_layers=2", "train.global_batch_size=2"]
+    out = verify(str(ROOT / "configs" / "models" / "mixtral-8x7b.yaml"), *typed)
+    assert "EQUAL: 1 steps in float64 on 2 ranks" in out
+    counts = re.findall(r"bf16 on one process: layers\.(\d+)\.mlp\.router: (\d+) of (\d+) tokens choose other", out)
+    assert [layer for layer, _, _ in counts] == ["0", "1"]
+    assert all(0 <= int(flipped) < int(tokens) / 2 for _, flipped, tokens in counts)
+
+
+def compare_with_a_wrong_rule(
+    config_json: str, steps: int, tolerance: float, *rest: Any
+) -> tuple[list[str], list[str]]:
     """Call verify_layout.compare without the gradient reduction over the ranks that share a parameter."""
     with mock.patch.object(ParamSpec, "reduce_axes", lambda spec, mesh: ()):
         return verify_layout.compare(config_json, steps, tolerance, *rest)
@@ -143,7 +157,7 @@ def compare_with_a_wrong_rule(config_json: str, steps: int, tolerance: float, *r
 
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Under sequence parallelism tokens of norms and most biases are sharded, those of matrices are gathered."""
-    right: Callable[..., list[str]] = process.launch
+    right: Callable[..., tuple[list[str], list[str]]] = process.launch
     monkeypatch.setattr(process, "launch", lambda ranks, _, *rest: right(ranks, compare_with_a_wrong_rule, *rest))
     typed = ["--config", str(MODES_FOLDER / "1d-sp.yaml"), "--world-size", "2", "--steps", "1"]
     typed += ["parallel.tensor_model_parallel_size=2"]
