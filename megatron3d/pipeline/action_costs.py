@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.actions import Action, ActionKind
+from megatron3d.pipeline.actions import ActionKind
 from megatron3d.runtime.limits import shorten
 
 # Costs that a person may give, so that ratios and sums of them stay exact enough.
@@ -40,11 +40,11 @@ class Costs:
         """Time that a rank computes for one microbatch when the backward is split."""
         return self.F + self.I + self.W
 
-    def duration(self, action: Action, num_virtual_stages: int) -> float:
+    def duration(self, kind: ActionKind, num_virtual_stages: int) -> float:
         """Return the time of a computation of one of the `num_virtual_stages` stages of a rank."""
         whole = self.I + self.W if self.B is None else self.B
         times = {ActionKind.F: self.F, ActionKind.I: self.I, ActionKind.W: self.W, ActionKind.B: whole}
-        return times[action.kind] / num_virtual_stages
+        return times[kind] / num_virtual_stages
 
 
 UNIT_COSTS = Costs()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron3d.runtime.limits import shorten
@@ -77,7 +78,8 @@ def rank_in_v(stage: int, num_ranks: int) -> int:
 
 def stage_to_rank(schedule: Schedule) -> Mapping[int, int]:
     """Return the rank of every stage, in order of stages."""
-    return dict(sorted({action.stage: rank for rank, actions in enumerate(schedule) for action in actions}.items()))
+    held = [set(map(itemgetter(1), actions)) for actions in schedule]
+    return dict(sorted((stage, rank) for rank, stages in enumerate(held) for stage in stages))
 
 
 def forward_only(schedule: Schedule, m: int) -> Schedule:

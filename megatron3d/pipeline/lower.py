@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, ActionKind, Schedule, stage_to_rank
-from megatron3d.pipeline.simulate import simulate
+from megatron3d.pipeline.execution_order import execution_order
+from megatron3d.pipeline.simulate import num_virtual_stages
 
 # Costs that order the transfers.  With a hop of 0, transfers in opposite directions would tie, and ties broken at
 # random cost interleaved schedules up to a quarter of their time (see the test of links).
@@ -84,8 +85,11 @@ def lower(schedule: Schedule, prefetch: int = 1) -> Schedule:
     lists: list[list[Action]] = [[] for _ in schedule]
     weight_grads = (a for actions in schedule for a in actions if a.kind in (ActionKind.B, ActionKind.W))
     last_weight_grad = {action.stage: action for action in weight_grads}
-    for span in sorted(simulate(schedule, ORDERING_COSTS).spans, key=lambda span: (span.end, span.rank)):
-        action, rank_list = span.action, lists[span.rank]
+    order, costs, v = execution_order(schedule), ORDERING_COSTS, num_virtual_stages(schedule)
+    seconds = {(stage, kind): costs.duration(kind, v) for stage, kind in order.kinds}
+    ends = order.times_of_stages(seconds, costs.comm).ends
+    for _, rank, place in sorted(zip(ends, order.ranks, range(len(ends)), strict=True)):
+        action, rank_list = order.actions[place], lists[rank]
         rank_list.append(action)
         if pair := send_recv_after(action, owners):
             rank_list.append(pair.send)

@@ -10,10 +10,12 @@ by a pattern for more.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import count
+from operator import itemgetter
 from pathlib import Path
 
 from megatron3d.errors import UserError
@@ -29,12 +31,9 @@ Step = tuple[ActionKind, int]
 
 def number_microbatches(pattern: Iterable[Step], m: int) -> tuple[Action, ...]:
     """Return the actions of a pattern of (kind, stage), without those of microbatches from m on."""
-    seen: Counter[Step] = Counter()
-    actions = []
-    for kind, stage in pattern:
-        actions.append(Action(kind, stage, seen[kind, stage]))
-        seen[kind, stage] += 1
-    return tuple(action for action in actions if action.mb is not None and action.mb < m)
+    numbers: defaultdict[Step, Iterator[int]] = defaultdict(count)
+    numbered = ((step, next(numbers[step])) for step in pattern)
+    return tuple(Action(*step, mb) for step, mb in numbered if mb < m)
 
 
 def gpipe(p: int, m: int) -> Schedule:
@@ -192,10 +191,21 @@ def build_schedule(name: str, p: int, m: int, v: int | None = None, costs: Costs
     return _generated(name, p, m, SCHEDULES[name].min_virtual if v is None else v, costs)
 
 
+class _HashedOnce(tuple[tuple[Action, ...], ...]):
+    """A schedule that knows its hash, which takes as long as a simulation: many caches ask for it."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 @lru_cache(maxsize=64)
 def _generated(name: str, p: int, m: int, v: int, costs: Costs) -> Schedule:
     """Return a schedule that exists; a planner asks for the same ones again and again."""
-    return SCHEDULES[name].generate(p, m, v, costs)
+    return _HashedOnce(SCHEDULES[name].generate(p, m, v, costs))
 
 
 def load_schedule(path: Path, p: int | None = None, m: int | None = None) -> Schedule:
@@ -212,4 +222,4 @@ def load_schedule(path: Path, p: int | None = None, m: int | None = None) -> Sch
 
 def num_microbatches(schedule: Schedule) -> int:
     """Return the number of microbatches of a valid schedule."""
-    return len({action.mb for actions in schedule for action in actions})
+    return len(set[object]().union(*(map(itemgetter(2), actions) for actions in schedule)))

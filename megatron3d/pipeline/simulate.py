@@ -88,7 +88,14 @@ def simulate_durations(schedule: Schedule, duration: Callable[[Action], float], 
 def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Timeline:
     """Return the timeline of a valid schedule; each of the v stages of a rank takes a v-th of the rank's costs."""
     v = num_virtual_stages(schedule)
-    return simulate_durations(schedule, lambda action: costs.duration(action, v), costs.comm)
+    return simulate_durations(schedule, lambda action: costs.duration(action.kind, v), costs.comm)
+
+
+def makespan(schedule: Schedule, costs: Costs = UNIT_COSTS) -> float:
+    """Return the makespan of the timeline that `simulate` returns, without its spans."""
+    order, v = execution_order(schedule), num_virtual_stages(schedule)
+    times = order.times_of_stages({(stage, kind): costs.duration(kind, v) for stage, kind in order.kinds}, costs.comm)
+    return order.makespan(times)
 
 
 def mean_durations(measured: Timeline) -> Mapping[tuple[ActionKind, int], float]:

@@ -6,13 +6,14 @@ step = schedule of the stages + exposed communication of the data axis + optimiz
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron3d.analysis.cost_model.ahead import module_times
 from megatron3d.analysis.cost_model.breakdown import TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.analysis.cost_model.data_axis import (
+    DataAxisTime,
     Interval,
     ParamCounts,
     ScheduleTimes,
@@ -43,7 +44,7 @@ from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import ActionKind, Schedule
-from megatron3d.pipeline.execution_order import ExecutionOrder, Times, execution_order
+from megatron3d.pipeline.execution_order import StageTimes, execution_order, of_one_microbatch, times_of_order
 from megatron3d.pipeline.schedules import num_microbatches
 from megatron3d.pipeline.spec import Pipeline
 
@@ -102,8 +103,10 @@ class SimulatedStep:
     @property
     def waits_for_none(self) -> bool:
         """Whether ranks start their optimizer step without waiting for each other, so that the slowest rank decides."""
-        splits = any(action.kind is ActionKind.W for actions in self.pipeline.schedule for action in actions)
-        return self.machine.profile.validates_later and splits
+        schedule = self.pipeline.schedule
+        return self.machine.profile.validates_later and any(
+            kind is ActionKind.W for computations in of_one_microbatch(schedule) for _, kind in computations
+        )
 
     @property
     def arch(self) -> Architecture:
@@ -143,10 +146,10 @@ def step_time(step: SimulatedStep) -> TimePrediction:
     """Simulate a step and return its time."""
     durations = stage_times(step)
     ranks = range(step.pipeline.num_ranks)
-    busy = [_computation(step, durations, rank) for rank in ranks]
+    busy = _computations(step, durations)
     line = schedule_times(step, durations)
     worst = max(ranks, key=lambda rank: busy[rank].total)
-    waits = max((exposed_data_axis(step, durations, line, rank) for rank in ranks), key=lambda each: each.total)
+    waits = max(exposed_data_axis(step, busy, line), key=lambda each: each.total)
     optimizer = max(_optimizer_s(step, rank) for rank in ranks)
     parts = busy[worst].plus(waits)
     bubble = max(0.0, line.total_s - busy[worst].total)
@@ -222,56 +225,56 @@ def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
     hop = stage_transfer_time(step).total if step.machine.profile.overlaps_pipeline else 0.0
     own = step.waits_for_none
 
-    def simulated(schedule: Schedule) -> tuple[ExecutionOrder, Times, float]:
+    def simulated(schedule: Schedule) -> tuple[StageTimes, float]:
         order = execution_order(schedule)
-        times = order.times_of_stages(seconds, hop)
-        return order, times, order.cost(times) if own else times.makespan
+        times = times_of_order(order, tuple(seconds[kind] for kind in order.kinds), hop)
+        return times, times.cost if own else times.makespan
 
-    order, times, total = simulated(step.pipeline.schedule)
+    times, total = simulated(step.pipeline.schedule)
     if step.shorter is not None:
         count = num_microbatches(step.pipeline.schedule)
-        period_s = (total - simulated(step.shorter)[2]) / (count - num_microbatches(step.shorter))
-        busiest_s = max(_computation(step, durations, rank).total for rank in range(step.pipeline.num_ranks))
+        period_s = (total - simulated(step.shorter)[1]) / (count - num_microbatches(step.shorter))
+        busiest_s = max(busy.total for busy in _computations(step, durations))
         total += (step.num_microbatches - count) * max(period_s, busiest_s / step.num_microbatches)
-    spans = [
-        {stage: Interval(times.starts[place], times.ends[place]) for stage, place in table.items()}
-        for table in (order.first_forwards, order.last_backwards)
-    ]
+    spans = [{stage: Interval(*ends) for stage, ends in table.items()} for table in (times.firsts, times.lasts)]
     return ScheduleTimes(total, times.makespan, *spans)
 
 
-def _computation(step: SimulatedStep, durations: Durations, rank: int) -> TimeBreakdown:
-    """Return a rank's computation of all microbatches."""
-    return combine(
-        durations[action.stage, action.kind] for action in step.pipeline.schedule[rank] if action.mb == 0
-    ).scaled(step.num_microbatches)
+def _computations(step: SimulatedStep, durations: Durations) -> Sequence[TimeBreakdown]:
+    """Return each rank's computation of all microbatches."""
+    each = of_one_microbatch(step.pipeline.schedule)
+    return [combine(map(durations.__getitem__, kinds)).scaled(step.num_microbatches) for kinds in each]
 
 
 def _param_counts(step: SimulatedStep, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
     return step.held.on_rank(step.arch, stages)
 
 
-def exposed_data_axis(step: SimulatedStep, durations: Durations, line: ScheduleTimes, rank: int) -> TimeBreakdown:
-    """Return the communication of a rank's data axis that is exposed after the schedule."""
+def exposed_data_axis(
+    step: SimulatedStep, busy: Sequence[TimeBreakdown], line: ScheduleTimes
+) -> Iterator[TimeBreakdown]:
+    """Yield the communication of each rank's data axis that is exposed after the schedule.
+
+    Args:
+        busy: computation of each rank.
+    """
     m, zero = step.num_microbatches, step.zero_stage
     profile, tax = step.machine.profile, step.machine.device.comm_tax
-    times = collectives_per_step(zero, m)
-    each = {
-        stage.index: data_axis_time(
-            _param_counts(step, [stage]), step.mesh, step.machine, zero, times, step.bucket_bytes
-        )
-        for stage in step.pipeline.on_rank(rank)
-    }
-    sums, gathers = combine(one.sums for one in each.values()), combine(one.gathers for one in each.values())
-    steady = _steady_s(step, durations, rank)
-    late = exposed_reduction_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
-    early = exposed_gather_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
-    return partly_exposed(sums, late, tax).plus(partly_exposed(gathers, early, tax))
+    alike: dict[object, DataAxisTime] = {}  # most stages differ in their index alone
 
+    def of_stage(stage: Stage) -> DataAxisTime:
+        if (kind := (len(stage.layers), stage.has_embedding, stage.has_head)) not in alike:
+            counts, times = _param_counts(step, [stage]), collectives_per_step(zero, m)
+            alike[kind] = data_axis_time(counts, step.mesh, step.machine, zero, times, step.bucket_bytes)
+        return alike[kind]
 
-def _steady_s(step: SimulatedStep, durations: Durations, rank: int) -> float:
-    """Return a rank's seconds of all microbatches but one, with which communication per microbatch can overlap."""
-    return _computation(step, durations, rank).total * (1 - 1 / step.num_microbatches)
+    for rank, computation in enumerate(busy):
+        each = {stage.index: of_stage(stage) for stage in step.pipeline.on_rank(rank)}
+        sums, gathers = combine(one.sums for one in each.values()), combine(one.gathers for one in each.values())
+        steady = computation.total * (1 - 1 / m)  # all microbatches but one, with which their communication overlaps
+        late = exposed_reduction_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
+        early = exposed_gather_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
+        yield partly_exposed(sums, late, tax).plus(partly_exposed(gathers, early, tax))
 
 
 def _optimizer_s(step: SimulatedStep, rank: int) -> float:

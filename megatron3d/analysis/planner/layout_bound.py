@@ -16,7 +16,7 @@ from megatron3d.analysis.planner.options import PipelineShare
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.pipeline.action_costs import UNIT_COSTS
 from megatron3d.pipeline.schedules import build_schedule
-from megatron3d.pipeline.simulate import simulate
+from megatron3d.pipeline.simulate import makespan
 
 
 class Bubbles:
@@ -30,7 +30,7 @@ class Bubbles:
         ranks, few = share.pipeline, min(share.num_microbatches, 2 * share.pipeline)
         if (key := (ranks, schedule, virtual, few)) not in self._found:
             built = build_schedule(schedule, ranks, few, virtual)
-            self._found[key] = simulate(built).makespan / UNIT_COSTS.total - few if ranks > 1 else 0.0
+            self._found[key] = makespan(built) / UNIT_COSTS.total - few if ranks > 1 else 0.0
         return self._found[key]
 
 

@@ -29,7 +29,7 @@ def test_times_are_those_of_the_simulation(name: str, ranks: int, num: int) -> N
         times = order.times_of_stages(seconds, hop)
         expected = sorted((span.start, span.end) for span in line.spans)
         assert sorted(zip(times.starts, times.ends, strict=True)) == expected
-        assert (times.makespan, order.cost(times)) == (line.makespan, line.cost)
+        assert (order.makespan(times), order.cost(times)) == (line.makespan, line.cost)
         for span in line.spans:
             if span.action == Action(ActionKind.F, span.action.stage, 0):
                 assert times.starts[order.first_forwards[span.action.stage]] == span.start

@@ -164,7 +164,7 @@ class Machine:
                 return False
             num_virtual = len(self.where) // len(self.lowered)
             start = max([self.free[rank], *(self.there[rank][need] for need in needs)])
-            self.free[rank] = start + self.costs.duration(action, num_virtual)
+            self.free[rank] = start + self.costs.duration(action.kind, num_virtual)
             self.there[rank] |= dict.fromkeys(completed_by(action), self.free[rank])
         elif action.kind is not ActionKind.REDUCE:
             self.queues[self._queue(rank, peer_rank(action, self.where))].append((action, self.free[rank]))

@@ -132,7 +132,7 @@ def as_published(schedule: Schedule, costs: Costs, v: int) -> float:
                 wraps = r == (0 if action.kind is ActionKind.F else p - 1) and (action.mb or 0) % p
                 inputs = [i for i in dependencies(action, p * v) if i.stage == action.stage or not wraps]
                 arrived = [ready[i] + costs.comm * (i.stage != action.stage) for i in inputs]
-                free[r] = max([free[r], *arrived]) + costs.duration(action, v)
+                free[r] = max([free[r], *arrived]) + costs.duration(action.kind, v)
                 ready |= dict.fromkeys(completed_by(action), free[r])
                 at[r] += 1
     mbs = len(schedule[0]) / 2 / v
@@ -176,7 +176,7 @@ def test_the_documents_table_is_the_simulators() -> None:
 
 def test_costs_are_read() -> None:
     assert parse_costs("F=1,B=2.5, comm=0.1") == Costs(F=1, B=2.5, comm=0.1)
-    assert parse_costs("F=2,I=3").duration(Action(ActionKind.B, 0, 0), 2) == 2
+    assert parse_costs("F=2,I=3").duration(ActionKind.B, 2) == 2
 
 
 @pytest.mark.parametrize(
